@@ -1,0 +1,182 @@
+"""The plan: what will be done to the models, the functions and the optimizers. Inert and printable.
+
+Everything below this layer reads a Plan: it holds no None, no strings and no dtype names, so nobody has to ask again
+what was meant.
+"""
+
+from __future__ import annotations
+
+import enum
+import fnmatch
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .properties import KeepFloat32, Properties
+
+KeepPredicate = Callable[[str, torch.nn.Module], bool]
+
+
+class Masters(enum.Enum):
+    """How float32 masters of 16-bit weights are stored."""
+
+    NONE = enum.auto()
+    FULL = enum.auto()
+    SPLIT = enum.auto()
+
+
+class CastPolicy(enum.Enum):
+    """Which table of casts patched functions follow."""
+
+    TORCH = enum.auto()
+    APEX = enum.auto()
+
+
+class CastScope(enum.Enum):
+    """Where casts are on: for the calling thread, or only inside initialised models' forward."""
+
+    THREAD = enum.auto()
+    MODEL = enum.auto()
+
+
+@dataclass(frozen=True)
+class ScalingRule:
+    """The rule by which a loss scale moves; static scaling is a rule that never moves.
+
+    Attributes:
+        dynamic: whether the scale moves at all.
+        init_scale: the first scale.
+        growth_factor, backoff_factor: multipliers after ``growth_interval`` good steps and on overflow.
+        growth_interval: good steps in a row before growth.
+        hysteresis: overflows until the scale backs off.
+        min_scale, max_scale: limits, both finite and above 0.
+        max_consecutive_skips: skipped steps in a row after which stepping raises.
+    """
+
+    dynamic: bool
+    init_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    hysteresis: int
+    min_scale: float
+    max_scale: float
+    max_consecutive_skips: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``initialize`` will do.
+
+    Attributes:
+        cast_model: whether parameters, buffers and inputs are cast at all.
+        model_dtype: what they are cast to (float32 where they are not).
+        cast_outputs: whether floating outputs are cast.
+        output_dtype: what outputs are cast to.
+        keep_float32: (dotted name, module) -> whether the module stays float32 in a 16-bit model.
+        patch_functions: whether torch functions cast their arguments.
+        function_dtype: the 16-bit type they run in.
+        cast_policy: the table they follow.
+        cast_scope: where they do.
+        allow_banned: whether functions banned in float16 run all the same.
+        masters: how float32 masters are kept.
+        split_bucket_bytes: float32 bytes materialised at a time by split masters.
+        compile_step: whether the step is compiled.
+        scaling: the rule the loss scales follow.
+    """
+
+    cast_model: bool
+    model_dtype: torch.dtype
+    cast_outputs: bool
+    output_dtype: torch.dtype
+    keep_float32: KeepPredicate
+    patch_functions: bool
+    function_dtype: torch.dtype
+    cast_policy: CastPolicy
+    cast_scope: CastScope
+    allow_banned: bool
+    masters: Masters
+    split_bucket_bytes: int
+    compile_step: bool
+    scaling: ScalingRule
+
+
+# The smallest positive normal float32: below it a scale's reciprocal leaves float32's range.
+_SMALLEST_SCALE = 2.0**-126
+
+
+def make_plan(props: Properties) -> Plan:
+    """Resolve Properties into a Plan.
+
+    Example:
+        >>> from mpinit.opt_levels import OPT_LEVELS
+        >>> make_plan(OPT_LEVELS["O2"]).model_dtype
+        torch.float16
+    """
+    lower = props.lower_precision_type
+    casts_weights = lower is not None and not props.patch_torch_functions
+    model_only = props.patch_torch_functions and props.cast_scope == "model"
+    return Plan(
+        cast_model=props.cast_model_type is not None,
+        model_dtype=props.cast_model_type or torch.float32,
+        cast_outputs=props.cast_model_type is not None or props.cast_model_outputs is not None or model_only,
+        output_dtype=props.cast_model_outputs or torch.float32,
+        keep_float32=_keep_predicate(props) if casts_weights else _keep_nothing,
+        patch_functions=props.patch_torch_functions,
+        function_dtype=props.patch_torch_functions_type or torch.float16,
+        cast_policy=CastPolicy[props.cast_policy.upper()],
+        cast_scope=CastScope[props.cast_scope.upper()],
+        allow_banned=props.allow_banned,
+        masters=_masters(props) if casts_weights else Masters.NONE,
+        split_bucket_bytes=props.split_bucket_bytes,
+        compile_step=props.compile_step,
+        scaling=_scaling_rule(props),
+    )
+
+
+def _masters(props: Properties) -> Masters:
+    if props.master_weights == "split":
+        return Masters.SPLIT
+    return Masters.FULL if props.master_weights else Masters.NONE
+
+
+def _scaling_rule(props: Properties) -> ScalingRule:
+    dynamic = props.loss_scale == "dynamic"
+    low = props.min_loss_scale if props.min_loss_scale is not None else _SMALLEST_SCALE
+    first = min(max(props.init_loss_scale, low), props.max_loss_scale) if dynamic else float(props.loss_scale)
+    return ScalingRule(
+        dynamic=dynamic,
+        init_scale=first,
+        growth_factor=props.growth_factor,
+        backoff_factor=props.backoff_factor,
+        growth_interval=props.growth_interval,
+        hysteresis=props.hysteresis,
+        min_scale=low,
+        max_scale=props.max_loss_scale,
+        max_consecutive_skips=props.max_consecutive_skips,
+    )
+
+
+def _keep_nothing(name: str, module: torch.nn.Module) -> bool:
+    return False
+
+
+def _keep_predicate(props: Properties) -> KeepPredicate:
+    tests = [_one_test(entry) for entry in props.keep_fp32]
+    if props.keep_batchnorm_fp32:
+        tests.append(lambda name, module: isinstance(module, _BatchNorm))
+
+    def keeps(name: str, module: torch.nn.Module) -> bool:
+        return any(test(name, module) for test in tests)
+
+    return keeps
+
+
+def _one_test(entry: KeepFloat32) -> KeepPredicate:
+    if isinstance(entry, str):
+        return lambda name, module: fnmatch.fnmatchcase(name, entry)
+    if isinstance(entry, type):
+        return lambda name, module: isinstance(module, entry)
+    return entry
