@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from .properties import Properties, build, check_names, field_names
+from .properties import Properties, build, check_names, field_names, is_given
 
 _O1: Final[dict[str, Any]] = {"patch_torch_functions": True, "loss_scale": "dynamic"}
 _O2: Final[dict[str, Any]] = {
@@ -32,6 +32,9 @@ OPT_LEVELS: Final[Mapping[str, Properties]] = MappingProxyType(
         "O5": Properties(**_O2 | {"cast_model_type": torch.bfloat16, "loss_scale": 1.0}),
     }
 )
+
+# initialize()'s keywords that are no properties: a misspelt one shall find its way home too.
+_OTHER_KEYWORDS: Final = ("models", "optimizers", "opt_level", "enabled", "num_losses", "config", "verbosity")
 
 Config = str | Path | Mapping[str, Any] | None
 
@@ -97,8 +100,8 @@ def resolve(opt_level: Any, overrides: Mapping[str, Any], config: Config = None)
     """Resolve a level, a configuration and keyword overrides into one property set.
 
     Keywords beat the configuration, and the configuration beats the level. A value of None means "not given"; the
-    string "None" means "nothing". Where the 16-bit type comes out as bfloat16 and nobody gave a loss_scale, the
-    level's "dynamic" becomes 1.0: bfloat16 has float32's range.
+    string "None" means "nothing", or "not given" to a property that must be something. Where the 16-bit type comes
+    out as bfloat16 and nobody gave a loss_scale, the level's "dynamic" becomes 1.0: bfloat16 has float32's range.
 
     Args:
         opt_level: "O0" to "O5".
@@ -118,14 +121,15 @@ def resolve(opt_level: Any, overrides: Mapping[str, Any], config: Config = None)
     from_config = read_config(config)
     config_level = from_config.pop("opt_level", None)
     level = check_level(config_level if isinstance(opt_level, DefaultLevel) and config_level is not None else opt_level)
-    check_names(overrides, field_names(), "initialize()")
-    given = {name: value for name, value in {**from_config, **_not_none(overrides)}.items() if value is not None}
+    check_names(overrides, field_names(), "initialize()", others=_OTHER_KEYWORDS)
+    given = _given(from_config) | _given(overrides)
     row = OPT_LEVELS[level]
     values = {name: getattr(row, name) for name in row.model_fields_set} | given
-    if "loss_scale" not in given and row.loss_scale == "dynamic" and build(values).lower_precision_type is torch.bfloat16:
-        values["loss_scale"] = 1.0
-    return level, build(values)
+    props = build(values)
+    if "loss_scale" not in given and row.loss_scale == "dynamic" and props.lower_precision_type is torch.bfloat16:
+        props = build(values | {"loss_scale": 1.0})
+    return level, props
 
 
-def _not_none(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in overrides.items() if value is not None}
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if is_given(name, value)}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .properties import KeepFloat32, Properties
+from .properties import SMALLEST_SCALE, KeepFloat32, Properties
 
 KeepPredicate = Callable[[str, torch.nn.Module], bool]
 
@@ -103,10 +103,6 @@ class Plan:
     scaling: ScalingRule
 
 
-# The smallest positive normal float32: below it a scale's reciprocal leaves float32's range.
-_SMALLEST_SCALE = 2.0**-126
-
-
 def make_plan(props: Properties) -> Plan:
     """Resolve Properties into a Plan.
 
@@ -144,7 +140,7 @@ def _masters(props: Properties) -> Masters:
 
 def _scaling_rule(props: Properties) -> ScalingRule:
     dynamic = props.loss_scale == "dynamic"
-    low = props.min_loss_scale if props.min_loss_scale is not None else _SMALLEST_SCALE
+    low = props.min_loss_scale if props.min_loss_scale is not None else SMALLEST_SCALE
     first = min(max(props.init_loss_scale, low), props.max_loss_scale) if dynamic else float(props.loss_scale)
     return ScalingRule(
         dynamic=dynamic,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
 import torch
@@ -25,12 +25,37 @@ from .dtypes import dtype_name, is_lower_precision, parse_dtype
 DEFAULT_INIT_SCALE = 2.0**16
 DEFAULT_MAX_SCALE = 2.0**24
 
+# A scale is kept as a float32 beside its reciprocal: outside these limits one of the two is 0 or inf.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
+
 _NOTHING = ("none", "")
 _BOOLEANS = {"true": True, "false": False}
+_NOTHING_IS_A_VALUE = (
+    "cast_model_type",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "cast_model_outputs",
+    "keep_fp32",
+    "min_loss_scale",
+)
 
 
 def _is_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, str) and value.strip().lower() in _NOTHING)
+
+
+def is_given(name: str, value: Any) -> bool:
+    """Whether ``value`` says anything about the property ``name``.
+
+    None never does. The string "None", which a command line may hand over, says "nothing" to a property that can be
+    nothing, and leaves the others as they are.
+
+    Example:
+        >>> is_given("keep_batchnorm_fp32", "None"), is_given("loss_scale", "None")
+        (True, False)
+    """
+    return value is not None and (name in _NOTHING_IS_A_VALUE or not _is_nothing(value))
 
 
 def _parse_optional_dtype(value: Any) -> torch.dtype | None:
@@ -75,16 +100,26 @@ def _parse_loss_scale(value: Any) -> Any:
 def _check_scale(scale: float) -> float:
     if not math.isfinite(scale) or scale <= 0:
         raise ValueError(f'a loss scale of {scale} cannot be undone; give "dynamic" or a finite number above 0')
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        raise ValueError(
+            f"a loss scale of {scale} leaves float32's range, or its reciprocal does; give a number between 2**-126 "
+            "and 2**126"
+        )
     return scale
 
 
 def _parse_optional_scale(value: Any) -> Any:
     if _is_nothing(value):
         return None
-    parsed = _parse_loss_scale(value)
-    if parsed == "dynamic":
-        raise ValueError("this limit must be a number")
-    return parsed
+    if value == "dynamic":
+        raise ValueError('"dynamic" is not a number; only loss_scale can be "dynamic", give a number above 0 here')
+    return _parse_loss_scale(value)
+
+
+def _parse_scale(value: Any) -> Any:
+    if _is_nothing(value):
+        raise ValueError(f"{value!r} is not a number; give one above 0, or leave it out for the default")
+    return _parse_optional_scale(value)
 
 
 _DTYPE_SCHEMA = WithJsonSchema(
@@ -102,6 +137,21 @@ MasterWeights = Annotated[bool | Literal["split"] | None, BeforeValidator(_parse
 LossScale = Annotated[float | Literal["dynamic"], BeforeValidator(_parse_loss_scale)]
 OptionalScale = Annotated[float | None, BeforeValidator(_parse_optional_scale)]
 KeepFloat32 = type[torch.nn.Module] | str | Callable[[str, torch.nn.Module], bool]
+
+
+def _check_keep_fp32_entry(entry: Any) -> None:
+    """Refuse what pydantic's union would take for a predicate: any class and any module can be called."""
+    is_module_type = isinstance(entry, type) and issubclass(entry, torch.nn.Module)
+    if isinstance(entry, torch.nn.Module):
+        raise ValueError(
+            f"a module itself ({type(entry).__name__}) cannot be an entry; give its dotted name, such as 'head', its "
+            "type, or a predicate (name, module) -> bool"
+        )
+    if not (is_module_type or isinstance(entry, str) or (callable(entry) and not isinstance(entry, type))):
+        raise ValueError(
+            f"{entry!r} is neither a torch.nn.Module type, nor a dotted name such as 'head' or '*.norm', nor a "
+            "predicate (name, module) -> bool; give one of these, or a list of them"
+        )
 
 
 class Properties(BaseModel):
@@ -142,7 +192,7 @@ class Properties(BaseModel):
 
     cast_model_type: OptionalDtype = None
     patch_torch_functions: Boolean = False
-    patch_torch_functions_type: OptionalDtype = Field(default="float16", validate_default=True)  # type: ignore[assignment]
+    patch_torch_functions_type: OptionalDtype = Field(default="float16", validate_default=True)
     keep_batchnorm_fp32: OptionalBoolean = None
     master_weights: MasterWeights = None
     loss_scale: LossScale = 1.0
@@ -151,13 +201,13 @@ class Properties(BaseModel):
     cast_policy: Literal["torch", "apex"] = "torch"
     cast_scope: Literal["thread", "model"] = "thread"
     allow_banned: Boolean = False
-    init_loss_scale: Annotated[float, BeforeValidator(_parse_optional_scale)] = DEFAULT_INIT_SCALE
+    init_loss_scale: Annotated[float, BeforeValidator(_parse_scale)] = DEFAULT_INIT_SCALE
     growth_factor: float = Field(default=2.0, gt=1.0, allow_inf_nan=False)
     backoff_factor: float = Field(default=0.5, gt=0.0, lt=1.0)
     growth_interval: int = Field(default=2000, ge=1)
     hysteresis: int = Field(default=1, ge=1)
     min_loss_scale: OptionalScale = None
-    max_loss_scale: Annotated[float, BeforeValidator(_parse_optional_scale)] = DEFAULT_MAX_SCALE
+    max_loss_scale: Annotated[float, BeforeValidator(_parse_scale)] = DEFAULT_MAX_SCALE
     max_consecutive_skips: int = Field(default=64, ge=1)
     compile_step: Boolean = False
     split_bucket_bytes: int = Field(default=64 * 2**20, ge=4)
@@ -167,7 +217,10 @@ class Properties(BaseModel):
     def _keep_fp32_as_tuple(cls, value: Any) -> Any:
         if _is_nothing(value):
             return ()
-        return tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+        entries = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+        for entry in entries:
+            _check_keep_fp32_entry(entry)
+        return entries
 
     @field_validator("patch_torch_functions_type")
     @classmethod
@@ -201,7 +254,8 @@ def _weights_or_functions(props: Properties) -> None:
         raise ValueError(
             f"cast_model_type={cast} contradicts patch_torch_functions=True (O1): patched functions cast float32 "
             "weights as they use them, so the weights must stay float32. For 16-bit weights use opt_level='O2' or "
-            f"'O3'; for 16-bit functions drop cast_model_type and give patch_torch_functions_type={cast}"
+            "'O3' without patch_torch_functions; for 16-bit functions use opt_level='O1' without cast_model_type and "
+            f"give patch_torch_functions_type={cast}"
         )
 
 
@@ -237,18 +291,19 @@ def field_names() -> tuple[str, ...]:
     return tuple(Properties.model_fields)
 
 
-def check_names(names: Any, allowed: tuple[str, ...], where: str) -> None:
-    """Raise a ValueError for the first unknown name, with the nearest allowed one.
+def check_names(names: Iterable[Any], allowed: tuple[str, ...], where: str, others: tuple[str, ...] = ()) -> None:
+    """Raise a ValueError for the first unknown name, with the nearest there is.
 
     Args:
         names: the names given.
         allowed: the names there are.
         where: what was being read, for the message: "initialize()", a file's path.
+        others: names that are no properties but may have been meant.
     """
     for name in names:
         if name not in allowed:
-            near = difflib.get_close_matches(str(name), allowed, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            near = difflib.get_close_matches(str(name), allowed + others, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(f"{where} has no property {name!r}{hint} The properties are: {', '.join(allowed)}")
 
 
@@ -261,8 +316,12 @@ def build(values: dict[str, Any]) -> Properties:
 
 
 def _describe(item: Any) -> str:
-    text = str(item["msg"]).removeprefix("Value error, ")
+    text = str(item["msg"])
     where = ".".join(str(part) for part in item["loc"][:1])
+    if item["type"] != "value_error":
+        # pydantic's own texts say what is allowed but not what was given; ours say both.
+        text = f"{text[:1].lower()}{text[1:]}, but {item['input']!r} was given"
+    text = text.removeprefix("Value error, ")
     return f"{where}: {text}" if where else text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -52,7 +52,11 @@ def _cast_other(tree: Any, dtype: torch.dtype) -> Any:
     if isinstance(tree, Mapping):
         return _cast_mapping(tree, dtype)
     if callable(getattr(tree, "to", None)):
-        return _cast_with_to(tree, dtype)
+        try:
+            return tree.to(dtype)
+        except (TypeError, ValueError, AttributeError, RuntimeError):
+            # A ``to`` that means something else, a device only, say: what the object holds may still be walked.
+            pass
     if isinstance(tree, (list, tuple)):
         leaves = [cast_tree(value, dtype) for value in tree]
         if all(new is old for new, old in zip(leaves, tree, strict=True)):
@@ -64,14 +68,18 @@ def _cast_other(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def _rebuild_sequence(tree: list[Any] | tuple[Any, ...], leaves: list[Any]) -> Any:
-    make: Callable[..., Any] | None = getattr(tree, "_make", None)
-    if make is not None:
-        return make(leaves)
     if isinstance(tree, list):
         rebuilt = copy.copy(tree)
         rebuilt[:] = leaves
         return rebuilt
-    return type(tree)(leaves)
+    try:
+        # Past the subclass's own __new__: its arguments need not be the items.
+        renewed = tuple.__new__(type(tree), leaves)
+    except TypeError:
+        return type(tree)(leaves)  # torch.return_types: classes written in C insist on their own constructor
+    if hasattr(tree, "__dict__"):
+        vars(renewed).update(vars(tree))
+    return renewed
 
 
 def _cast_mapping(tree: Mapping[Any, Any], dtype: torch.dtype) -> Any:
@@ -82,26 +90,26 @@ def _cast_mapping(tree: Mapping[Any, Any], dtype: torch.dtype) -> Any:
             changed[key] = cast
     if not changed:
         return tree
-    rebuilt = copy.copy(tree)
-    if hasattr(rebuilt, "__setitem__"):
+    if isinstance(tree, MutableMapping):
+        rebuilt = copy.copy(tree)
+        _own_storage(rebuilt, tree)
         for key, value in changed.items():
             rebuilt[key] = value
         return rebuilt
     return type(tree)({**tree, **changed})  # type: ignore[call-arg]
 
 
-def _cast_with_to(tree: Any, dtype: torch.dtype) -> Any:
-    try:
-        return tree.to(dtype)
-    except (TypeError, ValueError, AttributeError):
-        # A ``to`` that means something else (a device only, a date's conversion): the object is not ours to cast.
-        return tree
+def _own_storage(rebuilt: MutableMapping[Any, Any], tree: MutableMapping[Any, Any]) -> None:
+    """Give a shallow copy dicts of its own, or writing to it would write to the user's object."""
+    for name, value in vars(rebuilt).items() if hasattr(rebuilt, "__dict__") else ():
+        if isinstance(value, dict) and value is vars(tree).get(name):
+            vars(rebuilt)[name] = copy.copy(value)
 
 
 def _cast_dataclass(tree: Any, dtype: torch.dtype) -> Any:
     changed = {}
     for field in dataclasses.fields(tree):
-        value = getattr(tree, field.name)
+        value = getattr(tree, field.name, None)  # a field may never have been set
         cast = cast_tree(value, dtype)
         if cast is not value:
             changed[field.name] = cast
