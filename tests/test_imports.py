@@ -1,0 +1,144 @@
+"""The architecture, proved from the source: imports point to lower layers only, never in a circle."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "mpinit"
+
+# Every module by its layer; a package's name stands for everything in it that is not listed by itself.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("dtypes", "trees", "patching", "native_autocast", "gradients", "loss_scaler"),
+    ("properties",),
+    ("opt_levels",),
+    ("plan",),
+    ("modules", "functions", "masters", "optimizers", "stepping"),
+    ("session",),
+    ("amp", "checkpoint", "report"),
+    ("", "__main__", "cli", "compat"),
+)
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name below the package ("" for the package itself) -> file."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def layer_of(name: str) -> int:
+    prefixes = [".".join(name.split(".")[:end]) for end in range(name.count(".") + 1, 0, -1)] if name else [""]
+    for prefix in prefixes:
+        for number, names in enumerate(LAYERS):
+            if prefix in names:
+                return number
+    raise AssertionError(f"mpinit/{name.replace('.', '/')} is in no layer: give it one in tests/test_imports.py")
+
+
+def imported(name: str) -> Iterator[str]:
+    """The package's own modules that ``name`` imports, anywhere in its source."""
+    path = MODULES[name]
+    own_package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    own_package = [part for part in own_package if part]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "mpinit":
+                    yield nearest(alias.name.split(".")[1:])
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = own_package[: len(own_package) - node.level + 1]
+            elif (node.module or "").split(".")[0] == "mpinit":
+                base = []
+            else:
+                continue
+            module = (node.module or "").split(".") if node.module else []
+            base = base + (module if node.level else module[1:])
+            for alias in node.names:
+                yield nearest([*base, alias.name])
+
+
+def nearest(parts: list[str]) -> str:
+    """The longest leading part that is a module: what follows is a name inside it."""
+    while parts and ".".join(parts) not in MODULES:
+        parts = parts[:-1]
+    return ".".join(parts)
+
+
+EDGES = {name: {target for target in imported(name) if target != name} for name in MODULES}
+
+
+def test_the_walk_sees_the_imports_it_should() -> None:
+    assert {"properties", "dtypes", "trees", "plan", ""} <= set(MODULES)
+    assert "properties" in EDGES["opt_levels"]
+    assert EDGES["dtypes"] == set()
+    assert EDGES["properties"] == {"dtypes"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_to_no_higher_layer(name: str) -> None:
+    upward = {target for target in EDGES[name] if layer_of(target) > layer_of(name)}
+    assert not upward, f"mpinit.{name} (layer {layer_of(name)}) imports {upward} from above"
+
+
+def find_cycle(edges: dict[str, set[str]]) -> list[str]:
+    finished: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in finished:
+            return []
+        for target in sorted(edges[name]):
+            found = visit(target, [*path, name])
+            if found:
+                return found
+        finished.add(name)
+        return []
+
+    for name in sorted(edges):
+        cycle = visit(name, [])
+        if cycle:
+            return cycle
+    return []
+
+
+def test_there_is_no_circle() -> None:
+    assert find_cycle(EDGES) == []
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"], "where there is one, it is found"
+
+
+CORE = [name for name in MODULES if layer_of(name) < len(LAYERS) - 1]
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_needs_only_torch_pydantic_and_the_standard_library(name: str) -> None:
+    roots = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            roots |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            roots.add((node.module or "").split(".")[0])
+    assert roots <= set(sys.stdlib_module_names) | {"torch", "pydantic", "mpinit"}
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_does_not_know_the_compatibility_package(name: str) -> None:
+    assert not [target for target in EDGES[name] if target.split(".")[0] == "compat"]
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_logs_and_never_prints(name: str) -> None:
+    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert "print" not in calls
