@@ -1,0 +1,64 @@
+# Everything runs in a virtual environment of its own, .venv, made on first use and again when pyproject.toml changes.
+#
+#   make demo       train on handwritten digits at O0..O3; table on screen, plot in runs/demo/
+#   make test       the test suite                make test ARGS="-k trees"
+#   make lint       ruff          make typecheck  mypy --strict
+#   make check      all of the above but the demo, as continuous integration runs them
+#   make bench      the CPU benchmarks            make bench-gpu  the CUDA ones
+#   make clean      remove .venv and what runs have left
+
+PYTHON ?= python3
+VENV ?= .venv
+# An exact version, installed before the package: its extras then find torch in place, and no other build is fetched.
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+
+# Kernels of small tests gain nothing from threads; processes that fight for cores lose a lot.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1); test $$n -gt 8 && echo 8 || echo $$n)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint typecheck examples check clean
+
+help:
+	@sed -n '/^#  /s/^# *//p' Makefile
+
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mpinit needs Python 3.11 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 ...")'
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) "$(TORCH)"
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(PIP) --editable ".[demo]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	$(PIP) --editable ".[dev]"
+	@touch $@ $(VENV)/.demo
+
+demo: $(VENV)/.demo
+	$(PY) examples/digits.py $(ARGS)
+
+test: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) $(ARGS)
+
+lint: $(VENV)/.dev
+	$(PY) -m ruff check .
+
+typecheck: $(VENV)/.dev
+	$(PY) -m mypy --strict mpinit
+
+examples: $(VENV)/.dev
+	$(PY) examples/minimal.py
+	$(PY) examples/digits.py --epochs 1 --width 4 --out runs/smoke
+
+check:
+	.ci/run
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+-include examples/benchmarks/bench.mk

@@ -1,0 +1,1 @@
+"""The parts of the handwritten-digits demo, ``examples/digits.py``."""

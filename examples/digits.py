@@ -1,0 +1,47 @@
+"""Train a CNN with BatchNorm on scikit-learn's handwritten digits at O0, O1, O2 and O3, in float16 and bfloat16.
+
+``make demo`` runs this. It prints a table and writes a plot of loss and loss scale to runs/demo/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+from demo.charts import draw
+from demo.digits_data import load_digits
+from demo.table import points_below_float32, table
+from demo.training import SETTINGS, Schedule, train
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    default = Schedule()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=default.epochs)
+    parser.add_argument("--width", type=int, default=default.width, help="channels of the first convolution")
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help='settings to run, such as "O2 fp16"')
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the plot and the table")
+    return parser.parse_args()
+
+
+def main() -> None:
+    # A skipped step is part of dynamic loss scaling: here the table and the plot tell of it, not the log.
+    logging.getLogger("mpinit").setLevel(logging.ERROR)
+    options = arguments()
+    schedule = Schedule(epochs=options.epochs, width=options.width)
+    digits = load_digits()
+    chosen = [setting for setting in SETTINGS if not options.only or setting.name in options.only]
+    runs = [train(setting, digits, schedule) for setting in chosen]
+    lines = [table(runs)]
+    if any(run.setting.level == "O0" for run in runs):
+        lines += ["", *points_below_float32(runs)]
+    print("\n" + "\n".join(lines) + "\n")
+    draw(runs, options.out / "loss_and_scale.png")
+    (options.out / "table.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"Plot: {options.out / 'loss_and_scale.png'}")
+
+
+if __name__ == "__main__":
+    main()
