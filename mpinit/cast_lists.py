@@ -1,0 +1,275 @@
+"""The cast policy, as data: which function runs in which type, under which names Python reaches it, and which devices
+do it by themselves.
+
+The rows start from PyTorch's CUDA autocast lists. A device that is named in a row's ``native`` follows the row inside
+its own autocast kernels; on every other device the names in ``wraps`` are replaced by a thin wrapper. The names in
+``reaches`` need no wrapper: their Python bodies look one of the wrapped names up, or end in a native kernel. Adding a
+function is one row here and one row of ``tests/cast_samples.py``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+
+class Cast(enum.Enum):
+    """What happens to the floating arguments of a function while casts are on.
+
+    LOWER_PRECISION: cast to the 16-bit type. FP32: 16-bit arguments are cast to float32. PROMOTE: cast to the widest
+    type among them. BANNED: refuses float16 arguments, runs others in float32. REFUSED: an in-place function that
+    would have to write a float32 result into a 16-bit tensor.
+    """
+
+    LOWER_PRECISION = "lower_precision"
+    FP32 = "fp32"
+    PROMOTE = "promote"
+    BANNED = "banned"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class CastRow:
+    """One function of the cast policy.
+
+    Attributes:
+        name: what the row is called; unique within a policy.
+        cast: what happens to its arguments.
+        wraps: dotted names replaced by a wrapper on devices that are not in ``native``.
+        reaches: dotted names that follow the row without a wrapper of their own.
+        native: device types whose own autocast list does what the row says.
+        arguments: how many leading arguments are cast; the rest (an RNN's weights) are left to the native cast
+            inside, which caches them. 0: all.
+        casts_off: whether the body runs with casts off, because it would call a lower precision function inside.
+    """
+
+    name: str
+    cast: Cast
+    wraps: tuple[str, ...]
+    reaches: tuple[str, ...] = ()
+    native: frozenset[str] = frozenset()
+    arguments: int = 0
+    casts_off: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every dotted name that follows the row."""
+        return self.wraps + self.reaches
+
+
+# CUDA and XPU register the same lists; the CPU has a list of its own.
+_LISTED: Final = frozenset({"cuda", "xpu"})
+_EVERYWHERE: Final = _LISTED | {"cpu"}
+_NOWHERE: Final = frozenset[str]()
+
+_PREFIXES: Final = {
+    "t": "torch.",
+    "T": "torch.Tensor.",
+    "F": "torch.nn.functional.",
+    "L": "torch.linalg.",
+    "S": "torch.special.",
+    "V": "torch._VF.",
+}
+
+
+def _names(short: str) -> tuple[str, ...]:
+    """Spell out short names: "tTS:exp" is torch.exp, torch.Tensor.exp and torch.special.exp."""
+    found = []
+    for word in short.split():
+        prefixes, name = word.split(":")
+        found += [_PREFIXES[prefix] + name for prefix in prefixes]
+    return tuple(found)
+
+
+def _row(
+    cast: Cast,
+    name: str,
+    wraps: str,
+    reaches: str = "",
+    native: frozenset[str] = _LISTED,
+    *,
+    arguments: int = 0,
+    casts_off: bool = False,
+) -> CastRow:
+    return CastRow(name, cast, _names(wraps), _names(reaches), native, arguments, casts_off)
+
+
+def _lower(name: str, wraps: str, reaches: str = "", native: frozenset[str] = _LISTED, arguments: int = 0) -> CastRow:
+    return _row(Cast.LOWER_PRECISION, name, wraps, reaches, native, arguments=arguments)
+
+
+def _fp32(
+    name: str, wraps: str, reaches: str = "", native: frozenset[str] = _LISTED, casts_off: bool = False
+) -> CastRow:
+    return _row(Cast.FP32, name, wraps, reaches, native, casts_off=casts_off)
+
+
+def _promote(
+    name: str, wraps: str, reaches: str = "", native: frozenset[str] = _LISTED, casts_off: bool = False
+) -> CastRow:
+    return _row(Cast.PROMOTE, name, wraps, reaches, native, casts_off=casts_off)
+
+
+_LOWER_PRECISION_ROWS: Final = (
+    _lower("conv1d", "tF:conv1d", native=_EVERYWHERE),
+    _lower("conv2d", "tF:conv2d", native=_EVERYWHERE),
+    _lower("conv3d", "tF:conv3d", native=_EVERYWHERE),
+    _lower("conv_transpose1d", "tF:conv_transpose1d", native=_EVERYWHERE),
+    _lower("conv_transpose2d", "tF:conv_transpose2d", native=_EVERYWHERE),
+    _lower("conv_transpose3d", "tF:conv_transpose3d", native=_EVERYWHERE),
+    _lower("conv_tbc", "tF:conv_tbc", native=_EVERYWHERE),
+    _lower("convolution", "t:convolution"),
+    _lower("linear", "F:linear", native=_EVERYWHERE),
+    _lower("matmul", "tT:matmul T:__matmul__ T:__rmatmul__ L:matmul", native=_EVERYWHERE),
+    _lower("mm", "tT:mm", native=_EVERYWHERE),
+    _lower("bmm", "tT:bmm", native=_EVERYWHERE),
+    _lower("addmm", "tT:addmm", native=_EVERYWHERE),
+    _lower("addbmm", "tT:addbmm", native=_EVERYWHERE),
+    _lower("baddbmm", "tT:baddbmm", native=_EVERYWHERE),
+    _lower("mv", "tT:mv"),
+    _lower("addmv", "tT:addmv"),
+    _lower("addr", "tT:addr"),
+    _lower("vecdot", "L:vecdot", native=_EVERYWHERE),
+    _lower("multi_dot", "L:multi_dot"),
+    _lower("chain_matmul", "V:chain_matmul", "t:chain_matmul"),
+    _lower("einsum", "V:einsum", "t:einsum"),
+    _lower("prelu", "tTF:prelu", native=_EVERYWHERE),
+    _lower(
+        "scaled_dot_product_attention", "F:scaled_dot_product_attention", "F:multi_head_attention_forward", _EVERYWHERE
+    ),
+    _lower("lstm", "tV:lstm", arguments=2),
+    _lower("gru", "tV:gru", arguments=2),
+    _lower("rnn_tanh", "tV:rnn_tanh", arguments=2),
+    _lower("rnn_relu", "tV:rnn_relu", arguments=2),
+    _lower("lstm_cell", "tV:lstm_cell", arguments=2),
+    _lower("gru_cell", "tV:gru_cell", arguments=2),
+    _lower("rnn_tanh_cell", "tV:rnn_tanh_cell", arguments=2),
+    _lower("rnn_relu_cell", "tV:rnn_relu_cell", arguments=2),
+)
+
+_FP32_ROWS: Final = (
+    _fp32("acos", "tT:acos tT:arccos"),
+    _fp32("asin", "tT:asin tT:arcsin"),
+    _fp32("cosh", "tT:cosh"),
+    _fp32("erfinv", "tTS:erfinv"),
+    _fp32("exp", "tT:exp"),
+    _fp32("expm1", "tTS:expm1"),
+    _fp32("log", "tT:log"),
+    _fp32("log10", "tT:log10"),
+    _fp32("log2", "tT:log2"),
+    _fp32("log1p", "tTS:log1p"),
+    _fp32("reciprocal", "tT:reciprocal", "T:__rtruediv__ T:__rdiv__"),
+    _fp32("rsqrt", "tT:rsqrt"),
+    _fp32("sinh", "tT:sinh"),
+    _fp32("tan", "tT:tan"),
+    _fp32("pow", "tT:pow T:__pow__ T:__rpow__ tT:square"),
+    _fp32("softplus", "F:softplus"),
+    _fp32("softmax", "tTS:softmax", "F:softmax F:softmin F:gumbel_softmax"),
+    _fp32("log_softmax", "tTS:log_softmax", "F:log_softmax"),
+    _fp32("logsumexp", "tTS:logsumexp"),
+    _fp32("sum", "tT:sum"),
+    _fp32("prod", "tT:prod", native=_EVERYWHERE),
+    _fp32("cumsum", "tT:cumsum"),
+    _fp32("cumprod", "tT:cumprod"),
+    _fp32("layer_norm", "t:layer_norm t:native_layer_norm", "F:layer_norm"),
+    _fp32("group_norm", "t:group_norm", "F:group_norm"),
+    _fp32("rms_norm", "t:rms_norm", "F:rms_norm"),
+    _fp32("norm", "L:vector_norm L:matrix_norm L:norm t:nuclear_norm t:frobenius_norm", "tT:norm F:normalize"),
+    _fp32("renorm", "tT:renorm"),
+    _fp32("dist", "tT:dist"),
+    _fp32("pdist", "tF:pdist"),
+    _fp32("cdist", "V:cdist", "t:cdist", _EVERYWHERE),
+    _fp32("cosine_similarity", "tF:cosine_similarity", casts_off=True),
+    _fp32("interpolate", "F:interpolate", "F:upsample F:upsample_nearest F:upsample_bilinear"),
+    _fp32("cross_entropy", "F:cross_entropy", native=_EVERYWHERE),
+    _fp32("nll_loss", "F:nll_loss", native=_EVERYWHERE),
+    _fp32("kl_div", "tF:kl_div", native=_EVERYWHERE),
+    _fp32("l1_loss", "F:l1_loss", native=_EVERYWHERE),
+    _fp32("mse_loss", "F:mse_loss", native=_EVERYWHERE),
+    _fp32("smooth_l1_loss", "F:smooth_l1_loss", native=_EVERYWHERE),
+    _fp32("huber_loss", "F:huber_loss", native=_EVERYWHERE),
+    _fp32("soft_margin_loss", "F:soft_margin_loss", native=_EVERYWHERE),
+    _fp32("multi_margin_loss", "F:multi_margin_loss", native=_EVERYWHERE),
+    _fp32("multilabel_margin_loss", "F:multilabel_margin_loss", native=_EVERYWHERE),
+    _fp32("cosine_embedding_loss", "tF:cosine_embedding_loss", native=_EVERYWHERE),
+    _fp32("hinge_embedding_loss", "tF:hinge_embedding_loss", native=_EVERYWHERE),
+    _fp32("margin_ranking_loss", "tF:margin_ranking_loss", native=_EVERYWHERE),
+    _fp32("poisson_nll_loss", "tF:poisson_nll_loss", native=_EVERYWHERE),
+    _fp32("triplet_margin_loss", "tF:triplet_margin_loss", native=_EVERYWHERE),
+    _fp32(
+        "binary_cross_entropy_with_logits",
+        "t:binary_cross_entropy_with_logits",
+        "F:binary_cross_entropy_with_logits",
+        _EVERYWHERE,
+    ),
+)
+
+_PROMOTE_ROWS: Final = (
+    _promote("addcdiv", "tT:addcdiv"),
+    _promote("addcmul", "tT:addcmul"),
+    _promote("atan2", "tT:atan2 tT:arctan2"),
+    _promote("bilinear", "tF:bilinear"),
+    _promote("cross", "tT:cross"),
+    _promote("dot", "tT:dot"),
+    _promote("vdot", "tT:vdot"),
+    _promote("index_put", "tT:index_put"),
+    _promote("scatter_add", "tT:scatter_add"),
+    _promote("tensordot", "V:tensordot", "t:tensordot", casts_off=True),
+    _promote("grid_sample", "t:grid_sampler", "F:grid_sample"),
+    _promote("cat", "t:cat", "t:concat t:concatenate t:hstack t:vstack", _EVERYWHERE),
+    _promote("stack", "t:stack", native=_EVERYWHERE),
+)
+
+_BANNED_ROWS: Final = (
+    _row(Cast.BANNED, "binary_cross_entropy", "F:binary_cross_entropy", native=_NOWHERE, casts_off=True),
+)
+
+_IN_PLACE: Final = (
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan".split()
+    # Python has no torch.pow_, torch.cumsum_, ...: these exist as methods only.
+)
+_IN_PLACE_METHODS: Final = "pow_ __ipow__ square_ cumsum_ cumprod_ renorm_".split()
+
+_APEX_ROWS: Final = (
+    _fp32("grid_sample", "t:grid_sampler", "F:grid_sample", frozenset({"cpu"})),
+    _fp32("gelu", "F:gelu", native=_NOWHERE),
+    _fp32("std", "tT:std t:std_mean", native=_NOWHERE),
+    _fp32("var", "tT:var t:var_mean", native=_NOWHERE),
+    _fp32("local_response_norm", "F:local_response_norm", native=_NOWHERE),
+    _fp32("ctc_loss", "t:ctc_loss", "F:ctc_loss", frozenset({"cpu"})),
+    _fp32("cpu", "T:cpu", native=_NOWHERE),
+    *(_row(Cast.REFUSED, f"{name}_", f"tT:{name}_", native=_NOWHERE) for name in _IN_PLACE if name != "erfinv"),
+    *(_row(Cast.REFUSED, name, f"T:{name}", native=_NOWHERE) for name in ("erfinv_", *_IN_PLACE_METHODS)),
+)
+
+
+def _replaced(rows: Iterable[CastRow], replacements: Iterable[CastRow]) -> tuple[CastRow, ...]:
+    by_name = {row.name: row for row in rows}
+    by_name.update((row.name, row) for row in replacements)
+    return tuple(by_name.values())
+
+
+TORCH_POLICY: Final = (*_LOWER_PRECISION_ROWS, *_FP32_ROWS, *_PROMOTE_ROWS, *_BANNED_ROWS)
+APEX_POLICY: Final = _replaced(TORCH_POLICY, _APEX_ROWS)
+
+
+def row_of(name: str, rows: Iterable[CastRow] = TORCH_POLICY) -> CastRow | None:
+    """The row that a dotted name follows, or None.
+
+    Example:
+        >>> row_of("torch.nn.functional.softmax").cast.value
+        'fp32'
+    """
+    return next((row for row in rows if name in row.names), None)
+
+
+def wrapped_on(row: CastRow, device_types: Iterable[str]) -> tuple[str, ...]:
+    """Which of these device types need the row's wrapper.
+
+    Example:
+        >>> wrapped_on(row_of("torch.exp"), ("cpu", "cuda"))
+        ('cpu',)
+    """
+    return tuple(device for device in device_types if device not in row.native)
