@@ -40,9 +40,9 @@ class CastRow:
         wraps: dotted names replaced by a wrapper on devices that are not in ``native``.
         reaches: dotted names that follow the row without a wrapper of their own.
         native: device types whose own autocast list does what the row says.
-        arguments: how many leading arguments are cast; the rest (an RNN's weights) are left to the native cast
-            inside, which caches them. 0: all.
-        casts_off: whether the body runs with casts off, because it would call a lower precision function inside.
+        arguments: how many leading arguments are cast, lists of weights among them excepted: an RNN's weights are
+            left to the native casts inside, which are cached. 0: all.
+        casts_off: whether the body runs with casts off, because a native kernel inside would cast otherwise.
     """
 
     name: str
@@ -139,14 +139,14 @@ _LOWER_PRECISION_ROWS: Final = (
     _lower(
         "scaled_dot_product_attention", "F:scaled_dot_product_attention", "F:multi_head_attention_forward", _EVERYWHERE
     ),
-    _lower("lstm", "tV:lstm", arguments=2),
-    _lower("gru", "tV:gru", arguments=2),
-    _lower("rnn_tanh", "tV:rnn_tanh", arguments=2),
-    _lower("rnn_relu", "tV:rnn_relu", arguments=2),
+    _lower("lstm", "tV:lstm", arguments=3),
+    _lower("gru", "tV:gru", arguments=3),
+    _lower("rnn_tanh", "tV:rnn_tanh", native=_EVERYWHERE),
+    _lower("rnn_relu", "tV:rnn_relu", native=_EVERYWHERE),
     _lower("lstm_cell", "tV:lstm_cell", arguments=2),
     _lower("gru_cell", "tV:gru_cell", arguments=2),
-    _lower("rnn_tanh_cell", "tV:rnn_tanh_cell", arguments=2),
-    _lower("rnn_relu_cell", "tV:rnn_relu_cell", arguments=2),
+    _lower("rnn_tanh_cell", "tV:rnn_tanh_cell", native=_EVERYWHERE),
+    _lower("rnn_relu_cell", "tV:rnn_relu_cell", native=_EVERYWHERE),
 )
 
 _FP32_ROWS: Final = (
@@ -207,9 +207,9 @@ _FP32_ROWS: Final = (
 )
 
 _PROMOTE_ROWS: Final = (
-    _promote("addcdiv", "tT:addcdiv"),
-    _promote("addcmul", "tT:addcmul"),
-    _promote("atan2", "tT:atan2 tT:arctan2"),
+    _promote("addcdiv", "tT:addcdiv", native=_EVERYWHERE),
+    _promote("addcmul", "tT:addcmul", native=_EVERYWHERE),
+    _promote("atan2", "tT:atan2 tT:arctan2", native=_EVERYWHERE),
     _promote("bilinear", "tF:bilinear"),
     _promote("cross", "tT:cross"),
     _promote("dot", "tT:dot"),
@@ -217,7 +217,7 @@ _PROMOTE_ROWS: Final = (
     _promote("index_put", "tT:index_put"),
     _promote("scatter_add", "tT:scatter_add"),
     _promote("tensordot", "V:tensordot", "t:tensordot", casts_off=True),
-    _promote("grid_sample", "t:grid_sampler", "F:grid_sample"),
+    _promote("grid_sample", "t:grid_sampler", "F:grid_sample", casts_off=True),
     _promote("cat", "t:cat", "t:concat t:concatenate t:hstack t:vstack", _EVERYWHERE),
     _promote("stack", "t:stack", native=_EVERYWHERE),
 )
@@ -227,10 +227,11 @@ _BANNED_ROWS: Final = (
 )
 
 _IN_PLACE: Final = (
-    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan".split()
-    # Python has no torch.pow_, torch.cumsum_, ...: these exist as methods only.
+    *("acos", "asin", "cosh", "exp", "expm1", "log", "log10", "log2", "log1p"),
+    *("reciprocal", "rsqrt", "sinh", "tan", "square"),
 )
-_IN_PLACE_METHODS: Final = "pow_ __ipow__ square_ cumsum_ cumprod_ renorm_".split()
+# In-place functions that exist as methods only.
+_IN_PLACE_METHODS: Final = ("erfinv_", "pow_", "__ipow__", "cumsum_", "cumprod_", "renorm_")
 
 _APEX_ROWS: Final = (
     _fp32("grid_sample", "t:grid_sampler", "F:grid_sample", frozenset({"cpu"})),
@@ -240,8 +241,8 @@ _APEX_ROWS: Final = (
     _fp32("local_response_norm", "F:local_response_norm", native=_NOWHERE),
     _fp32("ctc_loss", "t:ctc_loss", "F:ctc_loss", frozenset({"cpu"})),
     _fp32("cpu", "T:cpu", native=_NOWHERE),
-    *(_row(Cast.REFUSED, f"{name}_", f"tT:{name}_", native=_NOWHERE) for name in _IN_PLACE if name != "erfinv"),
-    *(_row(Cast.REFUSED, name, f"T:{name}", native=_NOWHERE) for name in ("erfinv_", *_IN_PLACE_METHODS)),
+    *(_row(Cast.REFUSED, f"{name}_", f"tT:{name}_", native=_NOWHERE) for name in _IN_PLACE),
+    *(_row(Cast.REFUSED, name, f"T:{name}", native=_NOWHERE) for name in _IN_PLACE_METHODS),
 )
 
 

@@ -11,12 +11,32 @@ from typing import Any
 
 import torch
 
-Make = Callable[..., torch.Tensor]
+
+class Make:
+    """Makes the tensors of one call, and remembers them so that their gradients can be looked at.
+
+    Args:
+        device: the device they are on.
+        dtypes: their dtypes, in turn.
+    """
+
+    def __init__(self, device: str, *dtypes: torch.dtype) -> None:
+        self.device = device
+        self.made: list[torch.Tensor] = []
+        self._dtypes = dtypes
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        dtype = self._dtypes[len(self.made) % len(self._dtypes)]
+        tensor = (torch.rand(*shape) * 0.6 + 0.2).to(self.device, dtype).requires_grad_()
+        self.made.append(tensor)
+        return tensor
+
+
 Sample = Callable[[Make], tuple[Any, ...]]
 
 
 def _indices(make: Make, *values: int) -> torch.Tensor:
-    return torch.tensor(values, device=make(1).device)
+    return torch.tensor(values, device=make.device)
 
 
 def _rnn(gates: int, *, lstm: bool = False) -> Sample:
@@ -89,7 +109,7 @@ SAMPLES: dict[str, Sample] = {
     "scaled_dot_product_attention": lambda make: (make(1, 2, 4, 8), make(1, 2, 4, 8), make(1, 2, 4, 8)),
     "torch.nn.functional.multi_head_attention_forward": lambda make: (
         *(make(3, 1, 4), make(3, 1, 4), make(3, 1, 4), 4, 2, make(12, 4), make(12), None, None, False, 0.0),
-        *(make(4, 4), make(4)),
+        *(make(4, 4), make(4), True, None, False),
     ),
     "lstm": _rnn(4, lstm=True),
     "gru": _rnn(3),
@@ -99,7 +119,8 @@ SAMPLES: dict[str, Sample] = {
     "gru_cell": _cell(3),
     "rnn_tanh_cell": _cell(1),
     "rnn_relu_cell": _cell(1),
-    **dict.fromkeys("acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan".split(), _unary),
+    **dict.fromkeys(["acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p"], _unary),
+    **dict.fromkeys(["reciprocal", "rsqrt", "sinh", "tan"], _unary),
     "torch.Tensor.__rtruediv__": lambda make: (make(2, 3), 2.0),
     "torch.Tensor.__rdiv__": lambda make: (make(2, 3), 2.0),
     "pow": lambda make: (make(2, 3), 2),
@@ -107,7 +128,7 @@ SAMPLES: dict[str, Sample] = {
     "torch.square": _unary,
     "torch.Tensor.square": _unary,
     "softplus": _unary,
-    **dict.fromkeys("softmax log_softmax logsumexp cumsum cumprod".split(), _along),
+    **dict.fromkeys(["softmax", "log_softmax", "logsumexp", "cumsum", "cumprod"], _along),
     "torch.nn.functional.gumbel_softmax": _unary,
     "sum": _unary,
     "prod": _unary,
@@ -127,9 +148,10 @@ SAMPLES: dict[str, Sample] = {
     "nll_loss": _classes,
     "multi_margin_loss": _classes,
     "multilabel_margin_loss": lambda make: (make(1, 3), _indices(make, 0, 2, -1)[None]),
-    **dict.fromkeys("kl_div l1_loss mse_loss smooth_l1_loss huber_loss poisson_nll_loss".split(), _binary),
+    **dict.fromkeys(["kl_div", "l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss"], _binary),
     "torch.poisson_nll_loss": lambda make: (make(2, 3), make(2, 3), True, False, 1e-8, 1),
-    **dict.fromkeys("soft_margin_loss hinge_embedding_loss binary_cross_entropy_with_logits".split(), _binary),
+    **dict.fromkeys(["hinge_embedding_loss", "binary_cross_entropy_with_logits"], _binary),
+    "soft_margin_loss": lambda make: (make(2), _indices(make, 1, -1).to(make(2).dtype)),
     "cosine_embedding_loss": lambda make: (make(2, 3), make(2, 3), _indices(make, 1, -1)),
     "margin_ranking_loss": lambda make: (make(2), make(2), _indices(make, 1, -1)),
     "triplet_margin_loss": _triplet,
@@ -145,9 +167,7 @@ SAMPLES: dict[str, Sample] = {
     "tensordot": lambda make: (make(2, 3), make(3, 4), [1], [0]),
     "torch.tensordot": lambda make: (make(2, 3), make(3, 4), 1),
     "grid_sample": lambda make: (make(1, 2, 4, 4), make(1, 3, 3, 2), 0, 0, False),
-    "torch.nn.functional.grid_sample": lambda make: (
-        make(1, 2, 4, 4), make(1, 3, 3, 2), "bilinear", "zeros", False
-    ),
+    "torch.nn.functional.grid_sample": lambda make: (make(1, 2, 4, 4), make(1, 3, 3, 2), "bilinear", "zeros", False),
     "cat": lambda make: ([make(2, 3), make(2, 3)],),
     "stack": lambda make: ([make(2, 3), make(2, 3)],),
     "binary_cross_entropy": lambda make: (make(2, 3), make(2, 3).detach()),
@@ -156,13 +176,17 @@ SAMPLES: dict[str, Sample] = {
     "var": _unary,
     "local_response_norm": lambda make: (make(1, 4, 3), 2),
     "ctc_loss": lambda make: (
-        make(6, 1, 3).log_softmax(-1), _indices(make, 1, 2)[None], _indices(make, 6), _indices(make, 2)
+        make(6, 1, 3).log_softmax(-1),
+        _indices(make, 1, 2)[None],
+        _indices(make, 6),
+        _indices(make, 2),
     ),
     "cpu": _unary,
-    **dict.fromkeys("acos_ asin_ cosh_ erfinv_ exp_ expm1_ log_ log10_ log2_ log1p_".split(), _unary),
-    **dict.fromkeys("reciprocal_ rsqrt_ sinh_ tan_ square_".split(), _unary),
-    **dict.fromkeys("pow_ __ipow__".split(), lambda make: (make(2, 3), 2)),
-    **dict.fromkeys("cumsum_ cumprod_".split(), _along),
+    **dict.fromkeys(["acos_", "asin_", "cosh_", "erfinv_", "exp_", "expm1_", "log_", "log10_"], _unary),
+    **dict.fromkeys(["log2_", "log1p_"], _unary),
+    **dict.fromkeys(["reciprocal_", "rsqrt_", "sinh_", "tan_", "square_"], _unary),
+    **dict.fromkeys(["pow_", "__ipow__"], lambda make: (make(2, 3), 2)),
+    **dict.fromkeys(["cumsum_", "cumprod_"], _along),
     "renorm_": lambda make: (make(2, 3), 2, 0, 1.0),
 }
 

@@ -1,0 +1,180 @@
+"""The wrappers: each casts a function's arguments as its row says, while the native flag of their device is on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from ..cast_lists import Cast, CastRow
+from ..dtypes import LOWER_PRECISION
+from ..native_autocast import call_without_casts
+
+Function = Callable[..., Any]
+
+_CASTABLE: Final = (torch.float32, *LOWER_PRECISION)
+_CONTAINERS: Final = (list, tuple)
+
+
+def wrapper(row: CastRow, name: str, original: Function, devices: tuple[str, ...], allow_banned: bool) -> Function:
+    """Wrap a function for the devices that do not follow the row by themselves, one after the other.
+
+    Args:
+        row: what is to be done.
+        name: the dotted name that the wrapper will stand at.
+        original: the function that stands there.
+        devices: device types whose tensors are cast; nothing happens to others.
+        allow_banned: whether a banned function runs all the same.
+
+    Returns:
+        A function with the original's signature.
+    """
+    wrapped = original
+    for device in devices:
+        body = functools.partial(call_without_casts, wrapped) if row.casts_off else wrapped
+        wrapped = _named(_MAKERS[row.cast](row, name, wrapped, body, device, allow_banned), original, name)
+    return wrapped
+
+
+def _named(function: Function, original: Function, name: str) -> Function:
+    functools.update_wrapper(function, original)
+    # Pickle looks a function up by these two; a builtin's own say where C keeps it, not where the wrapper stands.
+    owner, _, function.__name__ = name.rpartition(".")
+    function.__qualname__ = f"Tensor.{function.__name__}" if owner == "torch.Tensor" else function.__name__
+    function.__module__ = "torch" if owner == "torch.Tensor" else owner
+    return function
+
+
+def _fp32(row: CastRow, name: str, original: Function, body: Function, device: str, allow_banned: bool) -> Function:
+    is_on = torch.is_autocast_enabled
+
+    def fp32_function(*args: Any, **kwargs: Any) -> Any:
+        if not is_on(device) or "out" in kwargs:
+            return original(*args, **kwargs)
+        # Written out for speed: this is the one wrapper that stands between the layers of small networks.
+        args = tuple(
+            [
+                value.float()
+                if isinstance(value, torch.Tensor) and value.dtype in LOWER_PRECISION and value.device.type == device
+                else value
+                for value in args
+            ]
+        )
+        if kwargs:
+            kwargs = {key: to_float(value, device) for key, value in kwargs.items()}
+        return body(*args, **kwargs)
+
+    return fp32_function
+
+
+def to_float(value: Any, device: str) -> Any:
+    """A 16-bit tensor of the device in float32; anything else as it is."""
+    if isinstance(value, torch.Tensor) and value.dtype in LOWER_PRECISION and value.device.type == device:
+        return value.float()
+    return value
+
+
+def _cast(value: Any, dtype: torch.dtype, device: str) -> Any:
+    """float32 and 16-bit tensors of the device, also inside lists and tuples, in ``dtype``."""
+    if isinstance(value, torch.Tensor):
+        castable = value.dtype is not dtype and value.dtype in _CASTABLE and value.device.type == device
+        return value.to(dtype) if castable else value
+    if type(value) in _CONTAINERS:
+        return type(value)([_cast(leaf, dtype, device) for leaf in value])
+    return value
+
+
+def _lower(row: CastRow, name: str, original: Function, body: Function, device: str, allow_banned: bool) -> Function:
+    leading = row.arguments
+
+    def lower_precision_function(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled(device) or "out" in kwargs:
+            return original(*args, **kwargs)
+        dtype = torch.get_autocast_dtype(device)
+        if leading:
+            args = tuple(
+                value if index >= leading or type(value) is list else _cast(value, dtype, device)
+                for index, value in enumerate(args)
+            )
+        else:
+            args = tuple(_cast(value, dtype, device) for value in args)
+            kwargs = {key: _cast(value, dtype, device) for key, value in kwargs.items()}
+        return body(*args, **kwargs)
+
+    return lower_precision_function
+
+
+def found_dtypes(value: Any, device: str, found: list[torch.dtype]) -> None:
+    """Collect the castable dtypes of the device's tensors, also inside lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        if value.dtype in _CASTABLE and value.device.type == device and value.dtype not in found:
+            found.append(value.dtype)
+    elif type(value) in _CONTAINERS:
+        for leaf in value:
+            found_dtypes(leaf, device, found)
+
+
+def widest(found: list[torch.dtype]) -> torch.dtype | None:
+    """The type that holds all of these: float16 and bfloat16 meet in float32. None for none."""
+    if not found:
+        return None
+    return found[0] if len(found) == 1 else torch.float32
+
+
+def _promote(row: CastRow, name: str, original: Function, body: Function, device: str, allow_banned: bool) -> Function:
+    def promoting_function(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled(device) or "out" in kwargs:
+            return original(*args, **kwargs)
+        found: list[torch.dtype] = []
+        found_dtypes((*args, *kwargs.values()), device, found)
+        dtype = widest(found)
+        if dtype is not None and len(found) > 1:
+            args = tuple(_cast(value, dtype, device) for value in args)
+            kwargs = {key: _cast(value, dtype, device) for key, value in kwargs.items()}
+        return body(*args, **kwargs)
+
+    return promoting_function
+
+
+def _banned(row: CastRow, name: str, original: Function, body: Function, device: str, allow_banned: bool) -> Function:
+    run = _fp32(row, name, original, body, device, allow_banned)
+
+    def banned_function(*args: Any, **kwargs: Any) -> Any:
+        if not allow_banned and torch.is_autocast_enabled(device):
+            found: list[torch.dtype] = []
+            found_dtypes((*args, *kwargs.values()), device, found)
+            if torch.float16 in found:
+                raise NotImplementedError(
+                    f"{name} was given float16 tensors: its gradient leaves float16's range where a probability is "
+                    "near 0 or 1. Use torch.nn.BCEWithLogitsLoss (or binary_cross_entropy_with_logits) and drop the "
+                    'sigmoid before it; or mpinit.register_float_function(torch, "sigmoid") before '
+                    "mpinit.initialize; or mpinit.initialize(..., allow_banned=True) to run it in float32 on what "
+                    "float16 has left of the probabilities"
+                )
+        return run(*args, **kwargs)
+
+    return banned_function
+
+
+def _refused(row: CastRow, name: str, original: Function, body: Function, device: str, allow_banned: bool) -> Function:
+    def refused_function(*args: Any, **kwargs: Any) -> Any:
+        target = args[0] if args else None
+        if torch.is_autocast_enabled(device) and to_float(target, device) is not target:
+            raise NotImplementedError(
+                f"{name} would write a float32 result into a {args[0].dtype} tensor; use the function that is not "
+                "in place, or call .float() on the tensor first"
+            )
+        return original(*args, **kwargs)
+
+    return refused_function
+
+
+_MAKERS: Final = {
+    Cast.FP32: _fp32,
+    Cast.LOWER_PRECISION: _lower,
+    Cast.PROMOTE: _promote,
+    Cast.BANNED: _banned,
+    Cast.REFUSED: _refused,
+}

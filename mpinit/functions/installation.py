@@ -1,0 +1,168 @@
+"""The wrappers in torch's namespaces: put in when the first session needs them, taken out after the last one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from ..cast_lists import APEX_POLICY, TORCH_POLICY, wrapped_on
+from ..native_autocast import device_types
+from ..patching import Undo, UndoStack, set_attribute
+from ..plan import CastPolicy, Plan
+from .casters import wrapper
+from .engine import keep_casts_out_of_backward
+from .observing import log_counts, observer
+from .user_functions import REGISTERED, Registration, user_wrapper
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """What one session needs, or all live sessions together."""
+
+    policy: CastPolicy
+    allow_banned: bool
+    verbose: bool
+
+    def joined(self, other: _Needs) -> _Needs:
+        """What serves both: the namespaces are one, so the stricter policy and the wider permission hold for all."""
+        apex = CastPolicy.APEX in (self.policy, other.policy)
+        return _Needs(
+            CastPolicy.APEX if apex else CastPolicy.TORCH,
+            self.allow_banned or other.allow_banned,
+            self.verbose or other.verbose,
+        )
+
+
+class Installation:
+    """Which sessions are live, and what stands in torch's namespaces for them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._sessions: dict[object, _Needs] = {}
+        self._installed: _Needs | None = None
+        self._undos = UndoStack()
+        self._originals: dict[tuple[int, str], Any] = {}
+
+    def original(self, owner: Any, name: str) -> Any:
+        """What stands at ``owner.name``, or stood there before it was wrapped; None where there is nothing."""
+        return self._originals.get((id(owner), name), getattr(owner, name, None))
+
+    def add(self, plan: Plan, verbose: bool) -> Undo:
+        """Serve one more session; the undo may come in any order among several."""
+        token = object()
+        with self._lock:
+            self._sessions[token] = _Needs(plan.cast_policy, plan.allow_banned, verbose)
+            try:
+                self._refresh()
+            except BaseException:
+                del self._sessions[token]
+                self._refresh()
+                raise
+
+        def undo() -> None:
+            with self._lock:
+                if self._sessions.pop(token, None) is not None:
+                    self._refresh()
+
+        return undo
+
+    def refresh_registrations(self) -> None:
+        """Install anew for a changed list of registered functions."""
+        with self._lock:
+            self._refresh(even_if_same=True)
+
+    def _refresh(self, even_if_same: bool = False) -> None:
+        needs: _Needs | None = None
+        for session in self._sessions.values():
+            needs = session if needs is None else needs.joined(session)
+        if needs == self._installed and not even_if_same:
+            return
+        verbose_before = self._installed is not None and self._installed.verbose
+        self._installed = None
+        self._originals.clear()
+        self._undos.unwind()
+        if verbose_before and not (needs is not None and needs.verbose):
+            log_counts()
+        if needs is not None:
+            self._install(needs)
+            self._installed = needs
+
+    def _install(self, needs: _Needs) -> None:
+        try:
+            self._undos.push(keep_casts_out_of_backward())
+            self._undos.push(_mark_compile_caches())
+            for registration in REGISTERED:
+                self._set(registration.owner, registration.name, _registered_wrapper(registration))
+            for owner, name, function in _wrappers(needs):
+                if (id(owner), name) not in self._originals:  # a registration has the last word
+                    self._set(owner, name, function)
+        except BaseException:
+            self._undos.unwind()
+            raise
+
+    def _set(self, owner: Any, name: str, function: Any) -> None:
+        self._originals[id(owner), name] = getattr(owner, name)
+        self._undos.push(set_attribute(owner, name, function))
+
+
+def _wrappers(needs: _Needs) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """(owner, attribute, wrapper) for every name that needs one on the devices present."""
+    present = device_types()
+    for row in APEX_POLICY if needs.policy is CastPolicy.APEX else TORCH_POLICY:
+        devices = wrapped_on(row, present)
+        for name in row.wraps if devices or needs.verbose else ():
+            owner, attribute = resolve_owner(name)
+            function = wrapper(row, name, getattr(owner, attribute), devices, needs.allow_banned)
+            if needs.verbose:
+                function = observer(row, name, function, present)
+            yield owner, attribute, function
+
+
+def resolve_owner(name: str) -> tuple[Any, str]:
+    """The namespace and the attribute of a dotted name below torch.
+
+    Example:
+        >>> resolve_owner("torch.nn.functional.softmax")[1]
+        'softmax'
+    """
+    _, *path, attribute = name.split(".")
+    owner: Any = torch
+    for part in path:
+        owner = getattr(owner, part)
+    return owner, attribute
+
+
+def _registered_wrapper(registration: Registration) -> Any:
+    """The wrapper for a registered function; that of a static or class method is one too."""
+    standing = _standing(registration.owner, registration.name)
+    function = standing.__func__ if isinstance(standing, (staticmethod, classmethod)) else standing
+    wrapped: Any = user_wrapper(registration.cast, function)
+    if isinstance(standing, (staticmethod, classmethod)):
+        return type(standing)(wrapped)
+    return wrapped
+
+
+def _standing(owner: Any, name: str) -> Any:
+    for base in getattr(owner, "__mro__", (owner,)):
+        if name in vars(base):
+            return vars(base)[name]
+    return getattr(owner, name)
+
+
+def _mark_compile_caches() -> Undo:
+    """Tell torch.compile's caches on disk that a graph which calls ``exp`` by name means another function now."""
+    config: Any = torch.compiler.config
+    before = config.cache_key_tag
+    config.cache_key_tag = f"{before}+mpinit"
+
+    def revert() -> None:
+        config.cache_key_tag = before
+
+    return revert
+
+
+INSTALLATION: Final = Installation()
