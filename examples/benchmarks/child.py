@@ -1,0 +1,144 @@
+"""One contender on one workload in a process of its own: reads requests on stdin, answers on stdout, JSON lines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import torch
+
+from . import footprint, tally
+from .clock import make_clock
+from .contenders import Contender, Unavailable
+from .roster import ROSTER
+from .workloads import WORKLOADS
+
+Answer = dict[str, Any]
+
+
+class Child:
+    """Builds the contender when asked to prepare; every verb answers with figures."""
+
+    contender: Contender
+
+    def __init__(self, workload: str, contender: str, size: dict[str, int], device: str, seed: int) -> None:
+        self.workload, self.row, self.size = WORKLOADS[workload], ROSTER[contender], size
+        self.device, self.seed = torch.device(device), seed
+        self.steps_done = 0
+
+    def prepare(self, steps: int) -> Answer:
+        """Build, and train a fixed number of steps, which are the warm-up too."""
+        if self.row.needs_network and self.workload.optimizer_only:
+            raise Unavailable("it differs in how a network runs, and there is none")
+        if self.row.only_optimizer and not self.workload.optimizer_only:
+            raise Unavailable("it is there to measure the optimizer's part alone")
+        torch.set_num_threads(1)
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
+        torch.manual_seed(self.seed)
+        self.contender = self.row.build(self.workload.build(self.size, self.device))
+        losses = [self.step() for _ in range(steps)]
+        parameters = sum(p.numel() for p in self.contender.model.parameters())
+        loss = losses[-1].item()
+        return {"parameters": parameters, "loss": loss if math.isfinite(loss) else str(loss)}
+
+    def step(self, mark: Callable[[], None] = lambda: None) -> torch.Tensor:
+        contender = self.contender
+        inputs, target = contender.task.batches[self.steps_done % len(contender.task.batches)]
+        self.steps_done += 1
+        loss = contender.forward(inputs, target)
+        mark()
+        contender.backward(loss)
+        mark()
+        contender.settle()
+        contender.update()
+        mark()
+        return loss.detach()
+
+    def turn(self, steps: int, untimed: int) -> Answer:
+        """Milliseconds per step over ``steps`` steps, after a few untimed ones that warm caches up again."""
+        clock = make_clock(self.device)
+        for _ in range(untimed):
+            self.step()
+        begin = clock.now()
+        for _ in range(steps):
+            clock.start_step()
+            self.step(clock.mark)
+        total = (clock.now() - begin) / steps
+        answer = {"total": total, **clock.phases()}
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return answer
+
+    def inspect(self) -> Answer:
+        """Bytes by kind and counts per step."""
+        answer: Answer = {"memory": self.memory(), "ops": _or_none(lambda: tally.dispatched_ops(self.step))}
+        on_cuda = self.device.type == "cuda"
+        answer["kernels"] = _or_none(lambda: tally.kernels(self.step)) if on_cuda else None
+        answer["host_syncs"] = _or_none(lambda: tally.host_syncs(self.step)) if on_cuda else None
+        return answer
+
+    def memory(self) -> Answer:
+        """Bytes by kind, between steps and after backward, and the peaks of a whole step and of its last part."""
+        steady = footprint.held(self.contender)
+        peak = sum(steady.values()) + footprint.rise(self.step, self.device)
+        loss = self.contender.forward(*self.contender.task.batches[0])
+        self.contender.backward(loss)
+        del loss
+        arrived = sum(footprint.held(self.contender).values())
+        peak_step = arrived + footprint.rise(self._settle, self.device)
+        after_backward = footprint.held(self.contender)
+        settled = sum(after_backward.values())
+        peak_step = max(peak_step, settled + footprint.rise(self.contender.update, self.device))
+        return {"steady": steady, "after_backward": after_backward, "peak_step": peak_step, "peak": peak}
+
+    def _settle(self) -> None:
+        self.contender.settle()
+
+
+def _or_none(count: Callable[[], int]) -> int | None:
+    """A count, or None where a compiled contender cannot run while it is being counted."""
+    try:
+        return count()
+    except Exception as error:
+        print(f"not counted: {error!r}", file=sys.stderr)
+        return None
+
+
+def serve(child: Child, requests: TextIO, answers: TextIO) -> None:
+    """Answer until the requests end; what goes wrong is an answer too."""
+    for line in requests:
+        request = json.loads(line)
+        try:
+            answer = getattr(child, request.pop("do"))(**request)
+        except Unavailable as reason:
+            answer = {"unavailable": str(reason)}
+        except Exception as error:
+            first_line = (str(error).strip() or "no message").splitlines()[0]
+            answer = {"failed": f"{type(error).__name__}: {first_line}"}
+            sys.excepthook(type(error), error, error.__traceback__)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    """Entry point of the child process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workload", required=True, choices=list(WORKLOADS))
+    parser.add_argument("--contender", required=True, choices=list(ROSTER))
+    parser.add_argument("--size", required=True, type=json.loads, help="the workload's sizes as JSON")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # a library that prints must not spoil the answers
+    serve(Child(**vars(options)), sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""The ways to train that need nothing but torch, behind four verbs; every other contender builds on these.
+
+A training step is forward, backward, settle, update. ``settle`` is whatever makes the gradients ready for the
+optimizer (unscaled, checked, on the masters) where the contender does that apart from the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .workloads import Rule, Task
+
+
+class Unavailable(Exception):
+    """The contender has no part in this run: a package, a device or a rule is missing. Says which."""
+
+
+def torch_optimizer(rule: Rule, params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """The optimizer that a rule means, in torch's fastest form that needs no compilation."""
+    if rule.name == "adam":
+        return torch.optim.Adam(params, lr=rule.lr, fused=True)
+    return torch.optim.SGD(params, lr=rule.lr, momentum=rule.momentum, fused=True)
+
+
+class Contender:
+    """Plain training in the model's own dtype."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.model = task.model
+        self.device_type = next(task.model.parameters()).device.type
+        self.optimizer = self.make_optimizer()
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch_optimizer(self.task.rule, self.model.parameters())
+
+    def forward(self, inputs: Tensor, target: Tensor) -> Tensor:
+        return self.task.loss(self.model(inputs), target)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def settle(self) -> None:
+        """Nothing: the gradients are ready."""
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def gradient_carriers(self) -> Iterable[Tensor]:
+        """The tensors whose ``.grad`` holds gradients, besides the model's parameters."""
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
+
+class Float32(Contender):
+    """Plain float32; ``tf32`` lets CUDA's matrix products and convolutions round their inputs to TF32."""
+
+    def __init__(self, task: Task, *, tf32: bool = False) -> None:
+        super().__init__(task)
+        if tf32 and self.device_type != "cuda":
+            raise Unavailable("TF32 is CUDA's")
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32
+
+
+class Checked:
+    """A loss scale of one's own: a finite check that unscales in the same pass, an update without a host sync."""
+
+    def __init__(self, device_type: str, scale: float | None) -> None:
+        self.dynamic = scale is None
+        self.scale = torch.full((), 2.0**16 if scale is None else scale, device=device_type)
+        self.growth = torch.zeros((), dtype=torch.int32, device=device_type)
+        self.found_inf = torch.zeros((), device=device_type)
+
+    def unscale(self, gradients: list[Tensor]) -> None:
+        self.found_inf.zero_()
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found_inf, self.scale.reciprocal())
+
+    def update(self) -> None:
+        if self.dynamic:
+            torch._amp_update_scale_(self.scale, self.growth, self.found_inf, 2.0, 0.5, 2000)
+
+
+class Float32Checked(Float32):
+    """Float32 with a finite check of the gradients before the fused step, which it can cancel."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.check = Checked(self.device_type, 1.0)
+        self.optimizer.found_inf = self.check.found_inf  # type: ignore[attr-defined]
+
+    def settle(self) -> None:
+        self.check.unscale([p.grad for p in self.model.parameters() if p.grad is not None])
+
+
+class TorchAmp(Contender):
+    """torch.amp as its documentation has it: autocast around forward and loss, a GradScaler for float16."""
+
+    def __init__(self, task: Task, dtype: torch.dtype) -> None:
+        super().__init__(task)
+        self.dtype = dtype
+        self.scaler = torch.amp.GradScaler(self.device_type, enabled=dtype is torch.float16)
+
+    def forward(self, inputs: Tensor, target: Tensor) -> Tensor:
+        with torch.autocast(self.device_type, dtype=self.dtype):
+            return super().forward(inputs, target)
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def update(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
+class SixteenBit(Contender):
+    """16-bit weights with BatchNorm left in float32, inputs cast on the way in, outputs float32."""
+
+    def __init__(self, task: Task, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        _lower(task.model, dtype)
+        super().__init__(task)
+
+    def forward(self, inputs: Tensor, target: Tensor) -> Tensor:
+        lowered = inputs.to(self.dtype) if inputs.is_floating_point() else inputs
+        return self.task.loss(self.model(lowered).float(), target)
+
+
+def _lower(model: nn.Module, dtype: torch.dtype) -> None:
+    model.to(dtype)
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.float()
+
+
+class HandWritten(SixteenBit):
+    """The loop that O2 stands for, as a careful person writes it.
+
+    float32 masters, gradients copied to them in one foreach call, unscaled and checked in one pass, a fused step
+    that skips by itself, one foreach copy back. ``checked=False`` leaves scale and check out, as many bfloat16
+    loops do.
+    """
+
+    def __init__(self, task: Task, dtype: torch.dtype, *, checked: bool = True) -> None:
+        originals = {param: param.detach().clone() for param in task.model.parameters()}
+        super().__init__(task, dtype)
+        self.checked = checked
+        self.check = Checked(self.device_type, None if dtype is torch.float16 else 1.0)
+        pairs: list[tuple[Tensor, Tensor]] = [(p, originals[p]) for p in self.model.parameters() if p.dtype is dtype]
+        self.weights = [weight for weight, _ in pairs]
+        self.masters = [master for _, master in pairs]
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
+        full = [p for p in self.model.parameters() if p.dtype is torch.float32]
+        self.stepped = [*self.masters, *full]
+        self.optimizer = torch_optimizer(self.task.rule, self.stepped)
+        if checked:
+            self.optimizer.found_inf = self.check.found_inf  # type: ignore[attr-defined]
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss * self.check.scale if self.checked else loss)
+
+    def settle(self) -> None:
+        torch._foreach_copy_([_grad(m) for m in self.masters], [_grad(w) for w in self.weights])
+        if self.checked:
+            self.check.unscale([_grad(p) for p in self.stepped])
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self.optimizer.step()
+        torch._foreach_copy_(self.weights, self.masters)
+        if self.checked:
+            self.check.update()
+        self.model.zero_grad()
+
+
+def _grad(param: Tensor) -> Tensor:
+    assert param.grad is not None, "every parameter of the workloads takes part in the loss"
+    return param.grad

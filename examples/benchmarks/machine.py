@@ -1,0 +1,58 @@
+"""What the figures were taken on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+PEERS = ("torch-optimi", "torchao", "flashoptim", "triton")
+
+
+def describe(device: str) -> dict[str, object]:
+    """Machine and versions, as the results' JSON names them."""
+    return {
+        "machine": name(device),
+        "device": device,
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if device == "cuda" else None,
+        "mpinit": mpinit_version(),
+        "peers": {peer: _version(peer) for peer in PEERS},
+    }
+
+
+def name(device: str) -> str:
+    """The GPU's name, or the CPU's model."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def mpinit_version() -> str | None:
+    """The version of the mpinit in use, installed or not."""
+    try:
+        import mpinit
+    except ImportError:
+        return None
+    return getattr(mpinit, "__version__", None) or _version("mpinit")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def slug(text: str) -> str:
+    """A name fit for a file."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

@@ -1,0 +1,59 @@
+"""Packages that promise less memory or fewer passes, where they can be imported: bfloat16 weights, their optimizer."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .contenders import SixteenBit, Unavailable
+from .workloads import Rule, Task
+
+Build = Callable[[Any, Rule, list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+class Peer(SixteenBit):
+    """bfloat16 weights and an optimizer from elsewhere that knows how to step them."""
+
+    def __init__(self, task: Task, package: str, build: Build) -> None:
+        try:
+            self.module = importlib.import_module(package)
+        except ImportError as error:
+            raise Unavailable(f"{package} cannot be imported: {error}") from error
+        self.build = build
+        super().__init__(task, torch.bfloat16)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return self.build(self.module, self.task.rule, list(self.model.parameters()))
+
+
+def optimi(module: Any, rule: Rule, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """optimi's optimizers with Kahan summation for the bfloat16 weights."""
+    if rule.name == "adam":
+        made = module.Adam(params, lr=rule.lr, betas=(0.9, 0.999), eps=1e-8, kahan_sum=True)
+    else:
+        made = module.SGD(params, lr=rule.lr, momentum=rule.momentum, kahan_sum=True)
+    return _optimizer(made)
+
+
+def torchao_8bit(module: Any, rule: Rule, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """torchao's 8-bit Adam with stochastic rounding."""
+    if rule.name != "adam":
+        raise Unavailable("torchao has no SGD")
+    return _optimizer(module.AdamW8bit(params, lr=rule.lr, weight_decay=0.0, bf16_stochastic_round=True))
+
+
+def flashoptim(module: Any, rule: Rule, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """flashoptim with 32-bit masters, kept as weight and correction, and 8-bit states."""
+    if not params[0].is_cuda:
+        raise Unavailable("flashoptim's kernels are CUDA's")
+    if rule.name == "adam":
+        return _optimizer(module.FlashAdam(params, lr=rule.lr, master_weight_bits=32))
+    return _optimizer(module.FlashSGD(params, lr=rule.lr, momentum=rule.momentum, master_weight_bits=32))
+
+
+def _optimizer(made: Any) -> torch.optim.Optimizer:
+    assert isinstance(made, torch.optim.Optimizer)
+    return made

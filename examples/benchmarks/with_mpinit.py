@@ -1,0 +1,37 @@
+"""mpinit as a contender, through its public functions only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from .contenders import Contender, Unavailable
+from .workloads import Task
+
+
+class Mpinit(Contender):
+    """``initialize`` once, ``scale_loss`` around backward; leaving that block counts as settling."""
+
+    def __init__(self, task: Task, opt_level: str, **properties: Any) -> None:
+        super().__init__(task)
+        try:
+            import mpinit
+        except ImportError as error:
+            raise Unavailable(f"mpinit cannot be imported: {error}") from error
+        self.mpinit: Any = mpinit
+        self.scaling: AbstractContextManager[Tensor]
+        self.mpinit.initialize(self.model, self.optimizer, opt_level, verbosity=0, **properties)
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaling = self.mpinit.scale_loss(loss, self.optimizer)
+        self.scaling.__enter__().backward()  # type: ignore[no-untyped-call]
+
+    def settle(self) -> None:
+        self.scaling.__exit__(None, None, None)
+
+    def gradient_carriers(self) -> Iterable[Tensor]:
+        carriers: Iterable[Tensor] = self.mpinit.master_params(self.optimizer)
+        return carriers

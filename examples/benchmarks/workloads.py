@@ -1,0 +1,209 @@
+"""What is trained: one row per workload, each a network, its data, its loss and its optimizer's rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import models, text
+
+Batch = tuple[Tensor, Tensor]
+Size = Mapping[str, int]
+BATCHES: Final = 4
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer's rule, so that each contender can build it its own way."""
+
+    name: str
+    lr: float
+    momentum: float = 0.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """A workload made concrete: what a contender is handed.
+
+    Attributes:
+        model: float32, on the device, in training mode.
+        batches: (inputs, target), used in turn.
+        loss: (model's output, target) -> scalar.
+        rule: how the weights are updated.
+        fixtures: tensors that belong to the benchmark and not to the training, left out of memory figures.
+    """
+
+    model: nn.Module
+    batches: list[Batch]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    rule: Rule
+    fixtures: Callable[[], list[Tensor]] = field(default=list)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A row of the table.
+
+    Attributes:
+        title: for people.
+        sizes: "quick", "cpu" and "cuda" -> the numbers ``build`` takes.
+        build: (size, device) -> Task.
+        optimizer_only: there is no network, so contenders that differ only in how they run one have no part.
+    """
+
+    title: str
+    sizes: Mapping[str, Size]
+    build: Callable[[Size, torch.device], Task]
+    optimizer_only: bool = False
+
+
+def _supervised(
+    model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], rule: Rule, device: torch.device,
+    make: Callable[[], Batch],
+) -> Task:  # fmt: skip
+    batches = [(inputs.to(device), target.to(device)) for inputs, target in (make() for _ in range(BATCHES))]
+    return Task(model.to(device), batches, loss, rule)
+
+
+def _launch(size: Size, device: torch.device) -> Task:
+    shape = size["batch"], size["width"]
+    return _supervised(
+        models.launch_bound(size["blocks"], size["width"]), F.mse_loss, Rule("adam", 1e-3), device,
+        lambda: (torch.randn(shape), torch.randn(shape)),
+    )  # fmt: skip
+
+
+def _bandwidth(size: Size, device: torch.device) -> Task:
+    model = models.GivenGradients(size["tensors"], size["side"]).to(device)
+    nothing = torch.zeros((), dtype=torch.long, device=device)
+    return Task(
+        model, [(nothing, nothing)], lambda output, target: output, Rule("adam", 1e-3),
+        lambda: [model._template, *model.sources.values()],
+    )  # fmt: skip
+
+
+def _classic(size: Size, device: torch.device) -> Task:
+    shape = size["batch"], size["width"]
+    return _supervised(
+        models.classic(3, size["width"]), F.mse_loss, Rule("sgd", 1e-3), device,
+        lambda: (torch.randn(shape), torch.randn(shape)),
+    )  # fmt: skip
+
+
+def _unet(size: Size, device: torch.device) -> Task:
+    batch, side = size["batch"], size["side"]
+    return _supervised(
+        models.UNet(size["base"]), F.cross_entropy, Rule("adam", 1e-3), device,
+        lambda: (torch.randn(batch, 3, side, side), torch.randint(2, (batch, side, side))),
+    )  # fmt: skip
+
+
+def _bert(size: Size, device: torch.device) -> Task:
+    shape = {name: size[name] for name in ("vocabulary", "width", "layers", "heads", "feedforward")}
+    predictions = size["length"] // 6
+    model = models.Encoder(models.EncoderConfig(**shape, positions=size["length"]), predictions)
+
+    def make() -> Batch:
+        tokens = torch.randint(size["vocabulary"], (size["batch"], size["length"]))
+        return tokens, torch.randint(size["vocabulary"], (size["batch"] * predictions,))
+
+    return _supervised(model, F.cross_entropy, Rule("adam", 1e-4), device, make)
+
+
+def _resnet(size: Size, device: torch.device) -> Task:
+    batch, side, classes = size["batch"], size["side"], size["classes"]
+    return _supervised(
+        models.resnet50(size["width"], classes), F.cross_entropy, Rule("sgd", 0.02, momentum=0.9), device,
+        lambda: (torch.randn(batch, 3, side, side), torch.randint(classes, (batch,))),
+    )  # fmt: skip
+
+
+def _lstm(size: Size, device: torch.device) -> Task:
+    batch, length = size["batch"], size["length"]
+    codes = text.standard_library(BATCHES * batch * length + 1)
+    starts = iter(range(0, len(codes) - 1, batch * length))
+
+    def make() -> Batch:
+        window = codes[(start := next(starts)) : start + batch * length + 1]
+        return window[:-1].view(batch, length), window[1:].clone()
+
+    return _supervised(
+        models.LanguageModel(text.VOCABULARY, size["width"]), F.cross_entropy, Rule("adam", 1e-3), device, make
+    )
+
+
+_BERT_BASE = {"vocabulary": 30522, "width": 768, "layers": 12, "heads": 12, "feedforward": 3072}
+_BERT_SMALL = {"vocabulary": 2000, "width": 128, "layers": 4, "heads": 4, "feedforward": 512}
+_BERT_TINY = {"vocabulary": 100, "width": 16, "layers": 2, "heads": 2, "feedforward": 32}
+
+WORKLOADS: Final[Mapping[str, Workload]] = {
+    "launch": Workload(
+        "launch-bound: 40 x [Linear 32, LayerNorm, ReLU], batch 4, Adam",
+        {
+            "quick": {"blocks": 4, "width": 32, "batch": 4},
+            "cpu": {"blocks": 40, "width": 32, "batch": 4},
+            "cuda": {"blocks": 40, "width": 32, "batch": 4},
+        },
+        _launch,
+    ),
+    "bandwidth": Workload(
+        "bandwidth-bound: the Adam step of 40 M parameters, no network",
+        {
+            "quick": {"tensors": 4, "side": 64},
+            "cpu": {"tensors": 40, "side": 1000},
+            "cuda": {"tensors": 40, "side": 1000},
+        },
+        _bandwidth,
+        optimizer_only=True,
+    ),
+    "classic": Workload(
+        "classic recipe: three wide Linear layers, MSE, SGD",
+        {
+            "quick": {"width": 32, "batch": 8},
+            "cpu": {"width": 512, "batch": 64},
+            "cuda": {"width": 4096, "batch": 512},
+        },
+        _classic,
+    ),
+    "unet": Workload(
+        "U-Net with BatchNorm, Adam",
+        {
+            "quick": {"base": 2, "batch": 2, "side": 32},
+            "cpu": {"base": 8, "batch": 1, "side": 64},
+            "cuda": {"base": 32, "batch": 8, "side": 256},
+        },
+        _unet,
+    ),
+    "bert": Workload(
+        "BERT-shaped encoder, Adam",
+        {
+            "quick": _BERT_TINY | {"batch": 2, "length": 12},
+            "cpu": _BERT_SMALL | {"batch": 4, "length": 48},
+            "cuda": _BERT_BASE | {"batch": 16, "length": 128},
+        },
+        _bert,
+    ),
+    "resnet": Workload(
+        "ResNet-50-shaped CNN with BatchNorm, SGD with momentum",
+        {
+            "quick": {"width": 2, "classes": 4, "batch": 2, "side": 64},
+            "cpu": {"width": 8, "classes": 100, "batch": 4, "side": 64},
+            "cuda": {"width": 64, "classes": 1000, "batch": 32, "side": 224},
+        },
+        _resnet,
+    ),
+    "lstm": Workload(
+        "LSTM language model on the standard library's source text, Adam",
+        {
+            "quick": {"width": 8, "batch": 2, "length": 8},
+            "cpu": {"width": 128, "batch": 8, "length": 32},
+            "cuda": {"width": 1024, "batch": 64, "length": 128},
+        },
+        _lstm,
+    ),
+}  # fmt: skip
