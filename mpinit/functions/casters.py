@@ -31,11 +31,27 @@ def wrapper(row: CastRow, name: str, original: Function, devices: tuple[str, ...
     Returns:
         A function with the original's signature.
     """
-    wrapped = original
+    wrapped = _traceable_method(original, name) if name.startswith("torch.Tensor.") else original
     for device in devices:
         body = functools.partial(call_without_casts, wrapped) if row.casts_off else wrapped
         wrapped = _named(_MAKERS[row.cast](row, name, wrapped, body, device, allow_banned), original, name)
     return wrapped
+
+
+def _traceable_method(original: Function, name: str) -> Function:
+    """A method that torch.compile can trace also where it is called as ``torch.Tensor.exp(x)``.
+
+    It knows C methods by what stands in the class, which is the wrapper now, and takes ``x.exp()`` as it comes: the
+    call is looked up again when the graph runs.
+    """
+    method = name.rpartition(".")[2]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return getattr(args[0], method)(*args[1:], **kwargs)
+        return original(*args, **kwargs)
+
+    return call
 
 
 def _named(function: Function, original: Function, name: str) -> Function:

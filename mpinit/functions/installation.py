@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -93,8 +94,8 @@ class Installation:
 
     def _install(self, needs: _Needs) -> None:
         try:
-            self._undos.push(keep_casts_out_of_backward())
             self._undos.push(_mark_compile_caches())
+            self._undos.push(keep_casts_out_of_backward())
             for registration in REGISTERED:
                 self._set(registration.owner, registration.name, _registered_wrapper(registration))
             for owner, name, function in _wrappers(needs):
@@ -110,16 +111,21 @@ class Installation:
 
 
 def _wrappers(needs: _Needs) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """(owner, attribute, wrapper) for every name that needs one on the devices present."""
+    """(owner, attribute, wrapper) for every name that needs one on the devices present.
+
+    Names of one function share one wrapper, so that who knows it under one name (torch.compile) knows it under all.
+    """
     present = device_types()
     for row in APEX_POLICY if needs.policy is CastPolicy.APEX else TORCH_POLICY:
         devices = wrapped_on(row, present)
+        shared: dict[int, Callable[..., Any]] = {}
         for name in row.wraps if devices or needs.verbose else ():
             owner, attribute = resolve_owner(name)
-            function = wrapper(row, name, getattr(owner, attribute), devices, needs.allow_banned)
-            if needs.verbose:
-                function = observer(row, name, function, present)
-            yield owner, attribute, function
+            original = getattr(owner, attribute)
+            if id(original) not in shared:
+                function = wrapper(row, name, original, devices, needs.allow_banned)
+                shared[id(original)] = observer(row, name, function, present) if needs.verbose else function
+            yield owner, attribute, shared[id(original)]
 
 
 def resolve_owner(name: str) -> tuple[Any, str]:
@@ -154,15 +160,29 @@ def _standing(owner: Any, name: str) -> Any:
 
 
 def _mark_compile_caches() -> Undo:
-    """Tell torch.compile's caches on disk that a graph which calls ``exp`` by name means another function now."""
+    """Tell torch.compile that names mean other functions now.
+
+    Its caches on disk know ``exp`` by name, and its table of functions that may stand in a graph is built once, from
+    what the names mean at that moment.
+    """
     config: Any = torch.compiler.config
     before = config.cache_key_tag
     config.cache_key_tag = f"{before}+mpinit"
+    _forget_function_tables()
 
     def revert() -> None:
         config.cache_key_tag = before
+        _forget_function_tables()
 
     return revert
+
+
+def _forget_function_tables() -> None:
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    for table in ("get_torch_obj_rule_map", "get_tensor_method"):
+        forget = getattr(getattr(rules, table, None), "cache_clear", None)
+        if forget is not None:
+            forget()
 
 
 INSTALLATION: Final = Installation()
