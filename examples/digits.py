@@ -21,7 +21,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=default.epochs)
     parser.add_argument("--width", type=int, default=default.width, help="channels of the first convolution")
-    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help='settings to run, such as "O2 fp16"')
+    names = [setting.name for setting in SETTINGS]
+    parser.add_argument("--only", nargs="+", default=names, choices=names, help="settings to run")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the plot and the table")
     return parser.parse_args()
 
@@ -32,8 +33,7 @@ def main() -> None:
     options = arguments()
     schedule = Schedule(epochs=options.epochs, width=options.width)
     digits = load_digits()
-    chosen = [setting for setting in SETTINGS if not options.only or setting.name in options.only]
-    runs = [train(setting, digits, schedule) for setting in chosen]
+    runs = [train(setting, digits, schedule) for setting in SETTINGS if setting.name in options.only]
     lines = [table(runs)]
     if any(run.setting.level == "O0" for run in runs):
         lines += ["", *points_below_float32(runs)]

@@ -1,0 +1,201 @@
+"""Error texts: each says what was given, what is allowed and what to do next."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpinit
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+def sgd(*models: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
+    model = net()
+    optimizer = sgd(model)
+    yield model, optimizer
+    mpinit.undo([model, optimizer])
+
+
+def says(caught: Any, *parts: str) -> None:
+    missing = [part for part in parts if part.lower() not in str(caught.value).lower()]
+    assert not missing, f"{missing} not in: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("level", "keywords", "parts"),
+    [
+        ("00", {}, ["'00'", "letter O", "'O0'", "'O5'"]),
+        (1, {}, ["1", "letter O"]),
+        ("O1", {"cast_model_type": torch.float16}, ["cast_model_type", "patch_torch_functions", "O2"]),
+        ("O1", {"master_weights": True}, ["master_weights", "patch_torch_functions", "O2"]),
+        ("O2", {"master_weights": "split"}, ["split", "bfloat16", "O5"]),
+        ("O2", {"loss_scale": 0}, ["loss_scale", "0", "dynamic"]),
+        ("O2", {"loss_scale": "nan"}, ["loss_scale", "nan", "dynamic"]),
+        ("O2", {"min_loss_scale": 2.0**25}, ["min_loss_scale", "max_loss_scale"]),
+        ("O2", {"los_scale": 1}, ["los_scale", "loss_scale"]),
+        ("O2", {"verbos": 1}, ["verbos", "verbosity"]),
+        ("O2", {"cast_model_type": "int8"}, ["cast_model_type", "int8", "bfloat16"]),
+        ("O2", {"num_losses": 0}, ["num_losses", "0"]),
+        ("O2", {"num_losses": "two"}, ["num_losses", "two"]),
+        ("O2", {"config": {"lossscale": 1}}, ["lossscale", "loss_scale"]),
+    ],
+)
+def test_what_initialize_refuses_changes_nothing(level: Any, keywords: dict[str, Any], parts: list[str]) -> None:
+    model = net()
+    optimizer = sgd(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    attributes = set(vars(optimizer)), set(vars(model))
+    with pytest.raises(ValueError) as caught:
+        mpinit.initialize(model, optimizer, level, **keywords)
+    says(caught, *parts)
+    assert (set(vars(optimizer)), set(vars(model))) == attributes
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    mpinit.initialize(model, optimizer, "O2")
+    mpinit.undo([model, optimizer])
+
+
+@pytest.mark.parametrize(
+    ("models", "optimizers"),
+    [("model", None), (None, None), ([nn.Linear(1, 1), 3], None), (nn.Linear(1, 1), "adam"), (nn.Linear(1, 1), [None])],
+)
+def test_what_is_no_module_or_optimizer_is_a_type_error_that_names_it(models: Any, optimizers: Any) -> None:
+    with pytest.raises(TypeError) as caught:
+        mpinit.initialize(models, optimizers, "O2")
+    assert re.search("Module|Optimizer", str(caught.value))
+
+
+def test_the_same_optimizer_twice(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+    model, optimizer = pair
+    mpinit.initialize(model, optimizer, "O2")
+    with pytest.raises(ValueError) as caught:
+        mpinit.initialize(net(), optimizer, "O2")
+    says(caught, "SGD", "undo")
+
+
+def test_duplicates_in_one_call() -> None:
+    model = net()
+    with pytest.raises(ValueError) as caught:
+        mpinit.initialize([model, model], sgd(model), "O2")
+    says(caught, "Sequential")
+    optimizer = sgd(model)
+    with pytest.raises(ValueError) as caught:
+        mpinit.initialize(model, [optimizer, optimizer], "O2")
+    says(caught, "SGD")
+
+
+def test_a_model_wrapped_too_early() -> None:
+    wrapped = nn.DataParallel(net())
+    with pytest.raises(ValueError) as caught:
+        mpinit.initialize(wrapped, sgd(wrapped), "O2")
+    says(caught, "DataParallel", "initialize", "first")
+
+
+def test_an_optimizer_of_parameters_left_over_from_before_a_copy() -> None:
+    model = net()
+    optimizer = sgd(model)
+    model = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match=r"none of .* parameters") as caught:
+        mpinit.initialize(model, optimizer, "O2")
+    text = str(caught[0].message)
+    assert "SGD" in text
+    assert "0.weight" in text or "(2, 2)" in text, "the first parameters are named"
+    mpinit.undo([model, optimizer])
+
+
+def test_16_bit_weights_coming_in_at_o1() -> None:
+    model = nn.Linear(2, 2).half()
+    optimizer = sgd(model)
+    with pytest.warns(UserWarning, match="weight"):
+        mpinit.initialize(model, optimizer, "O1")
+    mpinit.undo([model, optimizer])
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_16_bit_weights_coming_in_elsewhere_are_fine(level: str) -> None:
+    model = nn.Linear(2, 2).half()
+    optimizer = sgd(model)
+    mpinit.initialize(model, optimizer, level)
+    mpinit.undo([model, optimizer])
+
+
+def test_functions_that_need_a_session_name_the_optimizer_and_the_way_out() -> None:
+    optimizer = sgd(net())
+    calls = {
+        "loss_scale": lambda: mpinit.loss_scale(optimizer),
+        "step_was_skipped": lambda: mpinit.step_was_skipped(optimizer),
+    }
+    for call in calls.values():
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        says(caught, "SGD", "initialize")
+
+
+def test_without_a_session_there_is_no_state() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        mpinit.state_dict()
+    says(caught, "initialize")
+
+
+def test_with_two_sessions_the_error_lists_them() -> None:
+    models = [net(), net()]
+    optimizers = [sgd(models[0]), torch.optim.Adam(models[1].parameters())]
+    for model, optimizer, level in zip(models, optimizers, ("O2", "O0"), strict=True):
+        mpinit.initialize(model, optimizer, level)
+    with pytest.raises(RuntimeError) as caught:
+        mpinit.state_dict()
+    says(caught, "O2", "O0", "SGD", "Adam", "optimizer")
+    with pytest.raises(RuntimeError):
+        mpinit.load_state_dict({})
+    mpinit.undo(models + optimizers)
+
+
+@pytest.mark.parametrize("loss_id", [1, -1, 7, "0"])
+def test_a_loss_id_out_of_range(loss_id: Any, pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+    model, optimizer = pair
+    mpinit.initialize(model, optimizer, "O2")
+    for use in (lambda: mpinit.loss_scale(optimizer, loss_id), lambda: enter(model, optimizer, loss_id)):
+        with pytest.raises(ValueError) as caught:
+            use()
+        says(caught, repr(loss_id), "num_losses")
+
+
+def enter(model: nn.Module, optimizer: torch.optim.Optimizer, loss_id: Any) -> None:
+    with mpinit.scale_loss(model(torch.randn(4, 2)).sum(), optimizer, loss_id=loss_id):
+        pass
+
+
+def test_forgetting_scale_loss_where_there_are_masters(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+    model, optimizer = pair
+    mpinit.initialize(model, optimizer, "O2")
+    model(torch.randn(4, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="scale_loss"):
+        optimizer.step()
+
+
+def test_forgetting_scale_loss_while_the_scale_is_not_1(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+    model, optimizer = pair
+    mpinit.initialize(model, optimizer, "O1")
+    model(torch.randn(4, 2)).sum().backward()
+    with pytest.warns(UserWarning, match="scale_loss"):
+        optimizer.step()
+    optimizer.step()  # once is enough
+
+
+def test_undo_of_what_is_no_model_or_optimizer() -> None:
+    with pytest.raises(TypeError):
+        mpinit.undo("model")  # type: ignore[arg-type]
