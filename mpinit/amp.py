@@ -1,0 +1,362 @@
+"""The functions users call: ``from mpinit import amp`` reads as scripts have always read."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from . import arguments, checkpoint, report
+from . import session as sessions
+from .native_autocast import disable_casts
+from .opt_levels import DEFAULT_LEVEL, OPT_LEVELS, Config, read_config, resolve
+from .plan import make_plan
+from .properties import DEFAULT_MAX_SCALE, Properties
+from .registration import (
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from .session import ScaledLoss, Session, Unscaled
+
+__all__ = [
+    "OPT_LEVELS",
+    "Properties",
+    "clip_grad_norm_",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "initialize",
+    "load_state_dict",
+    "loss_scale",
+    "master_params",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "scheduler_step",
+    "state_dict",
+    "step_counts",
+    "step_was_skipped",
+    "undo",
+]
+
+# Optimizers and models that initialize(enabled=False) was called on: everything is a no-op for them.
+_disabled: weakref.WeakSet[Any] = weakref.WeakSet()
+
+_SETTINGS = ("num_losses", "verbosity")
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    opt_level: str = DEFAULT_LEVEL,
+    *,
+    enabled: bool = True,
+    cast_model_type: Any = None,
+    patch_torch_functions: Any = None,
+    patch_torch_functions_type: Any = None,
+    keep_batchnorm_fp32: Any = None,
+    master_weights: Any = None,
+    loss_scale: Any = None,
+    cast_model_outputs: Any = None,
+    keep_fp32: Any = None,
+    num_losses: int = 1,
+    min_loss_scale: Any = None,
+    max_loss_scale: Any = DEFAULT_MAX_SCALE,
+    config: Config = None,
+    verbosity: int = 1,
+    **more: Any,
+) -> Any:
+    """Make models and their optimizers train in mixed precision, in place.
+
+    Args:
+        models: a module, or a list or tuple of modules; not yet wrapped in DistributedDataParallel or the like.
+        optimizers: an optimizer, a list or tuple, or None (inference, or an optimizer of your own).
+        opt_level: "O0" (float32), "O1" (patched functions, default), "O2" (16-bit weights, float32 masters), "O3"
+            (16-bit throughout), "O4" and "O5" (O1 and O2 in bfloat16).
+        enabled: False makes this and every other function of mpinit a no-op for these objects.
+        cast_model_type: dtype of parameters, buffers and inputs; False: don't cast.
+        patch_torch_functions: whether torch functions cast their arguments.
+        patch_torch_functions_type: the 16-bit dtype they run in. Default float16.
+        keep_batchnorm_fp32: whether BatchNorm stays float32 in a 16-bit model.
+        master_weights: True, False, or "split" (bfloat16 only): see :class:`Properties`.
+        loss_scale: "dynamic" or a positive number. Default the level's; 1.0 where the 16-bit type is bfloat16.
+        cast_model_outputs: dtype of floating outputs. Default float32.
+        keep_fp32: module types, dotted names with wildcards, or a predicate (name, module) -> bool: left in float32.
+        num_losses: how many losses have a scaler of their own (``loss_id`` of :func:`scale_loss`).
+        min_loss_scale, max_loss_scale: limits of dynamic scaling. Default none and 2**24.
+        config: a TOML file's path or a mapping with the same keys; keywords beat it, it beats the level.
+        verbosity: 0 nothing, 1 one log line, 2 every first-seen cast of O1 at debug level.
+        **more: any other field of :class:`Properties`.
+
+    Returns:
+        The objects given, as given: one object, a list or a tuple; only the models where ``optimizers`` is None.
+
+    Raises:
+        ValueError: bad or contradicting values, or objects that cannot be initialised. Nothing was changed.
+        TypeError: arguments that are no modules or optimizers.
+
+    Example:
+        >>> import torch, mpinit
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> model.weight.dtype, model(torch.ones(1, 4)).dtype
+        (torch.float16, torch.float32)
+        >>> mpinit.undo(model)
+    """
+    given = {key: value for key, value in locals().items() if key in Properties.model_fields} | more
+    if given["max_loss_scale"] == DEFAULT_MAX_SCALE:
+        given["max_loss_scale"] = None
+    model_list = arguments.as_list(models, nn.Module, "models")
+    optimizer_list = [] if optimizers is None else arguments.as_list(optimizers, Optimizer, "optimizers")
+    if enabled:
+        _disabled.difference_update([*model_list, *optimizer_list])
+        settings = _settings(config, num_losses, verbosity)
+        _set_up(model_list, optimizer_list, resolve(opt_level, given, settings.pop("config")), **settings)
+    else:
+        _disabled.update([*model_list, *optimizer_list])
+    return models if optimizers is None else (models, optimizers)
+
+
+def _settings(config: Config, num_losses: int, verbosity: int) -> dict[str, Any]:
+    """Split a configuration into what is no property and the rest; keywords that are not defaults beat it."""
+    values = read_config(config, _SETTINGS)
+    from_file = {name: values.pop(name) for name in _SETTINGS if name in values}
+    losses = num_losses if num_losses != 1 else from_file.get("num_losses", 1)
+    if isinstance(losses, bool) or not isinstance(losses, int) or losses < 1:
+        raise ValueError(f"num_losses={losses!r} must be a whole number of at least 1")
+    return {
+        "config": values,
+        "num_losses": losses,
+        "verbosity": verbosity if verbosity != 1 else from_file.get("verbosity", 1),
+    }
+
+
+def _set_up(
+    models: list[nn.Module],
+    optimizers: list[Optimizer],
+    resolved: tuple[str, Properties],
+    num_losses: int,
+    verbosity: int,
+) -> None:
+    level, props = resolved
+    plan = make_plan(props)
+    arguments.check(models, optimizers, props, plan)
+    came_in_16_bit = arguments.names_in_16_bit(models)
+    session = Session(models, optimizers, level, props, plan, num_losses, verbosity)
+    session.apply()
+    report.announce(session, came_in_16_bit)
+
+
+def _session_of(optimizer: Any) -> Session:
+    session = sessions.of(optimizer)
+    if session is None:
+        known = "; ".join(live.describe() for live in sessions.live()) or "there are none"
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} was not initialised: pass it to mpinit.initialize first. Live sessions: "
+            f"{known}"
+        )
+    return session
+
+
+def scale_loss(
+    loss: Any,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> ScaledLoss | Unscaled:
+    """Context manager around the backward pass: scales the loss, then unscales and checks the gradients.
+
+    On exit the gradients of the optimizers' parameters are unscaled, float32 (on the masters where there are any),
+    and added to what was accumulated before. After an inf or nan the next ``optimizer.step()`` does nothing and a
+    dynamic scale backs off. After an exception in the body the gradients are what they were before it.
+
+    Args:
+        loss: a floating tensor.
+        optimizers: the optimizer, or a list of those, whose gradients this backward pass computes.
+        loss_id: which of the session's ``num_losses`` scalers to use.
+        model: ignored; accepted because scripts pass it.
+        delay_unscale: more backward passes of the same step follow: the scale moves once for all of them.
+        delay_overflow_check: the scale moves at the next backward pass or step instead of here.
+
+    Yields:
+        ``loss.float() * scale``.
+
+    Raises:
+        RuntimeError: an optimizer that was not initialised.
+        ValueError: no such ``loss_id``, or optimizers of different sessions.
+
+    Example:
+        >>> import torch, mpinit
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> with mpinit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> next(mpinit.master_params(optimizer)).grad.dtype
+        torch.float32
+        >>> mpinit.undo(optimizer)
+    """
+    many = arguments.as_list(optimizers, Optimizer, "optimizers")
+    if many and all(optimizer in _disabled for optimizer in many):
+        return Unscaled(loss)
+    owning = [_session_of(optimizer) for optimizer in many] or _only_live_session()
+    if not owning:
+        return Unscaled(loss)
+    if any(session is not owning[0] for session in owning):
+        named = " and ".join(dict.fromkeys(session.describe() for session in owning))
+        raise ValueError(f"one loss cannot be scaled by {named} at once: pass their optimizers to one initialize call")
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"the loss must be a tensor, not {type(loss).__name__}")
+    controls = [owning[0].controller_of(optimizer) for optimizer in many]
+    return ScaledLoss(loss, owning[0].scaler(loss_id), controls, delay_unscale or delay_overflow_check)
+
+
+def _only_live_session() -> list[Session]:
+    live = sessions.live()
+    return live if len(live) == 1 else []
+
+
+def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """The parameters whose gradients ``optimizer.step()`` will use: what to clip or look at.
+
+    Args:
+        optimizer: an initialised optimizer (or, where disabled, any).
+
+    Yields:
+        Float32 masters where there are any, the weights themselves otherwise (with ``master_weights="split"`` too,
+        whose weights carry the gradients), in the groups' order.
+    """
+    session = sessions.of(optimizer)
+    if session is None:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+        return
+    control = session.controller_of(optimizer)
+    control.refresh()
+    yield from control.gradient_holders()
+
+
+def clip_grad_norm_(
+    optimizer: Optimizer,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Clip the norm of all gradients the next step will use, in place; right at every level.
+
+    Args:
+        optimizer: an initialised optimizer.
+        max_norm, norm_type, error_if_nonfinite, foreach: as in ``torch.nn.utils.clip_grad_norm_``.
+
+    Returns:
+        The total norm before clipping, of unscaled gradients: a 0-dimensional tensor on their device.
+    """
+    return torch.nn.utils.clip_grad_norm_(master_params(optimizer), max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+def _the_session(optimizer: Optimizer | None) -> Session | None:
+    if optimizer is not None:
+        return None if optimizer in _disabled else _session_of(optimizer)
+    live = sessions.live()
+    if len(live) == 1:
+        return live[0]
+    if not live and len(_disabled):
+        return None
+    known = "; ".join(session.describe() for session in live) or "none: call mpinit.initialize first"
+    raise RuntimeError(f"which session is meant? Give an optimizer of it. Live sessions: {known}")
+
+
+def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
+    """The loss scalers' state, plain numbers: save it beside the model's and the optimizer's state dicts.
+
+    Args:
+        optimizer: of the session meant; None: the only live one.
+
+    Returns:
+        ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``; empty where disabled.
+
+    Raises:
+        RuntimeError: None was given and there is not exactly one live session; the message lists them.
+    """
+    session = _the_session(optimizer)
+    return {} if session is None else checkpoint.session_state(session)
+
+
+def load_state_dict(state: Mapping[str, Any], optimizer: Optimizer | None = None) -> None:
+    """Set the loss scalers from a state of :func:`state_dict` (or of a ``torch.amp.GradScaler``).
+
+    Args:
+        state: the state.
+        optimizer: of the session meant; None: the only live one.
+
+    Raises:
+        ValueError: the state does not fit; the message lists the differences, and nothing was changed.
+        RuntimeError: as in :func:`state_dict`.
+    """
+    session = _the_session(optimizer)
+    if session is not None:
+        checkpoint.load_session_state(session, state)
+
+
+def loss_scale(optimizer: Optimizer, loss_id: int = 0) -> float:
+    """The scale that :func:`scale_loss` uses for this optimizer's loss; 1.0 where disabled."""
+    session = _the_session(optimizer)
+    return 1.0 if session is None else session.scaler(loss_id).loss_scale()
+
+
+def step_was_skipped(optimizer: Optimizer) -> bool:
+    """Whether the last ``optimizer.step()`` was skipped because of an overflow."""
+    session = _the_session(optimizer)
+    return session is not None and session.stepper_of(optimizer).was_skipped
+
+
+def step_counts(optimizer: Optimizer) -> tuple[int, int]:
+    """How many steps were done and how many skipped since initialisation; (0, 0) where disabled."""
+    session = _the_session(optimizer)
+    if session is None:
+        return 0, 0
+    stepper = session.stepper_of(optimizer)
+    return stepper.good_steps, stepper.skipped_steps
+
+
+def scheduler_step(scheduler: Any, *args: Any) -> None:
+    """``scheduler.step(*args)``, unless the optimizer's last step was skipped."""
+    optimizer = scheduler.optimizer
+    if sessions.of(optimizer) is None or not step_was_skipped(optimizer):
+        scheduler.step(*args)
+
+
+def undo(owners: Any) -> None:
+    """Take back what :func:`initialize` did: float32 weights (from the masters, bit for bit), functions, methods.
+
+    Args:
+        owners: a model or optimizer, or a list or tuple of them; everything initialised together is undone together.
+
+    Raises:
+        ValueError: an object that is not initialised (any more).
+    """
+    given: Sequence[Any] = list(owners) if isinstance(owners, (list, tuple)) else [owners]
+    found: dict[Session, None] = {}
+    for owner in given:
+        session = sessions.of(owner)
+        if session is not None:
+            found[session] = None
+        elif owner not in _disabled:
+            raise ValueError(f"this {type(owner).__name__} is not initialised, so there is nothing to undo")
+    for session in sorted(found, key=lambda session: -session.number):
+        session.undo()
+    _disabled.difference_update(given)

@@ -1,0 +1,116 @@
+"""Gradients as lists of tensors: unscale, check and add, in as few passes and calls as torch allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor; asked without importing the distributed package, which is slow to import."""
+    return type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
+
+
+def dense_view(gradient: torch.Tensor) -> torch.Tensor:
+    """The real, dense tensor that holds a gradient's numbers, sharing its memory.
+
+    A sparse gradient gives its values (it must be coalesced), a complex one its real view, a DTensor its local part.
+    """
+    if is_distributed(gradient):
+        gradient = cast(Any, gradient).to_local()
+    if gradient.is_sparse:
+        gradient = gradient._values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def as_float32(gradient: torch.Tensor) -> torch.Tensor:
+    """A 16-bit gradient in float32; any other as it is. Sparse ones are coalesced after the cast, in float32."""
+    if gradient.dtype in (torch.float16, torch.bfloat16):
+        gradient = gradient.float()
+    return gradient.coalesce() if gradient.is_sparse and not gradient.is_coalesced() else gradient
+
+
+def unscale_and_check_(gradients: Iterable[torch.Tensor], inverse_scale: torch.Tensor) -> torch.Tensor | None:
+    """Multiply every gradient in place by ``inverse_scale`` and look for inf and nan, in one pass over memory.
+
+    Args:
+        gradients: floating or complex gradients of any dtypes and devices; sparse ones coalesced.
+        inverse_scale: 0-dimensional float32.
+
+    Returns:
+        A 0-dimensional float32 tensor on ``inverse_scale``'s device, 1 where anything was inf or nan and 0
+        otherwise; where gradients are distributed, the same on every rank of their meshes. None without gradients.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    meshes = {}
+    for gradient in gradients:
+        if is_distributed(gradient):
+            meshes[cast(Any, gradient).device_mesh] = None
+        dense = dense_view(gradient)
+        groups.setdefault((dense.device, dense.dtype), []).append(dense)
+    if not groups:
+        return None
+    found = {device: torch.zeros((), dtype=torch.float32, device=device) for device, _ in groups}
+    for (device, dtype), tensors in groups.items():
+        if dtype == torch.float64:
+            _unscale_double_(tensors, inverse_scale.to(device), found[device])
+        else:
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found[device], inverse_scale.to(device))
+    combined = _combine(list(found.values()), inverse_scale.device)
+    _agree_across_ranks(combined, list(meshes))
+    return combined
+
+
+def _unscale_double_(tensors: list[torch.Tensor], inverse_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+    """float64 gradients by hand: the fused check takes them through float32 and would call large numbers inf."""
+    torch._foreach_mul_(tensors, inverse_scale.double())
+    for tensor in tensors:
+        found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(tensor)).any().float()))
+
+
+def _combine(found: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    combined = found[0].to(device)
+    for other in found[1:]:
+        combined = torch.maximum(combined, other.to(device))
+    return combined
+
+
+def _agree_across_ranks(found_inf: torch.Tensor, meshes: list[Any]) -> None:
+    """Reduce over every mesh a gradient lives on, small ones first, so that all ranks step or all skip."""
+    done = set()
+    for mesh in sorted(meshes, key=lambda mesh: (mesh.ndim, mesh.size())):
+        for group in mesh.get_all_groups():
+            if group.group_name not in done:
+                done.add(group.group_name)
+                torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=group)
+
+
+def unscale_(gradients: Sequence[torch.Tensor], inverse_scale: torch.Tensor) -> None:
+    """Multiply every gradient in place by ``inverse_scale``, without looking at it."""
+    for gradient in gradients:
+        dense = dense_view(gradient)
+        dense.mul_(inverse_scale.to(dense.device))
+
+
+def add_(onto: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``onto[i] + gradients[i]``, in place on ``onto`` where the two are dense and of one dtype.
+
+    Returns:
+        The sums, in the order given: the tensors of ``onto`` themselves wherever they could be added to in place.
+    """
+    if not onto:
+        return []
+    if all(type(a) is torch.Tensor and not a.is_sparse and not b.is_sparse for a, b in zip(onto, gradients, strict=True)):
+        torch._foreach_add_(onto, gradients)
+        return onto
+    return [_add_one(a, b) for a, b in zip(onto, gradients, strict=True)]
+
+
+def _add_one(onto: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    if onto.is_sparse and not gradient.is_sparse:
+        return gradient + onto
+    if onto.is_sparse:
+        return (onto + gradient).coalesce()
+    return onto.add_(gradient)

@@ -1,0 +1,284 @@
+"""Float32 masters: for each 16-bit weight a float32 parameter that the optimizer steps in its place.
+
+A store keeps the pairs. Outside of a backward pass ``model_param.grad`` and ``master_param.grad`` are one and the same
+float32 tensor, so that whoever looks at, clips or clears the one has done it to the other.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .gradients import as_float32
+
+_TENSOR_DATA: Any = torch.Tensor.data
+
+
+class WatchedParameter(nn.Parameter):
+    """A weight with a master: notices that ``.data`` was handed out, because writes through it leave no other trace.
+
+    torch counts in-place writes in a tensor's version, but not those through ``.data``. A weight becomes watched, and
+    plain again, by a change of class; its identity, storage and hooks stay.
+    """
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The tensor's data; writing to it reaches the master at the next step."""
+        handed_out = self.__dict__.get("_handed_out")
+        if handed_out is not None:
+            handed_out.add(self)
+        return _TENSOR_DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        handed_out = self.__dict__.get("_handed_out")
+        if handed_out is not None:
+            handed_out.add(self)
+        _TENSOR_DATA.__set__(self, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # What is saved is a plain parameter: a file must not need this class.
+        return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+@dataclass(slots=True)
+class Pair:
+    """A 16-bit weight and the float32 parameter that stands for it in the optimizer."""
+
+    model_param: nn.Parameter
+    master_param: nn.Parameter
+    came_in: torch.dtype = torch.float32
+    version: int = -1
+    linked: torch.Tensor | None = None
+
+
+class FullMasters:
+    """Masters kept as float32 tensors of their own: 4 bytes a parameter beside the weight's 2.
+
+    Example:
+        >>> store = FullMasters()
+        >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        >>> store.add(weight).dtype
+        torch.float32
+    """
+
+    def __init__(self) -> None:
+        self.pairs: list[Pair] = []
+        self._by_weight: dict[int, Pair] = {}
+        self._by_master: dict[int, Pair] = {}
+        self._handed_out: set[torch.Tensor] = set()
+        self._settled = False
+
+    def pair_of(self, parameter: torch.Tensor) -> Pair | None:
+        """The pair ``parameter`` belongs to, as its weight or as its master."""
+        return self._by_weight.get(id(parameter)) or self._by_master.get(id(parameter))
+
+    def add(self, weight: nn.Parameter) -> nn.Parameter:
+        """Make a master of ``weight``, with its gradient so far.
+
+        A float32 weight hands its storage over without a copy: it is about to be cast, and gets new storage then.
+        """
+        pair = Pair(weight, self._make_master(weight), came_in=weight.dtype)
+        gradient, weight.grad = weight.grad, None
+        self._by_weight[id(weight)] = self._by_master[id(pair.master_param)] = pair
+        self.pairs.append(pair)
+        self._watch(weight)
+        self.set_gradient_dtype(weight)
+        self.gradient_holder(pair).grad = None if gradient is None else self.gradient_for(pair, gradient)
+        if self._settled:
+            self._settle(pair)
+        return pair.master_param
+
+    def settle(self) -> None:
+        """Set-up is over and weights are 16-bit: split or link what had to wait for that."""
+        for pair in self.pairs:
+            self._settle(pair)
+        self._settled = True
+
+    def _settle(self, pair: Pair) -> None:
+        self.put_gradient(pair, self.gradient_holder(pair).grad)
+        self.note_version(pair)
+        self._handed_out.discard(pair.model_param)
+
+    def cast_weight(self, pair: Pair, dtype: torch.dtype) -> None:
+        """Cast the weight; the master holds the old storage."""
+        _TENSOR_DATA.__set__(pair.model_param, pair.model_param.detach().to(dtype))
+
+    def gradient_for(self, pair: Pair, gradient: torch.Tensor) -> torch.Tensor:
+        """``gradient`` in the dtype its holder takes."""
+        return as_float32(gradient)
+
+    def _make_master(self, weight: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(weight.detach().to(torch.float32), requires_grad=True)
+
+    def _watch(self, weight: nn.Parameter) -> None:
+        if type(weight) is nn.Parameter:
+            weight.__class__ = WatchedParameter
+            weight.__dict__["_handed_out"] = self._handed_out
+
+    def set_gradient_dtype(self, weight: nn.Parameter) -> None:
+        """Let autograd accumulate float32 gradients on the weight, or any where the ranks' buckets are 16-bit."""
+        weight.grad_dtype = None if _is_distributed() else torch.float32
+
+    def check_gradient_dtype(self) -> None:
+        """Follow a process group that was set up after the masters were made."""
+        if self.pairs and self.pairs[0].model_param.grad_dtype is not None and _is_distributed():
+            for pair in self.pairs:
+                pair.model_param.grad_dtype = None
+
+    def release(self, pair: Pair) -> None:
+        """Forget a pair; the weight stays 16-bit and becomes a plain parameter again."""
+        del self._by_weight[id(pair.model_param)], self._by_master[id(pair.master_param)]
+        self.pairs.remove(pair)
+        if type(pair.model_param) is WatchedParameter:
+            pair.model_param.__dict__.pop("_handed_out", None)
+            pair.model_param.__class__ = nn.Parameter
+        pair.model_param.grad = None
+        pair.model_param.grad_dtype = pair.model_param.dtype
+
+    def remove(self, pair: Pair) -> None:
+        """Forget a pair and give the weight its master's float32 bits and gradient."""
+        gradient, values = self.gradient_holder(pair).grad, self.values(pair)
+        self.release(pair)
+        # A set-up that failed leaves a 16-bit weight as it came.
+        dtype = torch.float32 if self._settled else pair.came_in
+        pair.model_param.data = values.to(dtype)
+        pair.model_param.grad_dtype = dtype
+        pair.model_param.grad = None if gradient is None else gradient.to(dtype)
+
+    # -- gradients ----------------------------------------------------------------------------------------------
+
+    def gradient_holder(self, pair: Pair) -> nn.Parameter:
+        """Whose ``.grad`` the next step uses."""
+        return pair.master_param
+
+    def take_gradient(self, pair: Pair) -> torch.Tensor | None:
+        """Take what was accumulated so far off the pair, so that a backward pass starts from nothing.
+
+        A weight whose gradient was cleared behind the master's back (``model.zero_grad()``) has cleared both.
+        """
+        ours, theirs = pair.master_param.grad, pair.model_param.grad
+        pair.model_param.grad = pair.master_param.grad = None
+        linked, pair.linked = pair.linked, None
+        if theirs is None:
+            return None if ours is linked else ours
+        return as_float32(theirs) if theirs is not ours else ours
+
+    def put_gradient(self, pair: Pair, gradient: torch.Tensor | None) -> None:
+        """Make ``gradient``, float32, the gradient of both."""
+        pair.master_param.grad = pair.model_param.grad = pair.linked = gradient
+
+    def collect_gradient(self, pair: Pair) -> torch.Tensor | None:
+        """The gradient a backward pass has just left on the weight, in float32."""
+        gradient = pair.model_param.grad
+        return None if gradient is None else as_float32(gradient)
+
+    def unlinked(self) -> Iterator[Pair]:
+        """The pairs whose weight carries a gradient that its master does not."""
+        for pair in self.pairs:
+            gradient = pair.model_param.grad
+            if gradient is not None and gradient is not pair.master_param.grad:
+                yield pair
+
+    @property
+    def accumulates_natively(self) -> bool:
+        """Whether autograd itself can add float32 gradients onto what a pair holds, when nothing is to be unscaled."""
+        return not self.pairs or self.pairs[0].model_param.grad_dtype is torch.float32
+
+    def relink(self) -> None:
+        """Make each pair's two gradients one again: one cleared or replaced on the weight counts for the master."""
+        for pair in self.pairs:
+            ours, theirs = pair.master_param.grad, pair.model_param.grad
+            if theirs is not ours:
+                if theirs is not None:
+                    self.put_gradient(pair, as_float32(theirs))
+                else:
+                    self.put_gradient(pair, None if ours is pair.linked else ours)
+
+    def follow_cleared(self, set_to_none: bool) -> None:
+        """After the optimizer's ``zero_grad``: the weights' gradients go the masters' way."""
+        for pair in self.pairs:
+            pair.model_param.grad = pair.linked = pair.master_param.grad
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def stepping(self) -> Iterator[Iterator[None]]:
+        """Around the optimizer's steps: iterate over the inside, one step an iteration.
+
+        Weights follow their masters also where a step fails half way, so that the two agree again.
+        """
+        try:
+            yield iter((None,))
+        finally:
+            self.copy_back()
+
+    def step_with_closure(self, step: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Run an optimizer's step that evaluates the closure itself."""
+        return step(closure, *args, **kwargs)
+
+    @torch.no_grad()
+    def copy_back(self) -> None:
+        """Round every master into its weight, in one call."""
+        if self.pairs:
+            torch._foreach_copy_([p.model_param for p in self.pairs], [p.master_param for p in self.pairs])
+            self.note_versions()
+
+    def note_versions(self) -> None:
+        """From here on, a change of a weight is somebody else's."""
+        for pair in self.pairs:
+            pair.version = pair.model_param._version
+        self._handed_out.clear()
+
+    def note_version(self, pair: Pair) -> None:
+        """:meth:`note_versions` for one pair."""
+        pair.version = pair.model_param._version
+        self._handed_out.discard(pair.model_param)
+
+    def adopt_external_writes(self) -> None:
+        """Where somebody wrote to a weight since the last copy, the master follows."""
+        for pair in self.pairs:
+            self.adopt_if_written(pair)
+
+    def adopt_if_written(self, pair: Pair) -> None:
+        """:meth:`adopt_external_writes` for one pair."""
+        weight = pair.model_param
+        if weight._version != pair.version or (self._handed_out and weight in self._handed_out):
+            self.adopt(pair)
+            self.note_version(pair)
+
+    @torch.no_grad()
+    def adopt(self, pair: Pair) -> None:
+        """Let the weight's elements that changed replace the master's.
+
+        Elements that still are their master's rounding leave the master its lower bits.
+        """
+        weight, master = pair.model_param, pair.master_param
+        differs = master.to(weight.dtype) != weight
+        master.copy_(torch.where(differs, weight.float(), master))
+
+    def values(self, pair: Pair) -> torch.Tensor:
+        """The master's float32 values, shared, not copied."""
+        return pair.master_param.detach()
+
+    @torch.no_grad()
+    def load(self, pair: Pair, values: torch.Tensor) -> None:
+        """Set master and weight from float32 values of the same shape."""
+        pair.master_param.copy_(values)
+        pair.model_param.copy_(pair.master_param)
+        self.note_version(pair)

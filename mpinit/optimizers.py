@@ -1,0 +1,250 @@
+"""Optimizers: puts float32 masters into the parameter groups, and takes gradients through a backward pass.
+
+The optimizer stays the object it was; what changes are entries of its parameter groups and a few of its methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from . import gradients as grads
+from .dtypes import is_lower_precision
+from .loss_scaler import LossScaler
+from .masters import FullMasters
+from .patching import Undo, UndoStack
+from .plan import Masters, Plan
+
+Kept = list[torch.Tensor | None]
+
+
+class OptimizerControl:
+    """What mpinit keeps for one optimizer: its masters, and whether its gradients are sound.
+
+    Args:
+        optimizer: the optimizer, changed in place.
+        plan: what to do.
+        store: where its masters live.
+        targets: the dtypes that parameters are about to be cast to.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, plan: Plan, store: FullMasters, targets: Mapping[torch.Tensor, torch.dtype]
+    ) -> None:
+        self.optimizer = optimizer
+        self.plan = plan
+        self.store = store
+        self.targets: Mapping[torch.Tensor, torch.dtype] = targets
+        self.found_inf: torch.Tensor | None = None
+        self.scalers: list[LossScaler] = []
+        self.pending: list[LossScaler] = []
+        self.saw_scale_loss = False
+        self._plain: list[nn.Parameter] = []
+        self._waiting: list[nn.Parameter] = []
+        self._groups_seen: tuple[tuple[int, int], ...] = ()
+
+    # -- parameter groups ---------------------------------------------------------------------------------------
+
+    def put_masters(self) -> None:
+        """Replace every trainable 16-bit parameter in the groups by its master, its state carried over."""
+        for group in self.optimizer.param_groups:
+            self._put_masters_in(group)
+        self._look_at_groups()
+
+    def _put_masters_in(self, group: dict[str, Any]) -> None:
+        for index, parameter in enumerate(group["params"]):
+            if self._wants_master(parameter):
+                known = self.store.pair_of(parameter)
+                master = known.master_param if known is not None else self.store.add(parameter)
+                group["params"][index] = master
+                move_state(self.optimizer, parameter, master, torch.float32)
+
+    def _wants_master(self, parameter: torch.Tensor) -> bool:
+        if self.plan.masters is Masters.NONE or not parameter.requires_grad:
+            return False
+        return is_lower_precision(self.targets.get(parameter, parameter.dtype))
+
+    def restore_parameters(self) -> None:
+        """Put the model's own parameters back into the groups, and give up the masters."""
+        pairs = list(self.store.pairs)
+        weight_of = {id(pair.master_param): pair.model_param for pair in pairs}
+        for pair in pairs:
+            self.store.remove(pair)
+        for group in self.optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                weight = weight_of.get(id(parameter))
+                if weight is not None:
+                    group["params"][index] = weight
+                    move_state(self.optimizer, parameter, weight, weight.dtype)
+
+    def refresh(self) -> None:
+        """Notice changed groups, and parameters that have become trainable; cheap where nothing changed."""
+        seen = tuple((id(group), len(group["params"])) for group in self.optimizer.param_groups)
+        if seen != self._groups_seen or any(parameter.requires_grad for parameter in self._waiting):
+            self.put_masters()
+
+    def _look_at_groups(self) -> None:
+        groups = self.optimizer.param_groups
+        self._groups_seen = tuple((id(group), len(group["params"])) for group in groups)
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        present = {id(parameter) for parameter in parameters}
+        for pair in list(self.store.pairs):
+            if id(pair.master_param) not in present:
+                self.store.release(pair)
+        self._plain = [p for p in parameters if self.store.pair_of(p) is None]
+        waits = self.plan.masters is not Masters.NONE
+        self._waiting = [p for p in self._plain if waits and not p.requires_grad and is_lower_precision(p.dtype)]
+
+    # -- a backward pass ----------------------------------------------------------------------------------------
+
+    def before_backward(self, scaler: LossScaler) -> Kept | None:
+        """Take the gradients accumulated so far out of the way of a backward pass.
+
+        Returns:
+            Them, for :meth:`after_backward` or :meth:`abandon_backward`; None where autograd may add to them in place
+            because nothing is going to be unscaled.
+        """
+        self.refresh()
+        self.store.check_gradient_dtype()
+        if scaler.is_identity and self.store.accumulates_natively:
+            self.store.relink()
+            return None
+        kept: Kept = [self.store.take_gradient(pair) for pair in self.store.pairs]
+        for parameter in self._plain:
+            kept.append(parameter.grad)
+            parameter.grad = None
+        if self.found_inf is not None and all(gradient is None for gradient in kept):
+            self.found_inf = None
+        return kept
+
+    def after_backward(self, kept: Kept | None, scaler: LossScaler) -> torch.Tensor | None:
+        """Unscale and check what the backward pass left, and add it to what was accumulated before.
+
+        Returns:
+            The outcome of the check (0-dimensional, above 0 where inf or nan was found), or None where nothing was.
+        """
+        self.saw_scale_loss = True
+        fresh: Kept = [self.store.collect_gradient(pair) for pair in self.store.pairs]
+        if kept is None:
+            self._put_back(fresh)
+            return None
+        for parameter in self._plain:
+            gradient = parameter.grad
+            sparse = gradient is not None and gradient.is_sparse
+            fresh.append(gradient.coalesce() if gradient is not None and sparse else gradient)
+        found_inf = self._unscale([gradient for gradient in fresh if gradient is not None], scaler)
+        self._put_back(_sum(kept, fresh))
+        if found_inf is not None:
+            self.found_inf = found_inf if self.found_inf is None else torch.maximum(self.found_inf, found_inf)
+        return found_inf
+
+    def _unscale(self, fresh: list[torch.Tensor], scaler: LossScaler) -> torch.Tensor | None:
+        if scaler.rule.dynamic:
+            return grads.unscale_and_check_(fresh, scaler.inverse_scale())
+        if not scaler.is_identity:
+            grads.unscale_(fresh, scaler.inverse_scale())
+        return None
+
+    def _put_back(self, total: Kept) -> None:
+        pairs = self.store.pairs
+        for pair, gradient in zip(pairs, total, strict=False):
+            self.store.put_gradient(pair, gradient)
+        for parameter, gradient in zip(self._plain, total[len(pairs) :], strict=False):
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+
+    def abandon_backward(self, kept: Kept | None) -> None:
+        """After an exception: put back what was there before the backward pass, where it was taken away."""
+        if kept is None:
+            self.store.relink()
+        else:
+            self._put_back(kept)
+
+    def gradient_holders(self) -> Iterator[nn.Parameter]:
+        """The parameters whose ``.grad`` the next step uses, in the groups' order."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                pair = self.store.pair_of(parameter)
+                yield parameter if pair is None else self.store.gradient_holder(pair)
+
+    def gradients_cleared(self, set_to_none: bool = True) -> None:
+        """After ``zero_grad``: nothing is left of the cycle, an overflow in it included."""
+        self.store.follow_cleared(set_to_none)
+        self.found_inf = None
+        self.saw_scale_loss = False
+
+    def drop_gradients(self) -> None:
+        """Drop every gradient of the cycle, so that it can be evaluated again."""
+        for parameter in self.gradient_holders():
+            parameter.grad = None
+        self.gradients_cleared()
+
+    @property
+    def scales(self) -> bool:
+        """Whether any loss of this optimizer's session is scaled at all."""
+        return not all(scaler.is_identity for scaler in self.scalers)
+
+    def settle_pending_updates(self) -> None:
+        """Move the scales whose update was put off until now."""
+        for scaler in self.pending:
+            scaler.update()
+        self.pending.clear()
+
+
+def _sum(kept: Kept, fresh: Kept) -> Kept:
+    both = [(a, b) for a, b in zip(kept, fresh, strict=True) if a is not None and b is not None]
+    if not both:
+        return [b if a is None else a for a, b in zip(kept, fresh, strict=True)]
+    sums = iter(grads.add_([a for a, _ in both], [b for _, b in both]))
+    return [
+        next(sums) if a is not None and b is not None else (b if a is None else a)
+        for a, b in zip(kept, fresh, strict=True)
+    ]
+
+
+def move_state(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor, dtype: torch.dtype) -> None:
+    """Hand a parameter's optimizer state to another parameter, floating entries in ``dtype``.
+
+    Counters named "step" keep their dtype, as in ``Optimizer.load_state_dict``.
+    """
+    if old in optimizer.state:
+        optimizer.state[new] = cast_state(optimizer.state.pop(old), dtype)
+
+
+def cast_state(state: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating tensors of one parameter's state, counters named "step" aside."""
+    if not isinstance(state, dict):
+        return state
+    for key, value in state.items():
+        if key != "step" and isinstance(value, torch.Tensor) and value.is_floating_point():
+            state[key] = value.to(dtype)
+    return state
+
+
+def cast_states(optimizers: list[Optimizer], targets: Mapping[torch.Tensor, torch.dtype]) -> Undo:
+    """Cast the existing state of parameters that are cast without a master."""
+    undos = UndoStack()
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            if isinstance(parameter, torch.Tensor) and targets.get(parameter, parameter.dtype) != parameter.dtype:
+                before = dict(state)
+                cast_state(state, targets[parameter])
+                undos.push(_restorer(state, before, parameter))
+    return undos.unwind
+
+
+def _restorer(state: dict[str, Any], before: dict[str, Any], parameter: torch.Tensor) -> Callable[[], None]:
+    cast = dict(state)
+    dtype = parameter.dtype
+
+    def restore() -> None:
+        # What no step has replaced since goes back bit for bit; the rest follows the parameter's dtype.
+        untouched = {key: value for key, value in before.items() if state.get(key) is cast[key]}
+        cast_state(state, dtype)
+        state.update(untouched)
+
+    return restore

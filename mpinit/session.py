@@ -1,0 +1,267 @@
+"""The session of one ``initialize``: its plan, scalers, optimizers and undo stack, found again from any of them.
+
+Sessions are independent of one another. The optimizers' patched methods and the models' patched forwards keep theirs
+alive; the registry here only knows them weakly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from . import functions, modules
+from .logs import log
+from .loss_scaler import LossScaler
+from .masters import FullMasters
+from .optimizers import OptimizerControl, cast_states
+from .patching import UndoStack
+from .plan import Masters, Plan
+from .properties import Properties
+from .split_masters import SplitMasters
+from .stepping import Stepper
+
+_owners: weakref.WeakKeyDictionary[Any, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+_live: weakref.WeakSet[Session] = weakref.WeakSet()
+_numbers = itertools.count()
+
+
+class Session:
+    """What one ``initialize`` set up.
+
+    Attributes:
+        opt_level, properties, plan: what was asked for, and what that came to.
+        models, optimizers: the objects given.
+        scalers: one loss scaler for each ``loss_id``.
+        verbosity: how much is logged.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        opt_level: str,
+        properties: Properties,
+        plan: Plan,
+        num_losses: int,
+        verbosity: int,
+    ) -> None:
+        self.models = list(models)
+        self.optimizers = list(optimizers)
+        self.opt_level = opt_level
+        self.properties = properties
+        self.plan = plan
+        self.verbosity = verbosity
+        self.scalers = [LossScaler(plan.scaling) for _ in range(num_losses)]
+        self.number = next(_numbers)
+        self._controls: dict[Optimizer, OptimizerControl] = {}
+        self._steppers: dict[Optimizer, Stepper] = {}
+        self._undos = UndoStack()
+        self._names: dict[torch.Tensor, str] | None = None
+
+    # -- set up and undo ----------------------------------------------------------------------------------------
+
+    def apply(self) -> None:
+        """Carry the plan out. If anything raises, everything done so far is undone, newest first."""
+        try:
+            self._apply()
+        except BaseException:
+            self._undos.unwind()
+            raise
+        for owner in (*self.models, *self.optimizers):
+            _owners[owner] = weakref.ref(self)
+        _live.add(self)
+
+    def _apply(self) -> None:
+        plan, push = self.plan, self._undos.push
+        targets = modules.tensors_to_cast(self.models, plan)
+        push(modules.patch_forwards(self.models, plan, self))
+        push(modules.Float32State(self._find_master, self._load_master).install(self.models))
+        if plan.patch_functions:
+            push(functions.apply(plan, verbose=self.verbosity > 1))
+        for optimizer in self.optimizers:
+            self._take_optimizer(optimizer, targets)
+        # Last, because it is what cannot be taken back bit for bit where there are no masters.
+        self._cast(targets)
+        for control in self._controls.values():
+            control.targets = {}
+            control.store.settle()
+
+    def _take_optimizer(self, optimizer: Optimizer, targets: dict[torch.Tensor, torch.dtype]) -> None:
+        store = (
+            SplitMasters(optimizer, self.plan.split_bucket_bytes) if self.plan.masters is Masters.SPLIT else FullMasters()
+        )
+        control = OptimizerControl(optimizer, self.plan, store, targets)
+        control.scalers = self.scalers
+        self._controls[optimizer] = control
+        self._undos.push(control.restore_parameters)
+        control.put_masters()
+        stepper = self._steppers[optimizer] = Stepper(control, self.name_of)
+        self._undos.push(stepper.install())
+
+    def _cast(self, targets: dict[torch.Tensor, torch.dtype]) -> None:
+        pairs = [(control.store, pair) for control in self._controls.values() for pair in control.store.pairs]
+        mastered = {pair.model_param for _, pair in pairs}
+        others = {tensor: dtype for tensor, dtype in targets.items() if tensor not in mastered}
+        self._undos.push(cast_states(self.optimizers, others))
+        self._undos.push(modules.cast_tensors(others, self.models))
+        # Without an undo of its own: giving up a master restores its weight.
+        for store, pair in pairs:
+            store.cast_weight(pair, targets.get(pair.model_param, pair.model_param.dtype))
+        modules.rebuild_flat_weights(self.models)
+
+    def undo(self) -> None:
+        """Take back everything ``apply`` did; the session ends."""
+        for control in self._controls.values():
+            control.refresh()
+            control.store.adopt_external_writes()
+        for owner in (*self.models, *self.optimizers):
+            _owners.pop(owner, None)
+        _live.discard(self)
+        self._undos.unwind()
+
+    # -- looking things up --------------------------------------------------------------------------------------
+
+    def controller_of(self, optimizer: Optimizer) -> OptimizerControl:
+        """What is kept for one of the session's optimizers."""
+        return self._controls[optimizer]
+
+    def stepper_of(self, optimizer: Optimizer) -> Stepper:
+        """The step counters of one of the session's optimizers."""
+        return self._steppers[optimizer]
+
+    def scaler(self, loss_id: int) -> LossScaler:
+        """The scaler of a loss.
+
+        Raises:
+            ValueError: there is no such loss.
+        """
+        if not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
+            raise ValueError(
+                f"loss_id={loss_id!r}, but this session was initialised with num_losses={len(self.scalers)}: "
+                f"loss_id goes from 0 to {len(self.scalers) - 1}; give initialize a larger num_losses"
+            )
+        return self.scalers[loss_id]
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """A parameter's dotted name in its model, with the model's index where there are several."""
+        if self._names is None or parameter not in self._names:
+            many = len(self.models) > 1
+            self._names = {
+                tensor: f"models[{index}].{name}" if many else name
+                for index, model in enumerate(self.models)
+                for name, tensor in model.named_parameters()
+            }
+        return self._names.get(parameter, f"a parameter of shape {tuple(parameter.shape)} outside of the models")
+
+    def _find_master(self, weight: torch.Tensor) -> torch.Tensor | None:
+        for control in self._controls.values():
+            pair = control.store.pair_of(weight)
+            if pair is not None:
+                control.store.adopt_if_written(pair)
+                return control.store.values(pair)
+        return None
+
+    def _load_master(self, weight: torch.Tensor, values: torch.Tensor) -> None:
+        for control in self._controls.values():
+            pair = control.store.pair_of(weight)
+            if pair is not None:
+                control.store.load(pair, values)
+
+    def describe(self) -> str:
+        """One line that names the session: its number, level, models and optimizers."""
+        models = ", ".join(type(model).__name__ for model in self.models) or "no model"
+        optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers) or "no optimizer"
+        return f"session {self.number} ({self.opt_level}: {models}; {optimizers})"
+
+
+class ScaledLoss:
+    """The context ``scale_loss`` returns: the scaled loss going in, sound float32 gradients coming out.
+
+    Args:
+        loss: the loss.
+        scaler: what scales it.
+        controls: the optimizers whose gradients the backward pass inside computes.
+        delay_update: leave the scale as it is until a later backward pass or step.
+    """
+
+    def __init__(
+        self, loss: torch.Tensor, scaler: LossScaler, controls: Sequence[OptimizerControl], delay_update: bool
+    ) -> None:
+        self._loss = loss
+        self._scaler = scaler
+        self._controls = controls
+        self._delay_update = delay_update
+        self._kept: list[list[torch.Tensor | None] | None] = []
+
+    def __enter__(self) -> torch.Tensor:
+        scaled = self._scaler.scale(self._loss)
+        for control in self._controls:
+            self._kept.append(control.before_backward(self._scaler))
+        return scaled
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        controls, kept = self._controls, self._kept
+        self._kept = []
+        if exc_type is not None:
+            for control, gradients in zip(controls, kept, strict=True):
+                control.abandon_backward(gradients)
+            return
+        found = [c.after_backward(gradients, self._scaler) for c, gradients in zip(controls, kept, strict=True)]
+        for found_inf in found:
+            if found_inf is not None:
+                self._scaler.note(found_inf)
+        if not self._delay_update:
+            self._scaler.update()
+        elif self._scaler.has_notes and controls:
+            controls[0].pending.append(self._scaler)
+        self._log_overflow(found)
+
+    def _log_overflow(self, found: list[torch.Tensor | None]) -> None:
+        # Only where looking costs no wait for the device.
+        if any(f is not None and f.device.type == "cpu" and f.item() > 0 for f in found):
+            log.info(
+                "Gradient overflow: the next optimizer.step() is skipped; loss scale now %s", self._scaler.loss_scale()
+            )
+
+
+class Unscaled:
+    """The context ``scale_loss`` returns where mixed precision is disabled: the loss as it is."""
+
+    def __init__(self, loss: Any) -> None:
+        self._loss = loss
+
+    def __enter__(self) -> Any:
+        return self._loss
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def of(owner: Any) -> Session | None:
+    """The live session of a model or optimizer, or None."""
+    try:
+        reference = _owners.get(owner)
+    except TypeError:
+        return None
+    return None if reference is None else reference()
+
+
+def live() -> list[Session]:
+    """The live sessions, oldest first."""
+    return sorted(_live, key=lambda session: session.number)
+
+
+def latest() -> Session | None:
+    """The newest live session, or None."""
+    sessions = live()
+    return sessions[-1] if sessions else None
+
