@@ -1,0 +1,137 @@
+"""initialize, state_dict and load_state_dict with apex's signatures."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from .... import amp as mp
+from ....loss_scaler import check_state
+from ....opt_levels import OPT_LEVELS
+from ....properties import Properties
+from . import lists
+from ._amp_state import _amp_state
+from .stash import attach
+
+__all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
+
+_log = logging.getLogger("mpinit")
+
+opt_levels = OPT_LEVELS
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: Any = "O1",
+    cast_model_type: Any = None,
+    patch_torch_functions: Any = None,
+    keep_batchnorm_fp32: Any = None,
+    master_weights: Any = None,
+    loss_scale: Any = None,
+    cast_model_outputs: Any = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> Any:
+    """Initialise models and optimizers for mixed precision; apex's arguments in apex's order.
+
+    Args:
+        models: a model, or a list of them.
+        optimizers: an optimizer, a list of them, or None.
+        enabled: with False nothing happens.
+        opt_level: "O0" to "O3"; also "O4" and "O5", which are O1 and O2 in bfloat16.
+        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale: override what the
+            level says; None leaves it.
+        cast_model_outputs: dtype of the models' outputs.
+        num_losses: how many losses have a scale of their own.
+        verbosity: 0 to 2.
+        min_loss_scale, max_loss_scale: limits of a dynamic loss scale.
+
+    Returns:
+        What was given: the model(s), and the optimizer(s) unless that was None.
+
+    Raises:
+        RuntimeError: no such level.
+    """
+    _amp_state.disabled = not enabled
+    _amp_state.verbosity = verbosity
+    if not enabled:
+        return models if optimizers is None else (models, optimizers)
+    if not isinstance(opt_level, str) or opt_level not in OPT_LEVELS:
+        raise RuntimeError(
+            f"Unexpected optimization level {opt_level!r}. Options are {', '.join(map(repr, OPT_LEVELS))}. Note that "
+            "the prefix O is the letter O, not the number zero"
+        )
+    lists.register_edits()
+    with warnings.catch_warnings():
+        if _amp_state.allow_incoming_model_not_fp32:
+            warnings.simplefilter("ignore", UserWarning)
+        result = mp.initialize(
+            models,
+            optimizers,
+            opt_level,
+            cast_model_type=cast_model_type,
+            patch_torch_functions=patch_torch_functions,
+            keep_batchnorm_fp32=keep_batchnorm_fp32,
+            master_weights=master_weights,
+            loss_scale=loss_scale,
+            cast_model_outputs=cast_model_outputs,
+            num_losses=num_losses,
+            verbosity=verbosity,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            config={"cast_policy": "apex", "allow_banned": not lists.functional_overrides.BANNED_FUNCS},
+        )
+    for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+        if optimizer is not None:
+            attach(optimizer)
+    return result
+
+
+def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
+    """The loss scalers' state: ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
+
+    Args:
+        destination: filled and returned, where it is given.
+
+    Returns:
+        The state; empty where amp is disabled.
+    """
+    saved: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
+    if not _amp_state.disabled:
+        for index, scaler in enumerate(_amp_state.loss_scalers):
+            saved[f"loss_scaler{index}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
+    return saved
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Load what :func:`state_dict` returned; where there are more or fewer losses now, the first ones are loaded.
+
+    Args:
+        state_dict: the saved state.
+
+    Raises:
+        RuntimeError: it holds something else.
+    """
+    if _amp_state.disabled:
+        return
+    scalers = _amp_state.loss_scalers
+    saved = {key: value for key, value in state_dict.items() if "loss_scaler" in key}
+    unexpected = [key for key in state_dict if key not in saved]
+    faults = [f"{key} {fault}" for key, value in saved.items() for fault in check_state(value)]
+    if unexpected or faults:
+        raise RuntimeError(
+            "Error(s) in loading state_dict: "
+            + "; ".join([*(f"unexpected key {key!r}" for key in unexpected), *faults])
+            + ". Give load_state_dict what amp.state_dict() returned"
+        )
+    if len(saved) != len(scalers):
+        _log.warning("the saved amp state has %d loss scalers, and %d are in use", len(saved), len(scalers))
+    for scaler, state in zip(scalers, saved.values(), strict=False):
+        scaler.core.load_state_dict(state)

@@ -1,0 +1,99 @@
+"""The loss scalers of manual mixed precision; amp's are elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+
+def has_nonfinite_gradient(params: Iterable[Tensor]) -> bool:
+    """Whether any gradient holds inf or nan.
+
+    Example:
+        >>> has_nonfinite_gradient([torch.ones(2)])
+        False
+    """
+    return any(p.grad is not None and not bool(torch.isfinite(p.grad).all()) for p in params)
+
+
+class LossScaler:
+    """A loss scale that never moves.
+
+    Args:
+        scale: the factor.
+    """
+
+    _saved: ClassVar[tuple[str, ...]] = ("cur_scale",)
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.cur_scale = float(scale)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor the loss is multiplied by."""
+        return self.cur_scale
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """Never: a static scale doesn't look."""
+        return False
+
+    def update_scale(self, overflow: bool) -> None:
+        """Nothing to do for a static scale."""
+
+    def scale_gradient(self, module: Any, grad_in: Any, grad_out: Any) -> tuple[Any, ...]:
+        """A backward hook that multiplies incoming gradients by the scale."""
+        return tuple(None if g is None else self.loss_scale * g for g in grad_in)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Run backward on the scaled loss."""
+        (loss.float() * self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: plain numbers."""
+        return {name: getattr(self, name) for name in self._saved}
+
+    def load_state(self, saved: Any) -> None:
+        """Take over a saved state: the dict of :meth:`state`, or a scaler as old checkpoints hold it."""
+        values = saved if isinstance(saved, dict) else vars(saved)
+        for name in self._saved:
+            if name in values:
+                setattr(self, name, values[name])
+
+
+class DynamicLossScaler(LossScaler):
+    """A loss scale that backs off on overflow and grows after a row of good steps.
+
+    Args:
+        init_scale: the first scale.
+        scale_factor: the factor of both moves.
+        scale_window: good steps between growths.
+    """
+
+    _saved = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+
+    def __init__(self, init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
+        super().__init__(init_scale)
+        self.cur_iter = 0
+        self.last_overflow_iter = -1
+        self.scale_factor = float(scale_factor)
+        self.scale_window = int(scale_window)
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """Whether any gradient holds inf or nan."""
+        return has_nonfinite_gradient(params)
+
+    def update_scale(self, overflow: bool) -> None:
+        """Move the scale after a step.
+
+        Args:
+            overflow: whether that step's gradients overflowed.
+        """
+        if overflow:
+            self.cur_scale = max(self.cur_scale / self.scale_factor, 1.0)
+            self.last_overflow_iter = self.cur_iter
+        elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
+            self.cur_scale *= self.scale_factor
+        self.cur_iter += 1

@@ -1,0 +1,11 @@
+"""Optimizers under apex's names: over torch's fused ones where there are such, clear torch code elsewhere."""
+
+from __future__ import annotations
+
+from .fused_adagrad import FusedAdagrad
+from .fused_adam import FusedAdam
+from .fused_lamb import FusedLAMB
+from .fused_novograd import FusedNovoGrad
+from .fused_sgd import FusedSGD
+
+__all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]

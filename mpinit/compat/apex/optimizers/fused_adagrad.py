@@ -1,0 +1,64 @@
+"""FusedAdagrad: torch's Adagrad under apex's name and options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ._over_torch import as_list, can_fuse, keep_group_params_readable, step_without_hooks, with_missing_options
+from .fused_sgd import decayed_step
+
+
+class FusedAdagrad(torch.optim.Adagrad):
+    """Adagrad, in torch's fused kernel where the device has one.
+
+    Args:
+        params: parameters or groups.
+        lr: the learning rate.
+        eps: added to the denominator.
+        weight_decay: its strength.
+        set_grad_none: what ``zero_grad()`` does when it is not told.
+        adagrad_w_mode: decoupled weight decay rather than L2 regularisation.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = FusedAdagrad([weight], lr=0.1)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        entries = keep_group_params_readable(as_list(params))
+        # The fused kernel skips an overflowed step inside, where the decay that goes before it cannot follow.
+        fused = not adagrad_w_mode and can_fuse(entries, torch.optim.Adagrad)
+        super().__init__(entries, lr=lr, eps=eps, weight_decay=weight_decay, fused=fused or None)
+        self.adagrad_w_mode = adagrad_w_mode
+        self.set_grad_none = set_grad_none
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear gradients; without an argument, as the constructor's ``set_grad_none`` says."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state saved by this optimizer or by torch's."""
+        super().load_state_dict(with_missing_options(state_dict, self.param_groups))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform one step.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        inner = step_without_hooks(torch.optim.Adagrad)
+        return decayed_step(self, inner, closure) if self.adagrad_w_mode else inner(self, closure)

@@ -1,0 +1,136 @@
+"""LARC: layer-wise adaptive rate control around another optimizer (You et al., arXiv:1708.03888)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+
+class LARC(torch.optim.Optimizer):
+    """Scales each parameter's gradient by a trust ratio, then lets the wrapped optimizer step.
+
+    Groups, state and options are the wrapped optimizer's own objects, so learning-rate schedulers and amp may be
+    given either of the two.
+
+    Args:
+        optimizer: the optimizer that steps.
+        trust_coefficient: the trust in a layer's own scale.
+        clip: limit the layer's rate to the optimizer's learning rate (LARC) and not only scale it (LARS).
+        eps: added to the denominator.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = LARC(torch.optim.SGD([weight], lr=0.1))
+    """
+
+    # ``apex.parallel.LARC`` is the class, which hides the module of the same name: both spellings reach it.
+    LARC: ClassVar[type[torch.optim.Optimizer]]
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        trust_coefficient: float = 0.02,
+        clip: bool = True,
+        eps: float = 1e-8,
+    ) -> None:
+        self.optim = optimizer
+        self.trust_coefficient = trust_coefficient
+        self.clip = clip
+        self.eps = eps
+        # Hooks and nothing else: Optimizer.__init__ would set up groups, and those are the wrapped optimizer's.
+        super().__setstate__({})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's groups."""
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state."""
+        return self.optim.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optim.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's defaults."""
+        return self.optim.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.optim.defaults = value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickling keeps: the wrapped optimizer and the options."""
+        names = ("optim", "trust_coefficient", "clip", "eps")
+        return {name: getattr(self, name) for name in names}
+
+    def __repr__(self) -> str:
+        return f"LARC({self.optim!r})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state dict."""
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the wrapped optimizer."""
+        self.optim.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients through the wrapped optimizer."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimizer."""
+        self.optim.add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Scale the gradients and step the wrapped optimizer.
+
+        Args:
+            closure: re-evaluates the model and returns the loss; evaluated once.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        decays = [group.get("weight_decay", 0) for group in self.param_groups]
+        try:
+            with torch.no_grad():
+                for group, decay in zip(self.param_groups, decays, strict=True):
+                    self._scale_gradients(group, decay)
+                    if "weight_decay" in group:
+                        group["weight_decay"] = 0  # it is in the gradients now
+            self.optim.step()
+        finally:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                if "weight_decay" in group:
+                    group["weight_decay"] = decay
+        return loss
+
+    def _scale_gradients(self, group: dict[str, Any], decay: float) -> None:
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            weight_norm, grad_norm = p.float().norm(), p.grad.float().norm()
+            rate = self.trust_coefficient * weight_norm / (grad_norm + weight_norm * decay + self.eps)
+            if self.clip:
+                rate = torch.clamp(rate / group["lr"], max=1.0)
+            moved = (weight_norm > 0) & (grad_norm > 0)
+            scaled = ((p.grad + decay * p) * rate).to(p.grad.dtype)
+            p.grad.copy_(torch.where(moved, scaled, p.grad))
+
+
+LARC.LARC = LARC

@@ -1,0 +1,111 @@
+"""SyncBatchNorm, its conversion and its process groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """torch's SyncBatchNorm with apex's arguments.
+
+    Args:
+        num_features, eps, momentum, affine, track_running_stats, process_group: as in ``torch.nn.SyncBatchNorm``.
+        channel_last: accepted; torch reads the memory format from the input.
+        fuse_relu: apply a ReLU to the output.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        channel_last: bool = False,
+        fuse_relu: bool = False,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+        self.channel_last = channel_last
+        self.fuse_relu = fuse_relu
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        """Normalise ``input``, add ``z`` where it is given, and apply the ReLU where it was asked for."""
+        output = super().forward(input)
+        if z is not None:
+            output = output + z
+        return torch.relu(output) if self.fuse_relu else output
+
+
+def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
+    """Replace every BatchNorm of a model, in place, by a SyncBatchNorm with the same parameters and statistics.
+
+    Args:
+        module: a model, or one BatchNorm.
+        process_group: the processes that share statistics; None for all.
+        channel_last: handed to the new modules.
+
+    Returns:
+        The model, or the module that replaces it where it is a BatchNorm itself.
+
+    Example:
+        >>> type(convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(2)))[0]).__name__
+        'SyncBatchNorm'
+    """
+    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+        return _converted(module, process_group, channel_last)
+    for name, child in list(module.named_children()):
+        replacement = convert_syncbn_model(child, process_group, channel_last)
+        if replacement is not child:
+            module.add_module(name, replacement)
+    return module
+
+
+def _converted(module: _BatchNorm, process_group: Any, channel_last: bool) -> SyncBatchNorm:
+    new = SyncBatchNorm(
+        module.num_features,
+        module.eps,
+        module.momentum,
+        module.affine,
+        module.track_running_stats,
+        process_group,
+        channel_last,
+    )
+    # The same Parameter objects: an optimizer made before the conversion keeps training them.
+    new._parameters.update(module._parameters)
+    new._buffers.update(module._buffers)
+    new.training = module.training
+    return new
+
+
+def create_syncbn_process_group(group_size: int) -> Any:
+    """Split the processes into groups of ``group_size`` neighbours that share BatchNorm statistics.
+
+    Args:
+        group_size: processes in a group; must divide the number of processes. 0 means all of them.
+
+    Returns:
+        This process' group, or None for all processes.
+
+    Raises:
+        ValueError: a size that does not divide the number of processes.
+    """
+    if group_size == 0:
+        return None
+    world = dist.get_world_size()
+    if group_size < 0 or group_size > world or world % group_size:
+        raise ValueError(
+            f"group_size={group_size} does not divide the {world} processes there are; give a divisor of {world}, or 0"
+        )
+    own = None
+    for first in range(0, world, group_size):
+        ranks = list(range(first, first + group_size))
+        group = dist.new_group(ranks)  # every process must create every group
+        if dist.get_rank() in ranks:
+            own = group
+    return own
