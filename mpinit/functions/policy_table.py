@@ -1,0 +1,103 @@
+"""The page ``mpinit/docs/cast_policy.md``, from the cast lists: ``python -m mpinit.functions.policy_table FILE``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from ..cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
+
+_DEVICES: Final = ("cpu", "cuda", "xpu")
+
+_MEANING: Final = {
+    Cast.LOWER_PRECISION: "arguments are cast to the 16-bit type",
+    Cast.FP32: "16-bit arguments are cast to float32",
+    Cast.PROMOTE: "arguments are cast to the widest type among them (float16 with bfloat16: float32)",
+    Cast.BANNED: "float16 arguments raise NotImplementedError unless `allow_banned=True`; others run in float32",
+    Cast.REFUSED: "in place on a 16-bit tensor raises NotImplementedError",
+}
+
+_INTRODUCTION: Final = """\
+# The cast policy
+
+Made from `mpinit/cast_lists.py` by `python -m mpinit.functions.policy_table mpinit/docs/cast_policy.md`; a test
+compares the two.
+
+What O1 (`patch_torch_functions=True`) does to the arguments of a function, on every device, in float16 and bfloat16.
+**native**: the device's own autocast kernels do it. **wrapped**: a thin wrapper stands at the names printed first; the
+names in parentheses end in one of them. A device that is not listed here gets every wrapper. float64, integer, bool
+and complex tensors are never cast; a call with `out=` and an in-place function are left alone; `softmax(x, dtype=...)`
+gives what was asked for. Functions in no row run in the type they are given.
+
+## Where casts are on
+
+- In the thread that called `initialize`, losses included, and in any thread inside the forward of an initialised
+  model. With `cast_scope="model"` only the latter.
+- Off in `backward()`, in `torch.autograd.grad` and in `optimizer.step()` (on again in a closure), in
+  `mpinit.disable_casts()`, and in `torch.autocast(..., enabled=False)`.
+- `mpinit.disable_casts()` around `model(x)` always wins. A `torch.autocast(..., enabled=False)` block wins too, except
+  around a model compiled by torch.compile in a thread or scope whose flag is off anyway: there it changes nothing that
+  a compiled graph could see, so use `disable_casts()`.
+- Wrappers follow torch's own autocast flag, of the tensor's device: inside your own `torch.autocast` block they cast
+  as well, while a session with O1 is live.
+- Weight casts are cached within the forward of an initialised model and dropped at its end. Outside of one they are
+  not cached. A weight changed in place *within* one forward, between two uses, is the one case the cache does not see.
+- The namespaces of torch are one for the process: with several live sessions the stricter `cast_policy` and the
+  wider `allow_banned` hold for all. Undoing the last one puts everything back.
+
+## Functions of your own
+
+`register_half_function(module, name)`, `register_float_function`, `register_promote_function`, before or after
+`initialize`, and the decorators `half_function`, `float_function`, `promote_function`. A registration beats the rows
+below. Code that did `from module import name` before holds the function without casts; where that can be seen, the
+registration warns.
+"""
+
+
+def markdown() -> str:
+    """The whole page.
+
+    Example:
+        >>> markdown().splitlines()[0]
+        '# The cast policy'
+    """
+    torch_rows = {row.name: row for row in TORCH_POLICY}
+    stricter = [row for row in APEX_POLICY if torch_rows.get(row.name) is not row]
+    parts = [
+        _INTRODUCTION,
+        '## `cast_policy="torch"` (the default)\n',
+        *_sections(TORCH_POLICY),
+        '## `cast_policy="apex"`: the rows above, and instead or besides\n',
+        *_sections(stricter),
+    ]
+    return "\n".join(parts)
+
+
+def _sections(rows: Iterable[CastRow]) -> Iterator[str]:
+    rows = list(rows)
+    for cast, meaning in _MEANING.items():
+        of_this_kind = [row for row in rows if row.cast is cast]
+        if of_this_kind:
+            yield f"### {cast.value}: {meaning}\n"
+            yield _table(of_this_kind)
+
+
+def _table(rows: Iterable[CastRow]) -> str:
+    head = ("function", "names", *_DEVICES)
+    lines = [_line(head), _line(["---"] * len(head))]
+    for row in rows:
+        names = " ".join(f"`{name}`" for name in row.wraps)
+        reached = " ".join(f"`{name}`" for name in row.reaches)
+        where = ["native" if device in row.native else "wrapped" for device in _DEVICES]
+        lines.append(_line((row.name, f"{names} ({reached})" if reached else names, *where)))
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(markdown(), encoding="utf-8")
