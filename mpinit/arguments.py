@@ -105,8 +105,8 @@ def _warn_of_16_bit_weights(models: Sequence[nn.Module]) -> None:
     names = names_in_16_bit(models)
     if names:
         _warn(
-            f"{len(names)} weights are 16-bit already ({', '.join(names[:3])} first), but patched functions (O1) are made "
-            "for float32 weights: their updates will be lost to rounding. Give the model in float32, or use "
+            f"{len(names)} weights are 16-bit already ({', '.join(names[:3])} first), but patched functions (O1) are "
+            "made for float32 weights: their updates will be lost to rounding. Give the model in float32, or use "
             "opt_level='O2'"
         )
 

@@ -44,7 +44,7 @@ def unscale_and_check_(gradients: Iterable[torch.Tensor], inverse_scale: torch.T
         otherwise; where gradients are distributed, the same on every rank of their meshes. None without gradients.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    meshes = {}
+    meshes: dict[Any, None] = {}
     for gradient in gradients:
         if is_distributed(gradient):
             meshes[cast(Any, gradient).device_mesh] = None
@@ -102,7 +102,7 @@ def add_(onto: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.
     """
     if not onto:
         return []
-    if all(type(a) is torch.Tensor and not a.is_sparse and not b.is_sparse for a, b in zip(onto, gradients, strict=True)):
+    if not any(a.is_sparse or b.is_sparse for a, b in zip(onto, gradients, strict=True)):
         torch._foreach_add_(onto, gradients)
         return onto
     return [_add_one(a, b) for a, b in zip(onto, gradients, strict=True)]

@@ -28,7 +28,7 @@ class WatchedParameter(nn.Parameter):
     """
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """The tensor's data; writing to it reaches the master at the next step."""
         handed_out = self.__dict__.get("_handed_out")
         if handed_out is not None:
@@ -147,7 +147,7 @@ class FullMasters:
         self.pairs.remove(pair)
         if type(pair.model_param) is WatchedParameter:
             pair.model_param.__dict__.pop("_handed_out", None)
-            pair.model_param.__class__ = nn.Parameter
+            pair.model_param.__class__ = nn.Parameter  # type: ignore[assignment]
         pair.model_param.grad = None
         pair.model_param.grad_dtype = pair.model_param.dtype
 

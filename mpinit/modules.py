@@ -49,10 +49,7 @@ class PatchedForward:
         if self.input_dtype is not None:
             args = cast_tree(args, self.input_dtype)
             kwargs = cast_tree(kwargs, self.input_dtype)
-        if self.casts is None:
-            output = self._run(*args, **kwargs)
-        else:
-            output = self.casts.run(self._run, *args, **kwargs)
+        output = self._run(*args, **kwargs) if self.casts is None else self.casts.run(self._run, *args, **kwargs)
         return output if self.output_dtype is None else cast_tree(output, self.output_dtype)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +74,7 @@ class PatchedReplicate:
         self.module = module
 
     def __call__(self) -> nn.Module:
-        replica: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
+        replica: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)  # type: ignore[no-untyped-call]
         forward = vars(self.module)["forward"]
         copied = PatchedForward.__new__(PatchedForward)
         copied.__dict__.update(forward.__dict__, module=replica)
@@ -260,7 +257,8 @@ class Float32State:
         """Hook every module of the models, so that a part's state dict is float32 as well."""
         export, arrive, settle = _Hook(self, "export"), _Hook(self, "arrive"), _Hook(self, "settle")
         undos = UndoStack()
-        for module in {module: None for model in models for module in model.modules()}:
+        modules: dict[Any, None] = {module: None for model in models for module in model.modules()}
+        for module in modules:
             undos.push(module.register_state_dict_post_hook(export).remove)
             undos.push(module.register_load_state_dict_pre_hook(arrive).remove)
             undos.push(module.register_load_state_dict_post_hook(settle).remove)

@@ -94,9 +94,8 @@ class Session:
             control.store.settle()
 
     def _take_optimizer(self, optimizer: Optimizer, targets: dict[torch.Tensor, torch.dtype]) -> None:
-        store = (
-            SplitMasters(optimizer, self.plan.split_bucket_bytes) if self.plan.masters is Masters.SPLIT else FullMasters()
-        )
+        split = self.plan.masters is Masters.SPLIT
+        store = SplitMasters(optimizer, self.plan.split_bucket_bytes) if split else FullMasters()
         control = OptimizerControl(optimizer, self.plan, store, targets)
         control.scalers = self.scalers
         self._controls[optimizer] = control

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 from .gradients import as_float32
 from .masters import FullMasters, Pair
 
-_PER_PARAMETER = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam")
-_PER_PARAMETER += ("RMSprop", "Rprop", "SGD")
+_PER_PARAMETER: Final = (
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+)
 _LOW, _HIGH = 0, 1  # the halves' places in a little-endian float32, the only order torch runs on
 
 
@@ -289,7 +291,7 @@ def _check_optimizer(optimizer: Optimizer) -> None:
     if getattr(optimizer, "steps_per_parameter", False):
         return
     raise ValueError(
-        f'master_weights="split" steps a bucket of parameters at a time, and {type(optimizer).__name__} is not known to '
-        f"update each parameter by itself; known are {', '.join(_PER_PARAMETER)} of torch.optim. Use "
+        f'master_weights="split" steps a bucket of parameters at a time, and {type(optimizer).__name__} is not known '
+        f"to update each parameter by itself; known are {', '.join(_PER_PARAMETER)} of torch.optim. Use "
         "master_weights=True, or set optimizer.steps_per_parameter = True if it keeps no state across parameters"
     )

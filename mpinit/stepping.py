@@ -158,8 +158,8 @@ class Stepper:
         if self.consecutive_skips >= limit:
             names = self._names_of_bad_gradients()
             raise RuntimeError(
-                f"{limit} steps in a row were skipped because gradients were inf or nan, in {names} first: lowering the "
-                "loss scale does not help, so the forward or the loss itself gives inf or nan. Look at these "
+                f"{limit} steps in a row were skipped because gradients were inf or nan, in {names} first: lowering "
+                "the loss scale does not help, so the forward or the loss itself gives inf or nan. Look at these "
                 "parameters, keep their modules in float32 (keep_fp32=...), use bfloat16, or lower the learning rate; "
                 "max_consecutive_skips moves the limit"
             )

@@ -59,11 +59,20 @@ def _take(tensors: Iterable[Tensor], seen: set[int]) -> int:
             continue
         if tensor.device.type == "meta" or tensor.layout is not torch.strided:
             continue
-        storage = tensor.untyped_storage()
-        if storage.nbytes() and storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            total += storage.nbytes()
+        address, size = _memory(tensor)
+        if size and address not in seen:
+            seen.add(address)
+            total += size
     return total
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Address and size of a tensor's memory; a compiler's stand-in tensors have none."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    except RuntimeError:
+        return 0, 0
 
 
 def rise(work: Callable[[], Any], device: torch.device) -> int:
