@@ -75,10 +75,10 @@ class FusedAdam(torch.optim.Adam):
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
         found = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
-        if not group.get("bias_correction", True):
+        steps: list[torch.Tensor] = lists[-1]
+        if steps and not group.get("bias_correction", True):
             # The update knows no such option: it gets step counts at which the correction is 1, and the real
             # counts go on beside them.
-            steps: list[torch.Tensor] = lists[-1]
             torch._foreach_add_(steps, 1)
             steps[:] = [torch.full_like(step, _LONG_PAST_WARMUP) for step in steps]
         return found

@@ -1,0 +1,280 @@
+"""The optimizers under apex's names, against the formulas of their papers in float64 and against torch's own."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mpinit.compat.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+
+Step = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], torch.Tensor]
+
+STEPS = 6
+
+
+def weights() -> list[torch.nn.Parameter]:
+    torch.manual_seed(1)
+    return [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(5))]
+
+
+def gradients() -> list[list[torch.Tensor]]:
+    torch.manual_seed(2)
+    return [[torch.randn(3, 4) * 3, torch.randn(5)] for _ in range(STEPS)]
+
+
+def train(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> list[torch.Tensor]:
+    params = weights()
+    optimizer = make(params)
+    for grads in gradients():
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad.clone()
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+def expect(step: Step, scale: Callable[[list[torch.Tensor]], float] = lambda grads: 1.0) -> list[torch.Tensor]:
+    """The same training by a formula for one parameter, in float64."""
+    params = [p.detach().double() for p in weights()]
+    states: list[dict[str, Any]] = [{}, {}]
+    for number, grads in enumerate(gradients(), start=1):
+        factor = scale(grads)
+        for index, grad in enumerate(grads):
+            states[index]["t"] = number
+            params[index] = step(params[index], grad.double() * factor, states[index])
+    return [p.float() for p in params]
+
+
+def adam(
+    lr: float = 0.1, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, wd: float = 0.0, l2: bool = False, fix: bool = True
+) -> Step:
+    def step(w: torch.Tensor, g: torch.Tensor, s: dict[str, Any]) -> torch.Tensor:
+        g = g + wd * w if l2 else g
+        s["m"] = b1 * s.get("m", 0) + (1 - b1) * g
+        s["v"] = b2 * s.get("v", 0) + (1 - b2) * g * g
+        m, v = (s["m"] / (1 - b1 ** s["t"]), s["v"] / (1 - b2 ** s["t"])) if fix else (s["m"], s["v"])
+        return w - lr * (m / (v.sqrt() + eps) + (0 if l2 else wd) * w)
+
+    return step
+
+
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_adam(bias_correction: bool, adam_w_mode: bool) -> None:
+    got = train(
+        lambda p: FusedAdam(p, lr=0.1, bias_correction=bias_correction, adam_w_mode=adam_w_mode, weight_decay=0.05)
+    )
+    torch.testing.assert_close(got, expect(adam(wd=0.05, l2=not adam_w_mode, fix=bias_correction)), rtol=1e-5, atol=1e-6)
+
+
+def test_adam_is_torchs_own_bit_for_bit_and_fused() -> None:
+    params = weights()
+    assert FusedAdam(params).param_groups[0]["fused"], "the CPU has the fused kernel"
+    got = train(lambda p: FusedAdam(p, lr=0.1, weight_decay=0.05))
+    assert all(map(torch.equal, got, train(lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.05, fused=True))))
+
+
+def sgd(lr: float, momentum: float, wd: float, nesterov: bool, after: bool) -> Step:
+    def step(w: torch.Tensor, g: torch.Tensor, s: dict[str, Any]) -> torch.Tensor:
+        g = g if after else g + wd * w
+        s["buffer"] = momentum * s["buffer"] + g if "buffer" in s else g
+        update = g + momentum * s["buffer"] if nesterov else s["buffer"]
+        return w - lr * (update + wd * w if after else update)
+
+    return step
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd(nesterov: bool, after: bool) -> None:
+    got = train(
+        lambda p: FusedSGD(p, 0.1, momentum=0.9, weight_decay=0.05, nesterov=nesterov, wd_after_momentum=after)
+    )
+    torch.testing.assert_close(got, expect(sgd(0.1, 0.9, 0.05, nesterov, after)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_adagrad(decoupled: bool) -> None:
+    def step(w: torch.Tensor, g: torch.Tensor, s: dict[str, Any]) -> torch.Tensor:
+        g = g if decoupled else g + 0.05 * w
+        s["h"] = s.get("h", 0) + g * g
+        return w - 0.1 * (g / (s["h"].sqrt() + 1e-10) + (0.05 * w if decoupled else 0))
+
+    got = train(lambda p: FusedAdagrad(p, lr=0.1, weight_decay=0.05, adagrad_w_mode=decoupled))
+    torch.testing.assert_close(got, expect(step), rtol=1e-5, atol=1e-6)
+
+
+def test_decoupled_decay_leaves_the_groups_options_and_runs_hooks_once() -> None:
+    params = weights()
+    optimizer = FusedSGD(params, lr=0.1, weight_decay=0.5, wd_after_momentum=True)
+    calls: list[str] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    before = [p.detach().clone() for p in params]
+    assert optimizer.step(lambda: torch.tensor(3.0)) == torch.tensor(3.0)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5
+    assert calls == ["post"]
+    torch.testing.assert_close([p.detach() for p in params], [w * 0.95 for w in before])
+
+
+def lamb(wd: float, *, l2: bool = False, average: bool = True, nv: bool = False, fix: bool = True) -> Step:
+    """Algorithm 2 of arXiv:1904.00962; apex's options on top."""
+
+    def step(w: torch.Tensor, g: torch.Tensor, s: dict[str, Any]) -> torch.Tensor:
+        g = g + wd * w if l2 else g
+        s["m"] = 0.9 * s.get("m", 0) + (0.1 if average else 1.0) * g
+        s["v"] = 0.999 * s.get("v", 0) + 0.001 * g * g
+        m, v = (s["m"] / (1 - 0.9 ** s["t"]), s["v"] / (1 - 0.999 ** s["t"])) if fix else (s["m"], s["v"])
+        r = m / (v.sqrt() + 1e-6) + (0 if l2 else wd) * w
+        trust = w.norm() / r.norm() if wd or nv else 1.0
+        return w - 0.1 * trust * r
+
+    return step
+
+
+def to_norm_one(grads: list[torch.Tensor]) -> float:
+    return min(1.0, 1.0 / math.sqrt(sum(float(g.double().square().sum()) for g in grads)))
+
+
+@pytest.mark.parametrize(
+    ("options", "reference"),
+    [
+        ({}, lamb(0.01)),
+        ({"weight_decay": 0.0}, lamb(0.0)),
+        ({"weight_decay": 0.0, "use_nvlamb": True}, lamb(0.0, nv=True)),
+        ({"adam_w_mode": False}, lamb(0.01, l2=True)),
+        ({"grad_averaging": False, "bias_correction": False}, lamb(0.01, average=False, fix=False)),
+    ],
+    ids=["default", "no decay", "nvlamb", "l2", "no averaging"],
+)
+def test_lamb(options: dict[str, Any], reference: Step) -> None:
+    got = train(lambda p: FusedLAMB(p, lr=0.1, **options))
+    torch.testing.assert_close(got, expect(reference, to_norm_one), rtol=1e-5, atol=1e-6)
+
+
+def test_lamb_without_a_limit_on_the_gradient() -> None:
+    torch.testing.assert_close(
+        train(lambda p: FusedLAMB(p, lr=0.1, max_grad_norm=0.0)), expect(lamb(0.01)), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_lamb_moves_a_weight_of_norm_zero() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.ones(2)
+    FusedLAMB([weight], lr=0.1).step()
+    assert torch.isfinite(weight).all()
+    assert (weight < 0).all()
+
+
+def novograd_of_the_paper(w: torch.Tensor, g: torch.Tensor, s: dict[str, Any]) -> torch.Tensor:
+    """Algorithm 1 of arXiv:1905.11286: v1 = |g1|^2, m = b1 m + (g / (sqrt(v) + eps) + d w)."""
+    square = g.square().sum()
+    s["v"] = 0.98 * s["v"] + 0.02 * square if "v" in s else square
+    s["m"] = 0.95 * s.get("m", 0) + (g / (s["v"].sqrt() + 1e-8) + 0.01 * w)
+    return w - 0.1 * s["m"]
+
+
+def test_novograd_is_the_papers() -> None:
+    got = train(
+        lambda p: FusedNovoGrad(
+            p,
+            lr=0.1,
+            betas=(0.95, 0.98),
+            weight_decay=0.01,
+            reg_inside_moment=True,
+            bias_correction=False,
+            grad_averaging=False,
+        )
+    )
+    torch.testing.assert_close(got, expect(novograd_of_the_paper), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm_type", [2, 0])
+@pytest.mark.parametrize("init_zero", [True, False])
+def test_novograd_with_apexs_defaults(norm_type: int, init_zero: bool) -> None:
+    def step(w: torch.Tensor, g: torch.Tensor, s: dict[str, Any]) -> torch.Tensor:
+        norm = g.norm() if norm_type == 2 else g.abs().max()
+        old = s.get("n", 0.0 * norm if init_zero else norm)
+        s["n"] = (0.999 * old**2 + 0.001 * norm**2).sqrt() if norm_type == 2 else 0.999 * old + 0.001 * norm
+        s["m"] = 0.9 * s.get("m", 0) + 0.1 * g
+        denominator = s["n"] / math.sqrt(1 - 0.999 ** s["t"]) + 1e-8
+        return w - 0.1 * (s["m"] / (1 - 0.9 ** s["t"]) / denominator + 0.01 * w)
+
+    got = train(lambda p: FusedNovoGrad(p, lr=0.1, weight_decay=0.01, norm_type=norm_type, init_zero=init_zero))
+    torch.testing.assert_close(got, expect(step), rtol=1e-5, atol=1e-6)
+
+
+EVERY = [
+    pytest.param(lambda p: FusedAdam(p, lr=0.1, bias_correction=False), id="adam"),
+    pytest.param(lambda p: FusedSGD(p, lr=0.1, momentum=0.9), id="sgd"),
+    pytest.param(lambda p: FusedAdagrad(p, lr=0.1), id="adagrad"),
+    pytest.param(lambda p: FusedLAMB(p, lr=0.1), id="lamb"),
+    pytest.param(lambda p: FusedNovoGrad(p, lr=0.1), id="novograd"),
+]
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_a_state_dict_resumes_bit_for_bit(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    params, copies = weights(), weights()
+    optimizer, resumed = make(params), make(copies)
+    for number, grads in enumerate(gradients()):
+        if number == 3:
+            resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            for p, copied in zip(params, copies, strict=True):
+                copied.data.copy_(p.data)
+        for group in (params, copies) if number >= 3 else (params,):
+            for p, grad in zip(group, grads, strict=True):
+                p.grad = grad.clone()
+        optimizer.step()
+        if number >= 3:
+            resumed.step()
+    assert all(map(torch.equal, params, copies))
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_groups_may_be_generators_and_gradients_missing(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    first, second = weights()
+    optimizer = make([{"params": (p for p in [first])}, {"params": [second], "lr": 0.5}])
+    optimizer.step()
+    first.grad = torch.ones_like(first)
+    before = second.detach().clone()
+    optimizer.step()
+    assert torch.equal(second, before)
+    optimizer.zero_grad()
+    assert first.grad is None or not first.grad.any()
+
+
+def test_a_checkpoint_of_apexs_own_adam_loads() -> None:
+    """It counts steps once a group, and has none of the options that torch's optimizer has."""
+    params = weights()
+    optimizer = FusedAdam(params, lr=0.1)
+    moments = {"exp_avg": torch.ones(3, 4), "exp_avg_sq": torch.full((3, 4), 4.0)}
+    group = {"lr": 0.1, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    optimizer.load_state_dict({"state": {0: moments}, "param_groups": [{**group, "step": 7, "params": [0, 1]}]})
+    state: dict[str, Any] = {"t": 8, "m": torch.ones(3, 4).double(), "v": torch.full((3, 4), 4.0).double()}
+    grad = gradients()[0][0]
+    expected = adam()(params[0].detach().double(), grad.double(), state)
+    params[0].grad = grad
+    optimizer.step()
+    torch.testing.assert_close(params[0].detach().double(), expected, rtol=1e-5, atol=1e-6)
+    assert optimizer.param_groups[0]["decoupled_weight_decay"], "adam_w_mode is not lost"
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedLAMB, FusedNovoGrad])
+def test_amsgrad_is_refused(kind: Any) -> None:
+    with pytest.raises(RuntimeError, match="amsgrad"):
+        kind(weights(), amsgrad=True)
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.ones(2, 2).to_sparse()
+    for kind in (FusedNovoGrad, FusedLAMB):
+        optimizer = kind([weight], **({"max_grad_norm": 0.0} if kind is FusedLAMB else {}))
+        with pytest.raises(RuntimeError, match="SparseAdam"):
+            optimizer.step()
