@@ -32,7 +32,7 @@ def as_float32(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce() if gradient.is_sparse and not gradient.is_coalesced() else gradient
 
 
-def unscale_and_check_(gradients: Iterable[torch.Tensor], inverse_scale: torch.Tensor) -> torch.Tensor | None:
+def unscale_and_check_(gradients: Sequence[torch.Tensor], inverse_scale: torch.Tensor) -> torch.Tensor | None:
     """Multiply every gradient in place by ``inverse_scale`` and look for inf and nan, in one pass over memory.
 
     Args:
@@ -43,6 +43,26 @@ def unscale_and_check_(gradients: Iterable[torch.Tensor], inverse_scale: torch.T
         A 0-dimensional float32 tensor on ``inverse_scale``'s device, 1 where anything was inf or nan and 0
         otherwise; where gradients are distributed, the same on every rank of their meshes. None without gradients.
     """
+    if not gradients:
+        return None
+    if _are_plain(gradients, inverse_scale.get_device()):
+        found_inf = torch.zeros((), dtype=torch.float32, device=inverse_scale.device)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
+        return found_inf
+    return _unscale_and_check_any_(gradients, inverse_scale)
+
+
+def _are_plain(gradients: Sequence[torch.Tensor], device: int) -> bool:
+    """Whether all are dense float32 tensors on one device, as they nearly always are: asked on every step."""
+    for gradient in gradients:
+        if gradient.dtype is not torch.float32 or gradient.is_sparse or gradient.get_device() != device:
+            return False
+        if type(gradient) is not torch.Tensor and is_distributed(gradient):
+            return False
+    return True
+
+
+def _unscale_and_check_any_(gradients: Iterable[torch.Tensor], inverse_scale: torch.Tensor) -> torch.Tensor:
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     meshes: dict[Any, None] = {}
     for gradient in gradients:
@@ -50,8 +70,6 @@ def unscale_and_check_(gradients: Iterable[torch.Tensor], inverse_scale: torch.T
             meshes[cast(Any, gradient).device_mesh] = None
         dense = dense_view(gradient)
         groups.setdefault((dense.device, dense.dtype), []).append(dense)
-    if not groups:
-        return None
     found = {device: torch.zeros((), dtype=torch.float32, device=device) for device, _ in groups}
     for (device, dtype), tensors in groups.items():
         if dtype == torch.float64:

@@ -7,7 +7,7 @@ float32 tensor, so that whoever looks at, clips or clears the one has done it to
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -167,26 +167,40 @@ class FullMasters:
         """Whose ``.grad`` the next step uses."""
         return pair.master_param
 
-    def take_gradient(self, pair: Pair) -> torch.Tensor | None:
-        """Take what was accumulated so far off the pair, so that a backward pass starts from nothing.
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """Take what was accumulated so far off the pairs, so that a backward pass starts from nothing.
 
         A weight whose gradient was cleared behind the master's back (``model.zero_grad()``) has cleared both.
         """
-        ours, theirs = pair.master_param.grad, pair.model_param.grad
-        pair.model_param.grad = pair.master_param.grad = None
-        linked, pair.linked = pair.linked, None
-        if theirs is None:
-            return None if ours is linked else ours
-        return as_float32(theirs) if theirs is not ours else ours
+        taken: list[torch.Tensor | None] = []
+        for pair in self.pairs:
+            ours, theirs = pair.master_param.grad, pair.model_param.grad
+            if ours is None and theirs is None:
+                taken.append(None)
+                continue
+            pair.model_param.grad = pair.master_param.grad = None
+            if theirs is None:
+                taken.append(None if ours is pair.linked else ours)
+            else:
+                taken.append(as_float32(theirs))
+        return taken
+
+    def collect_gradients(self) -> list[torch.Tensor | None]:
+        """The gradients a backward pass has just left on the weights, in float32."""
+        fresh = [pair.model_param.grad for pair in self.pairs]
+        ready = torch.float32
+        return [g if g is None or (g.dtype is ready and not g.is_sparse) else as_float32(g) for g in fresh]
+
+    def put_gradients(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        """Give each pair its gradient, float32, in the pairs' order."""
+        for pair, gradient in zip(self.pairs, gradients, strict=False):
+            pair.master_param.grad = pair.linked = gradient
+            if pair.model_param.grad is not gradient:
+                pair.model_param.grad = gradient
 
     def put_gradient(self, pair: Pair, gradient: torch.Tensor | None) -> None:
         """Make ``gradient``, float32, the gradient of both."""
         pair.master_param.grad = pair.model_param.grad = pair.linked = gradient
-
-    def collect_gradient(self, pair: Pair) -> torch.Tensor | None:
-        """The gradient a backward pass has just left on the weight, in float32."""
-        gradient = pair.model_param.grad
-        return None if gradient is None else as_float32(gradient)
 
     def unlinked(self) -> Iterator[Pair]:
         """The pairs whose weight carries a gradient that its master does not."""

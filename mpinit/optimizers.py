@@ -113,7 +113,7 @@ class OptimizerControl:
         if scaler.is_identity and self.store.accumulates_natively:
             self.store.relink()
             return None
-        kept: Kept = [self.store.take_gradient(pair) for pair in self.store.pairs]
+        kept: Kept = self.store.take_gradients()
         for parameter in self._plain:
             kept.append(parameter.grad)
             parameter.grad = None
@@ -128,7 +128,7 @@ class OptimizerControl:
             The outcome of the check (0-dimensional, above 0 where inf or nan was found), or None where nothing was.
         """
         self.saw_scale_loss = True
-        fresh: Kept = [self.store.collect_gradient(pair) for pair in self.store.pairs]
+        fresh: Kept = self.store.collect_gradients()
         if kept is None:
             self._put_back(fresh)
             return None
@@ -150,10 +150,8 @@ class OptimizerControl:
         return None
 
     def _put_back(self, total: Kept) -> None:
-        pairs = self.store.pairs
-        for pair, gradient in zip(pairs, total, strict=False):
-            self.store.put_gradient(pair, gradient)
-        for parameter, gradient in zip(self._plain, total[len(pairs) :], strict=False):
+        self.store.put_gradients(total)
+        for parameter, gradient in zip(self._plain, total[len(self.store.pairs) :], strict=False):
             if parameter.grad is not gradient:
                 parameter.grad = gradient
 
@@ -196,6 +194,8 @@ class OptimizerControl:
 
 
 def _sum(kept: Kept, fresh: Kept) -> Kept:
+    if all(gradient is None for gradient in kept):
+        return fresh
     both = [(a, b) for a, b in zip(kept, fresh, strict=True) if a is not None and b is not None]
     if not both:
         return [b if a is None else a for a, b in zip(kept, fresh, strict=True)]

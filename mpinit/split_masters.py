@@ -7,7 +7,7 @@ the masters in the optimizer's groups are placeholders of the right shape and dt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -119,20 +119,27 @@ class SplitMasters(FullMasters):
         """The weight: its 16-bit gradient becomes float32 only inside the step."""
         return pair.model_param
 
-    def take_gradient(self, pair: Pair) -> torch.Tensor | None:
-        """Take the weight's gradient off it."""
-        gradient, pair.model_param.grad = pair.model_param.grad, None
-        return gradient
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """Take the weights' gradients off them."""
+        taken = [pair.model_param.grad for pair in self.pairs]
+        for pair in self.pairs:
+            pair.model_param.grad = None
+        return taken
+
+    def put_gradients(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        """Put gradients on the weights."""
+        for pair, gradient in zip(self.pairs, gradients, strict=False):
+            self.put_gradient(pair, gradient)
 
     def put_gradient(self, pair: Pair, gradient: torch.Tensor | None) -> None:
         """Put a gradient on the weight."""
         if pair.model_param.grad is not gradient:
             pair.model_param.grad = gradient
 
-    def collect_gradient(self, pair: Pair) -> torch.Tensor | None:
-        """The weight's gradient, as autograd left it."""
-        gradient = pair.model_param.grad
-        return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
+    def collect_gradients(self) -> list[torch.Tensor | None]:
+        """The weights' gradients, as autograd left them."""
+        fresh = [pair.model_param.grad for pair in self.pairs]
+        return [g.coalesce() if g is not None and g.is_sparse else g for g in fresh]
 
     def gradient_for(self, pair: Pair, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient from before the weight was cast waits in the weight's own dtype."""
