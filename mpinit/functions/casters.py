@@ -64,23 +64,21 @@ def _named(function: Function, original: Function, name: str) -> Function:
 
 
 def _fp32(row: CastRow, name: str, original: Function, body: Function, device: str, allow_banned: bool) -> Function:
-    is_on = torch.is_autocast_enabled
+    # Locals instead of globals, and the loop written out: this is the wrapper that stands between small layers.
+    is_on, tensor_type, lower_types = torch.is_autocast_enabled, torch.Tensor, LOWER_PRECISION
 
     def fp32_function(*args: Any, **kwargs: Any) -> Any:
         if not is_on(device) or "out" in kwargs:
             return original(*args, **kwargs)
-        # Written out for speed: this is the one wrapper that stands between the layers of small networks.
-        args = tuple(
-            [
-                value.float()
-                if isinstance(value, torch.Tensor) and value.dtype in LOWER_PRECISION and value.device.type == device
-                else value
-                for value in args
-            ]
-        )
-        if kwargs:
-            kwargs = {key: to_float(value, device) for key, value in kwargs.items()}
-        return body(*args, **kwargs)
+        cast = [
+            value.float()
+            if isinstance(value, tensor_type) and value.dtype in lower_types and value.device.type == device
+            else value
+            for value in args
+        ]
+        if not kwargs:
+            return body(*cast)
+        return body(*cast, **{key: to_float(value, device) for key, value in kwargs.items()})
 
     return fp32_function
 
