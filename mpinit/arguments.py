@@ -57,8 +57,11 @@ def check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: P
 
 
 def _check_unique(objects: Sequence[Any], what: str) -> None:
-    if len({id(item) for item in objects}) < len(objects):
-        raise ValueError(f"{what} holds the same object twice; give each one once")
+    seen: set[int] = set()
+    for item in objects:
+        if id(item) in seen:
+            raise ValueError(f"{what} holds the same {type(item).__name__} twice; give each one once")
+        seen.add(id(item))
 
 
 def _check_not_wrapped(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 
-from mpinit import native_autocast
+from mpinit import native_autocast, session
 
 hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=2000, deadline=None)
@@ -33,4 +33,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _same_start() -> Iterator[None]:
     torch.manual_seed(0)
     yield
+    for left_over in reversed(session.live()):
+        left_over.undo()
     native_autocast.set_flags(dict.fromkeys(native_autocast.device_types(), False))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,11 +22,9 @@ def sgd(*models: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
+def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = net()
-    optimizer = sgd(model)
-    yield model, optimizer
-    mpinit.undo([model, optimizer])
+    return model, sgd(model)
 
 
 def says(caught: Any, *parts: str) -> None:
@@ -196,6 +193,16 @@ def test_forgetting_scale_loss_while_the_scale_is_not_1(pair: tuple[nn.Module, t
     optimizer.step()  # once is enough
 
 
-def test_undo_of_what_is_no_model_or_optimizer() -> None:
-    with pytest.raises(TypeError):
-        mpinit.undo("model")  # type: ignore[arg-type]
+@pytest.mark.parametrize("owner", ["model", nn.Linear(1, 1), [nn.Linear(1, 1)]])
+def test_undo_of_what_was_never_initialised(owner: Any) -> None:
+    with pytest.raises(ValueError) as caught:
+        mpinit.undo(owner)
+    says(caught, "Linear" if owner != "model" else "str", "not initialised")
+
+
+def test_undo_twice(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+    model, optimizer = pair
+    mpinit.initialize(model, optimizer, "O2")
+    mpinit.undo(model)
+    with pytest.raises(ValueError, match="not initialised"):
+        mpinit.undo(optimizer)

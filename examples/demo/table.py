@@ -31,11 +31,16 @@ def row(run: Run) -> tuple[str, ...]:
     )
 
 
-def points_below_float32(runs: Sequence[Run]) -> list[str]:
-    """How far each O1 and O2 run's test accuracy is from O0's, in points."""
-    reference = next(run.accuracy for run in runs if run.setting.level == "O0")
-    return [
-        f"{run.setting.name}: {100 * (run.accuracy - reference):+.1f} points from O0"
-        for run in runs
-        if run.setting.level in ("O1", "O2")
-    ]
+def remarks(runs: Sequence[Run]) -> list[str]:
+    """How far each O1 and O2 run's test accuracy is from O0's, and which runs broke down."""
+    lines = []
+    reference = next((run.accuracy for run in runs if run.setting.level == "O0"), None)
+    for run in runs:
+        if reference is not None and run.setting.level in ("O1", "O2"):
+            lines.append(f"{run.setting.name}: {100 * (run.accuracy - reference):+.1f} points from O0")
+        if run.diverged_at is not None:
+            lines.append(
+                f"{run.setting.name}: the loss is nan from step {run.diverged_at} on; without float32 masters the "
+                "optimizer's own arithmetic is 16-bit"
+            )
+    return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,12 +45,12 @@ SETTINGS = (
 class Schedule:
     """How long and how wide to train."""
 
-    epochs: int = 20
+    epochs: int = 15
     batch_size: int = 64
     width: int = 16
     peak_lr: float = 1e-2
     # The usual 2,000 good steps would be longer than the whole run: let the loss scale be seen to move.
-    growth_interval: int = 60
+    growth_interval: int = 25
 
 
 @dataclass
@@ -64,6 +65,11 @@ class Run:
     skipped_steps: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     loss_scales: list[float] = field(default_factory=list)
+
+    @property
+    def diverged_at(self) -> int | None:
+        """The first step whose loss was not finite, None if there is none."""
+        return next((step for step, loss in enumerate(self.losses) if not math.isfinite(loss)), None)
 
 
 def size_of(tensors: Any) -> int:
