@@ -1,0 +1,204 @@
+"""Tiny real models on real data, deterministic: what the tests of whole training runs share."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import mpinit
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+VOCABULARY = 128
+
+
+class Cnn(nn.Module):
+    """Convolutions and BatchNorm on 8 x 8 images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, 2), nn.BatchNorm2d(4)
+        )
+        self.head = nn.Linear(4 * 9, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.features(x)).flatten(1))
+
+
+class Lstm(nn.Module):
+    """A language model on characters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embedding(x))[0])
+
+
+class Encoder(nn.Module):
+    """A one-layer transformer encoder on characters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.embedding(x)))
+
+
+class UNet(nn.Module):
+    """One level down, one up, and the skip connection between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.middle = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU())
+        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
+        self.head = nn.Conv2d(8, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.down(x)
+        return self.head(torch.cat([skip, self.up(self.middle(skip))], dim=1))
+
+
+Batch = tuple[Tensor, Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@functools.cache
+def _images() -> tuple[Tensor, Tensor]:
+    digits = load_digits()
+    return torch.tensor(digits.images / 16.0, dtype=torch.float32)[:, None], torch.tensor(digits.target)
+
+
+@functools.cache
+def _characters() -> Tensor:
+    text = Path(argparse.__file__).read_text(encoding="utf-8").encode("ascii", "replace")
+    return torch.tensor(list(text), dtype=torch.long)
+
+
+def digits(batch: int = 16) -> Iterator[Batch]:
+    """Handwritten digits and what they are."""
+    images, labels = _images()
+    for start in range(0, len(images) - batch, batch):
+        yield images[start : start + batch], labels[start : start + batch]
+
+
+def noisy_digits(batch: int = 4) -> Iterator[Batch]:
+    """Handwritten digits with their pixels disturbed, and without."""
+    disturb = torch.Generator().manual_seed(1)
+    for images, _ in digits(batch):
+        yield images + 0.1 * torch.randn(images.shape, generator=disturb), images
+
+
+def text(batch: int = 4, length: int = 8) -> Iterator[Batch]:
+    """Source text of the standard library, and the same one character on."""
+    characters = _characters()
+    for start in range(0, len(characters) - batch * length - 1, batch * length):
+        part = characters[start : start + batch * length + 1]
+        yield part[:-1].view(batch, length), part[1:].view(batch, length)
+
+
+def _characters_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its data and its loss."""
+
+    network: Callable[[], nn.Module]
+    data: Callable[[], Iterator[Batch]]
+    loss: Loss
+
+    def build(self, seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
+        return self.network()
+
+    def batches(self, count: int) -> list[Batch]:
+        return [batch for batch, _ in zip(self.data(), range(count), strict=False)]
+
+
+CASES = {
+    "cnn": Case(Cnn, digits, F.cross_entropy),
+    "lstm": Case(Lstm, text, _characters_loss),
+    "transformer": Case(Encoder, text, _characters_loss),
+    "unet": Case(UNet, noisy_digits, F.mse_loss),
+}
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9),
+    "adam": functools.partial(torch.optim.Adam, lr=0.005),
+    "adamw_fused": functools.partial(torch.optim.AdamW, lr=0.005, fused=True),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.02),
+}
+
+
+def level_arguments(level: str, dtype: torch.dtype) -> dict[str, Any]:
+    """initialize's keywords for a level in a 16-bit type, quiet; at O0 the type does not matter."""
+    keywords: dict[str, Any] = {"opt_level": level, "verbosity": 0}
+    if level == "O1":
+        keywords["patch_torch_functions_type"] = dtype
+    elif level != "O0":
+        keywords["cast_model_type"] = dtype
+    return keywords
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch], loss_of: Loss) -> list[float]:
+    """The loop mpinit is made for; returns the losses."""
+    losses = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_plainly(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch], loss_of: Loss
+) -> list[float]:
+    """The same loop in plain torch."""
+    losses = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def cast_by_hand(model: nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> nn.Module:
+    """A 16-bit model the way one writes it oneself: ``.to(dtype)``, then BatchNorm back to float32."""
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.to(dtype)
+    for name, module in model.named_modules():
+        if keep_batchnorm and isinstance(module, _BatchNorm):
+            module.float()
+            module.load_state_dict({key: before[f"{name}.{key}"] for key in module.state_dict()})
+    return model
+
+
+def equal_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether two state dicts hold the same names, dtypes and bits."""
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )

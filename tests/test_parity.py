@@ -1,0 +1,141 @@
+"""Twenty steps of real training at every level, against plain torch and against loops written by hand."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import (
+    CASES,
+    DTYPES,
+    OPTIMIZERS,
+    Case,
+    cast_by_hand,
+    equal_tensors,
+    level_arguments,
+    train,
+    train_plainly,
+)
+from torch import Tensor, nn
+
+import mpinit
+
+STEPS = 20
+NETWORKS = ("cnn", "lstm", "transformer")
+
+# How far a loss may be from float32's at the same step: what rounding the weights and the arithmetic to 11 (float16)
+# or 8 (bfloat16) bits does to losses that start at 2.3 (cnn) or 4.9 (text).
+TOLERANCE = {"fp16": 0.02, "bf16": 0.15}
+
+Trained = tuple[list[float], dict[str, Tensor]]
+
+
+@functools.cache
+def in_float32(network: str, optimizer: str) -> Trained:
+    case = CASES[network]
+    model = case.build()
+    losses = train_plainly(model, OPTIMIZERS[optimizer](model.parameters()), case.batches(STEPS), case.loss)
+    return losses, model.state_dict()
+
+
+def with_mpinit(network: str, optimizer: str, level: str, dtype: torch.dtype) -> Trained:
+    case = CASES[network]
+    model = case.build()
+    trainer = OPTIMIZERS[optimizer](model.parameters())
+    mpinit.initialize(model, trainer, **level_arguments(level, dtype))
+    losses = train(model, trainer, case.batches(STEPS), case.loss)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    mpinit.undo(model)
+    return losses, state
+
+
+def by_hand(case: Case, make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype, masters: bool) -> Trained:
+    """O2 (with masters) or O3 (without) the way one writes it without a library."""
+    model = case.build()
+    stand_ins = {name: p.detach().clone() for name, p in model.named_parameters()}
+    cast_by_hand(model, dtype, keep_batchnorm=masters)
+    if masters:
+        pairs = [(p, nn.Parameter(stand_ins[name]) if p.dtype == dtype else p) for name, p in model.named_parameters()]
+    else:
+        pairs = [(p, p) for p in model.parameters()]
+    for weight, master in pairs:
+        # A weight used several times (each of an LSTM's steps) adds its gradients up; masters want that in float32.
+        weight.grad_dtype = master.dtype
+    optimizer = make([master for _, master in pairs])
+    scale = 2.0**16 if masters and dtype is torch.float16 else 1.0
+    losses = []
+    for x, y in case.batches(STEPS):
+        model.zero_grad()
+        x = x.to(dtype) if x.is_floating_point() else x
+        loss = case.loss(model(x).float(), y)
+        (loss * scale).backward()
+        losses.append(loss.item())
+        if masters and not finite(model):
+            scale /= 2
+            continue
+        if masters:
+            for weight, master in pairs:
+                master.grad = weight.grad / scale
+        optimizer.step()
+        with torch.no_grad():
+            for weight, master in pairs:
+                weight.copy_(master)
+    state = dict(model.state_dict()) | {
+        name: master.detach() for (name, _), (_, master) in zip(model.named_parameters(), pairs, strict=True)
+    }
+    return losses, {name: value.float() if value.is_floating_point() else value for name, value in state.items()}
+
+
+def finite(model: nn.Module) -> bool:
+    return all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_o0_is_plain_torch_bit_for_bit(network: str, optimizer: str) -> None:
+    losses, state = with_mpinit(network, optimizer, "O0", torch.float32)
+    expected_losses, expected_state = in_float32(network, optimizer)
+    assert losses == expected_losses
+    assert equal_tensors(state, expected_state)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_o1_losses_are_those_of_float32_within_tolerance(network: str, dtype: str, optimizer: str) -> None:
+    losses, state = with_mpinit(network, optimizer, "O1", DTYPES[dtype])
+    expected, _ = in_float32(network, optimizer)
+    assert losses == pytest.approx(expected, abs=TOLERANCE[dtype])
+    assert losses != expected, "something did run in 16 bit"
+    assert all(value.dtype is torch.float32 for value in state.values() if value.is_floating_point())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_o2_is_a_hand_written_master_loop_bit_for_bit(network: str, dtype: str, optimizer: str) -> None:
+    losses, state = with_mpinit(network, optimizer, "O2", DTYPES[dtype])
+    expected_losses, expected_state = by_hand(CASES[network], OPTIMIZERS[optimizer], DTYPES[dtype], masters=True)
+    assert losses == expected_losses
+    assert equal_tensors(state, expected_state)
+    assert losses == pytest.approx(in_float32(network, optimizer)[0], abs=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_o3_is_a_16_bit_model_without_masters_bit_for_bit(network: str, dtype: str, optimizer: str) -> None:
+    losses, state = with_mpinit(network, optimizer, "O3", DTYPES[dtype])
+    expected_losses, expected_state = by_hand(CASES[network], OPTIMIZERS[optimizer], DTYPES[dtype], masters=False)
+    assert losses == pytest.approx(expected_losses, abs=0, nan_ok=True)
+    assert all(torch.equal(value.nan_to_num(), expected_state[name].nan_to_num()) for name, value in state.items())
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_the_references_train(network: str) -> None:
+    losses, _ = in_float32(network, "adam")
+    assert all(math.isfinite(loss) for loss in losses)
+    assert losses[-1] < losses[0] - 0.2
