@@ -49,6 +49,9 @@ class _Thread(threading.local):
 
 _thread: Final = _Thread()
 
+# Undone in another thread than their own: forgotten when that thread next comes by.
+_undone_elsewhere: Final[set[object]] = set()
+
 
 def switch_thread_on(dtype: torch.dtype) -> Undo:
     """Switch casts on in the calling thread, for every device present, with the weight-cast cache off.
@@ -62,21 +65,30 @@ def switch_thread_on(dtype: torch.dtype) -> Undo:
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in device_types()
         ]
         _thread.cache_before = torch.is_autocast_cache_enabled()
+    _forget_undone_elsewhere()
     _thread.asked[token] = dtype
     _set_thread(dtype)
     asked_here = threading.get_ident()
 
     def undo() -> None:
         if threading.get_ident() != asked_here:
+            _undone_elsewhere.add(token)
             _log.warning(
                 "casts were switched on in another thread (%d) and stay on there: call mpinit.undo in the thread that "
                 "called mpinit.initialize",
                 asked_here,
             )
         elif _thread.asked.pop(token, None) is not None:
+            _forget_undone_elsewhere()
             _switch_back()
 
     return undo
+
+
+def _forget_undone_elsewhere() -> None:
+    for token in _undone_elsewhere & _thread.asked.keys():
+        del _thread.asked[token]
+        _undone_elsewhere.discard(token)
 
 
 def _set_thread(dtype: torch.dtype) -> None:

@@ -19,6 +19,8 @@ from .engine import keep_casts_out_of_backward
 from .observing import log_counts, observer
 from .user_functions import REGISTERED, Registration, user_wrapper
 
+_MARK: Final = "+mpinit"
+
 
 @dataclass(frozen=True)
 class _Needs:
@@ -166,12 +168,12 @@ def _mark_compile_caches() -> Undo:
     what the names mean at that moment.
     """
     config: Any = torch.compiler.config
-    before = config.cache_key_tag
-    config.cache_key_tag = f"{before}+mpinit"
+    config.cache_key_tag = config.cache_key_tag.removesuffix(_MARK) + _MARK
     _forget_function_tables()
 
     def revert() -> None:
-        config.cache_key_tag = before
+        # torch keeps its settings per thread: in another thread than the one that installed there is no mark.
+        config.cache_key_tag = config.cache_key_tag.removesuffix(_MARK)
         _forget_function_tables()
 
     return revert

@@ -1,0 +1,481 @@
+"""Installing the casts and putting everything back; where casts are on, thread by thread; verbose mode."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from mpinit.cast_lists import APEX_POLICY
+from mpinit.functions import apply, installation
+from mpinit.functions.installation import INSTALLATION, resolve_owner
+from mpinit.native_autocast import CastsAs, CastsOff, ForwardCasts, disable_casts, is_on
+from mpinit.opt_levels import resolve
+from mpinit.patching import Undo
+from mpinit.plan import Plan, make_plan
+
+HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def o1_plan(**overrides: Any) -> Plan:
+    return make_plan(resolve("O1", overrides)[1])
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Undo]]:
+    undos: list[Undo] = []
+
+    def run(verbose: bool = False, **overrides: Any) -> Undo:
+        undos.append(apply(o1_plan(**overrides), verbose))
+        return undos[-1]
+
+    yield run
+    for undo in reversed(undos):
+        undo()
+
+
+def snapshot() -> dict[str, Any]:
+    """What stands in every namespace a session touches, and this thread's autocast state."""
+    owners = {id(owner): owner for row in APEX_POLICY for owner in [resolve_owner(name)[0] for name in row.wraps]}
+    owners[id(torch.autograd)] = torch.autograd
+    found: dict[str, Any] = {
+        f"{owner!r}.{name}": value for owner in owners.values() for name, value in vars(owner).items()
+    }
+    found["state"] = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+    found["cache"] = torch.is_autocast_cache_enabled()
+    found["tag"] = torch.compiler.config.cache_key_tag
+    return found
+
+
+def same(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    return not differences(before, after)
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    plain = {"state", "cache", "tag"}
+    changed = [
+        key
+        for key in before.keys() & after.keys()
+        if (before[key] != after[key] if key in plain else before[key] is not after[key])
+    ]
+    return changed + sorted(before.keys() ^ after.keys())
+
+
+def product_dtype() -> torch.dtype:
+    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_everything_is_back_after_the_last_of_several_sessions_in_any_order(order: tuple[int, ...]) -> None:
+    before = snapshot()
+    undos = [
+        apply(o1_plan()),
+        apply(o1_plan(patch_torch_functions_type=BF16, cast_policy="apex"), verbose=True),
+        apply(o1_plan(cast_scope="model", allow_banned=True)),
+    ]
+    for count, index in enumerate(order):
+        assert not same(before, snapshot()), count
+        undos[index]()
+        undos[index]()  # undoing twice does nothing
+    assert same(before, snapshot())
+
+
+def test_the_dtype_in_force_is_that_of_the_latest_session_not_undone(start: Callable[..., Undo]) -> None:
+    first, second = start(), start(patch_torch_functions_type=BF16)
+    assert product_dtype() is BF16
+    second()
+    assert product_dtype() is HALF
+    first()
+    assert product_dtype() is FP32
+
+
+def test_a_failure_while_installing_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = snapshot()
+    made = []
+
+    def failing(*args: Any) -> Any:
+        made.append(args)
+        if len(made) == 30:
+            raise KeyError("half way")
+        return args[2]
+
+    monkeypatch.setattr(installation, "wrapper", failing)
+    with pytest.raises(KeyError, match="half way"):
+        apply(o1_plan())
+    monkeypatch.undo()
+    assert same(before, snapshot())
+    assert not INSTALLATION._sessions
+
+
+def test_wrappers_look_like_what_they_stand_for(start: Callable[..., Undo]) -> None:
+    documentation, signature = torch.exp.__doc__, inspect.signature(torch.autograd.backward)
+    start()
+    assert torch.exp.__doc__ == documentation
+    assert inspect.signature(torch.autograd.backward) == signature
+    for function in (torch.exp, torch.Tensor.exp, F.softplus, torch.bilinear, torch.special.softmax):
+        assert pickle.loads(pickle.dumps(function)) is function
+
+
+def test_thread_scope_covers_the_calling_thread_only(start: Callable[..., Undo]) -> None:
+    start()
+    seen: list[Any] = []
+    thread = threading.Thread(target=lambda: seen.append((is_on(), product_dtype())))
+    thread.start()
+    thread.join()
+    assert seen == [(False, FP32)]
+    assert is_on()
+    assert not torch.is_autocast_cache_enabled()
+
+
+def test_model_scope_switches_nothing_on(start: Callable[..., Undo]) -> None:
+    start(cast_scope="model")
+    assert not is_on()
+    assert product_dtype() is FP32
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_undone_in_another_thread_it_says_what_stays(caplog: pytest.LogCaptureFixture) -> None:
+    before = snapshot()
+    undo = apply(o1_plan())
+    with caplog.at_level(logging.WARNING, "mpinit"):
+        thread = threading.Thread(target=undo)
+        thread.start()
+        thread.join()
+    assert "call mpinit.undo in the thread that called mpinit.initialize" in caplog.text
+    assert is_on()
+    apply(o1_plan())()  # the next session of this thread, undone, takes the lost one with it
+    assert differences(before, snapshot()) == []
+
+
+def grad_dtype_seen_in_backward(run: Callable[[torch.Tensor], Any]) -> list[bool]:
+    """Whether casts were on in each backward formula that ran."""
+    seen = []
+
+    class Spy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            seen.append(is_on())
+            return grad
+
+    run(Spy.apply(torch.ones(2, requires_grad=True)).sum())
+    assert seen
+    return seen
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda loss: loss.backward(),
+        lambda loss: torch.autograd.backward(loss),
+        lambda loss: torch.autograd.backward([loss], [torch.ones(())]),
+        lambda loss: torch.autograd.grad(loss, _leaf_of(loss)),
+    ],
+    ids=["Tensor.backward", "autograd.backward", "lists", "autograd.grad"],
+)
+def test_casts_are_off_while_the_engine_runs(run: Callable[..., Any], start: Callable[..., Undo]) -> None:
+    start()
+    assert grad_dtype_seen_in_backward(run) == [False]
+    assert is_on()
+
+
+def _leaf_of(loss: torch.Tensor) -> torch.Tensor:
+    node: Any = loss.grad_fn
+    while not hasattr(node, "variable"):
+        node = node.next_functions[0][0]
+    return node.variable
+
+
+def test_casts_are_back_on_after_a_backward_that_raises(start: Callable[..., Undo]) -> None:
+    start()
+    with pytest.raises(RuntimeError):
+        torch.ones(2).sum().backward()
+    assert is_on()
+
+
+def test_a_backward_of_float32_work_stays_in_float32(start: Callable[..., Undo]) -> None:
+    """Its matrix products would run in 16 bits if casts were on, and 1 + 2**-12 does not fit into float16."""
+    start()
+    weight = torch.full((1, 1), 1 + 2.0**-12)
+    x = torch.ones(1, 1, requires_grad=True)
+    with disable_casts():
+        y = x @ weight
+    y.backward()
+    assert x.grad is not None
+    assert x.grad.item() == 1 + 2.0**-12
+
+
+def test_the_loss_made_of_a_gradient_is_cast(start: Callable[..., Undo]) -> None:
+    start()
+    x = torch.full((3, 3), 0.1, requires_grad=True)
+    (grad,) = torch.autograd.grad((x @ x).exp().sum(), x, create_graph=True)
+    assert grad.dtype is FP32
+    assert (grad @ grad).dtype is HALF
+    penalty = ((grad @ grad).norm(2) - 1).square()
+    assert penalty.dtype is FP32
+    penalty.backward()
+    assert x.grad is not None
+    assert torch.isfinite(x.grad).all()
+
+
+# -- ForwardCasts and disable_casts ------------------------------------------------------------------------------
+
+
+def in_thread(run: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(run()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@pytest.mark.parametrize("dtype", [HALF, BF16])
+def test_forward_casts_in_any_thread_and_everything_is_put_back(dtype: torch.dtype) -> None:
+    forward = ForwardCasts(dtype)
+
+    def run() -> Any:
+        before = snapshot()
+        with forward:
+            inside = (product_dtype(), torch.is_autocast_cache_enabled())
+            with forward, ForwardCasts(BF16):
+                nested = product_dtype()
+            after_nested = product_dtype()
+        with pytest.raises(KeyError), forward:
+            raise KeyError
+        return inside, nested, after_nested, same(before, snapshot())
+
+    assert run() == in_thread(run) == ((dtype, True), BF16, dtype, True)
+    assert forward.run(lambda a, b: (a @ b).dtype, torch.ones(2, 2), b=torch.ones(2, 2)) is dtype
+
+
+def test_one_object_serves_threads_at_the_same_time() -> None:
+    forward = ForwardCasts(HALF)
+    barrier = threading.Barrier(4, timeout=30)
+
+    def run() -> list[Any]:
+        seen = []
+        for _ in range(20):
+            barrier.wait()
+            with forward:
+                barrier.wait()
+                seen.append(product_dtype())
+            seen.append(is_on())
+        return seen
+
+    results: list[list[Any]] = []
+    threads = [threading.Thread(target=lambda: results.append(run())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[HALF, False] * 20] * 4
+
+
+@pytest.mark.parametrize("scope", ["thread", "model"])
+@pytest.mark.parametrize("where", ["here", "other thread"])
+@pytest.mark.parametrize(
+    "region", [disable_casts, lambda: torch.autocast("cpu", enabled=False)], ids=["disable_casts", "torch.autocast"]
+)
+def test_a_region_without_casts_around_a_forward_wins(
+    region: Callable[[], Any], where: str, scope: str, start: Callable[..., Undo]
+) -> None:
+    start(cast_scope=scope)
+    forward = ForwardCasts(HALF)
+
+    def run() -> list[torch.dtype]:
+        with region():
+            with forward:
+                seen = [product_dtype()]
+                with torch.autocast("cpu", dtype=BF16):
+                    seen.append(product_dtype())
+                seen.append(product_dtype())
+            seen.append(product_dtype())
+        with forward:
+            seen.append(product_dtype())
+            with region():
+                with forward:
+                    seen.append(product_dtype())
+                seen.append(product_dtype())
+            seen.append(product_dtype())
+        return seen
+
+    seen = run() if where == "here" else in_thread(run)
+    assert seen == [FP32, BF16, FP32, FP32, HALF, FP32, FP32, HALF]
+
+
+def test_the_forward_inside_a_user_autocast_region_uses_the_models_dtype() -> None:
+    with torch.autocast("cpu", dtype=BF16):
+        assert product_dtype() is BF16
+        with ForwardCasts(HALF):
+            assert product_dtype() is HALF
+        assert product_dtype() is BF16
+
+
+@pytest.mark.parametrize("scope", ["thread", "model"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_a_whole_forward_recomputes_it_with_the_same_casts(
+    scope: str, reentrant: bool, start: Callable[..., Undo]
+) -> None:
+    start(cast_scope=scope)
+    forward = ForwardCasts(HALF)
+    seen = []
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        with forward:
+            seen.append(product_dtype())
+            y = x @ x
+            return y.float()
+
+    x = torch.rand(2, 2, requires_grad=True)
+    checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    assert seen == [HALF, HALF]
+    seen.clear()
+    with disable_casts():
+        y = checkpoint(model, x, use_reentrant=reentrant)
+    y.sum().backward()
+    assert seen == [FP32, FP32]
+
+
+def test_a_replica_thread_that_carries_the_callers_state_follows_it(start: Callable[..., Undo]) -> None:
+    """As torch.nn.parallel.parallel_apply does: it opens an autocast block with the calling thread's flag."""
+    forward = ForwardCasts(HALF)
+
+    def replica(enabled: bool) -> torch.dtype:
+        with torch.autocast("cpu", enabled=enabled), forward:
+            return product_dtype()
+
+    start()
+    assert in_thread(lambda: replica(is_on_here)) is HALF if (is_on_here := is_on()) else False
+
+
+def test_casts_off_and_casts_as_put_back_what_was_there() -> None:
+    with torch.autocast("cpu", dtype=HALF):
+        with CastsOff():
+            assert not is_on()
+            with CastsAs({"cpu": True}):
+                assert is_on()
+            assert not is_on()
+        assert is_on()
+    with CastsOff():
+        assert not is_on()
+    assert not is_on()
+
+
+def test_a_forward_in_a_closure_casts_although_casts_are_off_around_it() -> None:
+    """optimizer.step() switches the flag off and a closure brings it back: model scope has it off in both."""
+    with CastsOff(), CastsAs({"cpu": False}), ForwardCasts(HALF):
+        assert product_dtype() is HALF
+
+
+# -- weight casts ------------------------------------------------------------------------------------------------
+
+
+def test_weight_casts_are_shared_within_a_forward_and_gone_after_it() -> None:
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    x = torch.ones(1, 4)
+    forward = ForwardCasts(HALF)
+    with forward:
+        first, second = F.linear(x, weight), F.linear(x, weight)
+        casts = {id(y.grad_fn.next_functions[-1][0].next_functions[0][0]) for y in (first, second)}  # type: ignore[union-attr]
+        assert len(casts) == 1
+    with torch.no_grad():
+        weight.fill_(2.0)
+    with forward:
+        assert F.linear(x, weight)[0, 0].item() == 8.0
+
+
+@pytest.mark.parametrize("evaluate", [torch.no_grad, torch.inference_mode])
+def test_a_cast_made_without_grad_mode_is_not_used_with_it(evaluate: Callable[[], Any]) -> None:
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    x = torch.ones(1, 4)
+    forward = ForwardCasts(HALF)
+    for nested in (True, False):
+        weight.grad = None
+        if nested:
+            with forward:
+                with evaluate():
+                    F.linear(x, weight)
+                y = F.linear(x, weight)
+        else:
+            with evaluate(), forward:
+                F.linear(x, weight)
+            with forward:
+                y = F.linear(x, weight)
+        y.sum().backward()
+        assert weight.grad is not None
+        assert weight.grad.dtype is FP32
+
+
+def test_weights_cast_to_two_dtypes_in_nested_forwards() -> None:
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    x = torch.ones(1, 4)
+    with ForwardCasts(HALF):
+        assert F.linear(x, weight).dtype is HALF
+        with ForwardCasts(BF16):
+            assert F.linear(x, weight).dtype is BF16
+        assert F.linear(x, weight).dtype is HALF
+
+
+def test_in_a_surrounding_autocast_block_no_weight_cast_outlives_the_forward() -> None:
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    x = torch.ones(1, 4)
+    with torch.autocast("cpu", dtype=HALF):
+        with ForwardCasts(HALF):
+            F.linear(x, weight)
+        with torch.no_grad():
+            weight.fill_(2.0)
+        with ForwardCasts(HALF):
+            assert F.linear(x, weight)[0, 0].item() == 8.0
+
+
+# -- verbose -----------------------------------------------------------------------------------------------------
+
+
+def test_verbose_mode_logs_each_cast_once_and_counts_at_the_end(
+    start: Callable[..., Undo], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "mpinit"):
+        undo = start(verbose=True)
+        x = torch.ones(2, 2)
+        for _ in range(3):
+            y = F.linear(x, x)
+            y.softmax(-1)
+            y.exp().exp()
+        F.linear(y, y)
+        lines = [record.getMessage() for record in caplog.records]
+        assert lines == [
+            "cast: torch.nn.functional.linear from float32 to float16",
+            "cast: torch.Tensor.softmax from float16 to float32",
+            "cast: torch.Tensor.exp from float16 to float32",
+        ]
+        caplog.clear()
+        undo()
+    assert [record.getMessage() for record in caplog.records] == [
+        "casts: torch.nn.functional.linear from float32 to float16, 3 times",
+        "casts: torch.Tensor.softmax from float16 to float32, 3 times",
+        "casts: torch.Tensor.exp from float16 to float32, 3 times",
+    ]
+
+
+def test_quiet_mode_logs_nothing_and_wraps_no_native_function(
+    start: Callable[..., Undo], caplog: pytest.LogCaptureFixture
+) -> None:
+    linear = F.linear
+    with caplog.at_level(logging.DEBUG, "mpinit"):
+        undo = start()
+        assert F.linear is linear
+        F.linear(torch.ones(2, 2), torch.ones(2, 2)).exp()
+        undo()
+    assert not caplog.records
