@@ -209,24 +209,28 @@ def scale_loss(
         torch.float32
         >>> mpinit.undo(optimizer)
     """
-    many = arguments.as_list(optimizers, Optimizer, "optimizers")
-    if many and all(optimizer in _disabled for optimizer in many):
+    many = [optimizers] if isinstance(optimizers, Optimizer) else arguments.as_list(optimizers, Optimizer, "optimizers")
+    session = _one_session(many)
+    if session is None:
         return Unscaled(loss)
-    owning = [_session_of(optimizer) for optimizer in many] or _only_live_session()
-    if not owning:
-        return Unscaled(loss)
-    if any(session is not owning[0] for session in owning):
-        named = " and ".join(dict.fromkeys(session.describe() for session in owning))
-        raise ValueError(f"one loss cannot be scaled by {named} at once: pass their optimizers to one initialize call")
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"the loss must be a tensor, not {type(loss).__name__}")
-    controls = [owning[0].controller_of(optimizer) for optimizer in many]
-    return ScaledLoss(loss, owning[0].scaler(loss_id), controls, delay_unscale or delay_overflow_check)
+    controls = [session.controller_of(optimizer) for optimizer in many]
+    return ScaledLoss(loss, session.scaler(loss_id), controls, delay_unscale or delay_overflow_check)
 
 
-def _only_live_session() -> list[Session]:
-    live = sessions.live()
-    return live if len(live) == 1 else []
+def _one_session(optimizers: list[Optimizer]) -> Session | None:
+    """The session that all the optimizers share; None where they are disabled, or there is none to speak of."""
+    owning = [sessions.of(optimizer) for optimizer in optimizers]
+    if not owning:
+        live = sessions.live()
+        return live[0] if len(live) == 1 else None
+    if owning[0] is None or any(session is not owning[0] for session in owning):
+        if all(optimizer in _disabled for optimizer in optimizers):
+            return None
+        named = " and ".join(dict.fromkeys(_session_of(optimizer).describe() for optimizer in optimizers))
+        raise ValueError(f"one loss cannot be scaled by {named} at once: pass their optimizers to one initialize call")
+    return owning[0]
 
 
 def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:

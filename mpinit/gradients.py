@@ -32,7 +32,7 @@ def as_float32(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce() if gradient.is_sparse and not gradient.is_coalesced() else gradient
 
 
-def unscale_and_check_(gradients: Sequence[torch.Tensor], inverse_scale: torch.Tensor) -> torch.Tensor | None:
+def unscale_and_check_(gradients: list[torch.Tensor], inverse_scale: torch.Tensor) -> torch.Tensor | None:
     """Multiply every gradient in place by ``inverse_scale`` and look for inf and nan, in one pass over memory.
 
     Args:

@@ -6,50 +6,17 @@ float32 tensor, so that whoever looks at, clips or clears the one has done it to
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
 from .gradients import as_float32
-
-_TENSOR_DATA: Any = torch.Tensor.data
-
-
-class WatchedParameter(nn.Parameter):
-    """A weight with a master: notices that ``.data`` was handed out, because writes through it leave no other trace.
-
-    torch counts in-place writes in a tensor's version, but not those through ``.data``. A weight becomes watched, and
-    plain again, by a change of class; its identity, storage and hooks stay.
-    """
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The tensor's data; writing to it reaches the master at the next step."""
-        handed_out = self.__dict__.get("_handed_out")
-        if handed_out is not None:
-            handed_out.add(self)
-        return _TENSOR_DATA.__get__(self)  # type: ignore[no-any-return]
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        handed_out = self.__dict__.get("_handed_out")
-        if handed_out is not None:
-            handed_out.add(self)
-        _TENSOR_DATA.__set__(self, value)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # What is saved is a plain parameter: a file must not need this class.
-        return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
-        return memo[id(self)]  # type: ignore[no-any-return]
+from .watching import TENSOR_DATA, Watcher
 
 
 def _is_distributed() -> bool:
@@ -63,8 +30,7 @@ class Pair:
     model_param: nn.Parameter
     master_param: nn.Parameter
     came_in: torch.dtype = torch.float32
-    version: int = -1
-    linked: torch.Tensor | None = None
+    index: int = -1
 
 
 class FullMasters:
@@ -81,7 +47,12 @@ class FullMasters:
         self.pairs: list[Pair] = []
         self._by_weight: dict[int, Pair] = {}
         self._by_master: dict[int, Pair] = {}
-        self._handed_out: set[torch.Tensor] = set()
+        # The pairs' columns, for the loops that every step runs.
+        self._weights: list[torch.Tensor] = []
+        self._masters: list[torch.Tensor] = []
+        self._linked: list[torch.Tensor | None] = []
+        self._versions: list[int] = []
+        self._watcher = Watcher()
         self._settled = False
 
     def pair_of(self, parameter: torch.Tensor) -> Pair | None:
@@ -96,8 +67,13 @@ class FullMasters:
         pair = Pair(weight, self._make_master(weight), came_in=weight.dtype)
         gradient, weight.grad = weight.grad, None
         self._by_weight[id(weight)] = self._by_master[id(pair.master_param)] = pair
+        pair.index = len(self.pairs)
         self.pairs.append(pair)
-        self._watch(weight)
+        self._weights.append(weight)
+        self._masters.append(pair.master_param)
+        self._versions.append(weight._version)
+        self._linked.append(None)
+        self._watcher.watch(weight)
         self.set_gradient_dtype(weight)
         self.gradient_holder(pair).grad = None if gradient is None else self.gradient_for(pair, gradient)
         if self._settled:
@@ -113,11 +89,10 @@ class FullMasters:
     def _settle(self, pair: Pair) -> None:
         self.put_gradient(pair, self.gradient_holder(pair).grad)
         self.note_version(pair)
-        self._handed_out.discard(pair.model_param)
 
     def cast_weight(self, pair: Pair, dtype: torch.dtype) -> None:
         """Cast the weight; the master holds the old storage."""
-        _TENSOR_DATA.__set__(pair.model_param, pair.model_param.detach().to(dtype))
+        TENSOR_DATA.__set__(pair.model_param, pair.model_param.detach().to(dtype))
 
     def gradient_for(self, pair: Pair, gradient: torch.Tensor) -> torch.Tensor:
         """``gradient`` in the dtype its holder takes."""
@@ -125,11 +100,6 @@ class FullMasters:
 
     def _make_master(self, weight: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(weight.detach().to(torch.float32), requires_grad=True)
-
-    def _watch(self, weight: nn.Parameter) -> None:
-        if type(weight) is nn.Parameter:
-            weight.__class__ = WatchedParameter
-            weight.__dict__["_handed_out"] = self._handed_out
 
     def set_gradient_dtype(self, weight: nn.Parameter) -> None:
         """Let autograd accumulate float32 gradients on the weight, or any where the ranks' buckets are 16-bit."""
@@ -144,10 +114,12 @@ class FullMasters:
     def release(self, pair: Pair) -> None:
         """Forget a pair; the weight stays 16-bit and becomes a plain parameter again."""
         del self._by_weight[id(pair.model_param)], self._by_master[id(pair.master_param)]
-        self.pairs.remove(pair)
-        if type(pair.model_param) is WatchedParameter:
-            pair.model_param.__dict__.pop("_handed_out", None)
-            pair.model_param.__class__ = nn.Parameter  # type: ignore[assignment]
+        index = pair.index
+        for column in (self.pairs, self._weights, self._masters, self._versions, self._linked):
+            del column[index]
+        for later in self.pairs[index:]:
+            later.index -= 1
+        self._watcher.unwatch(pair.model_param)
         pair.model_param.grad = None
         pair.model_param.grad_dtype = pair.model_param.dtype
 
@@ -172,35 +144,32 @@ class FullMasters:
 
         A weight whose gradient was cleared behind the master's back (``model.zero_grad()``) has cleared both.
         """
-        taken: list[torch.Tensor | None] = []
-        for pair in self.pairs:
-            ours, theirs = pair.master_param.grad, pair.model_param.grad
-            if ours is None and theirs is None:
-                taken.append(None)
-                continue
-            pair.model_param.grad = pair.master_param.grad = None
-            if theirs is None:
-                taken.append(None if ours is pair.linked else ours)
-            else:
-                taken.append(as_float32(theirs))
+        ours, theirs = [m.grad for m in self._masters], [w.grad for w in self._weights]
+        if all(map(is_, ours, theirs)) and ours.count(None) == len(ours):
+            return theirs
+        self.relink()
+        taken = [master.grad for master in self._masters]
+        self.put_gradients([None] * len(taken))
         return taken
 
     def collect_gradients(self) -> list[torch.Tensor | None]:
         """The gradients a backward pass has just left on the weights, in float32."""
-        fresh = [pair.model_param.grad for pair in self.pairs]
-        ready = torch.float32
+        ready, fresh = torch.float32, [weight.grad for weight in self._weights]
         return [g if g is None or (g.dtype is ready and not g.is_sparse) else as_float32(g) for g in fresh]
 
-    def put_gradients(self, gradients: Iterable[torch.Tensor | None]) -> None:
+    def put_gradients(self, gradients: list[torch.Tensor | None]) -> None:
         """Give each pair its gradient, float32, in the pairs' order."""
-        for pair, gradient in zip(self.pairs, gradients, strict=False):
-            pair.master_param.grad = pair.linked = gradient
-            if pair.model_param.grad is not gradient:
-                pair.model_param.grad = gradient
+        gradients = gradients[: len(self.pairs)]
+        for master, gradient in zip(self._masters, gradients, strict=True):
+            master.grad = gradient
+        if not all(map(is_, gradients, [weight.grad for weight in self._weights])):
+            for weight, gradient in zip(self._weights, gradients, strict=True):
+                weight.grad = gradient
+        self._linked = gradients
 
     def put_gradient(self, pair: Pair, gradient: torch.Tensor | None) -> None:
         """Make ``gradient``, float32, the gradient of both."""
-        pair.master_param.grad = pair.model_param.grad = pair.linked = gradient
+        pair.master_param.grad = pair.model_param.grad = self._linked[pair.index] = gradient
 
     def unlinked(self) -> Iterator[Pair]:
         """The pairs whose weight carries a gradient that its master does not."""
@@ -216,18 +185,18 @@ class FullMasters:
 
     def relink(self) -> None:
         """Make each pair's two gradients one again: one cleared or replaced on the weight counts for the master."""
-        for pair in self.pairs:
-            ours, theirs = pair.master_param.grad, pair.model_param.grad
-            if theirs is not ours:
-                if theirs is not None:
-                    self.put_gradient(pair, as_float32(theirs))
-                else:
-                    self.put_gradient(pair, None if ours is pair.linked else ours)
+        ours, theirs = [m.grad for m in self._masters], [w.grad for w in self._weights]
+        if all(map(is_, ours, theirs)):
+            return
+        for pair, mine, other in zip(self.pairs, ours, theirs, strict=True):
+            if other is not mine:
+                cleared = other is None and mine is self._linked[pair.index]
+                kept = mine if other is None else other
+                self.put_gradient(pair, None if cleared or kept is None else as_float32(kept))
 
     def follow_cleared(self, set_to_none: bool) -> None:
         """After the optimizer's ``zero_grad``: the weights' gradients go the masters' way."""
-        for pair in self.pairs:
-            pair.model_param.grad = pair.linked = pair.master_param.grad
+        self.put_gradients([master.grad for master in self._masters])
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -250,29 +219,31 @@ class FullMasters:
     def copy_back(self) -> None:
         """Round every master into its weight, in one call."""
         if self.pairs:
-            torch._foreach_copy_([p.model_param for p in self.pairs], [p.master_param for p in self.pairs])
+            torch._foreach_copy_(self._weights, self._masters)
             self.note_versions()
 
     def note_versions(self) -> None:
         """From here on, a change of a weight is somebody else's."""
-        for pair in self.pairs:
-            pair.version = pair.model_param._version
-        self._handed_out.clear()
+        self._versions = [weight._version for weight in self._weights]
+        self._watcher.handed_out.clear()
 
     def note_version(self, pair: Pair) -> None:
         """:meth:`note_versions` for one pair."""
-        pair.version = pair.model_param._version
-        self._handed_out.discard(pair.model_param)
+        self._versions[pair.index] = pair.model_param._version
+        self._watcher.handed_out.discard(pair.model_param)
 
     def adopt_external_writes(self) -> None:
         """Where somebody wrote to a weight since the last copy, the master follows."""
+        versions = [weight._version for weight in self._weights]
+        if versions == self._versions and not self._watcher.handed_out:
+            return
         for pair in self.pairs:
             self.adopt_if_written(pair)
 
     def adopt_if_written(self, pair: Pair) -> None:
         """:meth:`adopt_external_writes` for one pair."""
         weight = pair.model_param
-        if weight._version != pair.version or (self._handed_out and weight in self._handed_out):
+        if weight._version != self._versions[pair.index] or weight in self._watcher.handed_out:
             self.adopt(pair)
             self.note_version(pair)
 

@@ -7,7 +7,7 @@ the masters in the optimizer's groups are placeholders of the right shape and dt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -121,12 +121,12 @@ class SplitMasters(FullMasters):
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Take the weights' gradients off them."""
-        taken = [pair.model_param.grad for pair in self.pairs]
-        for pair in self.pairs:
-            pair.model_param.grad = None
+        taken = [weight.grad for weight in self._weights]
+        for weight in self._weights:
+            weight.grad = None
         return taken
 
-    def put_gradients(self, gradients: Iterable[torch.Tensor | None]) -> None:
+    def put_gradients(self, gradients: list[torch.Tensor | None]) -> None:
         """Put gradients on the weights."""
         for pair, gradient in zip(self.pairs, gradients, strict=False):
             self.put_gradient(pair, gradient)

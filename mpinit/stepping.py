@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,13 @@ from .patching import Undo, UndoStack, set_attribute
 
 Closure = Callable[[], Any]
 NamesOf = Callable[[torch.Tensor], str]
+
+
+class SkipCounts(NamedTuple):
+    """Steps skipped in all, and in a row until now."""
+
+    skipped: int
+    consecutive: int
 
 
 class _EvaluationOverflow(Exception):
@@ -41,10 +48,11 @@ class Stepper:
         self._inner_step: Callable[..., Any] = control.optimizer.step
         self._inner_zero_grad: Callable[..., None] = control.optimizer.zero_grad
         self._inner_add_param_group: Callable[[dict[str, Any]], None] = control.optimizer.add_param_group
+        own = getattr(self._inner_zero_grad, "__func__", None)
+        self._zeroes_as_torch_does = own is torch.optim.Optimizer.zero_grad
         self._attempted = 0
-        self._skipped: torch.Tensor = torch.zeros(())
-        self._consecutive: torch.Tensor = torch.zeros(())
-        self._last: torch.Tensor = torch.zeros(())
+        self._skips = SkipCounts(0, 0)
+        self._on_device: torch.Tensor | None = None
         self._active = True
         self._warned = False
 
@@ -80,36 +88,56 @@ class Stepper:
     @property
     def good_steps(self) -> int:
         """Steps done since initialisation."""
-        return self._attempted - int(self._skipped.item())
+        return self._attempted - self.skipped_steps
 
     @property
     def skipped_steps(self) -> int:
         """Steps skipped since initialisation."""
-        return int(self._skipped.item())
+        return self._counts().skipped
 
     @property
     def consecutive_skips(self) -> int:
         """Steps skipped since the last good one."""
-        return int(self._consecutive.item())
+        return self._counts().consecutive
 
     @property
     def was_skipped(self) -> bool:
         """Whether the last step was skipped."""
-        return bool(self._last.item() > 0)
+        return self._counts().consecutive > 0
 
-    def _count(self, skipped: torch.Tensor) -> None:
+    def _counts(self) -> SkipCounts:
+        """The counts of skips, those of steps that skipped inside a kernel read from the device."""
+        if self._on_device is not None:
+            skipped, consecutive, good = self._on_device.tolist()
+            self._skips = SkipCounts(
+                self._skips.skipped + int(skipped), int(consecutive) + (0 if good else self._skips.consecutive)
+            )
+            self._on_device = None
+        return self._skips
+
+    def _count(self, skipped: bool) -> None:
         self._attempted += 1
-        if self._skipped.device != skipped.device:
-            self._skipped = self._skipped.to(skipped.device)
-            self._consecutive = self._consecutive.to(skipped.device)
-        self._last = skipped.clone()
-        self._skipped.add_(skipped)
-        self._consecutive.add_(skipped).mul_(skipped)
+        if skipped or self._on_device is not None or self._skips.consecutive:
+            counts = self._counts()
+            self._skips = SkipCounts(counts.skipped + skipped, counts.consecutive + 1 if skipped else 0)
+
+    def _count_on_device(self, found_inf: torch.Tensor) -> None:
+        """Count without reading: skipped steps, those in a row, and whether any was good, since the last reading."""
+        self._attempted += 1
+        if self._on_device is None:
+            self._on_device = torch.zeros(3, device=found_inf.device)
+        skipped = (found_inf > 0).float()
+        self._on_device[0].add_(skipped)
+        self._on_device[1].add_(skipped).mul_(skipped)
+        self._on_device[2].add_(1 - skipped)
 
     # -- the methods --------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The optimizer's ``zero_grad``, for weights and masters."""
+        if self._active and set_to_none and self._zeroes_as_torch_does:
+            self.control.clear_gradients()
+            return
         self._inner_zero_grad(set_to_none)
         if self._active:
             self.control.gradients_cleared(set_to_none)
@@ -137,9 +165,9 @@ class Stepper:
         if found_inf is not None and self._skips_in_kernel(found_inf):
             return self._step_in_kernel(found_inf, *args, **kwargs)
         if found_inf is not None and found_inf.item() > 0:
-            return self._skip(found_inf)
+            return self._skip()
         result = self._run(*args, **kwargs)
-        self._count(found_inf if found_inf is not None else torch.zeros(()))
+        self._count(skipped=False)
         return result
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,8 +177,8 @@ class Stepper:
                 result = self._inner_step(*args, **kwargs)
         return result
 
-    def _skip(self, found_inf: torch.Tensor) -> None:
-        self._count(torch.ones((), device=found_inf.device))
+    def _skip(self) -> None:
+        self._count(skipped=True)
         self._raise_after_too_many()
 
     def _raise_after_too_many(self) -> None:
@@ -223,7 +251,7 @@ class Stepper:
             result = self._run(*args, **kwargs)
         finally:
             undos.unwind()
-        self._count((found_inf > 0).float())
+        self._count_on_device(found_inf)
         # Reading the counters would wait for the device: done once in as many steps as may be skipped in a row.
         if self._attempted % self.control.plan.scaling.max_consecutive_skips == 0 and not _is_capturing():
             self._raise_after_too_many()
@@ -242,12 +270,12 @@ class Stepper:
             store.copy_back()
         except _EvaluationOverflow:
             self._restore(before)
-            self._skip(torch.ones(()))
+            self._skip()
             return None
         except BaseException:
             self._restore(before)
             raise
-        self._count(torch.zeros(()))
+        self._count(skipped=False)
         return result
 
     def _evaluator(self, closure: Closure) -> Closure:
@@ -265,7 +293,7 @@ class Stepper:
                 self._check_gradients()
                 if control.found_inf is None or control.found_inf.item() == 0:
                     return loss
-                control.drop_gradients()
+                control.clear_gradients()
             raise _EvaluationOverflow
 
         return evaluate

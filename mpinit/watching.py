@@ -1,0 +1,84 @@
+"""Noticing that a parameter's ``.data`` was handed out: writes through it leave no other trace.
+
+torch counts in-place writes in a tensor's version, but not those through ``.data``. While anything is watched,
+``torch.nn.Parameter`` has a ``data`` property of its own that takes down who asked; the parameters themselves stay
+what they are, and everything but ``.data`` costs what it did.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+TENSOR_DATA: Final[Any] = torch.Tensor.data
+
+_watchers: dict[int, weakref.ref[Watcher]] = {}
+_lock = threading.Lock()
+
+
+class Watcher:
+    """A set of parameters, and which of them had their ``.data`` handed out or replaced.
+
+    Example:
+        >>> watcher, weight = Watcher(), nn.Parameter(torch.ones(2))
+        >>> watcher.watch(weight)
+        >>> _ = weight.data.mul_(2)
+        >>> weight in watcher.handed_out
+        True
+        >>> watcher.close()
+    """
+
+    def __init__(self) -> None:
+        self.handed_out: set[torch.Tensor] = set()
+        self._ids: set[int] = set()
+        # A watcher that is dropped without being closed leaves nothing behind.
+        weakref.finalize(self, _forget, self._ids)
+
+    def watch(self, parameter: nn.Parameter) -> None:
+        """Watch one parameter."""
+        with _lock:
+            if not _watchers:
+                nn.Parameter.data = property(_get, _set, doc=torch.Tensor.data.__doc__)  # type: ignore[assignment]
+            _watchers[id(parameter)] = weakref.ref(self)
+            self._ids.add(id(parameter))
+
+    def unwatch(self, parameter: nn.Parameter) -> None:
+        """Stop watching one parameter."""
+        self._ids.discard(id(parameter))
+        self.handed_out.discard(parameter)
+        _forget({id(parameter)})
+
+    def close(self) -> None:
+        """Stop watching everything."""
+        self.handed_out.clear()
+        _forget(self._ids)
+        self._ids.clear()
+
+
+def _forget(ids: set[int]) -> None:
+    with _lock:
+        for number in ids:
+            _watchers.pop(number, None)
+        if not _watchers and "data" in vars(nn.Parameter):
+            del nn.Parameter.data
+
+
+def _take_down(parameter: torch.Tensor) -> None:
+    reference = _watchers.get(id(parameter))
+    watcher = None if reference is None else reference()
+    if watcher is not None:
+        watcher.handed_out.add(parameter)
+
+
+def _get(parameter: torch.Tensor) -> Any:
+    _take_down(parameter)
+    return TENSOR_DATA.__get__(parameter)
+
+
+def _set(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    _take_down(parameter)
+    TENSOR_DATA.__set__(parameter, value)
