@@ -27,7 +27,7 @@ def row(run: Run) -> tuple[str, ...]:
         f"{run.weight_bytes:,} B",
         f"{run.optimizer_bytes:,} B",
         str(len(run.skipped_steps)),
-        f"{run.loss_scales[-1]:g}",
+        f"{run.loss_scales[-1]:,.0f}" if run.loss_scales[-1] >= 1 else f"{run.loss_scales[-1]:g}",
     )
 
 
