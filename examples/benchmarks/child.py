@@ -1,14 +1,11 @@
-"""One contender on one workload in a process of its own: reads requests on stdin, answers on stdout, JSON lines."""
+"""One contender on one workload, as its process holds it: prepare, take turns, be looked at."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import os
 import sys
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -108,37 +105,3 @@ def _or_none(count: Callable[[], int]) -> int | None:
     except Exception as error:
         print(f"not counted: {error!r}", file=sys.stderr)
         return None
-
-
-def serve(child: Child, requests: TextIO, answers: TextIO) -> None:
-    """Answer until the requests end; what goes wrong is an answer too."""
-    for line in requests:
-        request = json.loads(line)
-        try:
-            answer = getattr(child, request.pop("do"))(**request)
-        except Unavailable as reason:
-            answer = {"unavailable": str(reason)}
-        except Exception as error:
-            first_line = (str(error).strip() or "no message").splitlines()[0]
-            answer = {"failed": f"{type(error).__name__}: {first_line}"}
-            sys.excepthook(type(error), error, error.__traceback__)
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
-def main() -> None:
-    """Entry point of the child process."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workload", required=True, choices=list(WORKLOADS))
-    parser.add_argument("--contender", required=True, choices=list(ROSTER))
-    parser.add_argument("--size", required=True, type=json.loads, help="the workload's sizes as JSON")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a library that prints must not spoil the answers
-    serve(Child(**vars(options)), sys.stdin, answers)
-
-
-if __name__ == "__main__":
-    main()

@@ -32,6 +32,12 @@ def held(contender: Contender) -> dict[str, int]:
     return {"weights": weights, "masters": _take(_live(), seen), "gradients": gradients, "states": states}
 
 
+def all_held() -> int:
+    """Bytes of every live tensor."""
+    gc.collect()
+    return _take(_live(), set())
+
+
 def _live() -> Iterator[Tensor]:
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import goals, machine, plot, report
+from . import goals, machine, plot, report, saving
 from .roster import ROSTER
-from .turns import ROOT, Settings, play
+from .turns import Settings, play
 from .workloads import WORKLOADS
 
 SCHEMA = 1
@@ -27,9 +25,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", choices=list(ROSTER), default=list(ROSTER))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, help="turns per contender (default 9; 2 with --quick)")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="start no workload after this many seconds")
-    parser.add_argument("--out", type=Path, help="folder for JSON and PNG (default: results/; runs/ with --quick)")
+    saving.add_options(parser)
     return parser.parse_args(arguments)
 
 
@@ -68,11 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("--device cuda: this torch sees no CUDA device; leave --device out to measure the CPU")
     results = run(options)
-    default = ROOT / "runs" / "benchmarks" if options.quick else Path(__file__).parent / "results"
-    folder = options.out or default
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{options.device}-{machine.slug(machine.name(options.device))}.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    path = saving.save(results, "bench", options)
     print(goals.table(results))
     print(f"\n{results['seconds']} s; figures in {path}")
     picture = plot.draw(results, path.with_suffix(".png"))
