@@ -1,0 +1,452 @@
+"""modules: what is cast and what stays float32, inputs and outputs, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import CASES, DTYPES, Cnn, level_arguments, train, train_plainly
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import mpinit
+
+LEVELS = ["O0", "O1", "O2", "O3"]
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def sgd(*models: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for model in models for p in model.parameters()], lr=lr)
+
+
+def quietly(model: nn.Module, level: str = "O2", **keywords: Any) -> nn.Module:
+    """Initialised with an optimizer that trains all of it."""
+    mpinit.initialize(model, sgd(model), level, verbosity=0, **keywords)
+    return model
+
+
+def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+# -- what is cast -----------------------------------------------------------------------------------------------------
+
+
+class Assorted(nn.Module):
+    """Parameters and buffers of many types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.fine = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("wide", torch.full((3,), 0.1, dtype=torch.float64))
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+        self.register_buffer("index", torch.arange(3))
+        self.register_buffer("phase", torch.ones(3, dtype=torch.complex64))
+        self.register_buffer("nothing", None)
+        self.register_buffer("unsaved", torch.ones(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.fine * self.frozen * self.wide.to(self.fine.dtype) * self.unsaved
+        return self.norm(self.linear(x) * scale * self.mask + self.index)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("level", "batchnorm"), [("O0", F32), ("O2", F32), ("O3", None)])
+def test_floating_parameters_and_buffers_are_cast_and_nothing_else(
+    level: str, batchnorm: torch.dtype | None, dtype: str
+) -> None:
+    model = Assorted()
+    mpinit.initialize(model, sgd(model), **level_arguments(level, DTYPES[dtype]))
+    body = F32 if level == "O0" else DTYPES[dtype]
+    norm = batchnorm or body
+    expected = {f"norm.{name}": norm for name in ("weight", "bias", "running_mean", "running_var")}
+    expected |= dict.fromkeys(["linear.weight", "linear.bias", "fine", "frozen", "wide", "unsaved"], body)
+    expected |= {"mask": torch.bool, "index": torch.int64, "phase": torch.complex64}
+    assert dtypes_of(model) == expected | {"norm.num_batches_tracked": torch.int64}
+    assert model(torch.randn(4, 3)).dtype is F32
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_o1_casts_no_weight(level: str) -> None:
+    model = Assorted().float()
+    assert set(dtypes_of(quietly(model, level)).values()) == {F32, torch.bool, torch.int64, torch.complex64}
+
+
+def test_cast_model_type_false_leaves_weights_and_inputs() -> None:
+    model = quietly(nn.Linear(2, 2), "O3", cast_model_type=False)
+    assert model.weight.dtype is F32
+    assert model(torch.ones(1, 2)).dtype is F32
+    assert quietly(nn.Linear(2, 2), "O2", cast_model_type="False").weight.dtype is F32
+
+
+# -- BatchNorm --------------------------------------------------------------------------------------------------------
+
+
+class UsersBatchNorm(nn.BatchNorm1d):
+    """A user's own, whose kernel nobody has seen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, var = x.mean(0), x.var(0, unbiased=False)
+        assert x.dtype is self.running_mean.dtype, "a module kept in float32 gets float32"
+        return (x - mean) / (var + self.eps).sqrt() * self.weight + self.bias
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "1d": lambda: nn.BatchNorm1d(4),
+    "affine=False": lambda: nn.BatchNorm1d(4, affine=False),
+    "no running statistics": lambda: nn.BatchNorm1d(4, track_running_stats=False),
+    "sync": lambda: nn.SyncBatchNorm(4),
+    "user's": lambda: UsersBatchNorm(4),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_batchnorm_stays_float32_and_works_in_train_and_eval(norm: str, dtype: str) -> None:
+    seen: list[torch.dtype] = []
+    model = nn.Sequential(nn.Linear(4, 4), NORMS[norm](), nn.Linear(4, 4))
+    model[2].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    quietly(model, "O2", cast_model_type=DTYPES[dtype], loss_scale=1.0)
+    for name, kept in dtypes_of(model[1]).items():
+        assert kept is (torch.int64 if name == "num_batches_tracked" else F32)
+    for mode in (True, False):
+        if mode and norm == "sync":
+            continue  # SyncBatchNorm trains on an accelerator only
+        model.train(mode)
+        x = torch.randn(8, 4, requires_grad=True)
+        model(x).square().sum().backward()
+        assert x.grad is not None and x.grad.dtype is F32 and bool(x.grad.isfinite().all())
+        assert seen.pop() is DTYPES[dtype], "what comes out of a BatchNorm is 16-bit again"
+
+
+def test_o3_casts_batchnorm_too() -> None:
+    assert dtypes_of(quietly(nn.Sequential(nn.BatchNorm1d(2)), "O3"))["0.running_var"] is F16
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("level", "more"), [("O2", {}), ("O3", {"keep_batchnorm_fp32": True})])
+def test_fine_tuning_with_frozen_batchnorm_trains(level: str, more: dict[str, Any], dtype: str) -> None:
+    case = CASES["cnn"]
+    batches = case.batches(15)
+
+    def frozen(model: nn.Module) -> nn.Module:
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval().requires_grad_(False)
+                module.running_var.fill_(0.1)
+        return model
+
+    def trainer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
+
+    reference = frozen(case.build())
+    expected = train_plainly(reference, trainer(reference), batches, case.loss)
+    model = frozen(case.build())
+    optimizer = trainer(model)
+    statistics = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    mpinit.initialize(model, optimizer, **level_arguments(level, DTYPES[dtype]), **more)
+    losses = train(model, optimizer, batches, case.loss)
+    assert losses == pytest.approx(expected, abs=0.02 if dtype == "fp16" else 0.15)
+    assert losses[-1] < losses[0]
+    assert all(torch.equal(buffer, statistics[name]) for name, buffer in model.named_buffers())
+
+
+# -- keep_fp32 --------------------------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleDict({"linear": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
+        self.second = nn.ModuleDict({"linear": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (self.first, self.second):
+            x = block["norm"](block["linear"](x))
+        return self.head(x)
+
+
+NORM_NAMES = {"first.norm", "second.norm"}
+KEPT: dict[str, tuple[Any, set[str]]] = {
+    "a name": ("head", {"head.0", "head.1"}),
+    "a name below": ("head.1", {"head.1"}),
+    "a wildcard": ("*.norm", NORM_NAMES),
+    "a type": (nn.LayerNorm, NORM_NAMES),
+    "a predicate": (lambda name, module: isinstance(module, nn.LayerNorm) and name.startswith("first"), {"first.norm"}),
+    "several": (["second.linear", nn.LayerNorm], NORM_NAMES | {"second.linear"}),
+    "everything": (lambda name, module: True, NORM_NAMES | {"first.linear", "second.linear", "head.0", "head.1"}),
+}
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("what", KEPT)
+def test_keep_fp32_leaves_modules_in_float32(what: str, level: str) -> None:
+    keep, expected = KEPT[what]
+    model = Blocks()
+    taken: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+    for name, module in model.named_modules():
+        if not list(module.children()):
+            module.register_forward_hook(
+                lambda _, args, output, name=name: taken.update({name: (args[0].dtype, output.dtype)})
+            )
+    quietly(model, level, keep_fp32=keep, loss_scale=1.0)
+    out = model(torch.randn(3, 4))
+    out.sum().backward()
+    assert out.dtype is F32
+    kept = {name.rpartition(".")[0] for name, dtype in dtypes_of(model).items() if dtype is F32}
+    assert kept == expected
+    if what in ("a wildcard", "a type", "a predicate", "a name below"):
+        assert all(taken[name][1] is (F16) for name in expected), "what they return is 16-bit again"
+    assert all(dtypes == (F16, F16) for name, dtypes in taken.items() if name not in expected)
+
+
+def test_a_name_that_matches_nothing_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"'haed' matches no module.*'head'"):
+        quietly(Blocks(), keep_fp32="haed")
+
+
+# -- shared, parametrized, unfinished parameters ----------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_tied_parameters_stay_tied(level: str) -> None:
+    model = Tied()
+    optimizer = sgd(model)
+    mpinit.initialize(model, optimizer, **level_arguments(level, F16))
+    assert model.head.weight is model.embedding.weight
+    assert len(list(mpinit.master_params(optimizer))) == 1
+    before = model.state_dict()["head.weight"].clone()
+    train(model, optimizer, [(torch.arange(5), torch.arange(5))], nn.functional.cross_entropy)
+    after = model.state_dict()
+    assert torch.equal(after["head.weight"], after["embedding.weight"])
+    assert not torch.equal(after["head.weight"], before)
+    mpinit.undo(model)
+    assert model.head.weight is model.embedding.weight
+
+
+def test_a_parameter_tied_into_a_module_kept_float32_is_refused() -> None:
+    model = Tied()
+    with pytest.raises(ValueError, match=r"embedding\.weight.*shared.*keep_fp32"):
+        quietly(model, keep_fp32="head")
+    assert model.head.weight.dtype is F32
+    assert "forward" not in vars(model)
+
+
+def _orthogonal() -> nn.Module:
+    return parametrizations.orthogonal(nn.Linear(4, 4))
+
+
+def _symmetric() -> nn.Module:
+    class Symmetric(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight.triu() + weight.triu(1).transpose(-1, -2)
+
+    linear = nn.Linear(4, 4)
+    parametrize.register_parametrization(linear, "weight", Symmetric())
+    return linear
+
+
+def _old_weight_norm() -> nn.Module:
+    with pytest.warns(FutureWarning):
+        return nn.utils.weight_norm(nn.Linear(4, 4))
+
+
+PARAMETRIZED: dict[str, Callable[[], nn.Module]] = {
+    "symmetric": _symmetric,
+    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
+    "old weight_norm": _old_weight_norm,
+    "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
+    "old spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("what", PARAMETRIZED)
+def test_parametrized_weights_train(what: str, level: str, dtype: str) -> None:
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(PARAMETRIZED[what](), nn.Tanh(), nn.Linear(4, 4))
+
+    reference, model = build(), build()
+    expected = train_plainly(reference, sgd(reference), [(x, y)] * 5, nn.functional.mse_loss)
+    optimizer = sgd(model)
+    mpinit.initialize(model, optimizer, **level_arguments(level, DTYPES[dtype]))
+    losses = train(model, optimizer, [(x, y)] * 5, nn.functional.mse_loss)
+    assert losses == pytest.approx(expected, abs=0.005 if dtype == "fp16" else 0.05)
+    mpinit.undo(model)
+    assert set(dtypes_of(model).values()) == {F32}
+    assert model(x).dtype is F32
+
+
+def test_weights_computed_by_a_function_without_16_bit_work_where_kept_float32() -> None:
+    model = quietly(nn.Sequential(_orthogonal(), nn.Linear(4, 4)), keep_fp32="0", loss_scale=1.0)
+    model(torch.randn(2, 4)).sum().backward()
+    assert model[1].weight.dtype is F16
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyLinear(2), nn.LazyBatchNorm1d()], ids=["linear", "batchnorm"])
+def test_lazy_modules_are_refused_by_name_until_they_are_initialised(lazy: nn.Module) -> None:
+    model = nn.Sequential(OrderedDict(start=nn.Linear(3, 3), late=lazy))
+    with pytest.raises(ValueError, match=r"'late\.\w+'.*lazy.*forward"):
+        mpinit.initialize(model, opt_level="O2")
+    model(torch.ones(2, 3))
+    quietly(model, loss_scale=1.0)
+    model(torch.ones(2, 3)).sum().backward()
+    assert model.late.weight.dtype is (F32 if isinstance(lazy, nn.BatchNorm1d) else F16)
+
+
+# -- inputs and outputs -----------------------------------------------------------------------------------------------
+
+Point = namedtuple("Point", "x y")
+
+
+class Bag(dict):  # type: ignore[type-arg]
+    """A mapping of the user's."""
+
+
+@dataclass
+class Record:
+    x: Tensor
+    tag: str
+
+
+class Convertible:
+    """Not a tensor, but it can convert itself."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, dtype: torch.dtype) -> Convertible:
+        return Convertible(self.x.to(dtype))
+
+
+class Probe(nn.Module):
+    """Hands back what it was given and remembers it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.given: Any = None
+
+    def forward(self, value: Any, *, flag: bool = False, other: Any = None) -> Any:
+        """Remembers."""
+        self.given = value
+        return value
+
+
+X = torch.ones(2)
+CONTAINERS: dict[str, tuple[Any, Callable[[Any], Tensor]]] = {
+    "tensor": (X, lambda v: v),
+    "list": ([X, 1], lambda v: v[0]),
+    "tuple": ((X, "a"), lambda v: v[0]),
+    "namedtuple": (Point(X, 2), lambda v: v.x),
+    "dict": ({"b": X, "a": 1}, lambda v: v["b"]),
+    "OrderedDict": (OrderedDict(b=X, a=None), lambda v: v["b"]),
+    "mapping subclass": (Bag(b=X, a=1), lambda v: v["b"]),
+    "dataclass": (Record(X, "t"), lambda v: v.x),
+    "nested": ({"a": [(Point(X, 1),)]}, lambda v: v["a"][0][0].x),
+    "convertible": (Convertible(X), lambda v: v.x),
+}
+
+
+@pytest.mark.parametrize("call", [lambda m, v: m(v), lambda m, v: m.forward(v), lambda m, v: m(value=v)])
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_inputs_and_outputs_are_cast_in_every_container(kind: str, call: Callable[[nn.Module, Any], Any]) -> None:
+    value, leaf = CONTAINERS[kind]
+    probe = Probe()
+    quietly(probe, "O3")
+    returned = call(probe, value)
+    assert type(probe.given) is type(value)
+    assert leaf(probe.given).dtype is F16
+    assert type(returned) is type(value)
+    assert leaf(returned).dtype is F32
+    assert leaf(value).dtype is F32, "what the caller holds is not touched"
+    if isinstance(value, dict):
+        assert list(probe.given) == list(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [3, "text", None, np.ones(2), torch.arange(2), torch.ones(2, dtype=torch.bool), [1, "a"], {"i": torch.arange(2)}],
+    ids=["int", "str", "None", "numpy", "integers", "bool", "list", "dict"],
+)
+def test_what_is_not_floating_keeps_its_identity(value: Any) -> None:
+    probe = Probe()
+    quietly(probe, "O2")
+    assert probe(value) is value
+    assert probe.given is value
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_flow_back_to_float32_inputs(level: str) -> None:
+    model = quietly(Cnn(), level, loss_scale=1.0)
+    x = torch.randn(2, 1, 8, 8, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype is F32
+    assert bool(x.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("outputs", ["fp16", "bf16", "fp32", torch.float16, None])
+@pytest.mark.parametrize("level", LEVELS)
+def test_cast_model_outputs(level: str, outputs: Any) -> None:
+    model = quietly(Cnn(), level, cast_model_outputs=outputs)
+    expected = {"fp16": F16, "bf16": BF16, "fp32": F32, F16: F16, None: F32}[outputs]
+    x = torch.randn(2, 1, 8, 8)
+    if level == "O1" and outputs is None:
+        expected = F16  # a linear layer came last, and O1 in the scope of a thread leaves outputs as they are
+    assert model(x).dtype is expected
+    assert model.forward(x).dtype is expected
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_signature_and_documentation_of_forward_stay(level: str) -> None:
+    probe = Probe()
+    expected = inspect.signature(probe.forward)
+    quietly(probe, level)
+    assert inspect.signature(probe.forward) == expected
+    assert probe(torch.ones(2), flag=True, other=SimpleNamespace(a=1)).dtype is F32
+
+
+def test_a_forward_put_on_the_instance_before_still_runs() -> None:
+    model = nn.Linear(2, 2)
+    model.forward = lambda x: nn.functional.linear(x, model.weight) + 100  # type: ignore[method-assign]
+    before = model.forward
+    quietly(model, "O2")
+    assert model(torch.zeros(1, 2)).min() >= 99
+    mpinit.undo(model)
+    assert model.forward is before
+
+
+def test_forward_hooks_run_once_and_see_what_the_caller_sees() -> None:
+    model = nn.Linear(2, 2)
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+    model.register_forward_hook(lambda m, args, output: seen.append((args[0].dtype, output.dtype)))
+    quietly(model, "O2")
+    model(torch.ones(1, 2))
+    assert seen == [(F32, F32)]
