@@ -42,6 +42,11 @@ def install_as_apex() -> None:
         sys.meta_path.insert(0, ApexFinder())
     already = sys.modules.get(NAME)
     if already is not None and already.__name__ != FACE:
+        for name, module in list(sys.modules.items()):
+            if _is_ours_always(name) and not module.__name__.startswith(FACE):
+                del sys.modules[name]
+            elif name.startswith(NAME + "."):
+                _fill_module(module)
         _fill_package(already)
 
 

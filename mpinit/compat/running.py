@@ -9,6 +9,7 @@ import re
 import runpy
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +21,7 @@ from .importing import BOOTSTRAP, install_as_apex
 _NO_DEVICE: Final = re.compile(
     r"not compiled with CUDA|no NVIDIA driver|No CUDA GPUs|no CUDA-capable device|cuda\.is_available\(\) is False"
     r"|torch\._C' has no attribute '_cuda|dummy base class|torch\.cuda\.\w+Tensor not available|CUDA driver"
-    r"|NCCL built in|only supported with GPUs|no GPUs found|NCCL is not available|without NCCL",
+    r"|NCCL built in|NCCL support is not compiled|NCCL is not available|only supported with GPUs|no GPUs found",
     re.IGNORECASE,
 )
 
@@ -75,6 +76,8 @@ def _prepare(argv: list[str], first_on_path: str) -> None:
 
 
 def _guard(run: Callable[[], object]) -> int:
+    # torch says this on the way to the error that is reported below.
+    warnings.filterwarnings("ignore", message="Attempted to get default timeout for nccl backend")
     try:
         run()
     except Exception as error:

@@ -50,7 +50,13 @@ def expect(step: Step, scale: Callable[[list[torch.Tensor]], float] = lambda gra
 
 
 def adam(
-    lr: float = 0.1, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, wd: float = 0.0, l2: bool = False, fix: bool = True
+    lr: float = 0.1,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    wd: float = 0.0,
+    l2: bool = False,
+    fix: bool = True,
 ) -> Step:
     def step(w: torch.Tensor, g: torch.Tensor, s: dict[str, Any]) -> torch.Tensor:
         g = g + wd * w if l2 else g
@@ -68,7 +74,9 @@ def test_adam(bias_correction: bool, adam_w_mode: bool) -> None:
     got = train(
         lambda p: FusedAdam(p, lr=0.1, bias_correction=bias_correction, adam_w_mode=adam_w_mode, weight_decay=0.05)
     )
-    torch.testing.assert_close(got, expect(adam(wd=0.05, l2=not adam_w_mode, fix=bias_correction)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        got, expect(adam(wd=0.05, l2=not adam_w_mode, fix=bias_correction)), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_adam_is_torchs_own_bit_for_bit_and_fused() -> None:
@@ -91,9 +99,7 @@ def sgd(lr: float, momentum: float, wd: float, nesterov: bool, after: bool) -> S
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_sgd(nesterov: bool, after: bool) -> None:
-    got = train(
-        lambda p: FusedSGD(p, 0.1, momentum=0.9, weight_decay=0.05, nesterov=nesterov, wd_after_momentum=after)
-    )
+    got = train(lambda p: FusedSGD(p, 0.1, momentum=0.9, weight_decay=0.05, nesterov=nesterov, wd_after_momentum=after))
     torch.testing.assert_close(got, expect(sgd(0.1, 0.9, 0.05, nesterov, after)), rtol=1e-5, atol=1e-6)
 
 

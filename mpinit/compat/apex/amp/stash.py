@@ -31,6 +31,7 @@ class AmpStash:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._kept: list[torch.Tensor | None] | None = None
+        self._in_backward = False
         self.lazy_init_called = False
         self.already_patched = True
         self.params_have_scaled_gradients = False
@@ -98,15 +99,16 @@ class AmpStash:
 
     def before_backward(self) -> None:
         """Set gradients accumulated so far aside."""
-        if self._kept is None:
+        if not self._in_backward:
+            self._in_backward = True
             self._kept = self.control().before_backward(self._scalers()[0])
 
     def after_backward(self, scaler: LossScaler | None) -> None:
         """Bring fresh gradients into the masters, unscaled and checked, onto those set aside."""
         core = self._scalers()[0] if scaler is None else scaler.core
-        kept, self._kept = self._kept, None
-        if kept is None:
+        if not self._in_backward:
             raise RuntimeError("_post_amp_backward needs a _prepare_amp_backward before the backward pass")
+        self._in_backward, kept, self._kept = False, self._kept, None
         found_inf = self.control().after_backward(kept, core)
         if found_inf is not None:
             core.note(found_inf)

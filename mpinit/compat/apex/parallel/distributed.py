@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 _LOGGER = logging.getLogger("mpinit")
+
+
+# torch is renaming the option that broadcasts buffers at each forward.
+_BUFFERS_OPTION = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(nn.parallel.DistributedDataParallel).parameters
+)
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -63,14 +72,17 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         megabytes = max(message_size * _element_bytes(module) / 2**20, 1e-3)
         super().__init__(
             module,
-            broadcast_buffers=False,
+            **{_BUFFERS_OPTION: False},  # type: ignore[arg-type]
             bucket_cap_mb=megabytes,
             find_unused_parameters=delay_allreduce,
         )
         if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
             after = dist.get_world_size() / gradient_predivide_factor if gradient_average else 1.0
             before = gradient_predivide_factor if gradient_average else 1.0
-            self.register_comm_hook(None, functools.partial(_reduce_bucket, allreduce_always_fp32, before, after))
+            # A lambda, because torch compares annotations, and ours are strings.
+            self.register_comm_hook(
+                None, lambda state, bucket: _reduce_bucket(bucket, allreduce_always_fp32, before, after)
+            )
 
     def disable_allreduce(self) -> None:
         """Leave gradients unreduced from the next forward on."""
@@ -94,9 +106,7 @@ def _log_ignored_once(names: tuple[str, ...]) -> None:
         )
 
 
-def _reduce_bucket(
-    in_float32: bool, before: float, after: float, state: None, bucket: Any
-) -> torch.futures.Future[Tensor]:
+def _reduce_bucket(bucket: Any, in_float32: bool, before: float, after: float) -> torch.futures.Future[Tensor]:
     """A gradient bucket summed over the processes with divisions before and after it, in float32 where asked."""
     buffer: Tensor = bucket.buffer()
     summed = buffer.float() if in_float32 else buffer

@@ -1,0 +1,107 @@
+"""Two processes: DistributedDataParallel with apex's arguments, Reducer, process groups. Under torchrun, over gloo."""
+
+import apex
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from apex import amp
+from apex.parallel import DistributedDataParallel as DDP
+from apex.parallel import Reducer, convert_syncbn_model, create_syncbn_process_group
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+assert world == 2
+
+torch.manual_seed(rank)
+local = torch.randn(8, 4)
+everything = [torch.zeros(8, 4) for _ in range(world)]
+dist.all_gather(everything, local)
+
+
+def make(batchnorm=False):
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), *([nn.BatchNorm1d(4)] if batchnorm else []), nn.Tanh(), nn.Linear(4, 1)]
+    return nn.Sequential(*layers)
+
+
+def wanted(average):
+    model = make()
+    for x in everything:
+        (F.mse_loss(model(x), x.sum(1, keepdim=True)) / (world if average else 1)).backward()
+    return [p.grad for p in model.parameters()]
+
+
+for options in (
+    {},
+    {"delay_allreduce": True, "num_allreduce_streams": 2},
+    {"allreduce_always_fp32": True, "gradient_predivide_factor": 2.0},
+    {"gradient_average": False, "message_size": 1},
+):
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=64.0, verbosity=0)
+    model = DDP(model, **options)
+    assert isinstance(model, nn.parallel.DistributedDataParallel)
+    with amp.scale_loss(F.mse_loss(model(local), local.sum(1, keepdim=True)), optimizer) as scaled:
+        scaled.backward()
+    for p, grad in zip(amp.master_params(optimizer), wanted(options.get("gradient_average", True)), strict=True):
+        torch.testing.assert_close(p.grad, grad, rtol=2e-2, atol=5e-3)
+    optimizer.step()
+    total = torch.cat([p.detach().flatten() for p in amp.master_params(optimizer)])
+    same = [torch.zeros_like(total) for _ in range(world)]
+    dist.all_gather(same, total)
+    assert torch.equal(same[0], same[1]), "both ranks hold the same masters"
+    assert all(name.startswith("module.") for name in model.state_dict())
+
+model.disable_allreduce()
+optimizer.zero_grad()
+with amp.scale_loss(F.mse_loss(model(local), local.sum(1, keepdim=True)), optimizer) as scaled:
+    scaled.backward()
+gathered = [torch.zeros(4, 4) for _ in range(world)]
+dist.all_gather(gathered, next(amp.master_params(optimizer)).grad.contiguous())
+assert not torch.equal(gathered[0], gathered[1])
+model.enable_allreduce()
+
+torch.manual_seed(rank)
+linear = nn.Linear(2, 2)
+reducer = Reducer(linear)
+linear(torch.full((1, 2), float(rank + 1))).sum().backward()
+reducer.reduce()
+assert torch.equal(linear.weight.grad, torch.full((2, 2), 1.5))
+tensors = [torch.full((2,), float(rank))]
+Reducer(tensors).reduce()
+assert torch.equal(tensors[0], torch.full((2,), 0.5))
+
+group = create_syncbn_process_group(1)
+assert dist.get_world_size(group) == 1
+try:
+    create_syncbn_process_group(3)
+except ValueError as error:
+    assert "give a divisor of 2" in str(error)
+else:
+    raise AssertionError("3 does not divide 2")
+plain = make(batchnorm=True)
+alone = convert_syncbn_model(make(batchnorm=True), process_group=group)
+torch.testing.assert_close(alone(local), plain(local), msg="a group of one is plain BatchNorm")
+
+for momentum in (0.1, None):
+    plain, synced = make(batchnorm=True), convert_syncbn_model(make(batchnorm=True))
+    plain[1].momentum = synced[1].momentum = momentum
+    assert isinstance(synced[1], apex.parallel.SyncBatchNorm)
+    whole = torch.cat(everything)
+    expected = plain(whole)
+    got = synced(local)
+    torch.testing.assert_close(got, expected[8 * rank : 8 * rank + 8])
+    expected.square().sum().backward()
+    got.square().sum().backward()
+    for p, q in zip(synced.parameters(), plain.parameters(), strict=True):
+        dist.all_reduce(p.grad)
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(synced[1].running_mean, plain[1].running_mean)
+    torch.testing.assert_close(synced[1].running_var, plain[1].running_var)
+    synced.eval(), plain.eval()
+    torch.testing.assert_close(synced(local), plain(local))
+
+dist.destroy_process_group()
+print(f"passed {rank}")

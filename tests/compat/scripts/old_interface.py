@@ -1,0 +1,67 @@
+"""Scripts of the first generation: amp.init, a handle, wrapped optimizers."""
+
+import sys
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from apex import amp
+
+if sys.argv[1:] == ["--banned"]:
+    handle = amp.init(allow_banned=True)
+    assert torch.isfinite(F.binary_cross_entropy(torch.ones(2).half() * 0.5, torch.ones(2).half()))
+    sys.exit()
+
+assert not amp.init(enabled=False).is_active()
+with amp.init(enabled=False).scale_loss(torch.ones(()), None) as same:
+    assert same == 1.0
+
+handle = amp.init(loss_scale=128.0)
+assert handle.is_active() and handle.has_cache and not handle.verbose
+assert amp._amp_state.handle is handle
+
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+x = torch.randn(16, 4)
+y = x.sum(1, keepdim=True)
+assert model(x).dtype == torch.float16, "functions cast wherever they are called"
+assert F.softmax(model(x), dim=1).dtype == torch.float32
+with amp.disable_casts():
+    assert model(x).dtype == torch.float32
+try:
+    F.binary_cross_entropy(torch.ones(2).half() * 0.5, torch.ones(2).half())
+except NotImplementedError:
+    pass
+else:
+    raise AssertionError("banned in float16")
+
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+losses = []
+for _ in range(15):
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x), y)
+    with handle.scale_loss(loss, optimizer) as scaled_loss:
+        assert torch.equal(scaled_loss, loss * 128.0)
+        scaled_loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+assert losses[-1] < 0.5 * losses[0], losses
+handle._clear_cache()
+
+optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), num_loss=2)
+for _ in range(2):
+    optimizer.zero_grad()
+    for _ in range(2):
+        with optimizer.scale_loss(F.mse_loss(model(x), y)) as scaled_loss:
+            scaled_loss.backward()
+    try:
+        optimizer.scale_loss(loss)
+    except RuntimeError as error:
+        assert "num_loss=2" in str(error)
+    else:
+        raise AssertionError("a third loss was not announced")
+    optimizer.step()
+
+handle._deactivate()
+assert not handle.is_active()
+assert model(x).dtype == torch.float32
+print("passed")

@@ -1,0 +1,177 @@
+"""The import hook: one object under two names, nothing left behind, a real apex completed and not replaced."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mpinit
+from mpinit.compat import uninstall_apex
+from mpinit.compat.coverage import COVERED, MODULES
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    mpinit.install_as_apex()
+    yield
+    uninstall_apex()
+
+
+def test_without_it_there_is_no_apex() -> None:
+    assert importlib.util.find_spec("apex") is None, "these tests need a machine without apex"
+
+
+@pytest.mark.usefixtures("installed")
+def test_submodules_are_the_same_objects_under_both_names() -> None:
+    apex = importlib.import_module("apex")
+    for name in ("amp", "amp.lists.torch_overrides", "parallel.distributed", "fp16_utils.fp16util"):
+        alias = importlib.import_module(f"apex.{name}")
+        assert alias is importlib.import_module(f"mpinit.compat.apex.{name}")
+        assert alias.__spec__ is not None
+        assert alias.__spec__.name.startswith("mpinit.compat"), "or relative imports inside would warn"
+    assert apex.__version__ == f"0.1+mpinit.{mpinit.__version__}"
+
+
+@pytest.mark.usefixtures("installed")
+def test_amp_reads_as_scripts_read_it() -> None:
+    from apex import amp  # type: ignore[import-not-found]
+    from apex.amp import amp as module  # type: ignore[import-not-found]
+    from apex.amp import scale_loss
+
+    importlib.import_module("apex.amp._amp_state")
+    assert amp._amp_state is sys.modules["apex.amp._amp_state"]._amp_state, "the import did not put the module there"
+    assert scale_loss is amp.scale_loss
+    assert module.init is amp.init
+    for name in ("state_dict", "load_state_dict", "initialize", "master_params", "disable_casts", "lists"):
+        assert name in amp.__dict__
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("name", ["apex.contrib", "apex.contrib.optimizers", "apex.transformer", "apex.amp.nothing"])
+def test_what_is_not_there_is_an_import_error(name: str) -> None:
+    with pytest.raises(ImportError):
+        importlib.import_module(name)
+    with pytest.raises(ImportError):
+        exec(f"from {name} import something")
+
+
+@pytest.mark.usefixtures("installed")
+def test_availability_checks() -> None:
+    apex = importlib.import_module("apex")
+    with pytest.raises(ImportError, match=r"apex\.contrib is not part of"):
+        apex.contrib  # noqa: B018
+    with pytest.raises(ImportError):
+        exec("from apex import contrib")
+    with pytest.raises(ImportError):
+        exec("from apex.optimizers import FusedMixedPrecisionLamb")
+    assert not hasattr(apex, "no_such_thing")
+    assert importlib.util.find_spec("apex.contrib") is None
+    for name in ("amp_C", "apex_C"):
+        with pytest.raises(ImportError):
+            importlib.import_module(name)
+    applier = importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier
+    assert applier.available is False
+    with pytest.raises(RuntimeError, match="available"):
+        applier(None, None, [])
+
+
+@pytest.mark.usefixtures("installed")
+def test_pickles_load_under_both_names() -> None:
+    from apex.parallel import SyncBatchNorm  # type: ignore[import-not-found]
+
+    saved = pickle.dumps(SyncBatchNorm(2))
+    assert b"apex.parallel" in saved
+    old = b"capex.fp16_utils.loss_scaler\nDynamicLossScaler\n."
+    assert pickle.loads(old) is importlib.import_module("mpinit.compat.apex.fp16_utils").DynamicLossScaler
+    uninstall_apex()
+    assert type(pickle.loads(saved)).__name__ == "SyncBatchNorm"
+
+
+def test_installing_twice_and_uninstalling_leave_nothing() -> None:
+    finders, path = list(sys.meta_path), list(sys.path)
+    mpinit.install_as_apex()
+    mpinit.install_as_apex()
+    assert len(sys.meta_path) == len(finders) + 1
+    importlib.import_module("apex.amp")
+    uninstall_apex()
+    assert sys.meta_path == finders
+    assert sys.path == path
+    assert not [name for name in sys.modules if name.split(".")[0] == "apex"]
+    with pytest.raises(ImportError):
+        importlib.import_module("apex")
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_table_of_coverage_tells_the_truth() -> None:
+    for name in MODULES:
+        importlib.import_module(name)
+    for name in COVERED:
+        owner, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(owner), attribute), name
+    for package in ("amp", "parallel", "normalization", "optimizers", "multi_tensor_apply", "fp16_utils"):
+        for attribute in importlib.import_module(f"apex.{package}").__all__:
+            name = f"apex.{package}.{attribute}"
+            assert name in COVERED or name in MODULES, f"{name} is provided but not in the table"
+
+
+@pytest.fixture
+def real_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package laid out like an apex of today: no amp, its own optimizers, some of parallel."""
+    files = {
+        "apex/__init__.py": "from . import optimizers\n__version__ = '25.1'\n",
+        "apex/optimizers/__init__.py": "class FusedAdam:\n    real = True\n",
+        "apex/parallel/__init__.py": "from .sync import SyncBatchNorm\n",
+        "apex/parallel/sync.py": "class SyncBatchNorm:\n    real = True\n",
+        "apex/contrib/__init__.py": "here = True\n",
+    }
+    for name, text in files.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    uninstall_apex()
+
+
+def check_completed(real: Path) -> None:
+    apex = importlib.import_module("apex")
+    assert str(apex.__file__).startswith(str(real))
+    assert apex.__version__ == "25.1"
+    assert apex.optimizers.FusedAdam.real
+    assert apex.optimizers.FusedLAMB.__module__ == "mpinit.compat.apex.optimizers.fused_lamb"
+    assert apex.amp is importlib.import_module("mpinit.compat.apex.amp")
+    assert importlib.import_module("apex.amp.frontend").initialize is apex.amp.initialize
+    assert apex.fp16_utils.FP16_Optimizer
+    assert apex.parallel.SyncBatchNorm.real
+    assert apex.parallel.LARC.__module__.startswith("mpinit.compat")
+    assert importlib.import_module("apex.contrib").here
+    assert apex.normalization.FusedLayerNorm
+
+
+def test_a_real_apex_is_completed(real_apex: Path) -> None:
+    mpinit.install_as_apex()
+    check_completed(real_apex)
+
+
+def test_a_real_apex_that_was_imported_before_is_completed(real_apex: Path) -> None:
+    importlib.import_module("apex")
+    importlib.import_module("apex.parallel")
+    mpinit.install_as_apex()
+    check_completed(real_apex)
+
+
+def test_another_project_of_that_name_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("legends = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    mpinit.install_as_apex()
+    try:
+        assert importlib.import_module("apex").amp.initialize
+    finally:
+        uninstall_apex()

@@ -1,0 +1,171 @@
+"""``mpinit run``: the recipes of apex's documentation at every level, and what a script sees of its surroundings."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpinit.cli import main
+
+SCRIPTS = Path(__file__).with_name("scripts")
+LEVELS = ("O0", "O1", "O2", "O3")
+RECIPES = (
+    "basic",
+    "return_value_ignored",
+    "clipping",
+    "accumulation",
+    "gan_with_three_losses",
+    "several_losses_and_optimizers",
+    "checkpointing",
+    "custom_batches",
+    "custom_functions",
+    "live_state",
+    "stash",
+    "tolerance",
+    "fused_optimizers_and_norms",
+    "disabled",
+)
+
+
+def run(*arguments: str, cwd: Path | None = None, module: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a command line with warnings as errors, as these tests are run."""
+    command = [sys.executable, "-W", "error", "-m", "mpinit", "run"] if module else []
+    return subprocess.run(
+        [*command, *arguments],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@functools.cache
+def recipes_at(level: str) -> subprocess.CompletedProcess[str]:
+    """All recipes of one level in one process: most of the time would be spent importing torch."""
+    return run(str(SCRIPTS / "recipes.py"), "--opt_level", level)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_recipe(level: str, recipe: str) -> None:
+    done = recipes_at(level)
+    assert f"passed {recipe}\n" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_recipe_is_in_the_table_above(level: str) -> None:
+    done = recipes_at(level)
+    assert done.stdout.split("\n")[:-1] == [f"passed {recipe}" for recipe in RECIPES]
+    assert done.returncode == 0
+    assert done.stderr == "", "quiet by default"
+
+
+@pytest.mark.parametrize("arguments", [("old_interface.py",), ("old_interface.py", "--banned"), ("lists_edited.py",)])
+def test_script(arguments: tuple[str, ...]) -> None:
+    name, *rest = arguments
+    done = run(str(SCRIPTS / name), *rest)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_spawned_workers_find_apex_too() -> None:
+    done = run(str(SCRIPTS / "spawning.py"), "--fp16", "-m", "x")
+    assert done.stderr == ""
+    assert done.stdout == f"passed {[str(SCRIPTS / 'spawning.py'), '--fp16', '-m', 'x']}\n"
+
+
+def test_under_torchrun() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run(*launcher, "-m", "mpinit", "run", str(SCRIPTS / "distributed.py"), module=False)
+    assert done.returncode == 0, done.stderr
+    assert "passed 0" in done.stdout
+    assert "passed 1" in done.stdout
+
+
+SURROUNDINGS = """
+import os, sys
+import neighbour
+print(__name__, sys.argv[1:], neighbour.where == {where})
+import pickle
+class Own: pass
+assert type(pickle.loads(pickle.dumps(Own()))) is Own
+assert sys.modules["__main__"].Own is Own
+import atexit
+atexit.register(lambda: print("at exit", Own.__name__, flush=True))
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_a_script_and_a_module_see_what_python_would_show_them(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (tmp_path / "neighbour.py").write_text("where = 'top'\n")
+    (package / "neighbour.py").write_text("where = 'package'\n")
+    (package / "__init__.py").write_text("")
+    (package / "script.py").write_text(SURROUNDINGS.format(where="'package'"))
+    (package / "part.py").write_text(SURROUNDINGS.format(where="'top'"))
+    script = run("package/script.py", "3", "--help", "-h", cwd=tmp_path)
+    assert (script.returncode, script.stderr) == (3, "")
+    assert script.stdout.splitlines() == ["__main__ ['3', '--help', '-h'] True", "at exit Own"]
+    module = run("-m", "package.part", "4", "-m", cwd=tmp_path)
+    assert (module.returncode, module.stderr) == (4, "")
+    assert module.stdout.splitlines() == ["__main__ ['4', '-m'] True", "at exit Own"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("statement", ["cuda", "nccl"])
+def test_a_script_for_cuda_gets_one_message_about_the_device(statement: str) -> None:
+    done = run(str(SCRIPTS / "for_cuda.py"), statement)
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("mpinit run: ")]
+    assert len(lines) == 1, done.stderr
+    assert "for_cuda.py, line" in lines[0]
+    assert "needs a CUDA device, and this machine has none" in lines[0]
+    assert "apex" not in lines[0]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_every_way_to_ask_for_cuda_is_recognised_and_nothing_else() -> None:
+    done = run(str(SCRIPTS / "for_cuda.py"), "all", "of them")
+    found = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines()}
+    assert found.pop("own_fault") == "False"
+    assert len(found) == 8
+    assert set(found.values()) == {"True"}, done.stdout
+
+
+def test_a_scripts_own_error_passes_through() -> None:
+    done = run(str(SCRIPTS / "for_cuda.py"), "own_fault")
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("KeyError: 'missing'")
+
+
+def test_a_missing_script_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "no_such_script.py"]) == 2
+    assert "no such file: 'no_such_script.py'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["run"], ["run", "-m"], ["unknown"]])
+def test_a_command_line_without_sense_shows_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "usage: mpinit" in capsys.readouterr().err
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None\nfrom importlib.util import spec_from_file_location as spec\n"
+    code += "import importlib.util as u\ns = spec('cli', sys.argv[1]); m = u.module_from_spec(s)\n"
+    code += "sys.modules['cli'] = m; s.loader.exec_module(m); m.main(['run', '--help'])"
+    import mpinit.cli
+
+    done = run(sys.executable, "-c", code, mpinit.cli.__file__, module=False)
+    assert done.returncode == 0, done.stderr
+    assert "torchrun --nproc-per-node 2 -m mpinit run" in " ".join(done.stdout.split())
