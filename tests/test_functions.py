@@ -357,7 +357,12 @@ def test_a_replica_thread_that_carries_the_callers_state_follows_it(start: Calla
             return product_dtype()
 
     start()
-    assert in_thread(lambda: replica(is_on_here)) is HALF if (is_on_here := is_on()) else False
+    here = is_on()
+    assert here
+    assert in_thread(lambda: replica(here)) is HALF
+    with disable_casts():
+        here = is_on()
+    assert in_thread(lambda: replica(here)) is FP32
 
 
 def test_casts_off_and_casts_as_put_back_what_was_there() -> None:
