@@ -1,0 +1,64 @@
+"""Nothing outside of mpinit/compat knows that apex existed: two doors lead there, and both open lazily."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mpinit
+
+PACKAGE = Path(mpinit.__file__).parent
+DOORS = {"__init__.py": {"install_as_apex"}, "cli.py": {"_run", "_check"}}
+OUTSIDE = sorted(path for path in PACKAGE.rglob("*.py") if "compat" not in path.relative_to(PACKAGE).parts)
+
+# Names that only apex's amp gave to things.
+QUIRKS = re.compile(
+    r"_amp_stash|_amp_state|_lazy_init|_prepare_amp|_post_amp|_amp_lazy|_master_params_to_model|sys\.meta_path"
+)
+
+
+def imports_of_compat(tree: ast.AST) -> list[ast.stmt]:
+    return [
+        node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)) and "compat" in parts(node)
+    ]
+
+
+def parts(node: ast.Import | ast.ImportFrom) -> set[str]:
+    names = [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        names.append(node.module or "")
+    return {part for name in names for part in name.split(".")}
+
+
+def test_there_is_an_outside() -> None:
+    assert len(OUTSIDE) > 15
+    assert imports_of_compat(ast.parse("from .compat.running import run_script"))
+
+
+@pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_the_two_doors_import_it_and_only_when_used(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    allowed = DOORS.get(str(path.relative_to(PACKAGE)), set())
+    inside = [
+        node
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef) and function.name in allowed
+        for node in imports_of_compat(function)
+    ]
+    assert imports_of_compat(tree) == inside
+    assert len(inside) == len(allowed)
+
+
+@pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_quirk_leaks_out(path: Path) -> None:
+    assert not QUIRKS.findall(path.read_text(encoding="utf-8"))
+
+
+def test_importing_mpinit_does_not_import_it() -> None:
+    code = "import sys, mpinit; sys.exit(any('compat' in name.split('.') for name in sys.modules if 'mpinit' in name))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
