@@ -82,20 +82,19 @@ class Child:
 
     def memory(self) -> Answer:
         """Bytes by kind, between steps and after backward, and the peaks of a whole step and of its last part."""
-        steady = footprint.held(self.contender)
-        peak = sum(steady.values()) + footprint.rise(self.step, self.device)
-        loss = self.contender.forward(*self.contender.task.batches[0])
-        self.contender.backward(loss)
-        del loss
-        arrived = sum(footprint.held(self.contender).values())
-        peak_step = arrived + footprint.rise(self._settle, self.device)
-        after_backward = footprint.held(self.contender)
-        settled = sum(after_backward.values())
-        peak_step = max(peak_step, settled + footprint.rise(self.contender.update, self.device))
-        return {"steady": steady, "after_backward": after_backward, "peak_step": peak_step, "peak": peak}
+        contender, (inputs, target) = self.contender, self.contender.task.batches[0]
 
-    def _settle(self) -> None:
-        self.contender.settle()
+        def until_backward() -> None:
+            contender.backward(contender.forward(inputs, target))
+
+        steady = footprint.held(contender)
+        levels = footprint.trace([until_backward, contender.settle, contender.update], self.device)
+        peaks = [sum(steady.values()) + level.peak for level in levels]
+        until_backward()
+        contender.settle()
+        after_backward = footprint.held(contender)
+        contender.update()
+        return {"steady": steady, "after_backward": after_backward, "peak_step": max(peaks[1:]), "peak": max(peaks)}
 
 
 def _or_none(count: Callable[[], int]) -> int | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,12 +32,6 @@ def held(contender: Contender) -> dict[str, int]:
     gradients = _take((p.grad for p in parameters if p.grad is not None), seen)
     states = _take((value for state in contender.optimizer.state.values() for value in _leaves(state)), seen)
     return {"weights": weights, "masters": _take(_live(), seen), "gradients": gradients, "states": states}
-
-
-def all_held() -> int:
-    """Bytes of every live tensor."""
-    gc.collect()
-    return _take(_live(), set())
 
 
 def _live() -> Iterator[Tensor]:
@@ -81,28 +77,56 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
         return 0, 0
 
 
-def rise(work: Callable[[], Any], device: torch.device) -> int:
-    """The most bytes that ``work`` held at once beyond what was held before it."""
-    return _cuda_rise(work) if device.type == "cuda" else _cpu_rise(work)
+@dataclass(frozen=True)
+class Level:
+    """Bytes held at the start of a stage and at its highest, counted from the start of the first stage."""
+
+    start: int
+    peak: int
 
 
-def _cuda_rise(work: Callable[[], Any]) -> int:
+def trace(stages: Sequence[Callable[[], Any]], device: torch.device) -> list[Level]:
+    """Run stages one after the other and follow what they hold; no stage may free what was there before the first.
+
+    The CPU's allocator keeps no peak, but the profiler writes down each allocation and release (the latter only of
+    memory that it saw allocated).
+    """
+    gc.collect()
+    return _cuda_trace(stages) if device.type == "cuda" else _cpu_trace(stages)
+
+
+def _cuda_trace(stages: Sequence[Callable[[], Any]]) -> list[Level]:
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    work()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    zero = torch.cuda.memory_allocated()
+    levels = []
+    for stage in stages:
+        start = torch.cuda.memory_allocated() - zero
+        torch.cuda.reset_peak_memory_stats()
+        stage()
+        torch.cuda.synchronize()
+        levels.append(Level(start, torch.cuda.max_memory_allocated() - zero))
+    return levels
 
 
-def _cpu_rise(work: Callable[[], Any]) -> int:
-    """The CPU's allocator keeps no peak, but the profiler writes down each of its allocations and releases."""
+def _cpu_trace(stages: Sequence[Callable[[], Any]]) -> list[Level]:
+    names = [f"stage {index}" for index in range(len(stages))]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        work()
+        for name, stage in zip(names, stages, strict=True):
+            with torch.profiler.record_function(name):
+                stage()
     results: Any = profile.profiler.kineto_results
-    changes = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
-    now = peak = 0
-    for _, change in changes:
-        now += change
-        peak = max(peak, now)
-    return peak
+    events = results.events()
+    begins = {event.name(): event.start_ns() for event in events if event.name() in names}
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return list(_levels(changes, [begins[name] for name in names]))
+
+
+def _levels(changes: list[tuple[int, int]], begins: list[int]) -> Iterator[Level]:
+    """Start and peak between each two of ``begins``, from (time, change of the bytes held)."""
+    now = 0
+    for begin, end in zip(begins, [*begins[1:], sys.maxsize], strict=True):
+        start = peak = now
+        for _, change in (each for each in changes if begin <= each[0] < end):
+            now += change
+            peak = max(peak, now)
+        yield Level(start, peak)

@@ -59,11 +59,17 @@ class InitChild:
     def bytes_taken(self) -> dict[str, Any]:
         """What is held before and after initialize, the peak between, and what a state_dict adds."""
         torch.set_num_threads(1)
-        model, optimizer = self._build()
-        before = footprint.all_held()
-        rise = footprint.rise(lambda: self._initialize(model, optimizer), self.device)
-        after = footprint.all_held()
+        made: list[Any] = []
         kept: list[Any] = []
-        state_rise = footprint.rise(lambda: kept.append(model.state_dict()), self.device)
-        held = {"before": before, "after": after, "peak": before + rise}
-        return {**self.identity, **held, "state_dict": footprint.all_held() - after, "state_dict_peak": state_rise}
+        _, initialize, state_dict, end = footprint.trace(
+            [
+                lambda: made.extend(self._build()),
+                lambda: self._initialize(*made),
+                lambda: kept.append(made[0].state_dict()),
+                lambda: None,
+            ],
+            self.device,
+        )
+        held = {"before": initialize.start, "after": state_dict.start, "peak": initialize.peak}
+        added = {"state_dict": end.start - state_dict.start, "state_dict_peak": state_dict.peak - state_dict.start}
+        return {**self.identity, **held, **added}
