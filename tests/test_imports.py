@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "mpinit"
 
 # Every module by its layer; a package's name stands for everything in it that is not listed by itself.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("dtypes", "trees", "patching", "native_autocast", "gradients", "loss_scaler", "cast_lists", "logs"),
+    ("dtypes", "trees", "patching", "native_autocast", "gradients", "loss_scaler", "cast_lists", "logs", "watching", "float_split"),
     ("properties",),
     ("opt_levels",),
     ("plan",),
