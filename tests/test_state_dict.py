@@ -1,0 +1,193 @@
+"""State dicts of initialised models: float32 with the masters' bits going out, and bit for bit coming in."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, DTYPES, OPTIMIZERS, Case, equal_tensors, level_arguments, train
+from torch import Tensor, nn
+
+import mpinit
+
+LEVELS = ["O0", "O1", "O2", "O3"]
+MASTERS: dict[str, dict[str, Any]] = {
+    "fp16": {"opt_level": "O2"},
+    "bf16": {"opt_level": "O5"},
+    "bf16 split": {"opt_level": "O5", "master_weights": "split"},
+}
+
+
+def trained(kind: str, network: str = "cnn") -> tuple[Case, nn.Module, torch.optim.Optimizer]:
+    case = CASES[network]
+    model = case.build()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    mpinit.initialize(model, optimizer, verbosity=0, **MASTERS[kind])
+    train(model, optimizer, case.batches(3), case.loss)
+    return case, model, optimizer
+
+
+def saved(state: Any) -> Any:
+    """Through a file, and back with ``weights_only=True``."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def noise(model: nn.Module) -> dict[str, Tensor]:
+    """A float32 state that no 16-bit weight can hold."""
+    return {
+        name: torch.rand_like(value) + 0.1 if value.is_floating_point() else value.clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("network", CASES)
+def test_float32_at_every_level(network: str, level: str, dtype: str) -> None:
+    model = CASES[network].build()
+    plain = {name: (value.dtype, value.shape) for name, value in model.state_dict().items()}
+    mpinit.initialize(model, OPTIMIZERS["sgd"](model.parameters()), **level_arguments(level, DTYPES[dtype]))
+    for part, prefix in [(model, ""), *((child, f"{name}.") for name, child in model.named_children())]:
+        state = part.state_dict(prefix=prefix)
+        assert {name: (value.dtype, value.shape) for name, value in state.items()} == {
+            name: kind for name, kind in plain.items() if name.startswith(prefix)
+        }
+    assert saved(model.state_dict()).keys() == plain.keys()
+
+
+def test_the_metadata_and_class_of_the_state_dict_stay() -> None:
+    model = CASES["cnn"].build()
+    before = model.state_dict()
+    mpinit.initialize(model, opt_level="O2", verbosity=0)
+    after = model.state_dict()
+    assert type(after) is type(before)
+    assert after._metadata == before._metadata  # type: ignore[attr-defined]
+
+
+def test_keep_vars_gives_the_parameters_themselves() -> None:
+    model = CASES["cnn"].build()
+    mpinit.initialize(model, opt_level="O2", verbosity=0)
+    assert model.state_dict(keep_vars=True)["head.weight"] is model.head.weight
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_it_holds_the_masters_bits(kind: str) -> None:
+    _, model, optimizer = trained(kind)
+    state = model.state_dict()
+    for name, weight in model.named_parameters():
+        assert state[name].dtype is torch.float32
+        assert torch.equal(state[name].to(weight.dtype), weight) or kind == "bf16 split"
+        if weight.dtype is not torch.float32:
+            assert not torch.equal(state[name], weight.float()), "more bits than the weight has"
+    if kind != "bf16 split":
+        holders = [parameter.detach() for parameter in mpinit.master_params(optimizer)]
+        assert all(torch.equal(state[n], h) for (n, _), h in zip(model.named_parameters(), holders, strict=True))
+    head = model.head.state_dict()
+    assert all(torch.equal(head[name], state[f"head.{name}"]) for name in head)
+    mpinit.undo(model)
+    assert equal_tensors(dict(model.state_dict()), dict(state)), "undo gives the model the same bits"
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_a_later_step_leaves_a_deep_copy_of_it_alone(kind: str) -> None:
+    case, model, optimizer = trained(kind)
+    kept = copy.deepcopy(model.state_dict())
+    before = {name: value.clone() for name, value in kept.items()}
+    train(model, optimizer, case.batches(2), case.loss)
+    assert equal_tensors(dict(kept), before)
+    assert not equal_tensors(dict(model.state_dict()), before)
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_loading_float32_sets_masters_and_weights_bit_for_bit(kind: str) -> None:
+    case, model, optimizer = trained(kind)
+    state = noise(model)
+    model.load_state_dict(saved(state))
+    assert equal_tensors(dict(model.state_dict()), state)
+    for name, weight in model.named_parameters():
+        # Split masters round half away from zero, the rest half to even: at most the last bit apart.
+        ulp = 2.0**-7 if kind == "bf16 split" else 0.0
+        torch.testing.assert_close(weight.float(), state[name].to(weight.dtype).float(), rtol=ulp, atol=0)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert equal_tensors(dict(model.state_dict()), state), "a step without gradients brings nothing stale back"
+    reference = case.build()
+    reference.load_state_dict(state)
+    optimizer_of_reference = OPTIMIZERS["sgd"](reference.parameters())
+    mpinit.initialize(reference, optimizer_of_reference, verbosity=0, **MASTERS[kind])
+    optimizer.state.clear()
+    mpinit.load_state_dict(mpinit.state_dict(optimizer_of_reference), optimizer)
+    one = train(model, optimizer, case.batches(3), case.loss)
+    other = train(reference, optimizer_of_reference, case.batches(3), case.loss)
+    assert one == other
+    assert equal_tensors(dict(model.state_dict()), dict(reference.state_dict()))
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_loading_a_part_sets_its_masters(kind: str) -> None:
+    _, model, optimizer = trained(kind)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    part = {name: torch.rand_like(value) for name, value in model.head.state_dict().items()}
+    model.head.load_state_dict(part)
+    model.load_state_dict({"features.0.bias": torch.full((4,), 1 / 3)}, strict=False)
+    optimizer.zero_grad()
+    optimizer.step()
+    expected = before | {f"head.{name}": value for name, value in part.items()}
+    expected["features.0.bias"] = torch.full((4,), 1 / 3)
+    assert equal_tensors(dict(model.state_dict()), expected)
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+@pytest.mark.parametrize("fault", ["shape", "missing", "unexpected"])
+def test_a_state_that_does_not_fit_is_refused_and_what_fitted_is_not_stale(fault: str, kind: str) -> None:
+    _, model, optimizer = trained(kind)
+    state = noise(model)
+    if fault == "shape":
+        state["head.weight"] = torch.zeros(2, 2)
+    elif fault == "missing":
+        del state["head.weight"]
+    else:
+        state["more"] = torch.zeros(1)
+    with pytest.raises(RuntimeError, match=r"head\.weight|more"):
+        model.load_state_dict(state)
+    after = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer.zero_grad()
+    optimizer.step()
+    assert equal_tensors(dict(model.state_dict()), after), "weights and masters agree on what was loaded"
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_assign_is_refused_while_masters_stand_for_the_parameters(kind: str) -> None:
+    _, model, _ = trained(kind)
+    with pytest.raises(RuntimeError, match=r"assign=True.*masters.*assign=False"):
+        model.load_state_dict(model.state_dict(), assign=True)
+    mpinit.undo(model)
+    model.load_state_dict(model.state_dict(), assign=True)
+
+
+@pytest.mark.parametrize("source", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("target", ["O0", "O1", "O2"])
+def test_a_checkpoint_of_any_level_fits_any_other(source: str, target: str) -> None:
+    case = CASES["cnn"]
+    model = case.build()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    mpinit.initialize(model, optimizer, **level_arguments(source, torch.bfloat16))
+    train(model, optimizer, case.batches(2), case.loss)
+    state = saved(model.state_dict())
+    other = case.build(seed=1)
+    mpinit.initialize(other, OPTIMIZERS["sgd"](other.parameters()), **level_arguments(target, torch.float16))
+    other.load_state_dict(state)
+    assert equal_tensors(dict(other.state_dict()), state)
+
+
+def test_after_undo_the_hooks_are_gone() -> None:
+    _, model, _ = trained("bf16")
+    mpinit.undo(model)
+    model.half()
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float16, torch.int64}
