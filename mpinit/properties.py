@@ -181,7 +181,8 @@ class Properties(BaseModel):
         min_loss_scale, max_loss_scale: limits of dynamic scaling. Default none and 2**24.
         max_consecutive_skips: skipped steps in a row after which ``step()`` raises. Default 64.
         compile_step: compile unscaling, the optimizer's update and the copy back into one graph.
-        split_bucket_bytes: float32 bytes materialised at a time by ``master_weights="split"``. Default 64 MiB.
+        split_bucket_bytes: float32 bytes materialised at a time by ``master_weights="split"``. Default 64 MiB; on a
+            CPU at most 16 MiB, where larger buckets are slower.
 
     Example:
         >>> Properties(loss_scale="128.0").loss_scale

@@ -1,0 +1,66 @@
+"""A float32 number as a bfloat16 one and a 16-bit remainder, exact to the bit.
+
+A float32 number's upper half, rounded half away from zero, is a bfloat16 number. What is missing is the lower half
+read as a signed integer: where it is negative, the upper half was rounded up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+_HALF = 0x8000
+# Elements worked on at a time on a CPU, so that several passes over them stay in its cache.
+_CHUNK = 1 << 17
+
+
+def split_(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
+    """Take float32 ``values`` apart into a bfloat16 weight and an int16 remainder.
+
+    Args:
+        values: float32, one-dimensional, contiguous.
+        weight: bfloat16, the same length, written to.
+        remainder: int16, the same length, written to.
+
+    Example:
+        >>> values = torch.tensor([1.0 / 3.0])
+        >>> weight, rest = torch.empty(1, dtype=torch.bfloat16), torch.empty(1, dtype=torch.int16)
+        >>> split_(values, weight, rest)
+        >>> bool(join(weight, rest) == values)
+        True
+    """
+    bits = values.view(torch.int32).clone()
+    take_remainder_(bits, remainder)
+    weight.view(torch.int16).copy_(bits)
+
+
+def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """Put together, in a new float32 tensor, what :func:`split_` took apart."""
+    bits = weight.view(torch.int16).to(torch.int32)
+    add_remainder_(bits, remainder)
+    return bits.view(torch.float32)
+
+
+def take_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> None:
+    """Turn float32 bits into those of the rounded upper half; ``remainder`` gets the lower half as a signed number."""
+    for part, rest in _chunks(bits, remainder):
+        rest.copy_(part)
+        part.add_(_HALF).bitwise_right_shift_(16)
+
+
+def add_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> None:
+    """The reverse of :func:`_take_remainder_`."""
+    for part, rest in _chunks(bits, remainder):
+        part.bitwise_left_shift_(16).add_(rest)
+
+
+def _chunks(bits: torch.Tensor, remainder: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    if bits.device.type != "cpu" or bits.numel() <= _CHUNK:
+        return iter(((bits, remainder),))
+    return zip(bits.unsafe_split(_CHUNK), remainder.unsafe_split(_CHUNK), strict=True)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory as one dimension, whatever the order of its own."""
+    return tensor.as_strided((tensor.numel(),), (1,))
