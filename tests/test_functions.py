@@ -46,7 +46,7 @@ def start() -> Iterator[Callable[..., Undo]]:
 def snapshot() -> dict[str, Any]:
     """What stands in every namespace a session touches, and this thread's autocast state."""
     owners = {id(owner): owner for row in APEX_POLICY for owner in [resolve_owner(name)[0] for name in row.wraps]}
-    owners[id(torch.autograd)] = torch.autograd
+    owners |= {id(owner): owner for owner in (torch.autograd, torch.backends.mha)}
     found: dict[str, Any] = {
         f"{owner!r}.{name}": value for owner in owners.values() for name, value in vars(owner).items()
     }

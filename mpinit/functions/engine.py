@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from ..native_autocast import call_without_casts, device_types
+from ..native_autocast import call_without_casts, device_types, is_on
 from ..patching import Undo, UndoStack, set_attribute
 
 _log: Final = logging.getLogger("mpinit")
@@ -36,6 +36,21 @@ def _without_casts(original: Callable[..., Any]) -> Callable[..., Any]:
         return call_without_casts(original, *args, **kwargs)
 
     return engine_call
+
+
+def keep_casts_out_of_fused_layers() -> Undo:
+    """Let attention and transformer layers take their ordinary path in evaluation while casts are on.
+
+    The fused one computes a whole layer in one kernel, in one type, and knows no rows. torch leaves it by itself when
+    CUDA's flag is on; here the same holds for every device.
+    """
+    original = torch.backends.mha.get_fastpath_enabled
+
+    @functools.wraps(original)
+    def get_fastpath_enabled() -> bool:
+        return original() and not is_on()
+
+    return set_attribute(torch.backends.mha, "get_fastpath_enabled", get_fastpath_enabled)
 
 
 class _Thread(threading.local):

@@ -15,7 +15,7 @@ from ..native_autocast import device_types
 from ..patching import Undo, UndoStack, set_attribute
 from ..plan import CastPolicy, Plan
 from .casters import wrapper
-from .engine import keep_casts_out_of_backward
+from .engine import keep_casts_out_of_backward, keep_casts_out_of_fused_layers
 from .observing import log_counts, observer
 from .user_functions import REGISTERED, Registration, user_wrapper
 
@@ -98,6 +98,7 @@ class Installation:
         try:
             self._undos.push(_mark_compile_caches())
             self._undos.push(keep_casts_out_of_backward())
+            self._undos.push(keep_casts_out_of_fused_layers())
             for registration in REGISTERED:
                 self._set(registration.owner, registration.name, _registered_wrapper(registration))
             for owner, name, function in _wrappers(needs):
