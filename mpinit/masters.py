@@ -139,18 +139,13 @@ class FullMasters:
         """Whose ``.grad`` the next step uses."""
         return pair.master_param
 
-    def take_gradients(self) -> list[torch.Tensor | None]:
-        """Take what was accumulated so far off the pairs, so that a backward pass starts from nothing.
+    def held_gradients(self) -> list[torch.Tensor | None]:
+        """What was accumulated so far, in the pairs' order.
 
         A weight whose gradient was cleared behind the master's back (``model.zero_grad()``) has cleared both.
         """
-        ours, theirs = [m.grad for m in self._masters], [w.grad for w in self._weights]
-        if all(map(is_, ours, theirs)) and ours.count(None) == len(ours):
-            return theirs
         self.relink()
-        taken = [master.grad for master in self._masters]
-        self.put_gradients([None] * len(taken))
-        return taken
+        return [master.grad for master in self._masters]
 
     def collect_gradients(self) -> list[torch.Tensor | None]:
         """The gradients a backward pass has just left on the weights, in float32."""
@@ -201,15 +196,22 @@ class FullMasters:
     # -- weights ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def stepping(self) -> Iterator[Iterator[None]]:
+    def stepping(self, rounds_itself: bool = False) -> Iterator[Iterator[None]]:
         """Around the optimizer's steps: iterate over the inside, one step an iteration.
 
         Weights follow their masters also where a step fails half way, so that the two agree again.
+
+        Args:
+            rounds_itself: the step inside rounds the masters into the weights.
         """
+        failed = True
         try:
             yield iter((None,))
+            failed = False
         finally:
-            self.copy_back()
+            if failed or not rounds_itself:
+                self.round_into_weights()
+            self.note_versions()
 
     def step_with_closure(self, step: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Run an optimizer's step that evaluates the closure itself."""
@@ -218,9 +220,14 @@ class FullMasters:
     @torch.no_grad()
     def copy_back(self) -> None:
         """Round every master into its weight, in one call."""
+        self.round_into_weights()
+        self.note_versions()
+
+    @torch.no_grad()
+    def round_into_weights(self) -> None:
+        """The copy alone, without taking down that it was ours."""
         if self.pairs:
             torch._foreach_copy_(self._weights, self._masters)
-            self.note_versions()
 
     def note_versions(self) -> None:
         """From here on, a change of a weight is somebody else's."""

@@ -5,6 +5,7 @@ The optimizer stays the object it was; what changes are entries of its parameter
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -43,9 +44,10 @@ class OptimizerControl:
         self.scalers: list[LossScaler] = []
         self.pending: list[LossScaler] = []
         self.saw_scale_loss = False
+        self.stepped = False
         self._plain: list[nn.Parameter] = []
         self._waiting: list[nn.Parameter] = []
-        self._groups_seen: tuple[tuple[int, int], ...] = ()
+        self._groups_seen: list[tuple[dict[str, Any], int]] = []
 
     # -- parameter groups ---------------------------------------------------------------------------------------
 
@@ -83,13 +85,29 @@ class OptimizerControl:
 
     def refresh(self) -> None:
         """Notice changed groups, and parameters that have become trainable; cheap where nothing changed."""
-        seen = tuple((id(group), len(group["params"])) for group in self.optimizer.param_groups)
-        if seen != self._groups_seen or any(parameter.requires_grad for parameter in self._waiting):
+        groups, seen = self.optimizer.param_groups, self._groups_seen
+        same = len(groups) == len(seen) and all(
+            group is known and len(group["params"]) == count
+            for group, (known, count) in zip(groups, seen, strict=True)
+        )
+        if not same or any(parameter.requires_grad for parameter in self._waiting):
             self.put_masters()
+
+    def take_in_new_group(self) -> None:
+        """Put masters into the group that was just added.
+
+        Raises:
+            ValueError: it names a weight again whose master is in another group; the group is taken out again.
+        """
+        groups = self.optimizer.param_groups
+        if any(self.store.pair_of(parameter) is not None for parameter in groups[-1]["params"]):
+            groups.pop()
+            raise ValueError("some parameters appear in more than one parameter group; the group was not added")
+        self.put_masters()
 
     def _look_at_groups(self) -> None:
         groups = self.optimizer.param_groups
-        self._groups_seen = tuple((id(group), len(group["params"])) for group in groups)
+        self._groups_seen = [(group, len(group["params"])) for group in groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
         present = {id(parameter) for parameter in parameters}
         for pair in list(self.store.pairs):
@@ -113,16 +131,35 @@ class OptimizerControl:
         if scaler.is_identity and self.store.accumulates_natively:
             self.store.relink()
             return None
-        kept: Kept = self.store.take_gradients()
-        for parameter in self._plain:
-            kept.append(parameter.grad)
-            parameter.grad = None
-        if self.found_inf is not None and all(gradient is None for gradient in kept):
-            self.found_inf = None
+        kept: Kept = [*self.store.held_gradients(), *(parameter.grad for parameter in self._plain)]
+        self._forget_old_overflow(kept)
+        if any(gradient is not None for gradient in kept):
+            try:
+                self._put_back([None] * len(kept))
+            except BaseException:
+                self._put_back(kept)
+                raise
         return kept
 
-    def after_backward(self, kept: Kept | None, scaler: LossScaler) -> torch.Tensor | None:
+    def _forget_old_overflow(self, kept: Kept) -> None:
+        """Gradients left over from before a step may have been cleared in place, and an overflow with them."""
+        stepped, self.stepped = self.stepped, False
+        if self.found_inf is None:
+            return
+        left = [gradient for gradient in kept if gradient is not None]
+        if stepped or not left:
+            self.found_inf = grads.unscale_and_check_(left, torch.ones((), device=self.found_inf.device))
+
+    def after_backward(
+        self, kept: Kept | None, scaler: LossScaler, done: dict[int, torch.Tensor | None] | None = None
+    ) -> torch.Tensor | None:
         """Unscale and check what the backward pass left, and add it to what was accumulated before.
+
+        Args:
+            kept: what :meth:`before_backward` returned.
+            scaler: what the loss was scaled by.
+            done: where several optimizers take part: gradients that are done already, by id, with the outcome of
+                their check. A parameter of two optimizers has its gradient unscaled once.
 
         Returns:
             The outcome of the check (0-dimensional, above 0 where inf or nan was found), or None where nothing was.
@@ -136,10 +173,16 @@ class OptimizerControl:
             gradient = parameter.grad
             sparse = gradient is not None and gradient.is_sparse
             fresh.append(gradient.coalesce() if gradient is not None and sparse else gradient)
-        found_inf = self._unscale([gradient for gradient in fresh if gradient is not None], scaler)
-        self._put_back(_sum(kept, fresh))
-        if found_inf is not None:
-            self.found_inf = found_inf if self.found_inf is None else torch.maximum(self.found_inf, found_inf)
+        present = [gradient for gradient in fresh if gradient is not None]
+        shared = [] if not done else [done[id(gradient)] for gradient in present if id(gradient) in done]
+        if done:
+            present = [gradient for gradient in present if id(gradient) not in done]
+        found_inf = _any_of([self._unscale(present, scaler), *shared])
+        total = _sum(kept, fresh)
+        self._put_back(total)
+        if done is not None:
+            done.update((id(gradient), found_inf) for gradient in total if gradient is not None)
+        self.found_inf = _any_of([self.found_inf, found_inf])
         return found_inf
 
     def _unscale(self, fresh: list[torch.Tensor], scaler: LossScaler) -> torch.Tensor | None:
@@ -194,6 +237,12 @@ class OptimizerControl:
         for scaler in self.pending:
             scaler.update()
         self.pending.clear()
+
+
+def _any_of(checks: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """Whether any of several checks found inf or nan; None where none was made."""
+    made = [check for check in checks if check is not None]
+    return functools.reduce(torch.maximum, made) if made else None
 
 
 def _sum(kept: Kept, fresh: Kept) -> Kept:

@@ -200,21 +200,40 @@ class ScaledLoss:
         self._kept: list[list[torch.Tensor | None] | None] = []
 
     def __enter__(self) -> torch.Tensor:
-        scaled = self._scaler.scale(self._loss)
-        for control in self._controls:
-            self._kept.append(control.before_backward(self._scaler))
-        return scaled
+        try:
+            for control in self._controls:
+                self._kept.append(control.before_backward(self._scaler))
+            return self._scaler.scale(self._loss)
+        except BaseException:
+            self._abandon()
+            raise
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        controls, kept = self._controls, self._kept
-        self._kept = []
-        if exc_type is not None:
-            for control, gradients in zip(controls, kept, strict=True):
-                control.abandon_backward(gradients)
-            return
-        found = [c.after_backward(gradients, self._scaler) for c, gradients in zip(controls, kept, strict=True)]
+        try:
+            self._finish() if exc_type is None else self._abandon()
+        except BaseException:
+            # Some gradients may be unscaled and added by now and others not: the cycle starts over.
+            for control in self._controls:
+                control.clear_gradients()
+            raise
+        finally:
+            self._kept = []
+
+    def _abandon(self) -> None:
+        # Newest first: a parameter of two optimizers is kept by the one that took its gradient, the first.
+        while self._kept:
+            gradients = self._kept.pop()
+            self._controls[len(self._kept)].abandon_backward(gradients)
+
+    def _finish(self) -> None:
+        controls = self._controls
+        done: dict[int, torch.Tensor | None] | None = {} if len(controls) > 1 else None
+        found = [
+            control.after_backward(gradients, self._scaler, done)
+            for control, gradients in zip(controls, self._kept, strict=True)
+        ]
         for found_inf in found:
             if found_inf is not None:
                 self._scaler.note(found_inf)

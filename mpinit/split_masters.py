@@ -144,12 +144,9 @@ class SplitMasters(FullMasters):
         """The weight: its 16-bit gradient becomes float32 only inside the step."""
         return pair.model_param
 
-    def take_gradients(self) -> list[torch.Tensor | None]:
-        """Take the weights' gradients off them."""
-        taken = [weight.grad for weight in self._weights]
-        for weight in self._weights:
-            weight.grad = None
-        return taken
+    def held_gradients(self) -> list[torch.Tensor | None]:
+        """The weights' gradients."""
+        return [weight.grad for weight in self._weights]
 
     def put_gradients(self, gradients: list[torch.Tensor | None]) -> None:
         """Put gradients on the weights."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .compiled_step import CompiledStep
 from .masters import Pair
 from .native_autocast import CastsAs, CastsOff, flags, is_on
 from .optimizers import OptimizerControl
@@ -48,6 +49,9 @@ class Stepper:
         self._inner_step: Callable[..., Any] = control.optimizer.step
         self._inner_zero_grad: Callable[..., None] = control.optimizer.zero_grad
         self._inner_add_param_group: Callable[[dict[str, Any]], None] = control.optimizer.add_param_group
+        self._compiled: CompiledStep | None = None
+        if control.plan.compile_step:
+            self._compiled = CompiledStep(control.optimizer, self._inner_step, control.store.round_into_weights)
         own = getattr(self._inner_zero_grad, "__func__", None)
         self._zeroes_as_torch_does = own is torch.optim.Optimizer.zero_grad
         self._attempted = 0
@@ -146,13 +150,14 @@ class Stepper:
         """The optimizer's ``add_param_group``, with masters for 16-bit parameters."""
         self._inner_add_param_group(param_group)
         if self._active:
-            self.control.put_masters()
+            self.control.take_in_new_group()
 
     def step(self, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
         """One step; returns what the optimizer's own step returns, or None where it was skipped."""
         if not self._active:
             return self._inner_step(*((closure, *args) if closure is not None else args), **kwargs)
         control = self.control
+        control.stepped = True
         control.settle_pending_updates()
         control.refresh()
         control.store.adopt_external_writes()
@@ -172,9 +177,10 @@ class Stepper:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         result = None
-        with CastsOff(), self.control.store.stepping() as parts:
+        compiled = self._compiled
+        with CastsOff(), self.control.store.stepping(rounds_itself=compiled is not None) as parts:
             for _ in parts:
-                result = self._inner_step(*args, **kwargs)
+                result = (compiled or self._inner_step)(*args, **kwargs)
         return result
 
     def _skip(self) -> None:
@@ -222,7 +228,7 @@ class Stepper:
                 "(small ones may have become 0 in 16 bit) and not checked. Use "
                 "`with mpinit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def _forgotten(self, pair: Pair) -> str:

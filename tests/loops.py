@@ -1,0 +1,173 @@
+"""Small models, data and training loops that the tests of masters, scaling and steps share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+import mpinit
+
+HALVES = (torch.float16, torch.bfloat16)
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def mlp(seed: int = 0, dropout: float = 0.0, batchnorm: bool = False) -> nn.Sequential:
+    """A small regression net, the same for the same seed."""
+    torch.manual_seed(seed)
+    norm = [nn.BatchNorm1d(8)] if batchnorm else []
+    return nn.Sequential(nn.Linear(6, 8), *norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3))
+
+
+def batches(count: int, seed: int = 1, size: int = 4) -> list[Batch]:
+    """``count`` batches for :func:`mlp`."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, 6, generator=generator), torch.randn(size, 3, generator=generator)) for _ in range(count)
+    ]
+
+
+def mse(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The mean squared error of one batch."""
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def keywords(level: str, dtype: torch.dtype = torch.float16) -> dict[str, Any]:
+    """What makes ``level`` work in ``dtype``, with dynamic scaling where the level scales, quietly."""
+    given: dict[str, Any] = {"opt_level": level, "verbosity": 0}
+    if level == "O1":
+        given |= {"patch_torch_functions_type": dtype, "loss_scale": "dynamic"}
+    elif level == "O2":
+        given |= {"cast_model_type": dtype, "loss_scale": "dynamic"}
+    elif level == "O3":
+        given |= {"cast_model_type": dtype}
+    return given
+
+
+def start(
+    model: nn.Module, level: str = "O2", dtype: torch.dtype = torch.float16, make: Any = None, **more: Any
+) -> Optimizer:
+    """Initialise ``model`` with the optimizer that ``make`` gives for its parameters (SGD with momentum)."""
+    optimizer: Optimizer = (make or momentum)(model.parameters())
+    mpinit.initialize(model, optimizer, **keywords(level, dtype) | more)
+    return optimizer
+
+
+def momentum(parameters: Iterable[Any]) -> Optimizer:
+    """SGD with momentum and weight decay."""
+    return SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def plain_sgd(parameters: Iterable[Any]) -> Optimizer:
+    """SGD with a learning rate of 1: a step subtracts the gradient."""
+    return SGD(parameters, lr=1.0)
+
+
+def backward(loss: torch.Tensor, optimizers: Any, loss_id: int = 0, **more: Any) -> None:
+    """One backward pass through ``scale_loss``."""
+    with mpinit.scale_loss(loss, optimizers, loss_id, **more) as scaled_loss:
+        scaled_loss.backward()
+
+
+def train(model: nn.Module, optimizer: Optimizer, data: Sequence[Batch]) -> list[float]:
+    """The usual loop; returns the losses."""
+    losses = []
+    for batch in data:
+        optimizer.zero_grad()
+        loss = mse(model, batch)
+        backward(loss, optimizer)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_plainly(model: nn.Module, optimizer: Optimizer, data: Sequence[Batch]) -> list[float]:
+    """The usual loop without mpinit; returns the losses."""
+    losses = []
+    for batch in data:
+        optimizer.zero_grad()
+        loss = mse(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+class HandWritten:
+    """Float32 masters of a 16-bit copy of a model, by hand: what O2 has to equal bit for bit."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, make: Callable[..., Optimizer] = momentum) -> None:
+        self.model = copy.deepcopy(model).to(dtype)
+        self.dtype = dtype
+        self.masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+        self.optimizer = make(self.masters)
+
+    def backward(self, batch: Batch, scale: float = 1.0) -> None:
+        """Add one batch's gradient, computed in 16 bit from the scaled loss, to the masters' in float32."""
+        output = self.model(batch[0].to(self.dtype)).float()
+        weights = list(self.model.parameters())
+        for weight in weights:
+            weight.grad = None
+        (nn.functional.mse_loss(output, batch[1]) * scale).backward()
+        for weight, master in zip(weights, self.masters, strict=True):
+            assert weight.grad is not None
+            gradient = weight.grad.float() / scale
+            master.grad = gradient if master.grad is None else master.grad + gradient
+
+    def step(self) -> None:
+        """Step the masters, round them into the model, drop the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            for weight, master in zip(self.model.parameters(), self.masters, strict=True):
+                weight.copy_(master)
+
+
+def masters(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Copies of the parameters the optimizer steps."""
+    return [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def gradients(optimizer: Optimizer) -> list[torch.Tensor | None]:
+    """Copies of the gradients the next step uses."""
+    return [None if p.grad is None else p.grad.clone() for p in mpinit.master_params(optimizer)]
+
+
+def poison(loss: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    """``loss`` with infinite gradients for ``parameters`` and its own for all others."""
+    for parameter in parameters:
+        loss = loss + _Infinite.apply(parameter)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _Infinite(torch.autograd.Function):
+    """0 going forward, inf coming back."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
+        ctx.like = parameter.shape, parameter.dtype
+        return torch.zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> torch.Tensor:
+        shape, dtype = ctx.like
+        return torch.full(shape, float("inf"), dtype=dtype)
+
+
+def same(ours: Iterable[Any], theirs: Iterable[Any]) -> None:
+    """Assert that two lists of tensors are equal bit for bit, dtypes and missing ones included."""
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if a is None or b is None:
+            assert a is b, f"{index}: {a} and {b}"
+        else:
+            torch.testing.assert_close(a.detach(), b.detach(), rtol=0, atol=0, equal_nan=True, msg=f"{index}: {a} {b}")
+
+
+def follow(model: nn.Module, optimizer: Optimizer) -> None:
+    """Assert that every weight is its master rounded."""
+    for weight, master in zip(model.parameters(), masters(optimizer), strict=True):
+        assert torch.equal(weight.detach(), master.to(weight.dtype)), "a weight does not follow its master"

@@ -1,0 +1,251 @@
+"""Skipped steps: what they leave alone, how they are counted, when they become an error; and steps out of order."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from loops import backward, batches, gradients, masters, mlp, momentum, mse, poison, same, start, train
+from torch import nn
+from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+
+import mpinit
+
+SCALING = ("O1", "O2")
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": momentum,
+    "adam": lambda p: Adam(p, lr=0.01),
+    "adam single": lambda p: Adam(p, lr=0.01, foreach=False),
+    "adamw fused": lambda p: AdamW(p, lr=0.01, fused=True),
+    "adagrad fused": lambda p: Adagrad(p, lr=0.01, fused=True),
+    "rmsprop": lambda p: RMSprop(p, lr=0.01, momentum=0.9),
+    "nadam": lambda p: NAdam(p, lr=0.01),
+    "adadelta": Adadelta,
+}
+
+
+def overflow(model: nn.Module, optimizer: Optimizer, batch: Any) -> None:
+    optimizer.zero_grad()
+    backward(poison(mse(model, batch), next(model.parameters())), optimizer)
+    optimizer.step()
+
+
+def state_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [
+        value.clone() for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("level", SCALING)
+def test_a_skipped_step_does_nothing_at_all(level: str, name: str) -> None:
+    data = batches(6)
+    model, clean = mlp(), mlp()
+    optimizer = start(model, level, make=OPTIMIZERS[name], init_loss_scale=64.0)
+    fresh = start(clean, level, make=OPTIMIZERS[name], init_loss_scale=32.0)
+    train(model, optimizer, data[:2])
+    before, state, weights = masters(optimizer), state_of(optimizer), [p.clone() for p in model.parameters()]
+    overflow(model, optimizer, data[2])
+    assert mpinit.step_was_skipped(optimizer) and mpinit.loss_scale(optimizer) == 32.0
+    same(masters(optimizer), before)
+    same(state_of(optimizer), state)
+    same(model.parameters(), weights)
+    train(model, optimizer, data[3:])
+    train(clean, fresh, data[:2] + data[3:])
+    # Scales are powers of two, so that in O1's float32 gradients the scale leaves no trace; in 16 bit it may.
+    for got, expected in zip(masters(optimizer), masters(fresh), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("level", SCALING)
+def test_counters_tell_good_from_skipped(level: str) -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model, level)
+    seen = []
+    for bad in (False, True, True, False, False):
+        overflow(model, optimizer, batch) if bad else train(model, optimizer, [batch])
+        seen.append((mpinit.step_was_skipped(optimizer), *mpinit.step_counts(optimizer)))
+    assert seen == [(False, 1, 0), (True, 1, 1), (True, 1, 2), (False, 2, 2), (False, 3, 2)]
+
+
+def test_one_log_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model, "O2")
+    with caplog.at_level(logging.INFO, logger="mpinit"):
+        overflow(model, optimizer, batch)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Gradient overflow: the next optimizer.step() is skipped; loss scale now 32768.0"
+    ]
+
+
+SCHEDULERS: dict[str, Any] = {
+    "step": lambda o: StepLR(o, 2, gamma=0.5),
+    "lambda": lambda o: LambdaLR(o, lambda epoch: 1 / (1 + epoch)),
+    "one cycle": lambda o: OneCycleLR(o, max_lr=0.1, total_steps=8),
+    "chained": lambda o: ChainedScheduler([StepLR(o, 2, gamma=0.5), LambdaLR(o, lambda epoch: 0.9**epoch)]),
+}
+
+
+@pytest.mark.parametrize("built", ["before", "after"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_skip_on_the_first_step_gives_no_scheduler_warning(name: str, built: str) -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = momentum(model.parameters())
+    scheduler = SCHEDULERS[name](optimizer) if built == "before" else None
+    mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    scheduler = scheduler or SCHEDULERS[name](optimizer)
+    overflow(model, optimizer, batch)
+    scheduler.step()
+    train(model, optimizer, [batch])
+    scheduler.step()
+    assert scheduler.get_last_lr() == [group["lr"] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_scheduler_step_advances_only_after_real_steps(name: str) -> None:
+    model, batch, rates = mlp(), batches(1)[0], []
+    optimizer = start(model, "O2")
+    reference = momentum(mlp().parameters())
+    scheduler, plain = SCHEDULERS[name](optimizer), SCHEDULERS[name](reference)
+    for bad in (True, False, True, True, False, False):
+        overflow(model, optimizer, batch) if bad else train(model, optimizer, [batch])
+        mpinit.scheduler_step(scheduler)
+        if not bad:
+            reference.step()
+            plain.step()
+        rates.append((optimizer.param_groups[0]["lr"], reference.param_groups[0]["lr"]))
+    assert all(ours == theirs for ours, theirs in rates) and len(set(rates)) > 1
+
+
+def test_scheduler_step_hands_arguments_on() -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model, "O2")
+    scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    for loss, bad in ((1.0, False), (2.0, True), (2.0, False)):
+        overflow(model, optimizer, batch) if bad else train(model, optimizer, [batch])
+        mpinit.scheduler_step(scheduler, loss)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.parametrize("level", SCALING)
+def test_too_many_skips_in_a_row_name_the_parameters(level: str) -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model, level, max_consecutive_skips=3)
+    bad = model[4] if len(model) > 4 else model[-1]
+
+    def one(poisoned: bool) -> None:
+        optimizer.zero_grad()
+        loss = mse(model, batch)
+        backward(poison(loss, bad.weight, bad.bias) if poisoned else loss, optimizer)
+        optimizer.step()
+
+    for poisoned in (True, True, False, True, True):
+        one(poisoned)
+    with pytest.raises(RuntimeError, match=r"3 steps in a row.*3\.weight, 3\.bias first.*keep_fp32"):
+        one(True)
+    one(False)
+    assert not mpinit.step_was_skipped(optimizer) and mpinit.step_counts(optimizer) == (2, 5)
+
+
+def test_64_skips_are_the_default() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = start(model, "O2")
+    for _ in range(63):
+        overflow(model, optimizer, (torch.ones(1, 1), torch.ones(1, 1)))
+    with pytest.raises(RuntimeError, match="64 steps in a row"):
+        overflow(model, optimizer, (torch.ones(1, 1), torch.ones(1, 1)))
+
+
+# -- steps out of order ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_step_before_any_backward_is_harmless(level: str) -> None:
+    model = mlp()
+    optimizer = start(model, level)
+    before, weights = masters(optimizer), [p.clone() for p in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    same(masters(optimizer), before)
+    same(model.parameters(), weights)
+    assert not mpinit.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_second_step_uses_the_same_gradients_again(level: str) -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model, level)
+    backward(mse(model, batch), optimizer)
+    by_hand = [nn.Parameter(p) for p in masters(optimizer)]
+    for parameter, gradient in zip(by_hand, gradients(optimizer), strict=True):
+        parameter.grad = gradient
+    reference = momentum(by_hand)
+    for one in (optimizer, reference):
+        one.step()
+        one.step()
+    same(masters(optimizer), by_hand)
+
+
+@pytest.mark.parametrize("level", SCALING)
+def test_a_second_step_after_an_overflow_is_skipped_too(level: str) -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model, level)
+    before = masters(optimizer)
+    overflow(model, optimizer, batch)
+    optimizer.step()
+    same(masters(optimizer), before)
+    assert mpinit.step_counts(optimizer) == (0, 2)
+
+
+def test_forgetting_scale_loss_with_masters_is_an_error_that_says_so() -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model, "O2")
+    before = masters(optimizer)
+    mse(model, batch).backward()
+    with pytest.raises(RuntimeError, match=r"'0\.weight'.*outside of mpinit\.scale_loss.*Use"):
+        optimizer.step()
+    same(masters(optimizer), before)
+    train(model, optimizer, [batch])
+    optimizer.zero_grad()
+    mse(model, batch).backward()
+    with pytest.raises(RuntimeError, match="scale_loss"):
+        optimizer.step()
+
+
+def test_forgetting_scale_loss_without_masters_is_one_warning() -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model, "O1")
+    mse(model, batch).backward()
+    with pytest.warns(UserWarning, match="scale_loss") as caught:
+        optimizer.step()
+        optimizer.step()
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(("level", "more"), [("O0", {}), ("O3", {}), ("O1", {"loss_scale": 1.0})])
+def test_where_nothing_is_scaled_scale_loss_may_be_left_out(level: str, more: dict[str, Any]) -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model, level, **more)
+    before = masters(optimizer)
+    mse(model, batch).backward()
+    optimizer.step()
+    assert not torch.equal(masters(optimizer)[0], before[0])
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_an_optimizer_of_frozen_parameters_only_steps_harmlessly(level: str) -> None:
+    model, batch = mlp(), batches(1)[0]
+    frozen = nn.Linear(3, 3).requires_grad_(False)
+    whole = nn.Sequential(model, frozen)
+    optimizer, idle = momentum(model.parameters()), SGD(frozen.parameters(), lr=1.0)
+    mpinit.initialize(whole, [optimizer, idle], opt_level=level, verbosity=0)
+    before = [p.clone() for p in frozen.parameters()]
+    backward(mse(whole, batch), [optimizer, idle])
+    optimizer.step()
+    idle.step()
+    same(frozen.parameters(), before)
+    assert not mpinit.step_was_skipped(idle)
