@@ -80,8 +80,8 @@ def _check_not_sharded(model: nn.Module) -> None:
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             raise ValueError(
                 f"{(name or type(model).__name__)!r} is sharded by fully_shard, which keeps the parameters' storage "
-                "and dtype to itself: its weights cannot become 16-bit any more. Use opt_level='O1' or 'O4', whose weights "
-                "stay float32"
+                "and dtype to itself: its weights cannot become 16-bit any more. Use opt_level='O1' or 'O4', whose "
+                "weights stay float32"
             )
 
 
