@@ -180,7 +180,7 @@ class Properties(BaseModel):
         hysteresis: overflows tolerated before the scale backs off. Default 1 (the first one).
         min_loss_scale, max_loss_scale: limits of dynamic scaling. Default none and 2**24.
         max_consecutive_skips: skipped steps in a row after which ``step()`` raises. Default 64.
-        compile_step: compile unscaling, the optimizer's update and the copy back into one graph.
+        compile_step: compile the optimizer's update and the rounding into the weights into one graph.
         split_bucket_bytes: float32 bytes materialised at a time by ``master_weights="split"``. Default 64 MiB; on a
             CPU at most 16 MiB, where larger buckets are slower.
 
@@ -235,7 +235,7 @@ class Properties(BaseModel):
 
     @model_validator(mode="after")
     def _sides_agree(self) -> Properties:
-        for rule in (_weights_or_functions, _masters_of_16_bit_weights, _split_masters_need_bfloat16, _limits_in_order):
+        for rule in _RULES:
             rule(self)
         return self
 
@@ -285,6 +285,23 @@ def _limits_in_order(props: Properties) -> None:
             f"min_loss_scale={low} is above max_loss_scale={high}: lower the one or raise the other so that "
             "dynamic scaling has room between them"
         )
+
+
+def _one_step_to_compile(props: Properties) -> None:
+    if props.compile_step and props.master_weights == "split":
+        raise ValueError(
+            'compile_step=True contradicts master_weights="split": split masters are stepped a bucket at a time, so '
+            "there is no one step to compile. Drop compile_step, or use master_weights=True"
+        )
+
+
+_RULES = (
+    _weights_or_functions,
+    _masters_of_16_bit_weights,
+    _split_masters_need_bfloat16,
+    _one_step_to_compile,
+    _limits_in_order,
+)
 
 
 def field_names() -> tuple[str, ...]:

@@ -191,7 +191,7 @@ class SplitMasters(FullMasters):
     # -- weights ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def stepping(self) -> Iterator[Iterator[None]]:
+    def stepping(self, rounds_itself: bool = False) -> Iterator[Iterator[None]]:
         """Around the optimizer's steps: one iteration for the plain parameters, one for each bucket of masters."""
         try:
             yield self._parts()
