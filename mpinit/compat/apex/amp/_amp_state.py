@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .... import amp as mp
 from .... import session as sessions
 from ....properties import Properties
-from ..parallel.LARC import LARC
+from ._handles import AmpHandle, NoOpHandle
+from ._sessions import training_session, unwrapped
 from .scaler import LossScaler
-
-if TYPE_CHECKING:
-    from .handle import AmpHandle, NoOpHandle
 
 _log = logging.getLogger("mpinit")
 
@@ -70,7 +68,7 @@ class AmpState:
     @property
     def loss_scalers(self) -> list[LossScaler]:
         """The loss scalers of the latest session that trains, readable and writable; one for each loss."""
-        return [LossScaler.over(scaler) for scaler in self.training_session().scalers]
+        return [LossScaler.over(scaler) for scaler in training_session().scalers]
 
     @property
     def opt_properties(self) -> OptProperties:
@@ -85,8 +83,6 @@ class AmpState:
     @property
     def handle(self) -> AmpHandle | NoOpHandle:
         """The handle of patched functions; one that does nothing where none are patched."""
-        from .handle import AmpHandle, NoOpHandle
-
         latest = sessions.latest()
         if self.init_handle is not None and self.init_handle.is_active():
             return self.init_handle
@@ -94,23 +90,8 @@ class AmpState:
             return NoOpHandle()
         return AmpHandle(latest.models[0]) if latest.models else NoOpHandle()
 
-    def training_session(self) -> sessions.Session:
-        """The latest session that has optimizers, or else the latest: a teacher's has no loss of its own."""
-        live = sessions.live()
-        training = [session for session in live if session.optimizers] or live
-        if not training:
-            raise AttributeError("amp has no loss scalers before amp.initialize(...)")
-        return training[-1]
-
 
 _amp_state = AmpState()
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer that amp knows: inside a LARC that was put around it after ``initialize``."""
-    while isinstance(optimizer, LARC) and sessions.of(optimizer) is None:
-        optimizer = optimizer.optim
-    return optimizer
 
 
 def master_params(optimizer: Any) -> Iterator[torch.nn.Parameter]:

@@ -13,7 +13,7 @@ from ....registration import (
 )
 from . import lists
 from ._amp_state import _amp_state
-from .handle import AmpHandle, NoOpHandle, UnknownModels
+from ._handles import AmpHandle, NoOpHandle, UnknownModels
 
 __all__ = [
     "float_function",

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from .handle import AmpHandle, NoOpHandle
+
+class Handle(Protocol):
+    """What scales the losses: a handle of ``amp.init``."""
+
+    def scale_loss(self, loss: torch.Tensor, optimizer: Any, loss_id: int = 0) -> AbstractContextManager[torch.Tensor]:
+        """The context in which to run backward on the scaled loss."""
 
 
 class OptimWrapper:
@@ -21,7 +25,7 @@ class OptimWrapper:
         num_loss: how many losses are scaled between two steps.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, amp_handle: AmpHandle | NoOpHandle, num_loss: int) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, amp_handle: Handle, num_loss: int) -> None:
         self._optimizer = optimizer
         self._handle = amp_handle
         self._num_loss = num_loss

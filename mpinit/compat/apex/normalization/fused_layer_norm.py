@@ -32,6 +32,7 @@ def fused_layer_norm(
     """Layer normalisation without weights.
 
     Example:
+        >>> import torch
         >>> fused_layer_norm(torch.ones(2, 3), 3).shape
         torch.Size([2, 3])
     """
@@ -49,6 +50,7 @@ def fused_layer_norm_affine(
     """Layer normalisation, in the input's dtype.
 
     Example:
+        >>> import torch
         >>> fused_layer_norm_affine(torch.ones(2, 3), torch.ones(3), torch.zeros(3), 3).shape
         torch.Size([2, 3])
     """
@@ -66,6 +68,7 @@ def mixed_dtype_fused_layer_norm_affine(
     """Layer normalisation, in the weight's dtype.
 
     Example:
+        >>> import torch
         >>> x = torch.ones(2, 3, dtype=torch.float16)
         >>> mixed_dtype_fused_layer_norm_affine(x, torch.ones(3), torch.zeros(3), 3).dtype
         torch.float32
@@ -79,6 +82,7 @@ def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, me
     """RMS normalisation without weights.
 
     Example:
+        >>> import torch
         >>> fused_rms_norm(torch.ones(2, 3), 3).shape
         torch.Size([2, 3])
     """
@@ -91,6 +95,7 @@ def fused_rms_norm_affine(
     """RMS normalisation, in the input's dtype.
 
     Example:
+        >>> import torch
         >>> fused_rms_norm_affine(torch.ones(2, 3), torch.ones(3), 3).shape
         torch.Size([2, 3])
     """
@@ -103,6 +108,7 @@ def mixed_dtype_fused_rms_norm_affine(
     """RMS normalisation, in the weight's dtype.
 
     Example:
+        >>> import torch
         >>> x = torch.ones(2, 3, dtype=torch.float16)
         >>> mixed_dtype_fused_rms_norm_affine(x, torch.ones(3), 3).dtype
         torch.float32

@@ -1,0 +1,116 @@
+"""The migration page: its Python blocks run, and its tables name things that exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpinit
+from mpinit import session
+from mpinit.compat import uninstall_apex
+from mpinit.compat.coverage import COVERED, MODULES
+
+PAGE = Path(mpinit.__file__).parent / "docs" / "migration.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+BLOCKS = re.findall(r"(?:<!-- (.*?) -->\n)?```python\n(.*?)```", TEXT, re.DOTALL)
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if line.startswith("| `")]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    yield
+    for live in reversed(session.live()):
+        live.undo()
+    uninstall_apex()
+
+
+def beginning() -> dict[str, Any]:
+    """What every block finds: the names a training script has."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+    return {
+        "__name__": "page",
+        "torch": torch,
+        "mpinit": mpinit,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loss_fn": nn.CrossEntropyLoss(),
+        "loader": [(torch.randn(4, 8), torch.randint(2, (4,))) for _ in range(4)],
+    }
+
+
+def execute(source: str) -> dict[str, Any]:
+    namespace = beginning()
+    line = TEXT[: TEXT.index(source)].count("\n")
+    exec(compile("\n" * line + source, str(PAGE), "exec"), namespace)
+    return namespace
+
+
+def test_the_page_has_its_blocks_and_rows() -> None:
+    assert len(BLOCKS) == TEXT.count("```python") > 8
+    assert len(ROWS) > 30
+
+
+@pytest.mark.parametrize("source", [source for mark, source in BLOCKS if not mark.startswith("skip")])
+def test_block(source: str) -> None:
+    execute(source)
+
+
+def test_the_two_loops_train_the_same_weights_within_rounding() -> None:
+    marked = dict(BLOCKS)
+    theirs = execute(marked["torch.amp"])["model"].state_dict()
+    ours = execute(marked["mpinit"])["model"].state_dict()
+    torch.testing.assert_close(dict(ours), dict(theirs), rtol=2e-3, atol=2e-3)
+
+
+def names_in(cell: str) -> list[str]:
+    return re.findall(r"`([A-Za-z_][\w.]*)", cell)
+
+
+def resolve(name: str) -> Any:
+    """The object a dotted name stands for; an AttributeError where there is none."""
+    parts = name.split(".")
+    found: Any = importlib.import_module(parts[0])
+    for index, part in enumerate(parts[1:], start=2):
+        found = getattr(found, part) if hasattr(found, part) else importlib.import_module(".".join(parts[:index]))
+    return found
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip("`"))
+def test_a_row_names_what_there_is(row: list[str]) -> None:
+    old, new, note = row
+    for name in names_in(old):
+        if name.startswith("apex."):
+            assert name in COVERED or name in MODULES
+        else:
+            resolve(name.replace("GradScaler", "torch.amp.GradScaler") if name.startswith("GradScaler") else name)
+    for name in [*names_in(new), *names_in(note)]:
+        if name.split(".")[0] in ("mpinit", "torch"):
+            assert resolve(name) is not None
+
+
+def test_every_public_function_of_amp_has_a_row() -> None:
+    rows = {name for row in ROWS for name in names_in(row[0])}
+    amp = importlib.import_module("mpinit.compat.apex.amp")
+    assert {f"apex.amp.{name}" for name in amp.__all__} <= rows
+
+
+def test_links_lead_to_headings() -> None:
+    anchors = {
+        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-")
+        for heading in re.findall(r"^#+ (.*)$", TEXT, re.MULTILINE)
+    }
+    for link in re.findall(r"\]\(#(.*?)\)", TEXT):
+        assert link in anchors
+
+
+@pytest.mark.parametrize("kind", ["FusedAdam", "FusedLAMB", "FusedNovoGrad"])
+def test_what_is_said_to_work_without_installing_does(kind: str) -> None:
+    assert hasattr(importlib.import_module("mpinit.compat.apex.optimizers"), kind)
