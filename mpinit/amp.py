@@ -333,8 +333,8 @@ def step_counts(optimizer: Optimizer) -> tuple[int, int]:
     session = _the_session(optimizer)
     if session is None:
         return 0, 0
-    stepper = session.stepper_of(optimizer)
-    return stepper.good_steps, stepper.skipped_steps
+    counts = session.stepper_of(optimizer).counts
+    return counts.good, counts.skipped
 
 
 def scheduler_step(scheduler: Any, *args: Any) -> None:

@@ -23,9 +23,10 @@ Closure = Callable[[], Any]
 NamesOf = Callable[[torch.Tensor], str]
 
 
-class SkipCounts(NamedTuple):
-    """Steps skipped in all, and in a row until now."""
+class StepCounts(NamedTuple):
+    """Steps done, skipped, and skipped since the last one done."""
 
+    good: int
     skipped: int
     consecutive: int
 
@@ -35,13 +36,7 @@ class _EvaluationOverflow(Exception):
 
 
 class Stepper:
-    """The patched methods of one optimizer, and the counters of its steps.
-
-    Attributes:
-        good_steps: steps done.
-        skipped_steps: steps skipped, in all.
-        consecutive_skips: steps skipped since the last good one.
-    """
+    """The patched methods of one optimizer, and the counters of its steps."""
 
     def __init__(self, control: OptimizerControl, name_of: NamesOf) -> None:
         self.control = control
@@ -54,8 +49,8 @@ class Stepper:
             self._compiled = CompiledStep(control.optimizer, self._inner_step, control.store.round_into_weights)
         own = getattr(self._inner_zero_grad, "__func__", None)
         self._zeroes_as_torch_does = own is torch.optim.Optimizer.zero_grad
-        self._attempted = 0
-        self._skips = SkipCounts(0, 0)
+        self._counted = StepCounts(0, 0, 0)
+        self._since_reading = 0
         self._on_device: torch.Tensor | None = None
         self._active = True
         self._warned = False
@@ -90,50 +85,34 @@ class Stepper:
     # -- counters -----------------------------------------------------------------------------------------------
 
     @property
-    def good_steps(self) -> int:
-        """Steps done since initialisation."""
-        return self._attempted - self.skipped_steps
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps skipped since initialisation."""
-        return self._counts().skipped
-
-    @property
-    def consecutive_skips(self) -> int:
-        """Steps skipped since the last good one."""
-        return self._counts().consecutive
+    def counts(self) -> StepCounts:
+        """Steps done and skipped; those of steps that skipped inside a kernel are read from the device."""
+        if self._on_device is not None:
+            good, skipped, consecutive = (int(number) for number in self._on_device.tolist())
+            before = self._counted
+            run = consecutive + (0 if good else before.consecutive)
+            self._counted = StepCounts(before.good + good, before.skipped + skipped, run)
+            self._on_device.zero_()
+        return self._counted
 
     @property
     def was_skipped(self) -> bool:
         """Whether the last step was skipped."""
-        return self._counts().consecutive > 0
-
-    def _counts(self) -> SkipCounts:
-        """The counts of skips, those of steps that skipped inside a kernel read from the device."""
-        if self._on_device is not None:
-            skipped, consecutive, good = self._on_device.tolist()
-            self._skips = SkipCounts(
-                self._skips.skipped + int(skipped), int(consecutive) + (0 if good else self._skips.consecutive)
-            )
-            self._on_device = None
-        return self._skips
+        return self.counts.consecutive > 0
 
     def _count(self, skipped: bool) -> None:
-        self._attempted += 1
-        if skipped or self._on_device is not None or self._skips.consecutive:
-            counts = self._counts()
-            self._skips = SkipCounts(counts.skipped + skipped, counts.consecutive + 1 if skipped else 0)
+        good, all_skipped, consecutive = self.counts
+        self._counted = StepCounts(good + (not skipped), all_skipped + skipped, consecutive + 1 if skipped else 0)
 
     def _count_on_device(self, found_inf: torch.Tensor) -> None:
-        """Count without reading: skipped steps, those in a row, and whether any was good, since the last reading."""
-        self._attempted += 1
+        """Count without reading, so that nobody waits: a captured graph counts its replays too."""
         if self._on_device is None:
             self._on_device = torch.zeros(3, device=found_inf.device)
         skipped = (found_inf > 0).float()
-        self._on_device[0].add_(skipped)
-        self._on_device[1].add_(skipped).mul_(skipped)
-        self._on_device[2].add_(1 - skipped)
+        self._on_device[0].add_(1 - skipped)
+        self._on_device[1].add_(skipped)
+        self._on_device[2].add_(skipped).mul_(skipped)
+        self._since_reading += 1
 
     # -- the methods --------------------------------------------------------------------------------------------
 
@@ -189,7 +168,7 @@ class Stepper:
 
     def _raise_after_too_many(self) -> None:
         limit = self.control.plan.scaling.max_consecutive_skips
-        if self.consecutive_skips >= limit:
+        if self.counts.consecutive >= limit:
             names = self._names_of_bad_gradients()
             raise RuntimeError(
                 f"{limit} steps in a row were skipped because gradients were inf or nan, in {names} first: lowering "
@@ -258,8 +237,9 @@ class Stepper:
         finally:
             undos.unwind()
         self._count_on_device(found_inf)
-        # Reading the counters would wait for the device: done once in as many steps as may be skipped in a row.
-        if self._attempted % self.control.plan.scaling.max_consecutive_skips == 0 and not _is_capturing():
+        # Reading the counters waits for the device: done once in as many steps as may be skipped in a row.
+        if self._since_reading >= self.control.plan.scaling.max_consecutive_skips and not _is_capturing():
+            self._since_reading = 0
             self._raise_after_too_many()
         return result
 

@@ -1,0 +1,156 @@
+"""What only a CUDA device can show: no host sync on the good path, skipping inside kernels, CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpinit
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LEVELS = [("O0", {}), ("O1", {}), ("O2", {}), ("O3", {}), ("O4", {}), ("O5", {}), ("O5", {"master_weights": "split"})]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 32), nn.LayerNorm(32)
+    ).cuda()
+
+
+def data() -> torch.Tensor:
+    return torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(0)).cuda()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, factor: Any = 1.0) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(x).square().mean() * factor
+    with mpinit.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def plain_losses(steps: int) -> list[float]:
+    model, x = net(), data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("level", "more"), LEVELS)
+def test_training_follows_float32(level: str, more: dict[str, Any]) -> None:
+    model, x = net(), data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    mpinit.initialize(model, optimizer, level, verbosity=0, **more)
+    losses = [step(model, optimizer, x).item() for _ in range(10)]
+    torch.testing.assert_close(losses, plain_losses(10), rtol=0.05, atol=0.02)
+    mpinit.undo(model)
+
+
+@pytest.mark.parametrize(("level", "more"), LEVELS)
+def test_the_good_path_never_waits_for_the_device(level: str, more: dict[str, Any]) -> None:
+    model, x = net(), data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    mpinit.initialize(model, optimizer, level, verbosity=0, **more)
+    for _ in range(3):
+        step(model, optimizer, x)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(5):
+            step(model, optimizer, x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert mpinit.step_counts(optimizer) == (8, 0)
+    mpinit.undo(model)
+
+
+OVERFLOW_AT = (2, 5, 6)
+
+
+def run_with_overflows(**kind: Any) -> tuple[list[torch.Tensor], float, tuple[int, int]]:
+    model, x = net(), data()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, **kind)
+    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    for index in range(10):
+        step(model, optimizer, x, float("inf") if index in OVERFLOW_AT else 1.0)
+        assert mpinit.step_was_skipped(optimizer) == (index in OVERFLOW_AT)
+    result = [p.detach().clone() for p in mpinit.master_params(optimizer)]
+    scale, counts = mpinit.loss_scale(optimizer), mpinit.step_counts(optimizer)
+    mpinit.undo(model)
+    return result, scale, counts
+
+
+def test_fused_foreach_and_single_tensor_agree_overflows_included() -> None:
+    fused = run_with_overflows(fused=True)
+    for kind in ({"foreach": True}, {"foreach": False}):
+        masters, scale, counts = run_with_overflows(**kind)
+        assert (scale, counts) == fused[1:] == (2.0**13, (7, 3))
+        for ours, theirs in zip(masters, fused[0], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_an_iteration_can_be_captured_in_a_cuda_graph() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)).cuda()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True, capturable=True)
+    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    x, factor = torch.randn(8, 32, device="cuda"), torch.ones((), device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(model, optimizer, x, factor)
+    torch.cuda.current_stream().wait_stream(side)
+    optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(model, optimizer, x, factor)
+    scale_before = mpinit.loss_scale(optimizer)
+    good_before, skipped_before = mpinit.step_counts(optimizer)
+    first = next(mpinit.master_params(optimizer))
+    for value in (1.0, float("inf"), 1.0):
+        before = first.detach().clone()
+        factor.fill_(value)
+        graph.replay()
+        assert torch.equal(before, first.detach()) == (value == float("inf"))
+    assert mpinit.loss_scale(optimizer) == scale_before / 2
+    assert mpinit.step_counts(optimizer) == (good_before + 2, skipped_before + 1)
+    mpinit.undo(model)
+
+
+def test_a_peak_of_memory_below_float32() -> None:
+    def peak(level: str | None) -> int:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)]).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        if level is not None:
+            mpinit.initialize(model, optimizer, level, verbosity=0)
+        x = torch.randn(4096, 1024, device="cuda")
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            if level is None:
+                loss.backward()
+            else:
+                with mpinit.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+            optimizer.step()
+        return torch.cuda.max_memory_allocated() - base
+
+    assert peak("O3") < peak("O2") < peak(None)
