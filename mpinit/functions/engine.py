@@ -48,7 +48,8 @@ def keep_casts_out_of_fused_layers() -> Undo:
 
     @functools.wraps(original)
     def get_fastpath_enabled() -> bool:
-        return original() and not is_on()
+        # torch.compile makes kernels of its own, and cannot trace the original.
+        return not torch.compiler.is_dynamo_compiling() and not is_on() and original()
 
     return set_attribute(torch.backends.mha, "get_fastpath_enabled", get_fastpath_enabled)
 
