@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -74,11 +73,13 @@ class Child:
 
     def inspect(self) -> Answer:
         """Bytes by kind and counts per step."""
-        answer: Answer = {"memory": self.memory(), "ops": _or_none(lambda: tally.dispatched_ops(self.step))}
         on_cuda = self.device.type == "cuda"
-        answer["kernels"] = _or_none(lambda: tally.kernels(self.step)) if on_cuda else None
-        answer["host_syncs"] = _or_none(lambda: tally.host_syncs(self.step)) if on_cuda else None
-        return answer
+        return {
+            "memory": self.memory(),
+            "ops": None if self.row.compiles else tally.dispatched_ops(self.step),
+            "kernels": tally.kernels(self.step) if on_cuda else None,
+            "host_syncs": tally.host_syncs(self.step) if on_cuda else None,
+        }
 
     def memory(self) -> Answer:
         """Bytes by kind, between steps and after backward, and the peaks of a whole step and of its last part."""
@@ -95,12 +96,3 @@ class Child:
         after_backward = footprint.held(contender)
         contender.update()
         return {"steady": steady, "after_backward": after_backward, "peak_step": max(peaks[1:]), "peak": max(peaks)}
-
-
-def _or_none(count: Callable[[], int]) -> int | None:
-    """A count, or None where a compiled contender cannot run while it is being counted."""
-    try:
-        return count()
-    except Exception as error:
-        print(f"not counted: {error!r}", file=sys.stderr)
-        return None

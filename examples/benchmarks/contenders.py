@@ -19,11 +19,12 @@ class Unavailable(Exception):
     """The contender has no part in this run: a package, a device or a rule is missing. Says which."""
 
 
-def torch_optimizer(rule: Rule, params: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """The optimizer that a rule means, in torch's fastest form that needs no compilation."""
+def torch_optimizer(rule: Rule, params: Iterable[Tensor], *, fused: bool = True) -> torch.optim.Optimizer:
+    """The optimizer that a rule means: fused, torch's fastest form, or as it comes, which a compiler can look into."""
+    form = True if fused else None
     if rule.name == "adam":
-        return torch.optim.Adam(params, lr=rule.lr, fused=True)
-    return torch.optim.SGD(params, lr=rule.lr, momentum=rule.momentum, fused=True)
+        return torch.optim.Adam(params, lr=rule.lr, fused=form)
+    return torch.optim.SGD(params, lr=rule.lr, momentum=rule.momentum, fused=form)
 
 
 class Contender:

@@ -11,6 +11,7 @@ from typing import Any
 
 from . import report, spread
 from .spread import Spread
+from .traffic import update_ms
 
 Rows = dict[str, dict[str, Any]]
 Figure = Callable[[Rows, int], Spread]
@@ -43,15 +44,9 @@ def _whole(above: str, below: str) -> Figure:
     return lambda rows, _: spread.ratio(spread.phase(rows[above], "total"), spread.phase(rows[below], "total"))
 
 
-def _update_ms(row: dict[str, Any], plain: dict[str, Any]) -> list[float]:
-    """The optimizer's part, with whatever was moved out of it: all that exceeds a plain forward and backward."""
-    arrival = [turn["forward"] + turn["backward"] for turn in plain["turns_ms"]]
-    return [total - spent for total, spent in zip(spread.phase(row, "total"), arrival, strict=True)]
-
-
 def _update(above: str, plain: str, below: str) -> Figure:
     """Ratio of the optimizer's parts: ``above`` beyond ``plain``'s forward and backward, to ``below``'s step."""
-    return lambda rows, _: spread.ratio(_update_ms(rows[above], rows[plain]), spread.phase(rows[below], "step"))
+    return lambda rows, _: spread.ratio(update_ms(rows[above], rows[plain]), spread.phase(rows[below], "step"))
 
 
 def _bytes(name: str) -> Figure:
@@ -75,9 +70,10 @@ def _update_goal(title: str, above: str, plain: str, below: str, limit: float, *
 
 GOALS = (
     _ratio_goal("O2 / hand-written O2, fp16", "launch", "o2_fp16", "hand_fp16", 1.00),
-    _ratio_goal("O2 / hand-written O2, bf16", "launch", "o2_bf16", "hand_bf16", 1.00),
+    # At a loss scale of 1 O2 checks nothing, and neither does the loop that it is compared with.
+    _ratio_goal("O2 / hand-written O2, bf16", "launch", "o2_bf16", "hand_bf16_unchecked", 1.00),
     _update_goal("O2 step / hand-written O2 step, fp16", "o2_fp16", "hand_fp16", "hand_fp16", 0.90),
-    _update_goal("O2 step / hand-written O2 step, bf16", "o2_bf16", "hand_bf16", "hand_bf16", 0.90),
+    _update_goal("O2 step / hand-written O2 step, bf16", "o2_bf16", "hand_bf16_unchecked", "hand_bf16_unchecked", 0.90),
     _update_goal("O2 step / (float32 step + check), fp16", "o2_fp16", "hand_fp16", "fp32_checked", 1.25, "cpu"),
     _update_goal("O2 step / (float32 step + check), fp16", "o2_fp16", "hand_fp16", "fp32_checked", 1.00, "cuda"),
     _ratio_goal("O1 / torch.amp, fp16", "classic", "o1_fp16", "amp_fp16", 1.00, "cuda"),

@@ -1,7 +1,8 @@
 """What O1 costs over torch.autocast with GradScaler on launch-bound networks, and what initialize and the import cost.
 
 Each contender is a process of its own with one thread; they take turns, a block of steps at a time, and the ratio is
-that of the medians over all blocks. Exit status 1 if a figure is past its limit.
+that of the medians over all blocks. Blocks are timed in CPU time: with one thread that is the wall clock's time, less
+what other programs on the machine take. Exit status 1 if a figure is past its limit.
 
     python examples/benchmarks/o1_overhead.py [--rounds 15] [--steps 40] [--json FILE]
 """
@@ -77,10 +78,10 @@ def serve(contender: str, workload: str) -> None:
         step()
     for line in sys.stdin:
         steps = int(line)
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(steps):
             step()
-        print((time.perf_counter() - start) / steps * 1e3, flush=True)
+        print((time.process_time() - start) / steps * 1e3, flush=True)
 
 
 def compare(workload: str, rounds: int, steps: int) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import goals, machine, plot, report, saving
+from . import goals, machine, plot, report, saving, traffic
 from .roster import ROSTER
 from .turns import Settings, play
 from .workloads import WORKLOADS
@@ -55,6 +55,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         result = {"name": name, "size": size, "parameters": parameters, "reference": REFERENCE, "contenders": rows}
         results["workloads"].append(result)
         print(report.workload_table(result), flush=True)
+        if name == "bandwidth":
+            print(traffic.table(result), end="\n\n", flush=True)
     results["seconds"] = round(time.monotonic() - begin, 1)
     return results
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .contenders import Contender, Unavailable
+from .contenders import Contender, Unavailable, torch_optimizer
 from .workloads import Task
 
 
@@ -16,6 +17,7 @@ class Mpinit(Contender):
     """``initialize`` once, ``scale_loss`` around backward; leaving that block counts as settling."""
 
     def __init__(self, task: Task, opt_level: str, **properties: Any) -> None:
+        self.fused = not properties.get("compile_step", False)
         super().__init__(task)
         try:
             import mpinit
@@ -24,6 +26,9 @@ class Mpinit(Contender):
         self.mpinit: Any = mpinit
         self.scaling: AbstractContextManager[Tensor]
         self.mpinit.initialize(self.model, self.optimizer, opt_level, verbosity=0, **properties)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch_optimizer(self.task.rule, self.model.parameters(), fused=self.fused)
 
     def backward(self, loss: Tensor) -> None:
         self.scaling = self.mpinit.scale_loss(loss, self.optimizer)
