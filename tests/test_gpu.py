@@ -21,7 +21,8 @@ LEVELS = [("O0", {}), ("O1", {}), ("O2", {}), ("O3", {}), ("O4", {}), ("O5", {})
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 32), nn.LayerNorm(32)
+        *(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()),
+        *(nn.Linear(8 * 64, 32), nn.LayerNorm(32)),
     ).cuda()
 
 
