@@ -261,10 +261,16 @@ def _sum(kept: Kept, fresh: Kept) -> Kept:
 def move_state(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor, dtype: torch.dtype) -> None:
     """Hand a parameter's optimizer state to another parameter, floating entries in ``dtype``.
 
-    Counters named "step" keep their dtype, as in ``Optimizer.load_state_dict``.
+    That of optimizers wrapped by this one too, since they share its parameters. Counters named "step" keep their dtype, as in ``Optimizer.load_state_dict``.
     """
-    if old in optimizer.state:
-        optimizer.state[new] = cast_state(optimizer.state.pop(old), dtype)
+    for holder in (optimizer, *_wrapped_by(optimizer)):
+        if old in holder.state:
+            holder.state[new] = cast_state(holder.state.pop(old), dtype)
+
+
+def _wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
+    """Optimizers held by one that wraps them and forwards their groups."""
+    return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
 
 
 def cast_state(state: Any, dtype: torch.dtype) -> Any:

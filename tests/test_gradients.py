@@ -15,8 +15,8 @@ BAD = (float("inf"), float("-inf"), float("nan"))
 
 def sparse(values: list[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Rows 0 and 2 of a 4 x 1 matrix, row 2 named twice."""
-    indices = torch.tensor([[0, 2, 2]])
-    return torch.sparse_coo_tensor(indices, torch.tensor(values, dtype=dtype).unsqueeze(1), (4, 1), check_invariants=False)
+    rows = torch.tensor(values, dtype=dtype).unsqueeze(1)
+    return torch.sparse_coo_tensor(torch.tensor([[0, 2, 2]]), rows, (4, 1), check_invariants=False)
 
 
 def kinds() -> dict[str, torch.Tensor]:

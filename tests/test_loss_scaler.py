@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import backward, batches, mlp, mse, start
+from loops import backward, batches, mlp, momentum, mse, start
 
 import mpinit
 from mpinit import session as sessions
@@ -139,7 +139,9 @@ def test_every_setting_of_the_rule_is_a_property() -> None:
 
 
 def test_the_defaults_are_the_documented_ones() -> None:
-    optimizer = start(mlp(), "O2")
+    model = mlp()
+    optimizer = momentum(model.parameters())
+    mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
     session = sessions.of(optimizer)
     assert session is not None
     scaling = session.plan.scaling

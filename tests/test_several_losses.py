@@ -40,7 +40,7 @@ def test_only_optimizers_touched_by_the_bad_backward_skip(level: str, bad: int) 
     for optimizer in optimizers:
         optimizer.step()
     assert [mpinit.step_was_skipped(o) for o in optimizers] == [index == bad for index in range(2)]
-    assert scales(optimizers[0], 2) == [2.0**15 if index == bad else 2.0**16 for index in range(2)]
+    assert scales(optimizers[0], 2) == [512.0 if index == bad else 1024.0 for index in range(2)]
     same(masters(optimizers[bad]), before[bad])
     assert not torch.equal(masters(optimizers[1 - bad])[0], before[1 - bad][0])
 
@@ -67,7 +67,7 @@ def test_an_optimizer_without_gradients_from_the_bad_loss_steps(level: str) -> N
     for optimizer in (opt1, opt2):
         optimizer.step()
     assert [mpinit.step_was_skipped(o) for o in (opt1, opt2)] == [True, False]
-    assert scales(opt1, 2) == [2.0**15, 2.0**16]
+    assert scales(opt1, 2) == [512.0, 1024.0]
 
 
 @pytest.mark.parametrize("level", SCALING)
@@ -81,7 +81,7 @@ def test_losses_at_different_scales_add_up(level: str) -> None:
     for index, batch in enumerate(data):
         backward(mse(model, batch), optimizer, loss_id=index)
         mse(reference, batch).backward()
-    assert scales(optimizer, 3) == [2.0**16, 2.0**15, 2.0**16]
+    assert scales(optimizer, 3) == [1024.0, 512.0, 1024.0]
     for got, parameter in zip(gradients(optimizer), reference.parameters(), strict=True):
         torch.testing.assert_close(got, parameter.grad, rtol=0.02, atol=0.005)
 
@@ -94,7 +94,7 @@ def test_a_retained_graph_serves_two_losses(level: str) -> None:
 
     model, reference = mlp(), mlp()
     optimizer = plain_sgd(model.parameters())
-    mpinit.initialize(model, optimizer, num_losses=2, init_loss_scale=1024.0, **keywords(level))
+    mpinit.initialize(model, optimizer, num_losses=2, **keywords(level))
     for index, loss in enumerate(losses(model)):
         with mpinit.scale_loss(loss, optimizer, loss_id=index) as scaled:
             scaled.backward(retain_graph=index == 0)
@@ -106,7 +106,7 @@ def test_a_retained_graph_serves_two_losses(level: str) -> None:
 def test_a_loss_for_no_optimizer_is_scaled_and_leaves_everything_alone() -> None:
     model = mlp()
     optimizer = plain_sgd(model.parameters())
-    mpinit.initialize(model, optimizer, init_loss_scale=1024.0, **keywords("O2"))
+    mpinit.initialize(model, optimizer, **keywords("O2"))
     before = masters(optimizer)
     inputs = batches(1)[0][0].requires_grad_()
     with mpinit.scale_loss(model(inputs).sum(), []) as scaled:
@@ -225,7 +225,7 @@ def test_a_gan_survives_an_overflow_in_any_loss(level: str, bad: int, skips: tup
     before = gan.weights()
     gan.iteration(*data[1], bad=bad)
     assert (mpinit.step_was_skipped(gan.opt_d), mpinit.step_was_skipped(gan.opt_g)) == skips
-    assert scales(gan.opt_d, 3) == [2.0**15 if loss_id == bad else 2.0**16 for loss_id in range(3)]
+    assert scales(gan.opt_d, 3) == [512.0 if loss_id == bad else 1024.0 for loss_id in range(3)]
     half = len(masters(gan.opt_d))
     for skipped, part in zip(skips, (slice(None, half), slice(half, None)), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(gan.weights()[part], before[part], strict=True)) == skipped

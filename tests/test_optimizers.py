@@ -1,0 +1,379 @@
+"""Optimizers that change under way, and ones from elsewhere: groups added and removed, unfreezing, wrappers."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from loops import (
+    HALVES,
+    HandWritten,
+    backward,
+    batches,
+    follow,
+    gradients,
+    keywords,
+    masters,
+    mlp,
+    momentum,
+    mse,
+    plain_sgd,
+    same,
+    start,
+    train,
+    train_plainly,
+)
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+import mpinit
+
+LEVELS = ("O0", "O1", "O2", "O3")
+
+
+def close(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor], tolerance: float = 0.01) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.detach().float(), b.detach(), rtol=tolerance, atol=tolerance)
+
+
+# -- groups ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_gradient", [False, True])
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_group_added_later_trains_like_float32(level: str, after: int, with_gradient: bool) -> None:
+    model, reference, data = mlp(), mlp(), batches(5)
+    optimizer, plain = SGD(model[0].parameters(), lr=0.1), SGD(reference[0].parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, **keywords(level))
+    train(model, optimizer, data[:after])
+    train_plainly(reference, plain, data[:after])
+    for parameter in (*model[3].parameters(), *reference[3].parameters()):
+        parameter.grad = torch.full_like(parameter, 0.25) if with_gradient else None
+    optimizer.add_param_group({"params": list(model[3].parameters()), "lr": 0.05})
+    plain.add_param_group({"params": list(reference[3].parameters()), "lr": 0.05})
+    for batch in data[after:]:
+        backward(mse(model, batch), optimizer)
+        mse(reference, batch).backward()
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad()
+    close(model.state_dict().values(), reference.parameters())
+    assert level != "O2" or {p.dtype for g in optimizer.param_groups for p in g["params"]} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_group_from_outside_the_models_may_have_any_dtype(dtype: torch.dtype) -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model, "O2", torch.float16, plain_sgd)
+    extra = nn.Parameter(torch.ones(3, dtype=dtype))
+    optimizer.add_param_group({"params": extra})
+    backward(mse(model, batch) + (extra.float() * 0.5).sum(), optimizer)
+    optimizer.step()
+    assert masters(optimizer)[-1].tolist() == [0.5] * 3 == extra.detach().float().tolist()
+    assert masters(optimizer)[-1].dtype == torch.float32 and extra.dtype == dtype
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_weight_cannot_be_added_a_second_time(level: str) -> None:
+    model = mlp()
+    optimizer = start(model, level)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [model[0].weight]})
+    assert len(optimizer.param_groups) == 1
+    train(model, optimizer, batches(2))
+    assert level != "O2" or follow(model, optimizer) is None
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_removed_group_stays_as_it_is(level: str) -> None:
+    model, data = mlp(), batches(4)
+    groups = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": 0.01}]
+    optimizer = SGD(groups, lr=0.1)
+    mpinit.initialize(model, optimizer, **keywords(level))
+    train(model, optimizer, data[:2])
+    del optimizer.param_groups[1]
+    before = [p.detach().clone() for p in model[3].parameters()]
+    train(model, optimizer, data[2:])
+    same([p.detach() for p in model[3].parameters()], before)
+    assert len(masters(optimizer)) == 2 and len(list(mpinit.master_params(optimizer))) == 2
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_group_replaced_by_hand_is_noticed(level: str) -> None:
+    model, data = mlp(), batches(6)
+    optimizer = SGD([{"params": model[0].parameters()}, {"params": model[3].parameters()}], lr=0.1)
+    mpinit.initialize(model, optimizer, **keywords(level))
+    for batch in data:
+        # A dict made right after another was dropped may well take its place in memory.
+        removed = optimizer.param_groups.pop()
+        options = {key: value for key, value in removed.items() if key != "params"}
+        del removed
+        optimizer.param_groups.append({"params": list(model[3].parameters()), **options})
+        before = model[3].weight.detach().clone()
+        train(model, optimizer, [batch])
+        assert not torch.equal(before, model[3].weight)
+        if level == "O2":
+            follow(model, optimizer)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_several_groups_keep_their_own_options(level: str) -> None:
+    def groups(model: nn.Sequential) -> list[dict[str, Any]]:
+        return [{"params": model[0].parameters(), "lr": 0.2}, {"params": model[3].parameters(), "weight_decay": 0.1}]
+
+    model, reference, data = mlp(), mlp(), batches(5)
+    optimizer, plain = SGD(groups(model), lr=0.05), SGD(groups(reference), lr=0.05)
+    given = list(optimizer.param_groups)
+    mpinit.initialize(model, optimizer, **keywords(level))
+    assert all(a is b for a, b in zip(optimizer.param_groups, given, strict=True))
+    train(model, optimizer, data)
+    train_plainly(reference, plain, data)
+    close(model.state_dict().values(), reference.parameters())
+
+
+# -- freezing and tying ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_unfreezing_later_trains_like_float32(level: str) -> None:
+    model, reference, data = mlp(), mlp(), batches(6)
+    for one in (model, reference):
+        one[0].requires_grad_(False)
+    optimizer, plain = start(model, level), momentum(reference.parameters())
+    for net, loop, opt in ((model, train, optimizer), (reference, train_plainly, plain)):
+        loop(net, opt, data[:2])
+        net[0].requires_grad_(True)
+        loop(net, opt, data[2:4])
+        net[0].requires_grad_(False)
+        loop(net, opt, data[4:])
+    close(model.state_dict().values(), reference.parameters(), 0.03)
+    if level == "O2":
+        follow(model, optimizer)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+def test_tied_weights_stay_tied(level: str, dtype: torch.dtype) -> None:
+    def tied() -> nn.Sequential:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+        net[2].weight = net[0].weight
+        return net
+
+    model, reference, data = tied(), tied(), batches(4)
+
+    def groups(net: nn.Sequential) -> list[dict[str, Any]]:
+        rest = [p for p in net.parameters() if p is not net[0].weight]
+        return [{"params": [net[0].weight], "lr": 0.05}, {"params": rest}]
+
+    optimizer, plain = SGD(groups(model), lr=0.1), SGD(groups(reference), lr=0.1)
+    mpinit.initialize(model, optimizer, **keywords(level, dtype))
+    train(model, optimizer, data)
+    train_plainly(reference, plain, data)
+    assert model[2].weight is model[0].weight
+    close([p.float() for p in model.parameters()], reference.parameters(), 0.03)
+
+
+class Adapted(nn.Module):
+    """A 16-bit base with adapters in float32 and in the other 16-bit type, as parameter-efficient tuning has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(6, 3)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 3, bias=False)
+        self.shift = nn.Parameter(torch.zeros(3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.base(inputs) + self.up(self.down(inputs)) + self.shift.to(inputs.dtype)
+
+
+@pytest.mark.parametrize("make", [momentum, lambda p: Adam(p, lr=0.01), lambda p: AdamW(p, lr=0.01, fused=True)])
+def test_dtypes_may_mix_in_one_group(make: Callable[..., Optimizer]) -> None:
+    model, reference, data = Adapted(), Adapted(), batches(5)
+    optimizer, plain = make(model.parameters()), make(reference.parameters())
+    mpinit.initialize(model, optimizer, keep_fp32=["down", "up"], **keywords("O2"))
+    model.shift.data = model.shift.data.bfloat16()
+    dtypes = [p.dtype for p in (model.base.weight, model.down.weight, model.shift)]
+    assert dtypes == [torch.float16, torch.float32, torch.bfloat16]
+    train(model, optimizer, data)
+    train_plainly(reference, plain, data)
+    close(model.state_dict().values(), reference.parameters(), 0.02)
+    assert {p.dtype for g in optimizer.param_groups for p in g["params"]} == {torch.float32}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_parameters_without_a_gradient_this_step_stay(level: str) -> None:
+    model, data = mlp(), batches(3)
+    optimizer = start(model, level, make=lambda p: SGD(p, lr=0.1, weight_decay=0.1))
+    train(model, optimizer, data[:1])
+    before = [p.detach().clone() for p in model[0].parameters()]
+    optimizer.zero_grad()
+    backward(model[3](torch.ones(1, 8, dtype=model[3].weight.dtype)).float().sum(), optimizer)
+    optimizer.step()
+    same([p.detach() for p in model[0].parameters()], before)
+    assert gradients(optimizer)[0] is None and gradients(optimizer)[2] is not None
+
+
+# -- state that was there before ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [momentum, lambda p: Adam(p, lr=0.01), lambda p: AdamW(p, lr=0.01, fused=True)])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_an_optimizer_that_has_stepped_keeps_its_state(level: str, make: Callable[..., Optimizer]) -> None:
+    model, reference, data = mlp(), mlp(), batches(6)
+    optimizer, plain = make(model.parameters()), make(reference.parameters())
+    train_plainly(model, optimizer, data[:3])
+    train_plainly(reference, plain, data[:3])
+    before = [v.clone() for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    mpinit.initialize(model, optimizer, **keywords(level))
+    after = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    same(after, before)
+    train(model, optimizer, data[3:])
+    train_plainly(reference, plain, data[3:])
+    close(masters(optimizer), reference.parameters(), 0.02)
+
+
+# -- optimizers from elsewhere --------------------------------------------------------------------------------------
+
+
+class SignDescent(Optimizer):
+    """The plainest of subclasses: no foreach, no fused, no defaults that torch knows."""
+
+    def __init__(self, params: Any, rate: float = 0.01) -> None:
+        super().__init__(params, {"rate": rate})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
+                    parameter.sub_(group["rate"] * parameter.grad.sign())
+        return loss
+
+
+class Lookahead(Optimizer):
+    """Wraps another optimizer and forwards its groups, without calling ``Optimizer.__init__``."""
+
+    def __init__(self, inner: Optimizer, every: int = 2, alpha: float = 0.5) -> None:
+        self.inner, self.every, self.alpha, self.count = inner, every, alpha, 0
+        self.param_groups = inner.param_groups
+        self.defaults = inner.defaults
+        self.state = defaultdict(dict)
+        # torch's own bookkeeping, which such wrappers learn to keep the hard way.
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self._warned_capturable_if_run_uncaptured = True
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self.inner.add_param_group(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = self.inner.step(closure)
+        self.count += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+                if self.count % self.every == 0:
+                    slow.lerp_(parameter, self.alpha)
+                    parameter.copy_(slow)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+class Forwarding(Optimizer):
+    """Wraps another optimizer and forwards its groups as a property."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        self._hook_for_profile = lambda: None  # type: ignore[method-assign]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        return self.inner.defaults
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self.inner.add_param_group(group)
+
+
+FOREIGN: dict[str, Callable[[Any], Optimizer]] = {
+    "sign descent": SignDescent,
+    "lookahead": lambda p: Lookahead(momentum(p)),
+    "forwarding": lambda p: Forwarding(momentum(p)),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_an_optimizer_from_elsewhere_equals_a_hand_written_loop(dtype: torch.dtype, name: str) -> None:
+    model, data = mlp(), batches(6)
+    by_hand = HandWritten(model, dtype, FOREIGN[name])
+    optimizer = start(model, "O2", dtype, FOREIGN[name])
+    for batch in data:
+        by_hand.backward(batch, scale=mpinit.loss_scale(optimizer))
+        by_hand.step()
+        train(model, optimizer, [batch])
+    same(masters(optimizer), by_hand.masters)
+    same(model.parameters(), by_hand.model.parameters())
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_an_optimizer_from_elsewhere_may_have_stepped_before_and_grow(level: str, name: str) -> None:
+    model, reference, data = mlp(), mlp(), batches(7)
+    optimizer, plain = FOREIGN[name](model[0].parameters()), FOREIGN[name](reference[0].parameters())
+    train_plainly(model, optimizer, data[:2])
+    train_plainly(reference, plain, data[:2])
+    mpinit.initialize(model, optimizer, **keywords(level))
+    train(model, optimizer, data[2:4])
+    train_plainly(reference, plain, data[2:4])
+    optimizer.add_param_group({"params": list(model[3].parameters())})
+    plain.add_param_group({"params": list(reference[3].parameters())})
+    train(model, optimizer, data[4:])
+    train_plainly(reference, plain, data[4:])
+    close(model.state_dict().values(), reference.parameters(), 0.03)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_orphans_are_named_in_a_warning(level: str) -> None:
+    model = mlp()
+    optimizer = momentum(mlp(seed=5).parameters())
+    with pytest.warns(UserWarning, match=r"none of the parameters of SGD.*'0\.weight'.*'0\.bias'.*'3\.weight'"):
+        mpinit.initialize(model, optimizer, **keywords(level))
+
+
+def test_a_loss_functions_own_parameters_are_no_orphans() -> None:
+    model, center = mlp(), nn.Parameter(torch.zeros(5))
+    optimizer = SGD([center], lr=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mpinit.initialize(model, [momentum(model.parameters()), optimizer], **keywords("O2"))
+    backward((center - 1).pow(2).sum() / 2, optimizer)
+    optimizer.step()
+    assert center.tolist() == [0.5] * 5
