@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from . import session as sessions
 from .dtypes import is_lower_precision
-from .plan import Masters, Plan
+from .plan import Plan
 from .properties import Properties
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
@@ -50,8 +50,6 @@ def check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: P
                 "call mpinit.undo on it first, or pass all models and optimizers that belong together in one call"
             )
     _check_kept_names(models, props)
-    if plan.masters is not Masters.NONE:
-        _check_stepping(optimizers)
     if plan.patch_functions:
         _warn_of_16_bit_weights(models)
     for optimizer in optimizers:
@@ -101,15 +99,6 @@ def _check_kept_names(models: Sequence[nn.Module], props: Properties) -> None:
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
             hint = f"; near it are {', '.join(map(repr, near))}" if near else ""
             raise ValueError(f"keep_fp32={pattern!r} matches no module{hint}. Names are those of model.named_modules()")
-
-
-def _check_stepping(optimizers: Sequence[Optimizer]) -> None:
-    for optimizer in optimizers:
-        if type(optimizer).__name__ == "SparseAdam":
-            raise ValueError(
-                "SparseAdam keeps to the rows that sparse gradients name and has not been made for float32 masters of "
-                "16-bit weights at this level; use opt_level='O1', or keep the embedding in float32 (keep_fp32=...)"
-            )
 
 
 def names_in_16_bit(models: Iterable[nn.Module]) -> list[str]:

@@ -1,0 +1,216 @@
+"""Closures: LBFGS and SAM with masters and scaling, and what an overflow inside an evaluation costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loops import HALVES, backward, batches, follow, keywords, masters, mlp, momentum, mse, poison, same, start
+from torch import nn
+from torch.optim import LBFGS, SGD, Adam, Optimizer
+
+import mpinit
+
+LEVELS = ("O0", "O1", "O2")
+
+
+class Sam(Optimizer):
+    """Sharpness-aware minimisation as it is commonly written: two evaluations a step, around another optimizer."""
+
+    def __init__(self, params: Any, base: Callable[..., Optimizer], rho: float = 0.05, **kwargs: Any) -> None:
+        super().__init__(params, {"rho": rho, **kwargs})
+        self.base_optimizer = base(self.param_groups, **kwargs)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        assert closure is not None
+        evaluate = torch.enable_grad()(closure)
+        loss = evaluate()
+        with_gradient = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in with_gradient if p.grad is not None]).norm()
+        for parameter in with_gradient:
+            assert parameter.grad is not None
+            self.state[parameter]["old"] = parameter.detach().clone()
+            parameter.add_(parameter.grad * (self.param_groups[0]["rho"] / (norm + 1e-12)))
+        self.zero_grad()
+        evaluate()
+        for parameter in with_gradient:
+            parameter.copy_(self.state[parameter]["old"])
+        self.base_optimizer.step()
+        self.zero_grad()
+        return loss
+
+
+def sam(params: Any) -> Sam:
+    return Sam(params, SGD, lr=0.1, momentum=0.9)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": momentum,
+    "adam": lambda p: Adam(p, lr=0.01),
+    "sam": sam,
+    "lbfgs": lambda p: LBFGS(p, lr=0.5, max_iter=4, history_size=3),
+    "lbfgs strong wolfe": lambda p: LBFGS(p, max_iter=4, line_search_fn="strong_wolfe"),
+}
+
+
+def closure_of(model: nn.Module, optimizer: Optimizer, batch: Any, scaled: bool = True) -> Callable[[], torch.Tensor]:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = mse(model, batch)
+        backward(loss, optimizer) if scaled else loss.backward()
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_steps_with_a_closure_train_like_float32(level: str, name: str) -> None:
+    model, reference, batch = mlp(), mlp(), batches(1, size=16)[0]
+    optimizer, plain = start(model, level, make=OPTIMIZERS[name]), OPTIMIZERS[name](reference.parameters())
+    for _ in range(3):
+        loss = optimizer.step(closure_of(model, optimizer, batch))
+        expected = plain.step(closure_of(reference, plain, batch, scaled=False))  # type: ignore[arg-type]
+    assert loss is not None and expected is not None and not mpinit.step_was_skipped(optimizer)
+    if level == "O0":
+        same(model.parameters(), reference.parameters())
+    torch.testing.assert_close(loss, expected, rtol=0.03, atol=0.003)
+    if level == "O2":
+        follow(model, optimizer)
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_lbfgs_at_o2_reaches_float32s_minimum_of_least_squares(dtype: torch.dtype, line_search: Any) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(64, 6)
+    targets = inputs @ torch.randn(6, 3) + 0.1 * torch.randn(64, 3)
+    minimum = torch.linalg.lstsq(inputs, targets)
+    best = nn.functional.mse_loss(inputs @ minimum.solution, targets)
+    model = nn.Linear(6, 3, bias=False)
+    optimizer = start(
+        model, "O2", dtype, lambda p: LBFGS(p, lr=1.0 if line_search else 0.5, max_iter=20, line_search_fn=line_search)
+    )
+    for _ in range(5):
+        optimizer.step(closure_of(model, optimizer, (inputs, targets)))
+    precision = torch.finfo(dtype).eps
+    torch.testing.assert_close(masters(optimizer)[0].t(), minimum.solution, rtol=4 * precision, atol=4 * precision)
+    reached = nn.functional.mse_loss(inputs @ masters(optimizer)[0].t(), targets)
+    assert reached <= best + precision**2 * 100
+
+
+@pytest.mark.parametrize("evaluation", [0, 1])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_inside_an_evaluation_lowers_the_scale_and_repeats_it(level: str, evaluation: int) -> None:
+    batch = batches(1)[0]
+
+    def run(bad: int | None, scale: float) -> tuple[Optimizer, int]:
+        model, calls = mlp(), 0
+        optimizer = start(model, level, make=sam, init_loss_scale=scale)
+
+        def closure() -> torch.Tensor:
+            nonlocal calls
+            optimizer.zero_grad()
+            loss = mse(model, batch)
+            backward(poison(loss, next(model.parameters())) if calls == bad else loss, optimizer)
+            calls += 1
+            return loss
+
+        optimizer.step(closure)
+        assert not mpinit.step_was_skipped(optimizer)
+        return optimizer, calls
+
+    (repeated, calls), (clean, clean_calls) = run(evaluation, 128.0), run(None, 64.0)
+    assert (calls, clean_calls) == (3, 2) and mpinit.loss_scale(repeated) == 64.0
+    for got, expected in zip(masters(repeated), masters(clean), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_giving_up_is_bounded_and_leaves_the_parameters_as_before(level: str, name: str) -> None:
+    model, batch, calls = mlp(), batches(1)[0], 0
+    optimizer = start(model, level, make=OPTIMIZERS[name], max_consecutive_skips=8)
+    optimizer.step(closure_of(model, optimizer, batch))
+    before, weights = masters(optimizer), [p.detach().clone() for p in model.parameters()]
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = mse(model, batch)
+        backward(poison(loss, next(model.parameters())) if calls > 1 else loss, optimizer)
+        return loss
+
+    if name not in ("sgd", "adam"):
+        assert optimizer.step(closure) is None
+        assert calls == 9
+    else:
+        calls = 1
+        assert optimizer.step(closure) is None
+        assert calls == 9
+    assert mpinit.step_was_skipped(optimizer) and mpinit.step_counts(optimizer) == (1, 1)
+    same(masters(optimizer), before)
+    same([p.detach() for p in model.parameters()], weights)
+    assert all(parameter.grad is None for parameter in mpinit.master_params(optimizer))
+    optimizer.step(closure_of(model, optimizer, batch))
+    assert not mpinit.step_was_skipped(optimizer)
+    assert not torch.equal(masters(optimizer)[0], before[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_exception_in_a_closure_passes_through(level: str) -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model, level, make=sam)
+    before, calls = masters(optimizer), 0
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyError("mine")
+        return closure_of(model, optimizer, batch)()
+
+    with pytest.raises(KeyError, match="mine"):
+        optimizer.step(closure)
+    if level != "O0":
+        same(masters(optimizer), before)
+    if level == "O2":
+        follow(model, optimizer)
+
+
+def test_casts_are_off_in_the_step_and_on_again_in_its_closure() -> None:
+    model, batch, seen = mlp(), batches(1)[0], []
+
+    class Looking(SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().step(closure)
+
+    optimizer = start(model, "O1", make=lambda p: Looking(p, lr=0.1))
+
+    def closure() -> torch.Tensor:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return closure_of(model, optimizer, batch)()
+
+    optimizer.step(closure)
+    assert seen == [False, True] and torch.is_autocast_enabled("cpu")
+
+
+def test_forgetting_scale_loss_in_a_closure_is_an_error() -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model)
+    before = masters(optimizer)
+    with pytest.raises(RuntimeError, match="scale_loss"):
+        optimizer.step(closure_of(model, optimizer, batch, scaled=False))
+    same(masters(optimizer), before)
+
+
+def test_split_masters_refuse_what_looks_across_parameters() -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match="LBFGS"):
+        mpinit.initialize(model, LBFGS(model.parameters()), master_weights="split", **keywords("O2", torch.bfloat16))

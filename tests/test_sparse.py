@@ -1,0 +1,118 @@
+"""Sparse gradients: embeddings with SparseAdam and SGD, where float32 weights and where masters stand behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from loops import HALVES, backward, gradients, keywords, masters, same
+from torch import nn
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+
+import mpinit
+
+
+@pytest.fixture(autouse=True)
+def _opt_out_of_checks() -> Iterator[None]:
+    # torch warns, once a process, of whoever has not said whether sparse tensors are to be checked.
+    with torch.sparse.check_sparse_tensor_invariants(enable=False):
+        yield
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sparse adam": lambda p: SparseAdam(list(p), lr=0.01),
+    "sgd": lambda p: SGD(p, lr=0.1),
+    "sgd momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
+    "adagrad": lambda p: Adagrad(p, lr=0.1),
+}
+
+
+class Words(nn.Module):
+    """A bag of words: a sparse embedding under a dense head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(10, 4, sparse=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.embedding(words).mean(1))
+        return output
+
+
+def words(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(0, 7, (3, 5), generator=generator) for _ in range(count)]
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return (model(batch) - 1).pow(2).mean()
+
+
+def optimizers_of(model: Words, name: str) -> list[Optimizer]:
+    return [OPTIMIZERS[name](model.embedding.parameters()), SGD(model.head.parameters(), lr=0.1)]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_sparse_embeddings_train_like_float32(level: str, dtype: torch.dtype, name: str) -> None:
+    model, reference = Words(), Words()
+    optimizers, plain = optimizers_of(model, name), optimizers_of(reference, name)
+    mpinit.initialize(model, optimizers, **keywords(level, dtype))
+    for batch in words(6):
+        for one in (*optimizers, *plain):
+            one.zero_grad()
+        backward(loss_of(model, batch), optimizers)
+        loss_of(reference, batch).backward()
+        found = gradients(optimizers[0])[0]
+        assert found is not None and found.is_sparse and found.dtype == torch.float32
+        for one in (*optimizers, *plain):
+            one.step()
+    tolerance = 0.0 if level == "O0" else 0.02
+    for got, expected in zip(model.state_dict().values(), reference.parameters(), strict=True):
+        torch.testing.assert_close(got, expected.detach(), rtol=tolerance, atol=tolerance)
+    untouched = slice(7, None)
+    assert torch.equal(model.state_dict()["embedding.weight"][untouched], Words().embedding.weight[untouched])
+    assert torch.equal(model.embedding.weight.detach(), masters(optimizers[0])[0].to(model.embedding.weight.dtype))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_sparse_gradients_accumulate(level: str) -> None:
+    model, reference = Words(), Words()
+    optimizers = optimizers_of(model, "sgd")
+    mpinit.initialize(model, optimizers, **keywords(level))
+    for batch in words(3):
+        backward(loss_of(model, batch), optimizers)
+        loss_of(reference, batch).backward()
+    found, expected = gradients(optimizers[0])[0], reference.embedding.weight.grad
+    assert found is not None and expected is not None
+    torch.testing.assert_close(found.to_dense(), expected.to_dense(), rtol=0.02, atol=0.002)
+
+
+@pytest.mark.parametrize("name", ["sparse adam", "sgd"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_in_a_sparse_gradient_skips(level: str, name: str) -> None:
+    model = Words()
+    optimizers = optimizers_of(model, name)
+    mpinit.initialize(model, optimizers, **keywords(level))
+    before = masters(optimizers[0])
+    backward(loss_of(model, words(1)[0]) * float("inf"), optimizers)
+    for optimizer in optimizers:
+        optimizer.step()
+    same(masters(optimizers[0]), before)
+    assert all(mpinit.step_was_skipped(optimizer) for optimizer in optimizers)
+    assert mpinit.loss_scale(optimizers[0]) == 512.0
+
+
+def test_many_hits_of_one_row_add_up_in_float32() -> None:
+    model = nn.EmbeddingBag(2, 1, sparse=True, mode="sum")
+    optimizer = SGD(model.parameters(), lr=1.0)
+    mpinit.initialize(model, optimizer, **keywords("O2", torch.bfloat16) | {"loss_scale": 1.0})
+    for _ in range(3):
+        backward(model(torch.zeros(1, 100, dtype=torch.long)).sum(), optimizer)
+    found = gradients(optimizer)[0]
+    assert found is not None and found.to_dense().tolist() == [[300.0], [0.0]]
