@@ -261,7 +261,8 @@ def _sum(kept: Kept, fresh: Kept) -> Kept:
 def move_state(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor, dtype: torch.dtype) -> None:
     """Hand a parameter's optimizer state to another parameter, floating entries in ``dtype``.
 
-    That of optimizers wrapped by this one too, since they share its parameters. Counters named "step" keep their dtype, as in ``Optimizer.load_state_dict``.
+    That of optimizers wrapped by this one too, since they share its parameters. Counters named "step" keep their
+    dtype, as in ``Optimizer.load_state_dict``.
     """
     for holder in (optimizer, *_wrapped_by(optimizer)):
         if old in holder.state:
