@@ -6,7 +6,7 @@ unpickled model then runs its own weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -143,6 +143,12 @@ def tensors_to_cast(models: Sequence[nn.Module], plan: Plan) -> dict[torch.Tenso
     }
 
 
+def will_hold_16_bit(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, torch.dtype]) -> bool:
+    """Whether any parameter or buffer will be 16-bit once ``targets`` are cast."""
+    tensors = (tensor for model in models for module in model.modules() for tensor in _own_tensors(module))
+    return any(is_lower_precision(targets.get(tensor, tensor.dtype)) for tensor in tensors)
+
+
 def patch_forwards(models: Sequence[nn.Module], plan: Plan, owner: object) -> Undo:
     """Put casts around the models' forwards and around those of modules that stay float32.
 
@@ -154,21 +160,21 @@ def patch_forwards(models: Sequence[nn.Module], plan: Plan, owner: object) -> Un
     Returns:
         The undo.
     """
-    undos = UndoStack()
     casts = ForwardCasts(plan.function_dtype) if plan.patch_functions else None
-    for module in kept_float32(models, plan):
-        if module not in models and not _mixes_dtypes_itself(module):
-            _patch_forward(module, PatchedForward(module, torch.float32, plan.model_dtype), undos)
-    for model in models:
-        is_kept = plan.keep_float32("", model)
-        forward = PatchedForward(
-            model,
-            (torch.float32 if is_kept else plan.model_dtype) if plan.cast_model else None,
-            plan.output_dtype if plan.cast_outputs else None,
-            casts,
-        )
-        forward.owner = owner
-        _patch_forward(model, forward, undos)
+    with UndoStack() as undos:
+        for module in kept_float32(models, plan):
+            if module not in models and not _mixes_dtypes_itself(module):
+                _patch_forward(module, PatchedForward(module, torch.float32, plan.model_dtype), undos)
+        for model in models:
+            is_kept = plan.keep_float32("", model)
+            forward = PatchedForward(
+                model,
+                (torch.float32 if is_kept else plan.model_dtype) if plan.cast_model else None,
+                plan.output_dtype if plan.cast_outputs else None,
+                casts,
+            )
+            forward.owner = owner
+            _patch_forward(model, forward, undos)
     return undos.unwind
 
 
@@ -256,12 +262,12 @@ class Float32State:
     def install(self, models: Sequence[nn.Module]) -> Undo:
         """Hook every module of the models, so that a part's state dict is float32 as well."""
         export, arrive, settle = _Hook(self, "export"), _Hook(self, "arrive"), _Hook(self, "settle")
-        undos = UndoStack()
         modules: dict[Any, None] = {module: None for model in models for module in model.modules()}
-        for module in modules:
-            undos.push(module.register_state_dict_post_hook(export).remove)
-            undos.push(module.register_load_state_dict_pre_hook(arrive).remove)
-            undos.push(module.register_load_state_dict_post_hook(settle).remove)
+        with UndoStack() as undos:
+            for module in modules:
+                undos.push(module.register_state_dict_post_hook(export).remove)
+                undos.push(module.register_load_state_dict_pre_hook(arrive).remove)
+                undos.push(module.register_load_state_dict_post_hook(settle).remove)
         return undos.unwind
 
     def export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

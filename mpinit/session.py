@@ -82,7 +82,8 @@ class Session:
         plan, push = self.plan, self._undos.push
         targets = modules.tensors_to_cast(self.models, plan)
         push(modules.patch_forwards(self.models, plan, self))
-        push(modules.Float32State(self._find_master, self._load_master).install(self.models))
+        if modules.will_hold_16_bit(self.models, targets):
+            push(modules.Float32State(self._find_master, self._load_master).install(self.models))
         if plan.patch_functions:
             push(functions.apply(plan, verbose=self.verbosity > 1))
         for optimizer in self.optimizers:
