@@ -22,6 +22,7 @@ RECIPES = (
     "gan_with_three_losses",
     "several_losses_and_optimizers",
     "checkpointing",
+    "resuming_as_language_models_do",
     "custom_batches",
     "custom_functions",
     "live_state",

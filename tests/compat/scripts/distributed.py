@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from apex import amp
 from apex.parallel import DistributedDataParallel as DDP
 from apex.parallel import Reducer, convert_syncbn_model, create_syncbn_process_group
+from apex.parallel.distributed import flat_dist_call
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -72,6 +73,10 @@ assert torch.equal(linear.weight.grad, torch.full((2, 2), 1.5))
 tensors = [torch.full((2,), float(rank))]
 Reducer(tensors).reduce()
 assert torch.equal(tensors[0], torch.full((2,), 0.5))
+
+pieces = [torch.full((2, 2), float(rank)), torch.full((3,), rank + 1, dtype=torch.float64)]
+flat_dist_call(pieces, dist.broadcast, (1,))
+assert pieces[0].eq(1).all() and pieces[1].eq(2).all()
 
 group = create_syncbn_process_group(1)
 assert dist.get_world_size(group) == 1

@@ -233,6 +233,46 @@ def checkpointing():
         raise AssertionError("an unexpected key is a RuntimeError")
 
 
+def resuming_as_language_models_do():
+    """Saves the masters beside the model and copies them back by hand."""
+
+    def fresh():
+        model = make_model(batchnorm=False)
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def train(model, optimizer, data):
+        for x, y in data:
+            with amp.scale_loss(F.mse_loss(model(x).float(), y), optimizer, delay_overflow_check=False) as scaled:
+                scaled.backward()
+            optimizer.step()
+            for param in model.parameters():
+                param.grad = None
+
+    data = list(batches(6))
+    model, optimizer = start(*fresh())
+    amp._amp_state.loss_scalers[0]._loss_scale = 2**6
+    train(model, optimizer, data[:3])
+    file = io.BytesIO()
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**saved, "master params": list(amp.master_params(optimizer))}, file)
+    train(model, optimizer, data[3:])
+
+    file.seek(0)
+    checkpoint = torch.load(file, weights_only=False)
+    other, resumed = fresh()
+    other.load_state_dict(checkpoint["model"])
+    other, resumed = amp.initialize(other, resumed, opt_level=LEVEL)
+    amp._amp_state.loss_scalers[0]._loss_scale = 2**6
+    resumed._lazy_init_maybe_master_weights()
+    resumed._amp_stash.lazy_init_called = True
+    resumed.load_state_dict(checkpoint["optimizer"])
+    for param, saved_param in zip(amp.master_params(resumed), checkpoint["master params"], strict=True):
+        param.data.copy_(saved_param.data)
+    train(other, resumed, data[3:])
+    for a, b in zip(amp.master_params(optimizer), amp.master_params(resumed), strict=True):
+        assert torch.equal(a, b)
+
+
 class CustomBatch:
     def __init__(self, x):
         self.x = x
@@ -337,10 +377,12 @@ def live_state():
     assert scaler.loss_scale() == state.loss_scalers[0]._loss_scale == 4.0
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 4.0
     x, y = next(batches(1))
-    context = amp.scale_loss(F.mse_loss(model(x).float(), y), optimizer)
+    loss = F.mse_loss(model(x).float(), y)
+    context = amp.scale_loss(loss, optimizer)
     scaled = context.__enter__()  # by hand, as trainers do
     scaled.backward()
     context.__exit__(None, None, None)
+    assert scaled.item() == loss.item() * 4.0, "also where the level would not scale"
     if DYNAMIC:
         assert scaler._unskipped == 1
         assert scaler.update_scale() is False and scaler._unskipped == 2
@@ -465,6 +507,7 @@ RECIPES = [
     gan_with_three_losses,
     several_losses_and_optimizers,
     checkpointing,
+    resuming_as_language_models_do,
     custom_batches,
     custom_functions,
     live_state,

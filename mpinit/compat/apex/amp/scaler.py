@@ -87,7 +87,11 @@ class LossScaler:
 
     @_loss_scale.setter
     def _loss_scale(self, value: Any) -> None:
-        self._core.set_scale(float(value))
+        core = self._core
+        core.set_scale(float(value))
+        if not core.rule.dynamic:
+            # A rule that starts at 1 never scales; this one does from now on.
+            core.rule = dataclasses.replace(core.rule, init_scale=float(value))
 
     @property
     def _unskipped(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -125,6 +125,27 @@ def _reduce_bucket(bucket: Any, in_float32: bool, before: float, after: float) -
     return done
 
 
+def flat_dist_call(tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] = ()) -> None:
+    """Apply a collective to tensors, in place, as one call for each dtype and device.
+
+    Args:
+        tensors: what to communicate.
+        call: such as ``torch.distributed.broadcast``; what ``all_reduce`` sums is averaged.
+        extra_args: further arguments of ``call``.
+    """
+    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        buckets.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    with torch.no_grad():
+        for bucket in buckets.values():
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            call(flat, *(extra_args or ()))
+            if call is dist.all_reduce:
+                flat.div_(dist.get_world_size())
+            for tensor, piece in zip(bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True):
+                tensor.copy_(piece.view_as(tensor))
+
+
 class Reducer:
     """Averages gradients over the processes when ``reduce()`` is called, and not before.
 
@@ -139,9 +160,7 @@ class Reducer:
         self.grads: list[Tensor] = []
         if isinstance(module_or_grads_list, nn.Module):
             self.module = module_or_grads_list
-            with torch.no_grad():
-                for parameter in self.module.parameters():
-                    dist.broadcast(parameter, 0)
+            flat_dist_call(self.module.parameters(), dist.broadcast, (0,))
         else:
             self.grads = list(module_or_grads_list)
 
@@ -150,6 +169,4 @@ class Reducer:
         grads = self.grads
         if self.module is not None:
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-        for grad in grads:
-            dist.all_reduce(grad)
-            grad.div_(dist.get_world_size())
+        flat_dist_call(grads, dist.all_reduce)
