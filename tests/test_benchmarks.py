@@ -80,7 +80,7 @@ def test_a_contender_without_a_part_says_so() -> None:
     for workload, name, why in (
         ("launch", "tf32", "CUDA"),
         ("bandwidth", "amp_bf16", "network"),
-        ("unet", "fp32_checked", "alone"),
+        ("unet", "fp32_checked", "bandwidth alone"),
     ):
         with pytest.raises(Unavailable, match=why):
             quick_child(workload, name).prepare(steps=1)

@@ -23,7 +23,7 @@ class Child:
     contender: Contender
 
     def __init__(self, workload: str, contender: str, size: dict[str, int], device: str, seed: int) -> None:
-        self.workload, self.row, self.size = WORKLOADS[workload], ROSTER[contender], size
+        self.name, self.workload, self.row, self.size = workload, WORKLOADS[workload], ROSTER[contender], size
         self.device, self.seed = torch.device(device), seed
         self.steps_done = 0
 
@@ -31,8 +31,8 @@ class Child:
         """Build, and train a fixed number of steps, which are the warm-up too."""
         if self.row.needs_network and self.workload.optimizer_only:
             raise Unavailable("it differs in how a network runs, and there is none")
-        if self.row.only_optimizer and not self.workload.optimizer_only:
-            raise Unavailable("it is there to measure the optimizer's part alone")
+        if self.row.only and self.name not in self.row.only:
+            raise Unavailable(f"it is there for {', '.join(self.row.only)} alone")
         torch.set_num_threads(1)
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False

@@ -23,6 +23,10 @@ def classic(layers: int, width: int) -> nn.Module:
     return nn.Sequential(*hidden, nn.Linear(width, width))
 
 
+# A loss scale of 2**16 is inf in float16: part of the gradients' size sits in their source.
+_PRESCALE = 2.0**8
+
+
 class _GivenGradients(torch.autograd.Function):
     """A loss whose backward hands every weight a gradient made beforehand, times the incoming gradient."""
 
@@ -33,7 +37,8 @@ class _GivenGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *(ctx.source * incoming[0] for _ in range(ctx.count)))
+        factor = (incoming[0] / _PRESCALE).to(ctx.source.dtype)
+        return (None, *(ctx.source * factor for _ in range(ctx.count)))
 
 
 class GivenGradients(nn.Module):
@@ -46,7 +51,7 @@ class GivenGradients(nn.Module):
     def __init__(self, tensors: int, side: int) -> None:
         super().__init__()
         self.weights = nn.ParameterList(torch.randn(side, side) * 0.02 for _ in range(tensors))
-        self._template = torch.randn(side, side) * 1e-3
+        self._template = torch.randn(side, side) * 1e-3 * _PRESCALE
         self.sources: dict[torch.dtype, Tensor] = {}
 
     def forward(self, unused: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from .with_mpinit import Mpinit
 from .workloads import Task
 
 FP16, BF16 = torch.float16, torch.bfloat16
+# Where compilation is no matter of minutes.
+_FEW = ("launch", "bandwidth", "classic")
 
 
 @dataclass(frozen=True)
@@ -26,20 +28,20 @@ class Row:
         title: for people.
         build: Task -> Contender; raises Unavailable where it has no part.
         needs_network: it differs from others only in how a network is run.
-        only_optimizer: it is there to measure the optimizer's part and says nothing elsewhere.
+        only: the workloads it is there for; empty for all of them.
         compiles: it compiles what it runs, so its operations cannot be counted at the dispatcher.
     """
 
     title: str
     build: Callable[[Task], Contender]
     needs_network: bool = False
-    only_optimizer: bool = False
+    only: tuple[str, ...] = ()
     compiles: bool = False
 
 
 ROSTER: Final[Mapping[str, Row]] = {
     "fp32": Row("float32", Float32),
-    "fp32_checked": Row("float32 + finite check", Float32Checked, only_optimizer=True),
+    "fp32_checked": Row("float32 + finite check", Float32Checked, only=("bandwidth",)),
     "tf32": Row("TF32", partial(Float32, tf32=True), needs_network=True),
     "amp_fp16": Row("torch.amp fp16", partial(TorchAmp, dtype=FP16)),
     "amp_bf16": Row("torch.amp bf16", partial(TorchAmp, dtype=BF16), needs_network=True),
@@ -63,7 +65,10 @@ ROSTER: Final[Mapping[str, Row]] = {
     "o3_bf16": Row("mpinit O3 bf16", partial(Mpinit, opt_level="O3", cast_model_type=BF16)),
     "optimi": Row("optimi bf16 Kahan", partial(Peer, package="optimi", build=peers.optimi)),
     "torchao": Row(
-        "torchao 8-bit Adam bf16", partial(Peer, package="torchao.optim", build=peers.torchao_8bit), compiles=True
+        "torchao 8-bit Adam bf16",
+        partial(Peer, package="torchao.optim", build=peers.torchao_8bit),
+        compiles=True,
+        only=_FEW,
     ),
     "flashoptim": Row("flashoptim bf16", partial(Peer, package="flashoptim", build=peers.flashoptim)),
 }

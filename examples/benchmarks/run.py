@@ -24,7 +24,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--contenders", nargs="+", choices=list(ROSTER), default=list(ROSTER))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, help="turns per contender (default 9; 2 with --quick)")
+    parser.add_argument("--rounds", type=int, help="turns per contender (default 9 on CPU, 7 on CUDA; 2 with --quick)")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="start no workload after this many seconds")
     saving.add_options(parser)
     return parser.parse_args(arguments)
@@ -34,8 +34,9 @@ def settings_for(options: argparse.Namespace) -> Settings:
     """What the command line means for each turn."""
     if options.quick:
         return Settings("quick", options.device, warmup=3, rounds=options.rounds or 2, round_ms=5.0, max_steps=3)
+    rounds, round_ms = (9, 150.0) if options.device == "cpu" else (7, 100.0)
     return Settings(
-        options.device, options.device, warmup=10, rounds=options.rounds or 9, round_ms=200.0, max_steps=100
+        options.device, options.device, warmup=10, rounds=options.rounds or rounds, round_ms=round_ms, max_steps=100
     )
 
 

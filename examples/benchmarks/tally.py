@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -31,10 +32,10 @@ def dispatched_ops(work: Callable[[], Any]) -> int:
 
 def kernels(work: Callable[[], Any]) -> int:
     """Kernels, copies and fills that run on the CUDA device during ``work``."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         work()
         torch.cuda.synchronize()
-    return sum(event.device_type is DeviceType.CUDA for event in profile.events() or ())
+    return sum(event.device_type is DeviceType.CUDA for event in recorded.events() or ())
 
 
 def host_syncs(work: Callable[[], Any]) -> int:

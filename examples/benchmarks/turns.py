@@ -55,7 +55,8 @@ def play(workload: str, contenders: Iterable[str], size: dict[str, int], setting
     players = [Player(name, workload, size, settings) for name in contenders]
     out: dict[str, Dropped] = {}
     try:
-        _each(players, out, lambda player: _prepare(player, settings), at_once=os.cpu_count() or 1)
+        _each(players, out, lambda player: _prepare(player, settings), at_once=min(8, os.cpu_count() or 1))
+        _each(players, out, lambda player: _calibrate(player, settings))
         for turn in range(settings.rounds):
             # Going first, or after a heavy neighbour, should be nobody's lot: the order turns round.
             order = players if turn % 2 else players[::-1]
@@ -82,7 +83,10 @@ def _each(players: list[Player], out: dict[str, Dropped], verb: Callable[[Player
 
 def _prepare(player: Player, settings: Settings) -> None:
     player.answers.update(player.worker.ask("prepare", steps=settings.warmup))
-    alone = player.worker.ask("turn", steps=1, untimed=1)
+
+
+def _calibrate(player: Player, settings: Settings) -> None:
+    alone = player.worker.ask("turn", steps=2, untimed=1)
     player.answers["steps_per_turn"] = max(1, min(settings.max_steps, round(settings.round_ms / alone["total"])))
 
 

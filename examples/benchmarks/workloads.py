@@ -170,15 +170,6 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
         },
         _classic,
     ),
-    "unet": Workload(
-        "U-Net with BatchNorm, Adam",
-        {
-            "quick": {"base": 2, "batch": 2, "side": 32},
-            "cpu": {"base": 8, "batch": 1, "side": 64},
-            "cuda": {"base": 32, "batch": 8, "side": 256},
-        },
-        _unet,
-    ),
     "bert": Workload(
         "BERT-shaped encoder, Adam",
         {
@@ -187,6 +178,15 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
             "cuda": _BERT_BASE | {"batch": 16, "length": 128},
         },
         _bert,
+    ),
+    "unet": Workload(
+        "U-Net with BatchNorm, Adam",
+        {
+            "quick": {"base": 2, "batch": 2, "side": 32},
+            "cpu": {"base": 8, "batch": 1, "side": 64},
+            "cuda": {"base": 32, "batch": 8, "side": 256},
+        },
+        _unet,
     ),
     "resnet": Workload(
         "ResNet-50-shaped CNN with BatchNorm, SGD with momentum",
