@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .dtypes import is_lower_precision
 from .gradients import as_float32
 from .watching import TENSOR_DATA, Watcher
 
@@ -74,7 +75,6 @@ class FullMasters:
         self._versions.append(weight._version)
         self._linked.append(None)
         self._watcher.watch(weight)
-        self.set_gradient_dtype(weight)
         self.gradient_holder(pair).grad = None if gradient is None else self.gradient_for(pair, gradient)
         if self._settled:
             self._settle(pair)
@@ -87,6 +87,7 @@ class FullMasters:
         self._settled = True
 
     def _settle(self, pair: Pair) -> None:
+        self.set_gradient_dtype(pair.model_param)
         self.put_gradient(pair, self.gradient_holder(pair).grad)
         self.note_version(pair)
 
@@ -121,16 +122,17 @@ class FullMasters:
             later.index -= 1
         self._watcher.unwatch(pair.model_param)
         pair.model_param.grad = None
-        pair.model_param.grad_dtype = pair.model_param.dtype
+        if pair.model_param.grad_dtype != pair.model_param.dtype:
+            # torch has no way back to "the tensor's own dtype"; None takes gradients as autograd makes them.
+            pair.model_param.grad_dtype = None
 
     def remove(self, pair: Pair) -> None:
         """Forget a pair and give the weight its master's float32 bits and gradient."""
         gradient, values = self.gradient_holder(pair).grad, self.values(pair)
         self.release(pair)
-        # A set-up that failed leaves a 16-bit weight as it came.
-        dtype = torch.float32 if self._settled else pair.came_in
+        # A 16-bit weight keeps its master's bits, unless the set-up failed: then it is left as it came.
+        dtype = torch.float32 if self._settled and is_lower_precision(pair.came_in) else pair.came_in
         pair.model_param.data = values.to(dtype)
-        pair.model_param.grad_dtype = dtype
         pair.model_param.grad = None if gradient is None else gradient.to(dtype)
 
     # -- gradients ----------------------------------------------------------------------------------------------

@@ -286,13 +286,13 @@ def cast_state(state: Any, dtype: torch.dtype) -> Any:
 
 def cast_states(optimizers: list[Optimizer], targets: Mapping[torch.Tensor, torch.dtype]) -> Undo:
     """Cast the existing state of parameters that are cast without a master."""
-    undos = UndoStack()
-    for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
-            if isinstance(parameter, torch.Tensor) and targets.get(parameter, parameter.dtype) != parameter.dtype:
-                before = dict(state)
-                cast_state(state, targets[parameter])
-                undos.push(_restorer(state, before, parameter))
+    with UndoStack() as undos:
+        for optimizer in optimizers:
+            for parameter, state in optimizer.state.items():
+                if isinstance(parameter, torch.Tensor) and targets.get(parameter, parameter.dtype) != parameter.dtype:
+                    before = dict(state)
+                    cast_state(state, targets[parameter])
+                    undos.push(_restorer(state, before, parameter))
     return undos.unwind
 
 

@@ -36,7 +36,10 @@ def set_attribute(owner: Any, name: str, value: Any) -> Undo:
 
 
 class UndoStack:
-    """Undo functions, unwound last in, first out; every one runs even when another raises."""
+    """Undo functions, unwound last in, first out; every one runs even when another raises.
+
+    As a context manager it unwinds where the block raises, and keeps everything where it does not.
+    """
 
     def __init__(self) -> None:
         self._undos: list[Undo] = []
@@ -47,6 +50,13 @@ class UndoStack:
 
     def __len__(self) -> int:
         return len(self._undos)
+
+    def __enter__(self) -> UndoStack:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        if exc_type is not None:
+            self.unwind()
 
     def unwind(self) -> None:
         """Run and forget every undo, newest first. The first error is raised after all have run."""

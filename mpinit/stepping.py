@@ -57,8 +57,7 @@ class Stepper:
 
     def install(self) -> Undo:
         """Put the methods on the optimizer; the undo puts back what stood there."""
-        optimizer, undos = self.control.optimizer, UndoStack()
-        stepper = self
+        optimizer, stepper = self.control.optimizer, self
 
         def step(self: Any, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
             return stepper.step(closure, *args, **kwargs)
@@ -71,10 +70,11 @@ class Stepper:
 
         if hasattr(self._inner_step, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        for function in (step, zero_grad, add_param_group):
-            name = function.__name__
-            method = types.MethodType(function, optimizer)
-            undos.push(_revert_if_ours(optimizer, name, method, set_attribute(optimizer, name, method)))
+        with UndoStack() as undos:
+            for function in (step, zero_grad, add_param_group):
+                name = function.__name__
+                method = types.MethodType(function, optimizer)
+                undos.push(_revert_if_ours(optimizer, name, method, set_attribute(optimizer, name, method)))
 
         def deactivate() -> None:
             self._active = False

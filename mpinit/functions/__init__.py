@@ -29,8 +29,8 @@ def apply(plan: Plan, verbose: bool = False) -> Undo:
         >>> undo = apply(make_plan(OPT_LEVELS["O1"]))
         >>> undo()
     """
-    undos = UndoStack()
-    undos.push(INSTALLATION.add(plan, verbose))
-    if plan.cast_scope is CastScope.THREAD:
-        undos.push(switch_thread_on(plan.function_dtype))
+    with UndoStack() as undos:
+        undos.push(INSTALLATION.add(plan, verbose))
+        if plan.cast_scope is CastScope.THREAD:
+            undos.push(switch_thread_on(plan.function_dtype))
     return undos.unwind
