@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -15,6 +16,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
+
+_LOGGER = logging.getLogger("mpinit")
 
 NAME: Final = "apex"
 FACE: Final = "mpinit.compat.apex"
@@ -171,11 +174,26 @@ class _FillingLoader(Loader):
         return made
 
     def exec_module(self, module: ModuleType) -> None:
-        self._inner.exec_module(module)
-        if module.__name__ == NAME:
-            _fill_package(module)
-        else:
+        if module.__name__ != NAME:
+            self._inner.exec_module(module)
             _fill_module(module)
+            return
+        try:
+            self._inner.exec_module(module)
+        except Exception as error:
+            _replace_broken(error)
+        else:
+            _fill_package(module)
+
+
+def _replace_broken(error: Exception) -> None:
+    """A real apex that cannot be imported, because it was built for another torch, must not stop the script."""
+    _LOGGER.warning("the installed apex cannot be imported (%s: %s) and is left aside", type(error).__name__, error)
+    for name in [name for name in sys.modules if name.startswith(NAME + ".")]:
+        del sys.modules[name]
+    # The import system hands out what stands here when the loader returns.
+    sys.modules[NAME] = importlib.import_module(FACE)
+    _alias_loaded_face_modules()
 
 
 def _fill_package(package: ModuleType) -> None:

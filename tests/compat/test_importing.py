@@ -166,6 +166,21 @@ def test_a_real_apex_that_was_imported_before_is_completed(real_apex: Path) -> N
     check_completed(real_apex)
 
 
+def test_a_real_apex_that_cannot_be_imported_is_left_aside(real_apex: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (real_apex / "apex" / "__init__.py").write_text(
+        "from . import optimizers, parallel\nfrom . import built_for_another\n"
+    )
+    mpinit.install_as_apex()
+    apex = importlib.import_module("apex")
+    assert apex is importlib.import_module("mpinit.compat.apex")
+    assert importlib.import_module("apex.optimizers") is apex.optimizers
+    assert importlib.import_module("apex.amp._amp_state")._amp_state is apex.amp._amp_state
+    assert not hasattr(apex.optimizers.FusedAdam, "real")
+    assert "built_for_another" in caplog.text
+    with pytest.raises(ImportError):
+        importlib.import_module("apex.contrib")
+
+
 def test_another_project_of_that_name_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("legends = True\n")
