@@ -59,7 +59,10 @@ ROSTER: Final[Mapping[str, Row]] = {
         "mpinit O2 bf16 split", partial(Mpinit, opt_level="O2", cast_model_type=BF16, master_weights="split")
     ),
     "o2_compiled": Row(
-        "mpinit O2 fp16 compiled step", partial(Mpinit, opt_level="O2", compile_step=True), compiles=True
+        "mpinit O2 fp16 compiled step",
+        partial(Mpinit, opt_level="O2", compile_step=True),
+        compiles=True,
+        only=_FEW,
     ),
     "o3_fp16": Row("mpinit O3 fp16", partial(Mpinit, opt_level="O3")),
     "o3_bf16": Row("mpinit O3 bf16", partial(Mpinit, opt_level="O3", cast_model_type=BF16)),
