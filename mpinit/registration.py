@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from .cast_lists import Cast
+from .functions.earlier_imports import bound_elsewhere
 from .functions.installation import INSTALLATION
 from .functions.user_functions import REGISTERED, Registration, user_wrapper
 
@@ -133,7 +133,8 @@ def _find(module: Any, name: str) -> Any:
 
 def _warn_of_earlier_imports(module: Any, name: str, function: Any) -> None:
     """Warn of ``from module import name`` done earlier: such a name is bound to the function without casts."""
-    bound = list(_bound_elsewhere(module, function))
+    found = bound_elsewhere({id(function): name}, module, users_only=False)
+    bound = [where for where, _ in found if where.rpartition(".")[0] != getattr(module, "__name__", "")]
     if bound:
         where = getattr(module, "__name__", repr(module))
         warnings.warn(
@@ -141,14 +142,3 @@ def _warn_of_earlier_imports(module: Any, name: str, function: Any) -> None:
             f"without casts: register before that import, or call it as {where.rpartition('.')[2]}.{name}",
             stacklevel=4,
         )
-
-
-def _bound_elsewhere(module: Any, function: Any) -> Iterator[str]:
-    home = getattr(module, "__name__", "")
-    for other_name, other in list(sys.modules.items()):
-        # torch's own modules bind each other's functions all over: that is not the user's import.
-        if other is module or other_name.partition(".")[0] in ("torch", "mpinit") or other_name == home:
-            continue
-        for attribute, value in list(getattr(other, "__dict__", {}).items()):
-            if value is function:
-                yield f"{other_name}.{attribute}"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import itertools
 import logging
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,6 +157,37 @@ def test_undone_in_another_thread_it_says_what_stays(caplog: pytest.LogCaptureFi
     assert is_on()
     apply(o1_plan())()  # the next session of this thread, undone, takes the lost one with it
     assert differences(before, snapshot()) == []
+
+
+def test_torch_functions_bound_by_the_users_modules_before_are_named(
+    start: Callable[..., Undo], caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "from torch import exp, add\nfrom torch.nn.functional import softplus as soft, linear, softmax\n"
+    (tmp_path / "early_importer.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("early_importer")
+    try:
+        with caplog.at_level(logging.WARNING, "mpinit"):
+            start()
+            start()
+    finally:
+        del sys.modules["early_importer"]
+    # linear and add need no wrapper, and softmax looks the method up when it is called.
+    assert sorted(record.getMessage().partition(" was imported")[0] for record in caplog.records) == [
+        "early_importer.exp",
+        "early_importer.soft",
+    ]
+    assert "call it as torch.exp, or import it after initialize" in caplog.text
+    x = torch.ones(2, dtype=HALF)
+    assert (module.exp(x).dtype, module.softmax(x, -1).dtype) == (HALF, FP32)
+
+
+def test_an_engine_function_bound_before_runs_without_casts_all_the_same(start: Callable[..., Undo]) -> None:
+    from torch.autograd import backward, grad
+
+    start()
+    assert grad_dtype_seen_in_backward(backward) == [False]
+    assert grad_dtype_seen_in_backward(lambda loss: grad(loss, _leaf_of(loss))) == [False]
 
 
 def grad_dtype_seen_in_backward(run: Callable[[torch.Tensor], Any]) -> list[bool]:

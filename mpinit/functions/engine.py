@@ -15,14 +15,15 @@ from ..patching import Undo, UndoStack, set_attribute
 
 _log: Final = logging.getLogger("mpinit")
 
-_ENGINE: Final = ("backward", "grad")
+# Where torch.autograd.backward and .grad, however they were imported, enter the engine; themselves where it is not.
+_ENGINE: Final = ("_engine_run_backward",) if hasattr(torch.autograd, "_engine_run_backward") else ("backward", "grad")
 
 
 def keep_casts_out_of_backward() -> Undo:
-    """Wrap ``torch.autograd.backward`` and ``torch.autograd.grad``: casts are off while they run.
+    """Switch casts off while autograd's engine runs, for ``backward()`` and ``torch.autograd.grad`` alike.
 
-    ``Tensor.backward`` looks the first one up. A backward pass under casts would compute what ran in float32 in 16
-    bits. A graph made by ``create_graph=True`` is the caller's to use: casts are back on when the call returns.
+    A backward pass under casts would compute what ran in float32 in 16 bits. A graph made by ``create_graph=True`` is
+    the caller's to use: casts are back on when the call returns.
     """
     undos = UndoStack()
     for name in _ENGINE:

@@ -15,6 +15,7 @@ from ..native_autocast import device_types
 from ..patching import Undo, UndoStack, set_attribute
 from ..plan import CastPolicy, Plan
 from .casters import wrapper
+from .earlier_imports import warn_of_torch_names
 from .engine import keep_casts_out_of_backward, keep_casts_out_of_fused_layers
 from .observing import log_counts, observer
 from .user_functions import REGISTERED, Registration, user_wrapper
@@ -65,6 +66,8 @@ class Installation:
                 del self._sessions[token]
                 self._refresh()
                 raise
+            if len(self._sessions) == 1:
+                warn_of_torch_names(self._wrapped_functions())
 
         def undo() -> None:
             with self._lock:
@@ -107,6 +110,16 @@ class Installation:
         except BaseException:
             self._undos.unwind()
             raise
+
+    def _wrapped_functions(self) -> dict[int, str]:
+        """id of the original -> dotted name, for the functions (methods aside) that stand behind a wrapper now."""
+        found: dict[int, str] = {}
+        for row in TORCH_POLICY:
+            for name in row.wraps if wrapped_on(row, device_types()) else ():
+                owner, attribute = resolve_owner(name)
+                if (id(owner), attribute) in self._originals and owner is not torch.Tensor:
+                    found.setdefault(id(self._originals[id(owner), attribute]), name)
+        return found
 
     def _set(self, owner: Any, name: str, function: Any) -> None:
         self._originals[id(owner), name] = getattr(owner, name)

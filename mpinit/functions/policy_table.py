@@ -51,8 +51,11 @@ gives what was asked for. Functions in no row run in the type they are given.
 
 `register_half_function(module, name)`, `register_float_function`, `register_promote_function`, before or after
 `initialize`, and the decorators `half_function`, `float_function`, `promote_function`. A registration beats the rows
-below. Code that did `from module import name` before holds the function without casts; where that can be seen, the
-registration warns.
+below. A half function's body runs with casts on, a float function's with casts off; a builtin function of torch runs
+with casts off, so that a registration beats the device's own list too. Weights given to a half function are cast at
+each call. Code that did `from module import name` before holds the function without casts; where that can be seen, the
+registration warns. The same goes for torch's own functions that are wrapped: `from torch import exp` before
+`initialize` is out of reach, and is logged where a module of yours did it.
 """
 
 

@@ -1,0 +1,51 @@
+"""``from torch import exp`` done before O1 began: the name is bound to the function without casts."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+_log: Final = logging.getLogger("mpinit")
+
+# torch's own modules bind each other's functions all over: that is nobody's early import.
+_OWN: Final = ("torch", "mpinit")
+_INSTALLED: Final = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
+
+
+def bound_elsewhere(functions: Mapping[int, str], home: Any, *, users_only: bool) -> Iterator[tuple[str, str]]:
+    """Find module globals that are one of these functions.
+
+    Args:
+        functions: id of a function -> what it is called.
+        home: a module not to look into.
+        users_only: leave installed packages and the standard library out.
+
+    Yields:
+        ("module.name", what it is called).
+    """
+    for module_name, module in list(sys.modules.items()):
+        if module is home or module_name.partition(".")[0] in _OWN or (users_only and _is_installed(module)):
+            continue
+        for attribute, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in functions:
+                yield f"{module_name}.{attribute}", functions[id(value)]
+
+
+def _is_installed(module: Any) -> bool:
+    path = getattr(module, "__file__", None)
+    # __main__ has no file in an interactive session; any other module without one is built in.
+    return path.startswith(_INSTALLED) if isinstance(path, str) else getattr(module, "__name__", "") != "__main__"
+
+
+def warn_of_torch_names(functions: Mapping[int, str]) -> None:
+    """Log which of torch's wrapped functions the user's own modules have bound already."""
+    for where, name in bound_elsewhere(functions, None, users_only=True):
+        _log.warning(
+            "%s was imported from torch before mpinit.initialize and keeps the function without casts: call it as %s, "
+            "or import it after initialize",
+            where,
+            name,
+        )
