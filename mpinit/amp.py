@@ -30,6 +30,7 @@ __all__ = [
     "OPT_LEVELS",
     "Properties",
     "clip_grad_norm_",
+    "describe",
     "disable_casts",
     "float_function",
     "half_function",
@@ -335,6 +336,28 @@ def step_counts(optimizer: Optimizer) -> tuple[int, int]:
         return 0, 0
     counts = session.stepper_of(optimizer).counts
     return counts.good, counts.skipped
+
+
+def describe(owner: Any) -> str:
+    """What mpinit does to a model or optimizer and how it fares: level, dtypes, masters, scales, skipped steps.
+
+    Args:
+        owner: an initialised model or optimizer.
+
+    Returns:
+        A few lines of text.
+
+    Raises:
+        RuntimeError: it is not initialised.
+
+    Example:
+        >>> import torch, mpinit
+        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O3", verbosity=0)
+        >>> print(mpinit.describe(model).splitlines()[6])
+        model 0, Linear: 10 float16 parameters
+        >>> mpinit.undo(model)
+    """
+    return "mixed precision is disabled" if owner in _disabled else report.describe(_session_of(owner))
 
 
 def scheduler_step(scheduler: Any, *args: Any) -> None:

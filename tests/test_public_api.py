@@ -25,6 +25,7 @@ FUNCTIONS = {
     "step_was_skipped",
     "scheduler_step",
     "clip_grad_norm_",
+    "describe",
     "disable_casts",
     "undo",
     "register_half_function",

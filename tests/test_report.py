@@ -1,0 +1,45 @@
+"""describe(): what a user sees of a session."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import mpinit
+
+
+def test_it_tells_level_dtypes_masters_scale_and_skips() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(model.parameters())
+    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    for factor in (1.0, float("inf")):
+        optimizer.zero_grad()
+        with mpinit.scale_loss(model(torch.randn(3, 4)).square().mean() * 0.01 * factor, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    text = mpinit.describe(optimizer)
+    assert text == mpinit.describe(model)
+    for part in (
+        "(O2: Sequential; Adam)",
+        "cast_model_type = torch.float16",
+        "20 float16, 8 float32 parameters",
+        "float32: 1",
+        "2 float32 masters; 1 steps done, 1 skipped, 1 of them just now",
+        "scale 32768, 0 good backward passes since it moved",
+    ):
+        assert part in text
+
+
+def test_long_lists_are_cut() -> None:
+    model = nn.Sequential(*[nn.BatchNorm1d(2) for _ in range(7)], nn.Linear(2, 2))
+    mpinit.initialize(model, opt_level="O3", keep_batchnorm_fp32=True, verbosity=0)
+    assert "float32: 0, 1, 2, 3, 4 and 2 more" in mpinit.describe(model)
+
+
+def test_what_is_not_initialised_or_disabled() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="was not initialised"):
+        mpinit.describe(model)
+    mpinit.initialize(model, enabled=False)
+    assert mpinit.describe(model) == "mixed precision is disabled"
