@@ -440,6 +440,21 @@ def tolerance():
         scaled.backward()
     optimizer.step()
 
+    before = {name: value.clone() for name, value in student.state_dict().items()}
+    second = torch.optim.Adam(student.parameters(), lr=0.01)  # fine-tuning, in the same process
+    student, second = start(student, second)
+    assert LEVEL == "O3" or all(torch.equal(value, before[name]) for name, value in student.state_dict().items())
+    with amp.scale_loss(F.mse_loss(student(x).float(), wanted), second) as scaled:
+        scaled.backward()
+    second.step()
+    assert not torch.equal(student.state_dict()["0.weight"], before["0.weight"])
+    try:
+        amp.initialize(student, second, opt_level=LEVEL)
+    except (RuntimeError, ValueError) as error:
+        assert "initialised already" in str(error)
+    else:
+        raise AssertionError("an optimizer goes through initialize once")
+
     alone = make_model()
     assert amp.initialize(alone, [], opt_level=LEVEL) == (alone, [])
     amp.initialize(make_model(), opt_level=LEVEL, cast_model_type=False)

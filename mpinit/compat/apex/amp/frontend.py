@@ -9,6 +9,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from .... import amp as mp
+from .... import session as sessions
 from ....loss_scaler import check_state
 from ....opt_levels import OPT_LEVELS
 from ....properties import Properties
@@ -68,6 +69,7 @@ def initialize(
             f"Unexpected optimization level {opt_level!r}. Options are {', '.join(map(repr, OPT_LEVELS))}. Note that "
             "the prefix O is the letter O, not the number zero"
         )
+    _end_earlier_sessions(_as_list(models), _as_list(optimizers))
     lists.register_edits()
     with warnings.catch_warnings():
         if _amp_state.allow_incoming_model_not_fp32:
@@ -88,10 +90,30 @@ def initialize(
             max_loss_scale=max_loss_scale,
             config={"cast_policy": "apex", "allow_banned": not lists.functional_overrides.BANNED_FUNCS},
         )
-    for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
-        if optimizer is not None:
-            attach(optimizer)
+    for optimizer in _as_list(optimizers):
+        attach(optimizer)
     return result
+
+
+def _as_list(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _end_earlier_sessions(models: list[Any], optimizers: list[Any]) -> None:
+    """Let a model be initialised again with a new optimizer, as scripts do between two phases of training.
+
+    That ends the session it was in, unless other models, or an optimizer given again, go on needing it: then
+    mpinit's own error says what to do.
+    """
+    for model in models:
+        earlier = sessions.of(model)
+        if earlier is None or any(optimizer in earlier.optimizers for optimizer in optimizers):
+            continue
+        if all(any(own is given for given in models) for own in earlier.models):
+            _log.info("%s is initialised again: its earlier session ends", type(model).__name__)
+            mp.undo(model)
 
 
 def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
