@@ -150,9 +150,10 @@ class LossScaler:
             Whether an overflow was found, so that the step is to be skipped.
         """
         core = self._core
-        before = core.loss_scale()
         core.note(torch.tensor(1.0 if self._overflowed else 0.0))
+        # Not told from the scale going down: at its lower limit it does not.
+        noted = core._noted
+        overflowed = noted is not None and bool(noted.item() > 0)
         core.update()
-        overflowed = self._overflowed or core.loss_scale() < before
         self._overflowed = False
         return overflowed
