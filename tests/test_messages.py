@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,21 +100,6 @@ def test_a_model_wrapped_too_early() -> None:
     with pytest.raises(ValueError) as caught:
         mpinit.initialize(wrapped, sgd(wrapped), "O2")
     says(caught, "DataParallel", "initialize", "first")
-
-
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_16_bit_weights_of_a_model_that_is_sharded_already(level: str, tmp_path: Path) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        model = net()
-        fully_shard(model[0])
-        with pytest.raises(ValueError) as caught:
-            mpinit.initialize(model, sgd(model), level)
-        says(caught, "'0'", "fully_shard", "O1")
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_an_optimizer_of_parameters_left_over_from_before_a_copy() -> None:
