@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import arguments, checkpoint, report
+from . import arguments, checkpoint, lookup, report
 from . import session as sessions
 from .native_autocast import disable_casts
 from .opt_levels import DEFAULT_LEVEL, OPT_LEVELS, Config, read_config, resolve
@@ -49,9 +48,6 @@ __all__ = [
     "step_was_skipped",
     "undo",
 ]
-
-# Optimizers and models that initialize(enabled=False) was called on: everything is a no-op for them.
-_disabled: weakref.WeakSet[Any] = weakref.WeakSet()
 
 _SETTINGS = ("num_losses", "verbosity")
 
@@ -121,11 +117,11 @@ def initialize(
     model_list = arguments.as_list(models, nn.Module, "models")
     optimizer_list = [] if optimizers is None else arguments.as_list(optimizers, Optimizer, "optimizers")
     if enabled:
-        _disabled.difference_update([*model_list, *optimizer_list])
+        lookup.disabled.difference_update([*model_list, *optimizer_list])
         settings = _settings(config, num_losses, verbosity)
         _set_up(model_list, optimizer_list, resolve(opt_level, given, settings.pop("config")), **settings)
     else:
-        _disabled.update([*model_list, *optimizer_list])
+        lookup.disabled.update([*model_list, *optimizer_list])
     return models if optimizers is None else (models, optimizers)
 
 
@@ -157,17 +153,6 @@ def _set_up(
     session = Session(models, optimizers, level, props, plan, num_losses, verbosity)
     session.apply()
     report.announce(session, came_in_16_bit)
-
-
-def _session_of(optimizer: Any) -> Session:
-    session = sessions.of(optimizer)
-    if session is None:
-        known = "; ".join(live.describe() for live in sessions.live()) or "there are none"
-        raise RuntimeError(
-            f"this {type(optimizer).__name__} was not initialised: pass it to mpinit.initialize first. Live sessions: "
-            f"{known}"
-        )
-    return session
 
 
 def scale_loss(
@@ -211,27 +196,13 @@ def scale_loss(
         >>> mpinit.undo(optimizer)
     """
     many = [optimizers] if isinstance(optimizers, Optimizer) else arguments.as_list(optimizers, Optimizer, "optimizers")
-    session = _one_session(many)
+    session = lookup.shared_session(many)
     if session is None:
         return Unscaled(loss)
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"the loss must be a tensor, not {type(loss).__name__}")
     controls = [session.controller_of(optimizer) for optimizer in many]
     return ScaledLoss(loss, session.scaler(loss_id), controls, delay_unscale or delay_overflow_check)
-
-
-def _one_session(optimizers: list[Optimizer]) -> Session | None:
-    """The session that all the optimizers share; None where they are disabled, or there is none to speak of."""
-    owning = [sessions.of(optimizer) for optimizer in optimizers]
-    if not owning:
-        live = sessions.live()
-        return live[0] if len(live) == 1 else None
-    if owning[0] is None or any(session is not owning[0] for session in owning):
-        if all(optimizer in _disabled for optimizer in optimizers):
-            return None
-        named = " and ".join(dict.fromkeys(_session_of(optimizer).describe() for optimizer in optimizers))
-        raise ValueError(f"one loss cannot be scaled by {named} at once: pass their optimizers to one initialize call")
-    return owning[0]
 
 
 def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
@@ -273,18 +244,6 @@ def clip_grad_norm_(
     return torch.nn.utils.clip_grad_norm_(master_params(optimizer), max_norm, norm_type, error_if_nonfinite, foreach)
 
 
-def _the_session(optimizer: Optimizer | None) -> Session | None:
-    if optimizer is not None:
-        return None if optimizer in _disabled else _session_of(optimizer)
-    live = sessions.live()
-    if len(live) == 1:
-        return live[0]
-    if not live and len(_disabled):
-        return None
-    known = "; ".join(session.describe() for session in live) or "none: call mpinit.initialize first"
-    raise RuntimeError(f"which session is meant? Give an optimizer of it. Live sessions: {known}")
-
-
 def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
     """The loss scalers' state, plain numbers: save it beside the model's and the optimizer's state dicts.
 
@@ -297,7 +256,7 @@ def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
     Raises:
         RuntimeError: None was given and there is not exactly one live session; the message lists them.
     """
-    session = _the_session(optimizer)
+    session = lookup.session_meant(optimizer)
     return {} if session is None else checkpoint.session_state(session)
 
 
@@ -312,26 +271,26 @@ def load_state_dict(state: Mapping[str, Any], optimizer: Optimizer | None = None
         ValueError: the state does not fit; the message lists the differences, and nothing was changed.
         RuntimeError: as in :func:`state_dict`.
     """
-    session = _the_session(optimizer)
+    session = lookup.session_meant(optimizer)
     if session is not None:
         checkpoint.load_session_state(session, state)
 
 
 def loss_scale(optimizer: Optimizer, loss_id: int = 0) -> float:
     """The scale that :func:`scale_loss` uses for this optimizer's loss; 1.0 where disabled."""
-    session = _the_session(optimizer)
+    session = lookup.session_meant(optimizer)
     return 1.0 if session is None else session.scaler(loss_id).loss_scale()
 
 
 def step_was_skipped(optimizer: Optimizer) -> bool:
     """Whether the last ``optimizer.step()`` was skipped because of an overflow."""
-    session = _the_session(optimizer)
+    session = lookup.session_meant(optimizer)
     return session is not None and session.stepper_of(optimizer).was_skipped
 
 
 def step_counts(optimizer: Optimizer) -> tuple[int, int]:
     """How many steps were done and how many skipped since initialisation; (0, 0) where disabled."""
-    session = _the_session(optimizer)
+    session = lookup.session_meant(optimizer)
     if session is None:
         return 0, 0
     counts = session.stepper_of(optimizer).counts
@@ -357,7 +316,7 @@ def describe(owner: Any) -> str:
         model 0, Linear: 10 float16 parameters
         >>> mpinit.undo(model)
     """
-    return "mixed precision is disabled" if owner in _disabled else report.describe(_session_of(owner))
+    return "mixed precision is disabled" if owner in lookup.disabled else report.describe(lookup.session_of(owner))
 
 
 def scheduler_step(scheduler: Any, *args: Any) -> None:
@@ -382,8 +341,8 @@ def undo(owners: Any) -> None:
         session = sessions.of(owner)
         if session is not None:
             found[session] = None
-        elif owner not in _disabled:
+        elif owner not in lookup.disabled:
             raise ValueError(f"this {type(owner).__name__} is not initialised, so there is nothing to undo")
     for session in sorted(found, key=lambda session: -session.number):
         session.undo()
-    _disabled.difference_update(given)
+    lookup.disabled.difference_update(given)

@@ -13,13 +13,13 @@ PACKAGE = Path(__file__).parents[1] / "mpinit"
 
 # Every module by its layer; a package's name stands for everything in it that is not listed by itself.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("dtypes", "trees", "patching", "native_autocast", "gradients", "loss_scaler", "cast_lists", "logs", "watching", "float_split"),
+    ("dtypes", "trees", "patching", "native_autocast", "gradients", "loss_scaler", "cast_lists", "logs", "sharding", "watching", "float_split"),
     ("properties",),
     ("opt_levels",),
     ("plan",),
     ("modules", "functions", "registration", "masters", "split_masters", "optimizers", "stepping"),
     ("session",),
-    ("amp", "arguments", "checkpoint", "report"),
+    ("amp", "arguments", "checkpoint", "lookup", "report"),
     ("", "__main__", "cli", "compat"),
 )
 
