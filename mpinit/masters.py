@@ -44,7 +44,7 @@ class FullMasters:
         torch.float32
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watcher: Watcher | None = None) -> None:
         self.pairs: list[Pair] = []
         self._by_weight: dict[int, Pair] = {}
         self._by_master: dict[int, Pair] = {}
@@ -53,7 +53,7 @@ class FullMasters:
         self._masters: list[torch.Tensor] = []
         self._linked: list[torch.Tensor | None] = []
         self._versions: list[int] = []
-        self._watcher = Watcher()
+        self._watcher = watcher or Watcher()
         self._settled = False
 
     def pair_of(self, parameter: torch.Tensor) -> Pair | None:
@@ -239,7 +239,7 @@ class FullMasters:
     def note_version(self, pair: Pair) -> None:
         """:meth:`note_versions` for one pair."""
         self._versions[pair.index] = pair.model_param._version
-        self._watcher.handed_out.discard(pair.model_param)
+        self._watcher.handed_out.pop(pair.model_param, None)
 
     def adopt_external_writes(self) -> None:
         """Where somebody wrote to a weight since the last copy, the master follows."""

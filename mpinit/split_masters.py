@@ -6,7 +6,7 @@ placeholders of the right shape and dtype that hold no memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from .float_split import add_remainder_, flat, join, split_, take_remainder_
 from .gradients import as_float32
 from .masters import FullMasters, Pair
+from .watching import Watcher
 
 _PER_PARAMETER: Final = (
     *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon"),
@@ -46,6 +47,7 @@ class _Bucket:
     def _weights(self) -> list[torch.Tensor]:
         return [flat(pair.model_param.detach()).view(torch.int16) for pair in self.pairs]
 
+    @torch.no_grad()
     def materialise(self, buffer: torch.Tensor) -> None:
         """Lay masters and gradients into ``buffer`` (float32, at least twice ``numel`` long)."""
         masters, gradients = buffer[: self.numel], buffer[self.numel : 2 * self.numel]
@@ -58,6 +60,7 @@ class _Bucket:
             pair.master_param.data = master.as_strided(shape, stride)
             pair.master_param.grad = _gradient_in(gradient.as_strided(shape, stride), pair.model_param.grad)
 
+    @torch.no_grad()
     def write_back(self, buffer: torch.Tensor) -> None:
         """Take the stepped masters in ``buffer`` apart again."""
         bits = buffer[: self.numel].view(torch.int32)
@@ -91,7 +94,7 @@ class SplitMasters(FullMasters):
     """
 
     def __init__(self, optimizer: Optimizer, bucket_bytes: int) -> None:
-        super().__init__()
+        super().__init__(Watcher(keeps_images=True))
         _check_optimizer(optimizer)
         self._optimizer = optimizer
         self._bucket_bytes = bucket_bytes
@@ -193,12 +196,15 @@ class SplitMasters(FullMasters):
     @contextmanager
     def stepping(self, rounds_itself: bool = False) -> Iterator[Iterator[None]]:
         """Around the optimizer's steps: one iteration for the plain parameters, one for each bucket of masters."""
+        parts = self._parts()
         try:
-            yield self._parts()
+            yield parts
         finally:
+            # After a failed step the bucket at hand is written back here and not whenever it is collected.
+            parts.close()
             self.note_versions()
 
-    def _parts(self) -> Iterator[None]:
+    def _parts(self) -> Generator[None]:
         ours = {id(pair.master_param) for pair in self.pairs}
         groups = self._optimizer.param_groups
         plain = [p for group in groups for p in group["params"] if id(p) not in ours and p.grad is not None]
@@ -225,13 +231,11 @@ class SplitMasters(FullMasters):
             if buffer is None or buffer.numel() < 2 * bucket.numel:
                 buffer = torch.empty(2 * bucket.numel, dtype=torch.float32, device=bucket.device)
                 buffers[bucket.device] = buffer
-            with torch.no_grad():
-                bucket.materialise(buffer)
+            bucket.materialise(buffer)
             try:
                 yield None
             finally:
-                with torch.no_grad():
-                    bucket.write_back(buffer)
+                bucket.write_back(buffer)
 
     def _filled_buckets(self) -> list[_Bucket]:
         """The buckets: pairs in order, as many at a time as the bytes allow for, at least one."""
@@ -274,8 +278,16 @@ class SplitMasters(FullMasters):
 
     @torch.no_grad()
     def adopt(self, pair: Pair) -> None:
-        """After an external write the weight is the master: an old remainder would belong to another number."""
-        self._remainders[id(pair.model_param)].zero_()
+        """Where something else was written the weight is the master: an old remainder belongs to another number.
+
+        What is known to be as it was keeps its remainder: reading ``.data`` changes nothing.
+        """
+        weight, remainder = pair.model_param.detach(), self._remainders[id(pair.model_param)]
+        image = self._watcher.image_of(pair.model_param, self._versions[pair.index])
+        if image is None or image.stride() != weight.stride():
+            remainder.zero_()
+        else:
+            remainder.masked_fill_(flat(image).view(torch.int16) != flat(weight).view(torch.int16), 0)
 
     def values(self, pair: Pair) -> torch.Tensor:
         """The master's float32 values, in a new tensor."""

@@ -23,6 +23,9 @@ _lock = threading.Lock()
 class Watcher:
     """A set of parameters, and which of them had their ``.data`` handed out or replaced.
 
+    Args:
+        keeps_images: whether to keep a copy of what was handed out, for :meth:`image_of`.
+
     Example:
         >>> watcher, weight = Watcher(), nn.Parameter(torch.ones(2))
         >>> watcher.watch(weight)
@@ -32,8 +35,9 @@ class Watcher:
         >>> watcher.close()
     """
 
-    def __init__(self) -> None:
-        self.handed_out: set[torch.Tensor] = set()
+    def __init__(self, keeps_images: bool = False) -> None:
+        self.handed_out: dict[torch.Tensor, tuple[int, torch.Tensor] | None] = {}
+        self._keeps_images = keeps_images
         self._ids: set[int] = set()
         # A watcher that is dropped without being closed leaves nothing behind.
         weakref.finalize(self, _forget, self._ids)
@@ -49,8 +53,19 @@ class Watcher:
     def unwatch(self, parameter: nn.Parameter) -> None:
         """Stop watching one parameter."""
         self._ids.discard(id(parameter))
-        self.handed_out.discard(parameter)
+        self.handed_out.pop(parameter, None)
         _forget({id(parameter)})
+
+    def take_down(self, parameter: torch.Tensor) -> None:
+        """Note that ``.data`` is being handed out; what it is at the first time is what counts."""
+        if parameter not in self.handed_out:
+            value = parameter.detach()
+            self.handed_out[parameter] = (parameter._version, value.clone()) if self._keeps_images else None
+
+    def image_of(self, parameter: torch.Tensor, version: int) -> torch.Tensor | None:
+        """What a parameter held before its ``.data`` was handed out, if its version was ``version`` then."""
+        image = self.handed_out.get(parameter)
+        return image[1] if image is not None and image[0] == version else None
 
     def close(self) -> None:
         """Stop watching everything."""
@@ -71,7 +86,7 @@ def _take_down(parameter: torch.Tensor) -> None:
     reference = _watchers.get(id(parameter))
     watcher = None if reference is None else reference()
     if watcher is not None:
-        watcher.handed_out.add(parameter)
+        watcher.take_down(parameter)
 
 
 def _get(parameter: torch.Tensor) -> Any:

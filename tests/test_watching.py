@@ -18,7 +18,7 @@ def test_reading_and_replacing_data_is_noticed_for_watched_parameters_only() -> 
     read.data.add_(1)
     replaced.data = torch.ones(2)
     stranger.data.add_(1)
-    assert watcher.handed_out == {read, replaced}
+    assert set(watcher.handed_out) == {read, replaced}
     assert torch.equal(read, torch.ones(2)) and torch.equal(replaced, torch.ones(2))
     watcher.close()
 
