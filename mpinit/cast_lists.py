@@ -71,6 +71,7 @@ _PREFIXES: Final = {
     "L": "torch.linalg.",
     "S": "torch.special.",
     "V": "torch._VF.",
+    "N": "torch._C._nn.",
 }
 
 
@@ -149,6 +150,12 @@ _LOWER_PRECISION_ROWS: Final = (
     _lower("rnn_relu_cell", "tV:rnn_relu_cell", native=_EVERYWHERE),
 )
 
+_UPSAMPLE: Final = (
+    "N:upsample_nearest1d N:upsample_nearest2d N:upsample_nearest3d N:_upsample_nearest_exact1d "
+    "N:_upsample_nearest_exact2d N:_upsample_nearest_exact3d N:upsample_linear1d N:upsample_bilinear2d "
+    "N:_upsample_bilinear2d_aa N:upsample_trilinear3d N:upsample_bicubic2d N:_upsample_bicubic2d_aa"
+)
+
 _FP32_ROWS: Final = (
     _fp32("acos", "tT:acos tT:arccos"),
     _fp32("asin", "tT:asin tT:arcsin"),
@@ -182,7 +189,7 @@ _FP32_ROWS: Final = (
     _fp32("pdist", "tF:pdist"),
     _fp32("cdist", "V:cdist", "t:cdist", _EVERYWHERE),
     _fp32("cosine_similarity", "tF:cosine_similarity", casts_off=True),
-    _fp32("interpolate", "F:interpolate", "F:upsample F:upsample_nearest F:upsample_bilinear"),
+    _fp32("interpolate", _UPSAMPLE, "F:interpolate F:upsample F:upsample_nearest F:upsample_bilinear"),
     _fp32("cross_entropy", "F:cross_entropy", native=_EVERYWHERE),
     _fp32("nll_loss", "F:nll_loss", native=_EVERYWHERE),
     _fp32("kl_div", "tF:kl_div", native=_EVERYWHERE),
@@ -223,7 +230,14 @@ _PROMOTE_ROWS: Final = (
 )
 
 _BANNED_ROWS: Final = (
-    _row(Cast.BANNED, "binary_cross_entropy", "F:binary_cross_entropy", native=_NOWHERE, casts_off=True),
+    _row(
+        Cast.BANNED,
+        "binary_cross_entropy",
+        "N:binary_cross_entropy",
+        "F:binary_cross_entropy",
+        _NOWHERE,
+        casts_off=True,
+    ),
 )
 
 _IN_PLACE: Final = (

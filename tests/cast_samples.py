@@ -144,6 +144,25 @@ SAMPLES: dict[str, Sample] = {
     "torch.cdist": lambda make: (make(2, 3), make(4, 3)),
     "cosine_similarity": _binary,
     "interpolate": lambda make: (make(1, 2, 4, 4), None, 2.0),
+    **{
+        f"torch._C._nn.{kernel}{dims}d": lambda make, dims=dims, more=more: (
+            make(1, 2, *[4] * dims),
+            [3] * dims,
+            *more,
+            *[None] * dims,
+        )
+        for kernel, more, sizes in [
+            ("upsample_nearest", (), (1, 2, 3)),
+            ("_upsample_nearest_exact", (), (1, 2, 3)),
+            ("upsample_linear", (False,), (1,)),
+            ("upsample_bilinear", (False,), (2,)),
+            ("upsample_bicubic", (False,), (2,)),
+            ("upsample_trilinear", (False,), (3,)),
+        ]
+        for dims in sizes
+    },
+    "torch._C._nn._upsample_bilinear2d_aa": lambda make: (make(1, 2, 4, 4), [3, 3], False, None, None),
+    "torch._C._nn._upsample_bicubic2d_aa": lambda make: (make(1, 2, 4, 4), [3, 3], False, None, None),
     "cross_entropy": _classes,
     "nll_loss": _classes,
     "multi_margin_loss": _classes,
@@ -171,6 +190,7 @@ SAMPLES: dict[str, Sample] = {
     "cat": lambda make: ([make(2, 3), make(2, 3)],),
     "stack": lambda make: ([make(2, 3), make(2, 3)],),
     "binary_cross_entropy": lambda make: (make(2, 3), make(2, 3).detach()),
+    "torch._C._nn.binary_cross_entropy": lambda make: (make(2, 3), make(2, 3).detach(), None, 1),
     "gelu": _unary,
     "std": _unary,
     "var": _unary,

@@ -161,7 +161,7 @@ def _banned(row: CastRow, name: str, original: Function, body: Function, device:
             found_dtypes((*args, *kwargs.values()), device, found)
             if torch.float16 in found:
                 raise NotImplementedError(
-                    f"{name} was given float16 tensors: its gradient leaves float16's range where a probability is "
+                    f"{row.name} was given float16 tensors: its gradient leaves float16's range where a probability is "
                     "near 0 or 1. Use torch.nn.BCEWithLogitsLoss (or binary_cross_entropy_with_logits) and drop the "
                     'sigmoid before it; or mpinit.register_float_function(torch, "sigmoid") before '
                     "mpinit.initialize; or mpinit.initialize(..., allow_banned=True) to run it in float32 on what "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -122,7 +123,9 @@ class Installation:
         return found
 
     def _set(self, owner: Any, name: str, function: Any) -> None:
-        self._originals[id(owner), name] = getattr(owner, name)
+        original = getattr(owner, name)
+        self._originals[id(owner), name] = original
+        self._undos.push(_tell_torchscript(function, original))
         self._undos.push(set_attribute(owner, name, function))
 
 
@@ -189,6 +192,26 @@ def _mark_compile_caches() -> Undo:
         # torch keeps its settings per thread: in another thread than the one that installed there is no mark.
         config.cache_key_tag = config.cache_key_tag.removesuffix(_MARK)
         _forget_function_tables()
+
+    return revert
+
+
+def _tell_torchscript(function: Any, original: Any) -> Undo:
+    """Let TorchScript take a wrapper for what it stands for: it compiles by its own table, and casts nothing.
+
+    torch scripts functions of its own for forward-mode derivatives, so this matters to those who never script.
+    """
+    table: dict[int, str] = torch.jit._builtins._get_builtin_table()  # type: ignore[no-untyped-call]
+    before = table.get(id(function))
+    if id(original) in table:
+        table[id(function)] = table[id(original)]
+    elif isinstance(function, types.FunctionType):
+        function.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]
+
+    def revert() -> None:
+        table.pop(id(function), None)
+        if before is not None:
+            table[id(function)] = before
 
     return revert
 
