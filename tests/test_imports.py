@@ -13,11 +13,14 @@ PACKAGE = Path(__file__).parents[1] / "mpinit"
 
 # Every module by its layer; a package's name stands for everything in it that is not listed by itself.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("dtypes", "trees", "patching", "native_autocast", "gradients", "loss_scaler", "cast_lists", "logs", "sharding", "watching", "float_split"),
+    (
+        "dtypes", "trees", "patching", "native_autocast", "gradients", "loss_scaler",
+        "cast_lists", "logs", "sharding", "watching", "float_split",
+    ),
     ("properties",),
     ("opt_levels",),
     ("plan",),
-    ("modules", "functions", "registration", "masters", "split_masters", "optimizers", "stepping"),
+    ("modules", "functions", "registration", "masters", "split_masters", "compiled_step", "optimizers", "stepping"),
     ("session",),
     ("amp", "arguments", "checkpoint", "lookup", "report"),
     ("", "__main__", "cli", "compat"),
