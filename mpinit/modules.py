@@ -6,6 +6,7 @@ unpickled model then runs its own weights.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -247,17 +248,18 @@ class Float32State:
 
     Args:
         find_master: model parameter -> the float32 values that stand for it, or None.
-        load_master: (model parameter, float32 values) -> None: takes over loaded values.
+        load_master: (model parameter, float32 values) -> whether it has a master: takes over loaded values.
     """
 
     def __init__(
         self,
         find_master: Callable[[torch.Tensor], torch.Tensor | None],
-        load_master: Callable[[torch.Tensor, torch.Tensor], None],
+        load_master: Callable[[torch.Tensor, torch.Tensor], bool],
     ) -> None:
         self._find_master: Callable[[torch.Tensor], torch.Tensor | None] | None = find_master
-        self._load_master: Callable[[torch.Tensor, torch.Tensor], None] | None = load_master
-        self._arriving: dict[int, dict[str, torch.Tensor]] = {}
+        self._load_master: Callable[[torch.Tensor, torch.Tensor], bool] | None = load_master
+        self._arriving: dict[int, tuple[str, dict[str, torch.Tensor]]] = {}
+        self._rebuilt: list[str] = []
 
     def install(self, models: Sequence[nn.Module]) -> Undo:
         """Hook every module of the models, so that a part's state dict is float32 as well."""
@@ -291,22 +293,39 @@ class Float32State:
             and isinstance(state_dict.get(prefix + name), torch.Tensor)
         }
         if arriving and local_metadata.get("assign_to_params_buffers"):
+            self._arriving.clear()
             raise RuntimeError(
                 "load_state_dict(assign=True) would replace parameters that an optimizer has masters of; load with "
                 "assign=False, or before mpinit.initialize"
             )
-        self._arriving[id(module)] = arriving
+        self._arriving[id(module)] = prefix, arriving
 
     def settle(self, module: nn.Module, incompatible_keys: Any) -> None:
         """After loading: hand the float32 values over, for every parameter they fit."""
-        for name, value in self._arriving.pop(id(module), {}).items():
+        prefix, arrived = self._arriving.pop(id(module), ("", {}))
+        for name, value in arrived.items():
             parameter = module._parameters[name]
-            if parameter is not None and self._load_master is not None and parameter.shape == value.shape:
-                self._load_master(parameter, value)
+            if parameter is None or self._load_master is None or parameter.shape != value.shape:
+                continue
+            if self._load_master(parameter, value) and is_lower_precision(value.dtype):
+                self._rebuilt.append(prefix + name)
+        # The outermost module settles last, and speaks for all.
+        if self._rebuilt and not self._arriving:
+            self._say_what_was_rebuilt()
+
+    def _say_what_was_rebuilt(self) -> None:
+        names, self._rebuilt = self._rebuilt, []
+        warnings.warn(
+            f"the state loaded holds 16-bit values for {len(names)} weights that have float32 masters "
+            f"({', '.join(names[:3])} first): their masters were rebuilt from these, without the lower bits. Save "
+            "model.state_dict() of the initialised model, which is float32, to resume exactly",
+            UserWarning,
+            stacklevel=6,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no masters: it exports its own weights.
-        return {"_find_master": None, "_load_master": None, "_arriving": {}}
+        return {"_find_master": None, "_load_master": None, "_arriving": {}, "_rebuilt": []}
 
 
 class _Hook:

@@ -168,11 +168,14 @@ class Session:
                 return control.store.values(pair)
         return None
 
-    def _load_master(self, weight: torch.Tensor, values: torch.Tensor) -> None:
+    def _load_master(self, weight: torch.Tensor, values: torch.Tensor) -> bool:
+        loaded = False
         for control in self._controls.values():
             pair = control.store.pair_of(weight)
             if pair is not None:
                 control.store.load(pair, values)
+                loaded = True
+        return loaded
 
     def describe(self) -> str:
         """One line that names the session: its number, level, models and optimizers."""
