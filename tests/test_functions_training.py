@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -111,6 +112,24 @@ def test_losses_are_cast_in_the_thread_that_called_initialize(initialize: Initia
     assert F.cross_entropy(output, torch.tensor([0, 2])).dtype is FP32
     assert F.mse_loss(output, torch.zeros(2, 3)).dtype is FP32
     assert (output**2).sum().dtype is FP32
+
+
+def test_verbosity_2_logs_each_cast_once_and_the_counts_at_undo(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), torch.randn(2, 4)
+    with caplog.at_level(logging.DEBUG, "mpinit"):
+        mpinit.initialize(model, opt_level="O1", verbosity=2)
+        caplog.clear()
+        for _ in range(3):
+            model(x)
+        assert [record.getMessage() for record in caplog.records] == [
+            "cast: torch.nn.functional.linear from float32 to float16",
+            "cast: torch.layer_norm from float16 to float32",
+        ]
+        caplog.clear()
+        mpinit.undo(model)
+        lines = [record.getMessage() for record in caplog.records]
+    assert "casts: torch.nn.functional.linear from float32 to float16, 3 times" in lines
+    assert "casts: torch.layer_norm from float16 to float32, 3 times" in lines
 
 
 def test_casts_are_off_in_step_and_on_in_its_closure(initialize: Initialize) -> None:
