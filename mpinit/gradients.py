@@ -88,6 +88,14 @@ def _unscale_double_(tensors: list[torch.Tensor], inverse_scale: torch.Tensor, f
         found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(tensor)).any().float()))
 
 
+def any_nonzero(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Whether anything in the gradients is not 0: 1 or 0, 0-dimensional float32, the same on every rank."""
+    found = [(dense_view(gradient) != 0).any().float() for gradient in gradients]
+    combined = _combine(found, device)
+    _agree_across_ranks(combined, list({cast(Any, g).device_mesh: None for g in gradients if is_distributed(g)}))
+    return combined
+
+
 def _combine(found: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     combined = found[0].to(device)
     for other in found[1:]:

@@ -44,7 +44,6 @@ class OptimizerControl:
         self.scalers: list[LossScaler] = []
         self.pending: list[LossScaler] = []
         self.saw_scale_loss = False
-        self.stepped = False
         self._plain: list[nn.Parameter] = []
         self._waiting: list[nn.Parameter] = []
         self._groups_seen: list[tuple[dict[str, Any], int]] = []
@@ -115,7 +114,9 @@ class OptimizerControl:
                 self.store.release(pair)
         self._plain = [p for p in parameters if self.store.pair_of(p) is None]
         waits = self.plan.masters is not Masters.NONE
-        self._waiting = [p for p in self._plain if waits and not p.requires_grad and is_lower_precision(p.dtype)]
+        # While initialize runs, the targets say what the weights are about to become.
+        becomes = [(p, self.targets.get(p, p.dtype)) for p in self._plain if waits and not p.requires_grad]
+        self._waiting = [parameter for parameter, dtype in becomes if is_lower_precision(dtype)]
 
     # -- a backward pass ----------------------------------------------------------------------------------------
 
@@ -142,13 +143,13 @@ class OptimizerControl:
         return kept
 
     def _forget_old_overflow(self, kept: Kept) -> None:
-        """Gradients left over from before a step may have been cleared in place, and an overflow with them."""
-        stepped, self.stepped = self.stepped, False
-        if self.found_inf is None:
-            return
+        """Gradients may have been cleared by hand, gone or all 0, and an overflow with them; clipped ones were not."""
         left = [gradient for gradient in kept if gradient is not None]
-        if stepped or not left:
-            self.found_inf = grads.unscale_and_check_(left, torch.ones((), device=self.found_inf.device))
+        if not left:
+            self.found_inf = None
+        if self.found_inf is None or (self.found_inf.device.type == "cpu" and self.found_inf.item() == 0):
+            return
+        self.found_inf = torch.minimum(self.found_inf, grads.any_nonzero(left, self.found_inf.device))
 
     def after_backward(
         self, kept: Kept | None, scaler: LossScaler, done: dict[int, torch.Tensor | None] | None = None

@@ -121,6 +121,8 @@ class Session:
         for control in self._controls.values():
             control.refresh()
             control.store.adopt_external_writes()
+            # Before weights are cast back: half of a split master is the weight, also of one that was added later.
+            control.restore_parameters()
         for owner in (*self.models, *self.optimizers):
             _owners.pop(owner, None)
         _live.discard(self)
@@ -243,8 +245,10 @@ class ScaledLoss:
                 self._scaler.note(found_inf)
         if not self._delay_update:
             self._scaler.update()
-        elif self._scaler.has_notes and controls:
-            controls[0].pending.append(self._scaler)
+        elif self._scaler.has_notes:
+            # Whichever of them steps first.
+            for control in controls:
+                control.pending.append(self._scaler)
         self._log_overflow(found)
 
     def _log_overflow(self, found: list[torch.Tensor | None]) -> None:

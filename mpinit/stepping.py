@@ -136,7 +136,6 @@ class Stepper:
         if not self._active:
             return self._inner_step(*((closure, *args) if closure is not None else args), **kwargs)
         control = self.control
-        control.stepped = True
         control.settle_pending_updates()
         control.refresh()
         control.store.adopt_external_writes()
@@ -196,6 +195,8 @@ class Stepper:
         control = self.control
         if control.saw_scale_loss:
             control.store.relink()
+            if control.found_inf is not None and all(p.grad is None for p in control.gradient_holders()):
+                control.found_inf = None
             return
         stray = next(control.store.unlinked(), None)
         if stray is not None:
