@@ -4,7 +4,7 @@ Each contender is a process of its own with one thread; they take turns, a block
 that of the medians over all blocks. Blocks are timed in CPU time: with one thread that is the wall clock's time, less
 what other programs on the machine take. Exit status 1 if a figure is past its limit.
 
-    python examples/benchmarks/o1_overhead.py [--rounds 15] [--steps 40] [--json FILE]
+    python examples/benchmarks/o1_overhead.py [--rounds 120] [--steps 6] [--json FILE]
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ IMPORT = "import torch, time; start = time.perf_counter(); import mpinit; print(
 def main() -> int:
     """Measure, print, and say by the exit status whether all figures are within their limits."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", nargs=2, metavar=("CONTENDER", "WORKLOAD"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
