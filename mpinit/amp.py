@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from . import arguments, checkpoint, lookup, report
 from . import session as sessions
 from .native_autocast import disable_casts
-from .opt_levels import DEFAULT_LEVEL, OPT_LEVELS, Config, read_config, resolve
+from .opt_levels import DEFAULT_LEVEL, DEFAULT_LIMIT, DEFAULT_ONE, OPT_LEVELS, Config, Default, read_config, resolve
 from .plan import make_plan
-from .properties import DEFAULT_MAX_SCALE, Properties
+from .properties import Properties
 from .registration import (
     float_function,
     half_function,
@@ -66,11 +66,11 @@ def initialize(
     loss_scale: Any = None,
     cast_model_outputs: Any = None,
     keep_fp32: Any = None,
-    num_losses: int = 1,
+    num_losses: int = DEFAULT_ONE,
     min_loss_scale: Any = None,
-    max_loss_scale: Any = DEFAULT_MAX_SCALE,
+    max_loss_scale: Any = DEFAULT_LIMIT,
     config: Config = None,
-    verbosity: int = 1,
+    verbosity: int = DEFAULT_ONE,
     **more: Any,
 ) -> Any:
     """Make models and their optimizers train in mixed precision, in place.
@@ -112,7 +112,7 @@ def initialize(
         >>> mpinit.undo(model)
     """
     given = {key: value for key, value in locals().items() if key in Properties.model_fields} | more
-    if given["max_loss_scale"] == DEFAULT_MAX_SCALE:
+    if isinstance(given["max_loss_scale"], Default):
         given["max_loss_scale"] = None
     model_list = arguments.as_list(models, nn.Module, "models")
     optimizer_list = [] if optimizers is None else arguments.as_list(optimizers, Optimizer, "optimizers")
@@ -126,16 +126,16 @@ def initialize(
 
 
 def _settings(config: Config, num_losses: int, verbosity: int) -> dict[str, Any]:
-    """Split a configuration into what is no property and the rest; keywords that are not defaults beat it."""
+    """Split a configuration into what is no property and the rest; keywords that were given beat it."""
     values = read_config(config, _SETTINGS)
     from_file = {name: values.pop(name) for name in _SETTINGS if name in values}
-    losses = num_losses if num_losses != 1 else from_file.get("num_losses", 1)
+    losses = from_file.get("num_losses", num_losses) if isinstance(num_losses, Default) else num_losses
     if isinstance(losses, bool) or not isinstance(losses, int) or losses < 1:
         raise ValueError(f"num_losses={losses!r} must be a whole number of at least 1")
     return {
         "config": values,
         "num_losses": losses,
-        "verbosity": verbosity if verbosity != 1 else from_file.get("verbosity", 1),
+        "verbosity": from_file.get("verbosity", verbosity) if isinstance(verbosity, Default) else verbosity,
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from .properties import Properties, build, check_names, field_names, is_given
+from .properties import DEFAULT_MAX_SCALE, Properties, build, check_names, field_names, is_given
 
 _O1: Final[dict[str, Any]] = {"patch_torch_functions": True, "loss_scale": "dynamic"}
 _O2: Final[dict[str, Any]] = {
@@ -39,13 +39,27 @@ _OTHER_KEYWORDS: Final = ("models", "optimizers", "opt_level", "enabled", "num_l
 Config = str | Path | Mapping[str, Any] | None
 
 
-class DefaultLevel(str):
-    """Marks the level as not chosen by the caller, so that a configuration's level may stand in for it."""
+class Default:
+    """Marks a value as not chosen by the caller, so that a configuration's may stand in for it, equal or not."""
 
     __slots__ = ()
 
 
-DEFAULT_LEVEL: Final = DefaultLevel("O1")
+class _DefaultStr(str, Default):
+    __slots__ = ()
+
+
+class _DefaultInt(int, Default):
+    __slots__ = ()
+
+
+class _DefaultFloat(float, Default):
+    __slots__ = ()
+
+
+DEFAULT_LEVEL: Final = _DefaultStr("O1")
+DEFAULT_ONE: Final = _DefaultInt(1)
+DEFAULT_LIMIT: Final = _DefaultFloat(DEFAULT_MAX_SCALE)
 
 
 def check_level(opt_level: Any) -> str:
@@ -120,7 +134,7 @@ def resolve(opt_level: Any, overrides: Mapping[str, Any], config: Config = None)
     """
     from_config = read_config(config)
     config_level = from_config.pop("opt_level", None)
-    level = check_level(config_level if isinstance(opt_level, DefaultLevel) and config_level is not None else opt_level)
+    level = check_level(config_level if isinstance(opt_level, Default) and config_level is not None else opt_level)
     check_names(overrides, field_names(), "initialize()", others=_OTHER_KEYWORDS)
     given = _given(from_config) | _given(overrides)
     row = OPT_LEVELS[level]

@@ -188,6 +188,18 @@ def test_a_configuration_takes_the_same_keys_as_initialize(
     assert [mpinit.loss_scale(optimizer, loss_id) for loss_id in range(3)] == [8.0] * 3
 
 
+def test_a_keyword_beats_a_configuration_even_where_it_is_the_default(
+    pair: tuple[nn.Module, torch.optim.Optimizer],
+) -> None:
+    model, optimizer = pair
+    config = {"opt_level": "O1", "max_loss_scale": 4.0, "num_losses": 2}
+    mpinit.initialize(model, optimizer, "O2", max_loss_scale=2.0**24, num_losses=1, config=config)
+    assert model[0].weight.dtype is torch.float16
+    assert mpinit.loss_scale(optimizer) == 2.0**16
+    with pytest.raises(ValueError, match="num_losses=1"):
+        mpinit.loss_scale(optimizer, 1)
+
+
 def test_strings_from_a_command_line(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
     model, optimizer = pair
     mpinit.initialize(model, optimizer, "O2", keep_batchnorm_fp32="False", loss_scale="128.0", cast_model_type="bf16")
