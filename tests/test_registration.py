@@ -185,9 +185,7 @@ def test_names_imported_earlier_are_warned_of(library: types.ModuleType, start: 
     sys.modules[importer.__name__] = importer
     try:
         start()
-        with pytest.warns(
-            UserWarning, match=r"importer_of_the_library\.mine was imported .*user\.seen"
-        ):
+        with pytest.warns(UserWarning, match=r"importer_of_the_library\.mine was imported .*user\.seen"):
             register_half_function(library, "seen")
         assert importer.mine(ONES) is FP32
         assert library.seen(ONES) is HALF
