@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -237,6 +238,40 @@ def test_an_optimizer_that_has_stepped_keeps_its_state(level: str, make: Callabl
     train(model, optimizer, data[3:])
     train_plainly(reference, plain, data[3:])
     close(masters(optimizer), reference.parameters(), 0.02)
+
+
+# -- every optimizer of torch.optim ---------------------------------------------------------------------------------
+
+
+def _variants() -> list[tuple[str, dict[str, bool]]]:
+    """Every optimizer of torch.optim that steps on dense gradients, without a closure, in every way it offers."""
+    needing_more = {"Optimizer", "LBFGS", "SparseAdam"}
+    names = sorted(name for name, value in vars(torch.optim).items() if isinstance(value, type))
+    found: list[tuple[str, dict[str, bool]]] = []
+    for name in names:
+        if name not in needing_more:
+            offered = inspect.signature(getattr(torch.optim, name)).parameters
+            found.append((name, {"foreach": False} if "foreach" in offered else {}))
+            found += [(name, {way: True}) for way in ("foreach", "fused") if way in offered]
+    return found
+
+
+@pytest.mark.parametrize(("name", "way"), _variants(), ids=str)
+def test_every_optimizer_of_torch_steps_masters_as_by_hand(name: str, way: dict[str, bool]) -> None:
+    def make(parameters: Iterable[Any]) -> Optimizer:
+        given = [p for p in parameters if name != "Muon" or p.dim() == 2]
+        made: Optimizer = getattr(torch.optim, name)(given, lr=0.01, **way)
+        return made
+
+    model, data = mlp(), batches(4)
+    by_hand = HandWritten(model, torch.float16, make)
+    optimizer = start(model, "O2", torch.float16, make)
+    for batch in data:
+        by_hand.backward(batch, scale=mpinit.loss_scale(optimizer))
+        by_hand.step()
+        train(model, optimizer, [batch])
+    same(masters(optimizer), masters(by_hand.optimizer))
+    same(model.parameters(), by_hand.model.parameters())
 
 
 # -- optimizers from elsewhere --------------------------------------------------------------------------------------
