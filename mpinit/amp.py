@@ -12,7 +12,17 @@ from torch.optim import Optimizer
 from . import arguments, checkpoint, lookup, report
 from . import session as sessions
 from .native_autocast import disable_casts
-from .opt_levels import DEFAULT_LEVEL, DEFAULT_LIMIT, DEFAULT_ONE, OPT_LEVELS, Config, Default, read_config, resolve
+from .opt_levels import (
+    DEFAULT_LEVEL,
+    DEFAULT_LIMIT,
+    DEFAULT_ONE,
+    OPT_LEVELS,
+    Config,
+    Default,
+    is_enabled,
+    read_settings,
+    resolve,
+)
 from .plan import make_plan
 from .properties import Properties
 from .registration import (
@@ -48,9 +58,6 @@ __all__ = [
     "step_was_skipped",
     "undo",
 ]
-
-_SETTINGS = ("num_losses", "verbosity")
-
 
 def initialize(
     models: Any,
@@ -116,27 +123,13 @@ def initialize(
         given["max_loss_scale"] = None
     model_list = arguments.as_list(models, nn.Module, "models")
     optimizer_list = [] if optimizers is None else arguments.as_list(optimizers, Optimizer, "optimizers")
-    if enabled:
+    if is_enabled(enabled):
         lookup.disabled.difference_update([*model_list, *optimizer_list])
-        settings = _settings(config, num_losses, verbosity)
+        settings = read_settings(config, num_losses, verbosity)
         _set_up(model_list, optimizer_list, resolve(opt_level, given, settings.pop("config")), **settings)
     else:
         lookup.disabled.update([*model_list, *optimizer_list])
     return models if optimizers is None else (models, optimizers)
-
-
-def _settings(config: Config, num_losses: int, verbosity: int) -> dict[str, Any]:
-    """Split a configuration into what is no property and the rest; keywords that were given beat it."""
-    values = read_config(config, _SETTINGS)
-    from_file = {name: values.pop(name) for name in _SETTINGS if name in values}
-    losses = from_file.get("num_losses", num_losses) if isinstance(num_losses, Default) else num_losses
-    if isinstance(losses, bool) or not isinstance(losses, int) or losses < 1:
-        raise ValueError(f"num_losses={losses!r} must be a whole number of at least 1")
-    return {
-        "config": values,
-        "num_losses": losses,
-        "verbosity": from_file.get("verbosity", verbosity) if isinstance(verbosity, Default) else verbosity,
-    }
 
 
 def _set_up(

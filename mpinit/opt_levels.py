@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from .properties import DEFAULT_MAX_SCALE, Properties, build, check_names, field_names, is_given
+from .properties import DEFAULT_MAX_SCALE, Properties, build, check_names, field_names, is_given, parse_bool
 
 _O1: Final[dict[str, Any]] = {"patch_torch_functions": True, "loss_scale": "dynamic"}
 _O2: Final[dict[str, Any]] = {
@@ -101,6 +101,48 @@ def read_config(config: Config, extra: tuple[str, ...] = ()) -> dict[str, Any]:
         raise TypeError(f"config={config!r} is neither a TOML file's path nor a mapping")
     check_names(values, ("opt_level", *field_names(), *extra), where)
     return values
+
+
+def read_settings(config: Config, num_losses: Any, verbosity: Any) -> dict[str, Any]:
+    """Split a configuration into the settings that are no properties, which keywords beat, and the rest.
+
+    Returns:
+        "config": what is left of it, "num_losses" and "verbosity": whole numbers.
+
+    Raises:
+        ValueError: no whole number, or a number of losses below 1.
+
+    Example:
+        >>> read_settings({"num_losses": 2, "loss_scale": 8}, DEFAULT_ONE, "0")
+        {'config': {'loss_scale': 8}, 'num_losses': 2, 'verbosity': 0}
+    """
+    given = {"num_losses": num_losses, "verbosity": verbosity}
+    rest = read_config(config, tuple(given))
+    for name, value in given.items():
+        from_config = rest.pop(name, value)
+        given[name] = _whole_number(name, from_config if isinstance(value, Default) else value)
+    if given["num_losses"] < 1:
+        raise ValueError(f"num_losses={num_losses!r} leaves no loss to scale; give a whole number of at least 1")
+    return {"config": rest, **given}
+
+
+def _whole_number(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool) or int(value) != float(value):
+            raise ValueError
+        return int(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={value!r} is not a whole number; give one such as 1") from None
+
+
+def is_enabled(enabled: Any) -> bool:
+    """Whether ``initialize``'s ``enabled`` says yes; "True" and "False" from a command line are understood.
+
+    Example:
+        >>> is_enabled("False")
+        False
+    """
+    return parse_bool(enabled) if isinstance(enabled, str) else bool(enabled)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

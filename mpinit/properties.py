@@ -64,7 +64,8 @@ def _parse_optional_dtype(value: Any) -> torch.dtype | None:
     return parse_dtype(value)
 
 
-def _parse_bool(value: Any) -> Any:
+def parse_bool(value: Any) -> bool:
+    """Read a boolean, or the string a command line makes of one: "True", "false"."""
     if isinstance(value, str) and value.strip().lower() in _BOOLEANS:
         return _BOOLEANS[value.strip().lower()]
     if isinstance(value, bool):
@@ -73,7 +74,7 @@ def _parse_bool(value: Any) -> Any:
 
 
 def _parse_optional_bool(value: Any) -> Any:
-    return None if _is_nothing(value) else _parse_bool(value)
+    return None if _is_nothing(value) else parse_bool(value)
 
 
 def _parse_master_weights(value: Any) -> Any:
@@ -131,7 +132,7 @@ OptionalDtype = Annotated[
     PlainSerializer(lambda value: None if value is None else dtype_name(value), when_used="json"),
     _DTYPE_SCHEMA,
 ]
-Boolean = Annotated[bool, BeforeValidator(_parse_bool)]
+Boolean = Annotated[bool, BeforeValidator(parse_bool)]
 OptionalBoolean = Annotated[bool | None, BeforeValidator(_parse_optional_bool)]
 MasterWeights = Annotated[bool | Literal["split"] | None, BeforeValidator(_parse_master_weights)]
 LossScale = Annotated[float | Literal["dynamic"], BeforeValidator(_parse_loss_scale)]
@@ -341,5 +342,3 @@ def _describe(item: Any) -> str:
         text = f"{text[:1].lower()}{text[1:]}, but {item['input']!r} was given"
     text = text.removeprefix("Value error, ")
     return f"{where}: {text}" if where else text
-
-

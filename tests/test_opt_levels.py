@@ -11,7 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpinit.opt_levels import DEFAULT_LEVEL, OPT_LEVELS, read_config, resolve
+from mpinit.opt_levels import (
+    DEFAULT_LEVEL,
+    DEFAULT_ONE,
+    OPT_LEVELS,
+    is_enabled,
+    read_config,
+    read_settings,
+    resolve,
+)
 from mpinit.plan import Masters, make_plan
 from mpinit.properties import Properties
 
@@ -177,6 +185,36 @@ def test_the_default_level_is_o1() -> None:
     assert DEFAULT_LEVEL == "O1"
     assert resolve(DEFAULT_LEVEL, {})[1] == OPT_LEVELS["O1"]
     assert resolve(DEFAULT_LEVEL, {}, {"opt_level": None})[0] == "O1"
+
+
+@pytest.mark.parametrize(("value", "number"), [(2, 2), ("2", 2), (2.0, 2), ("0", 0)])
+def test_settings_in_any_spelling(value: Any, number: int) -> None:
+    assert read_settings(None, 1, value) == {"config": {}, "num_losses": 1, "verbosity": number}
+    assert read_settings({"verbosity": value}, 1, DEFAULT_ONE)["verbosity"] == number
+
+
+@pytest.mark.parametrize("name", ["num_losses", "verbosity"])
+@pytest.mark.parametrize("value", ["two", 1.5, True, None, "", [1]])
+def test_settings_that_are_no_whole_number_are_refused_by_name(name: str, value: Any) -> None:
+    for config, keywords in (({name: value}, {}), (None, {name: value})):
+        with pytest.raises(ValueError) as caught:
+            read_settings(config, **{"num_losses": DEFAULT_ONE, "verbosity": DEFAULT_ONE} | keywords)
+        assert f"{name}={value!r}" in str(caught.value)
+
+
+def test_there_is_at_least_one_loss() -> None:
+    for number in (0, -1, "0"):
+        with pytest.raises(ValueError, match=f"num_losses={number!r}"):
+            read_settings(None, number, 1)
+
+
+@pytest.mark.parametrize(
+    ("enabled", "expected"), [(True, True), (False, False), ("True", True), ("false", False), (0, False), (1, True)]
+)
+def test_enabled_in_any_spelling(enabled: Any, expected: bool) -> None:
+    assert is_enabled(enabled) is expected
+    with pytest.raises(ValueError, match="'maybe' is not a boolean"):
+        is_enabled("maybe")
 
 
 def test_a_configuration_is_not_changed_by_reading_it() -> None:
