@@ -40,13 +40,19 @@ class CompiledStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         groups = self._optimizer.param_groups
         numbers = [group["lr"] for group in groups]
+        # The compiler fuses by itself, and torch's foreach code takes no learning rate that is a tensor.
+        foreach = [group.get("foreach") for group in groups]
         while len(self._rates) < len(groups):
             self._rates.append(torch.zeros((), dtype=torch.float32))
         try:
             for group, number, rate in zip(groups, numbers, self._rates, strict=False):
                 if not isinstance(number, torch.Tensor):
                     group["lr"] = rate.fill_(number)
+                if group.get("foreach"):
+                    group["foreach"] = None
             return self._compiled(*args, **kwargs)
         finally:
-            for group, number in zip(groups, numbers, strict=True):
+            for group, number, given in zip(groups, numbers, foreach, strict=True):
                 group["lr"] = number
+                if given:
+                    group["foreach"] = given

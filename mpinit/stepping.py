@@ -6,6 +6,7 @@ schedulers reach for ``optimizer.step.__func__``.
 
 from __future__ import annotations
 
+import inspect
 import types
 import warnings
 from collections.abc import Callable
@@ -49,6 +50,8 @@ class Stepper:
             self._compiled = CompiledStep(control.optimizer, self._inner_step, control.store.round_into_weights)
         own = getattr(self._inner_zero_grad, "__func__", None)
         self._zeroes_as_torch_does = own is torch.optim.Optimizer.zero_grad
+        given = inspect.signature(self._inner_zero_grad).parameters.get("set_to_none")
+        self._sets_to_none = given is None or bool(given.default)
         self._counted = StepCounts(0, 0, 0)
         self._since_reading = 0
         self._on_device: torch.Tensor | None = None
@@ -62,7 +65,7 @@ class Stepper:
         def step(self: Any, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
             return stepper.step(closure, *args, **kwargs)
 
-        def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        def zero_grad(self: Any, set_to_none: bool = stepper._sets_to_none) -> None:
             stepper.zero_grad(set_to_none)
 
         def add_param_group(self: Any, param_group: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -12,10 +14,10 @@ import mpinit
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-def run(compile_step: bool) -> list[torch.Tensor]:
+def run(compile_step: bool, **kind: Any) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Linear(8, 4)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, **kind)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     mpinit.initialize(model, optimizer, "O2", compile_step=compile_step, verbosity=0)
     for step in range(6):
@@ -41,6 +43,12 @@ def test_compiled_and_eager_steps_agree_and_nothing_is_compiled_twice() -> None:
         torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-6)
     # Adam compiles once for its first step, which makes the state, and once for all others.
     assert 1 <= graphs <= 2
+
+
+def test_an_optimizer_that_asks_for_foreach_compiles_too() -> None:
+    torch._dynamo.reset()
+    for ours, eager in zip(run(True, foreach=True), run(False, foreach=True), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-6)
 
 
 def test_split_masters_have_no_one_step_to_compile() -> None:
