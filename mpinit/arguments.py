@@ -16,6 +16,7 @@ from . import session as sessions
 from .dtypes import is_lower_precision
 from .plan import Plan
 from .properties import Properties
+from .sharding import reshard
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
@@ -35,13 +36,12 @@ def as_list(given: Any, kind: type, what: str) -> list[Any]:
 
 def check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: Properties, plan: Plan) -> None:
     """Raise a ValueError for whatever cannot be initialised; issue the warnings."""
+    reshard(models)
     _check_unique(models, "models")
     _check_unique(optimizers, "optimizers")
     for model in models:
         _check_not_wrapped(model)
         _check_not_lazy(model)
-        if plan.cast_model and is_lower_precision(plan.model_dtype):
-            _check_not_sharded(model)
     for owner in (*models, *optimizers):
         owning = sessions.of(owner)
         if owning is not None:
@@ -70,17 +70,6 @@ def _check_not_wrapped(model: nn.Module) -> None:
             f"the model is wrapped in {type(model).__name__} already, which has taken the parameters' dtypes down; "
             f"call mpinit.initialize on the model inside first, and wrap what it returns in {type(model).__name__}"
         )
-
-
-def _check_not_sharded(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        # By name: the class is only there once torch.distributed.fsdp was imported, which takes its time.
-        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
-            raise ValueError(
-                f"{(name or type(model).__name__)!r} is sharded by fully_shard, which keeps the parameters' storage "
-                "and dtype to itself: its weights cannot become 16-bit any more. Use opt_level='O1' or 'O4', whose "
-                "weights stay float32"
-            )
 
 
 def _check_not_lazy(model: nn.Module) -> None:
@@ -139,5 +128,3 @@ def _warn_of_orphans(models: Sequence[nn.Module], optimizer: Optimizer) -> None:
 def _warn(message: str) -> None:
     # Counted from here: check, initialize, its caller.
     warnings.warn(message, UserWarning, stacklevel=5)
-
-

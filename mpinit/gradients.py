@@ -7,10 +7,7 @@ from typing import Any, cast
 
 import torch
 
-
-def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a DTensor; asked without importing the distributed package, which is slow to import."""
-    return type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
+from .sharding import is_sharded, local
 
 
 def dense_view(gradient: torch.Tensor) -> torch.Tensor:
@@ -18,8 +15,7 @@ def dense_view(gradient: torch.Tensor) -> torch.Tensor:
 
     A sparse gradient gives its values (it must be coalesced), a complex one its real view, a DTensor its local part.
     """
-    if is_distributed(gradient):
-        gradient = cast(Any, gradient).to_local()
+    gradient = local(gradient)
     if gradient.is_sparse:
         gradient = gradient._values()
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
@@ -57,7 +53,7 @@ def _are_plain(gradients: Sequence[torch.Tensor], device: int) -> bool:
     for gradient in gradients:
         if gradient.dtype is not torch.float32 or gradient.is_sparse or gradient.get_device() != device:
             return False
-        if type(gradient) is not torch.Tensor and is_distributed(gradient):
+        if type(gradient) is not torch.Tensor and is_sharded(gradient):
             return False
     return True
 
@@ -66,7 +62,7 @@ def _unscale_and_check_any_(gradients: Iterable[torch.Tensor], inverse_scale: to
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     meshes: dict[Any, None] = {}
     for gradient in gradients:
-        if is_distributed(gradient):
+        if is_sharded(gradient):
             meshes[cast(Any, gradient).device_mesh] = None
         dense = dense_view(gradient)
         groups.setdefault((dense.device, dense.dtype), []).append(dense)
@@ -92,7 +88,7 @@ def any_nonzero(gradients: Sequence[torch.Tensor], device: torch.device) -> torc
     """Whether anything in the gradients is not 0: 1 or 0, 0-dimensional float32, the same on every rank."""
     found = [(dense_view(gradient) != 0).any().float() for gradient in gradients]
     combined = _combine(found, device)
-    _agree_across_ranks(combined, list({cast(Any, g).device_mesh: None for g in gradients if is_distributed(g)}))
+    _agree_across_ranks(combined, list({cast(Any, g).device_mesh: None for g in gradients if is_sharded(g)}))
     return combined
 
 

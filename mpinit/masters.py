@@ -17,11 +17,8 @@ from torch import nn
 
 from .dtypes import is_lower_precision
 from .gradients import as_float32
-from .watching import TENSOR_DATA, Watcher
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+from .sharding import is_distributed, locals_of, set_data
+from .watching import Watcher
 
 
 @dataclass(slots=True)
@@ -93,7 +90,7 @@ class FullMasters:
 
     def cast_weight(self, pair: Pair, dtype: torch.dtype) -> None:
         """Cast the weight; the master holds the old storage."""
-        TENSOR_DATA.__set__(pair.model_param, pair.model_param.detach().to(dtype))
+        set_data(pair.model_param, pair.model_param.detach().to(dtype))
 
     def gradient_for(self, pair: Pair, gradient: torch.Tensor) -> torch.Tensor:
         """``gradient`` in the dtype its holder takes."""
@@ -104,11 +101,11 @@ class FullMasters:
 
     def set_gradient_dtype(self, weight: nn.Parameter) -> None:
         """Let autograd accumulate float32 gradients on the weight, or any where the ranks' buckets are 16-bit."""
-        weight.grad_dtype = None if _is_distributed() else torch.float32
+        weight.grad_dtype = None if is_distributed() else torch.float32
 
     def check_gradient_dtype(self) -> None:
         """Follow a process group that was set up after the masters were made."""
-        if self.pairs and self.pairs[0].model_param.grad_dtype is not None and _is_distributed():
+        if self.pairs and self.pairs[0].model_param.grad_dtype is not None and is_distributed():
             for pair in self.pairs:
                 pair.model_param.grad_dtype = None
 
@@ -132,7 +129,7 @@ class FullMasters:
         self.release(pair)
         # A 16-bit weight keeps its master's bits, unless the set-up failed: then it is left as it came.
         dtype = torch.float32 if self._settled and is_lower_precision(pair.came_in) else pair.came_in
-        pair.model_param.data = values.to(dtype)
+        set_data(pair.model_param, values.to(dtype))
         pair.model_param.grad = None if gradient is None else gradient.to(dtype)
 
     # -- gradients ----------------------------------------------------------------------------------------------
@@ -229,7 +226,7 @@ class FullMasters:
     def round_into_weights(self) -> None:
         """The copy alone, without taking down that it was ours."""
         if self.pairs:
-            torch._foreach_copy_(self._weights, self._masters)
+            torch._foreach_copy_(locals_of(self._weights), locals_of(self._masters))
 
     def note_versions(self) -> None:
         """From here on, a change of a weight is somebody else's."""

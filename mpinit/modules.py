@@ -7,7 +7,7 @@ unpickled model then runs its own weights.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from .dtypes import is_lower_precision
 from .native_autocast import ForwardCasts
 from .patching import Undo, UndoStack, set_attribute
 from .plan import Plan
+from .sharding import check_groups, rebuild_groups, set_data
 from .trees import cast_tree
 
 
@@ -135,13 +136,15 @@ def tensors_to_cast(models: Sequence[nn.Module], plan: Plan) -> dict[torch.Tenso
     if not plan.cast_model:
         return {}
     kept = float32_tensors(models, plan)
-    return {
+    targets = {
         tensor: torch.float32 if tensor in kept else plan.model_dtype
         for model in models
         for module in model.modules()
         for tensor in _own_tensors(module)
         if tensor.is_floating_point()
     }
+    check_groups(models, targets)
+    return targets
 
 
 def will_hold_16_bit(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, torch.dtype]) -> bool:
@@ -195,7 +198,7 @@ def _mixes_dtypes_itself(module: nn.Module) -> bool:
 _MIXED_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
-def cast_tensors(targets: dict[torch.Tensor, torch.dtype], models: Iterable[nn.Module]) -> Undo:
+def cast_tensors(targets: dict[torch.Tensor, torch.dtype]) -> Undo:
     """Cast parameters and buffers in place, one at a time, gradients with them.
 
     Whoever wants the float32 bits later holds on to the old storage: masters do. For everything else the undo casts
@@ -203,23 +206,19 @@ def cast_tensors(targets: dict[torch.Tensor, torch.dtype], models: Iterable[nn.M
 
     Args:
         targets: tensor -> dtype.
-        models: modules whose flattened weights (RNNs) are to be rebuilt.
 
     Returns:
         The undo.
     """
     before = {tensor: tensor.dtype for tensor in targets}
-    models = list(models)
 
     def undo() -> None:
         for tensor, dtype in before.items():
             _cast_in_place(tensor, dtype)
-        rebuild_flat_weights(models)
 
     try:
         for tensor, dtype in targets.items():
             _cast_in_place(tensor, dtype)
-        rebuild_flat_weights(models)
     except BaseException:
         undo()
         raise
@@ -230,13 +229,14 @@ def _cast_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> None:
     if tensor.dtype == dtype:
         return
     gradient, tensor.grad = tensor.grad, None
-    torch.Tensor.data.__set__(tensor, tensor.detach().to(dtype))  # type: ignore[attr-defined]
+    set_data(tensor, tensor.detach().to(dtype))
     if gradient is not None:
         tensor.grad = gradient.to(dtype)
 
 
-def rebuild_flat_weights(models: Iterable[nn.Module]) -> None:
-    """Let RNNs gather their weights anew after a cast."""
+def rebuild_flat_weights(models: Sequence[nn.Module]) -> None:
+    """Let RNNs, and FSDP, gather their weights anew after a cast."""
+    rebuild_groups(models)
     for model in models:
         for module in model.modules():
             if isinstance(module, nn.RNNBase):

@@ -19,6 +19,7 @@ from .loss_scaler import LossScaler
 from .masters import FullMasters
 from .patching import Undo, UndoStack
 from .plan import Masters, Plan
+from .sharding import is_distributed, is_sharded
 
 Kept = list[torch.Tensor | None]
 
@@ -45,6 +46,7 @@ class OptimizerControl:
         self.pending: list[LossScaler] = []
         self.saw_scale_loss = False
         self._plain: list[nn.Parameter] = []
+        self._left_to_ranks: set[int] = set()
         self._waiting: list[nn.Parameter] = []
         self._groups_seen: list[tuple[dict[str, Any], int]] = []
 
@@ -134,13 +136,29 @@ class OptimizerControl:
             return None
         kept: Kept = [*self.store.held_gradients(), *(parameter.grad for parameter in self._plain)]
         self._forget_old_overflow(kept)
+        self._left_to_ranks.clear()
         if any(gradient is not None for gradient in kept):
             try:
                 self._put_back([None] * len(kept))
+                if is_distributed():
+                    self._leave_to_ranks(kept, scaler)
             except BaseException:
                 self._put_back(kept)
                 raise
         return kept
+
+    @torch.no_grad()
+    def _leave_to_ranks(self, kept: Kept, scaler: LossScaler) -> None:
+        """Let autograd accumulate onto what is there, scaled again.
+
+        DistributedDataParallel averages what a parameter holds after accumulation. What was set aside in the meantime
+        would miss that where it comes from ``no_sync()``, and its memory may be DDP's bucket.
+        """
+        weights = [*(pair.model_param for pair in self.store.pairs), *self._plain]
+        for index, (weight, gradient) in enumerate(zip(weights, kept, strict=True)):
+            if gradient is not None and not is_sharded(gradient):
+                weight.grad = scaler.scale(gradient).to(weight.dtype)
+                self._left_to_ranks.add(index)
 
     def _forget_old_overflow(self, kept: Kept) -> None:
         """Gradients may have been cleared by hand, gone or all 0, and an overflow with them; clipped ones were not."""
@@ -179,7 +197,8 @@ class OptimizerControl:
         if done:
             present = [gradient for gradient in present if id(gradient) not in done]
         found_inf = _any_of([self._unscale(present, scaler), *shared])
-        total = _sum(kept, fresh)
+        apart = [None if index in self._left_to_ranks else gradient for index, gradient in enumerate(kept)]
+        total = _sum(apart, fresh)
         self._put_back(total)
         if done is not None:
             done.update((id(gradient), found_inf) for gradient in total if gradient is not None)

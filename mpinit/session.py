@@ -6,6 +6,7 @@ alive; the registry here only knows them weakly.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -21,14 +22,16 @@ from .logs import log
 from .loss_scaler import LossScaler
 from .masters import FullMasters
 from .optimizers import OptimizerControl, cast_states
-from .patching import UndoStack
+from .patching import Undo, UndoStack
 from .plan import Masters, Plan
 from .properties import Properties
+from .sharding import is_distributed, reshard
 from .split_masters import SplitMasters
 from .stepping import Stepper
 
 _owners: weakref.WeakKeyDictionary[Any, weakref.ref[Session]] = weakref.WeakKeyDictionary()
 _live: weakref.WeakSet[Session] = weakref.WeakSet()
+_dropped: list[Undo] = []
 _numbers = itertools.count()
 
 
@@ -69,6 +72,8 @@ class Session:
 
     def apply(self) -> None:
         """Carry the plan out. If anything raises, everything done so far is undone, newest first."""
+        while _dropped:
+            _dropped.pop()()
         try:
             self._apply()
         except BaseException:
@@ -85,7 +90,8 @@ class Session:
         if modules.will_hold_16_bit(self.models, targets):
             push(modules.Float32State(self._find_master, self._load_master).install(self.models))
         if plan.patch_functions:
-            push(functions.apply(plan, verbose=self.verbosity > 1))
+            push(_undone_when_dropped(self, functions.apply(plan, verbose=self.verbosity > 1)))
+        push(functools.partial(modules.rebuild_flat_weights, self.models))
         for optimizer in self.optimizers:
             self._take_optimizer(optimizer, targets)
         # Last, because it is what cannot be taken back bit for bit where there are no masters.
@@ -110,7 +116,7 @@ class Session:
         mastered = {pair.model_param for _, pair in pairs}
         others = {tensor: dtype for tensor, dtype in targets.items() if tensor not in mastered}
         self._undos.push(cast_states(self.optimizers, others))
-        self._undos.push(modules.cast_tensors(others, self.models))
+        self._undos.push(modules.cast_tensors(others))
         # Without an undo of its own: giving up a master restores its weight.
         for store, pair in pairs:
             store.cast_weight(pair, targets.get(pair.model_param, pair.model_param.dtype))
@@ -118,6 +124,7 @@ class Session:
 
     def undo(self) -> None:
         """Take back everything ``apply`` did; the session ends."""
+        reshard(self.models)
         for control in self._controls.values():
             control.refresh()
             control.store.adopt_external_writes()
@@ -186,6 +193,21 @@ class Session:
         return f"session {self.number} ({self.opt_level}: {models}; {optimizers})"
 
 
+def _undone_when_dropped(session: Session, undo: Undo) -> Undo:
+    """``undo``, which also happens, at the next ``initialize``, where the session is dropped without one.
+
+    Not in the moment it is dropped: the garbage collector comes at any time, in any thread.
+    """
+    finalizer = weakref.finalize(session, _dropped.append, undo)
+    finalizer.atexit = False
+
+    def undo_now() -> None:
+        finalizer.detach()
+        undo()
+
+    return undo_now
+
+
 class ScaledLoss:
     """The context ``scale_loss`` returns: the scaled loss going in, sound float32 gradients coming out.
 
@@ -243,7 +265,8 @@ class ScaledLoss:
         for found_inf in found:
             if found_inf is not None:
                 self._scaler.note(found_inf)
-        if not self._delay_update:
+        # Before the step, ranks may have seen different overflows (no_sync), and their scales must not part.
+        if not self._delay_update and not is_distributed():
             self._scaler.update()
         elif self._scaler.has_notes:
             # Whichever of them steps first.
@@ -290,4 +313,3 @@ def latest() -> Session | None:
     """The newest live session, or None."""
     sessions = live()
     return sessions[-1] if sessions else None
-

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from .float_split import add_remainder_, flat, join, split_, take_remainder_
 from .gradients import as_float32
 from .masters import FullMasters, Pair
+from .sharding import is_sharded, set_data
 from .watching import Watcher
 
 _PER_PARAMETER: Final = (
@@ -105,6 +106,11 @@ class SplitMasters(FullMasters):
 
     def _make_master(self, weight: nn.Parameter) -> nn.Parameter:
         self._buckets = None
+        if is_sharded(weight):
+            raise ValueError(
+                'master_weights="split" cannot take the parameters of a model apart that fully_shard has sharded: use '
+                "master_weights=True"
+            )
         if torch.empty_like(weight, device="meta").stride() != weight.stride():
             raise ValueError(
                 f'master_weights="split" needs weights that fill their memory, and one of shape {tuple(weight.shape)} '
@@ -126,7 +132,7 @@ class SplitMasters(FullMasters):
             weight = torch.empty_like(incoming, dtype=torch.bfloat16)
             split_(flat(incoming.float()), flat(weight), remainder)
             gradient, pair.model_param.grad = pair.model_param.grad, None
-            pair.model_param.data = weight
+            set_data(pair.model_param, weight)
             pair.model_param.grad = None if gradient is None else gradient.to(dtype)
         self._remainders[id(pair.model_param)] = remainder
 

@@ -17,7 +17,7 @@ from torch import nn
 TENSOR_DATA: Final[Any] = torch.Tensor.data
 
 _watchers: dict[int, weakref.ref[Watcher]] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # the garbage collector may drop a watcher while one is being set up
 
 
 class Watcher:
@@ -45,10 +45,10 @@ class Watcher:
     def watch(self, parameter: nn.Parameter) -> None:
         """Watch one parameter."""
         with _lock:
-            if not _watchers:
-                nn.Parameter.data = property(_get, _set, doc=torch.Tensor.data.__doc__)  # type: ignore[assignment]
             _watchers[id(parameter)] = weakref.ref(self)
             self._ids.add(id(parameter))
+            if "data" not in vars(nn.Parameter):
+                nn.Parameter.data = property(_get, _set, doc=torch.Tensor.data.__doc__)  # type: ignore[assignment]
 
     def unwatch(self, parameter: nn.Parameter) -> None:
         """Stop watching one parameter."""
