@@ -45,6 +45,8 @@ class OptimizerControl:
         self.scalers: list[LossScaler] = []
         self.pending: list[LossScaler] = []
         self.saw_scale_loss = False
+        # Gradients set aside while a scaled backward pass runs.
+        self.aside: Kept | None = None
         self._plain: list[nn.Parameter] = []
         self._left_to_ranks: set[int] = set()
         self._waiting: list[nn.Parameter] = []
@@ -145,6 +147,7 @@ class OptimizerControl:
             except BaseException:
                 self._put_back(kept)
                 raise
+        self.aside = kept
         return kept
 
     @torch.no_grad()
@@ -184,6 +187,7 @@ class OptimizerControl:
             The outcome of the check (0-dimensional, above 0 where inf or nan was found), or None where nothing was.
         """
         self.saw_scale_loss = True
+        self.aside = None
         fresh: Kept = self.store.collect_gradients()
         if kept is None:
             self._put_back(fresh)
@@ -220,6 +224,7 @@ class OptimizerControl:
 
     def abandon_backward(self, kept: Kept | None) -> None:
         """After an exception: put back what was there before the backward pass, where it was taken away."""
+        self.aside = None
         if kept is None:
             self.store.relink()
         else:
@@ -235,8 +240,7 @@ class OptimizerControl:
     def gradients_cleared(self, set_to_none: bool = True) -> None:
         """After ``zero_grad``: nothing is left of the cycle, an overflow in it included."""
         self.store.follow_cleared(set_to_none)
-        self.found_inf = None
-        self.saw_scale_loss = False
+        self._forget_the_cycle()
 
     def clear_gradients(self) -> None:
         """Drop every gradient of the cycle: what torch's own ``zero_grad()`` does, in one go for pairs."""
@@ -244,8 +248,14 @@ class OptimizerControl:
         for parameter in self._plain:
             parameter.grad = None
         self.store.put_gradients([None] * len(self.store.pairs))
+        self._forget_the_cycle()
+
+    def _forget_the_cycle(self) -> None:
         self.found_inf = None
         self.saw_scale_loss = False
+        if self.aside is not None:
+            # Cleared inside of scale_loss, before its backward pass.
+            self.aside[:] = [None] * len(self.aside)
 
     @property
     def scales(self) -> bool:

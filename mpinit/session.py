@@ -245,6 +245,7 @@ class ScaledLoss:
             # Some gradients may be unscaled and added by now and others not: the cycle starts over.
             for control in self._controls:
                 control.clear_gradients()
+                control.aside = None
             raise
         finally:
             self._kept = []

@@ -139,6 +139,11 @@ class Stepper:
         if not self._active:
             return self._inner_step(*((closure, *args) if closure is not None else args), **kwargs)
         control = self.control
+        if control.aside is not None:
+            raise RuntimeError(
+                "optimizer.step() was called inside `with mpinit.scale_loss(...)`, where the gradients are still "
+                "scaled: move it behind the with-block"
+            )
         control.settle_pending_updates()
         control.refresh()
         control.store.adopt_external_writes()

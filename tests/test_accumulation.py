@@ -151,6 +151,28 @@ def _clear(model: nn.Module, optimizer: Any, how: str) -> None:
             parameter.grad.zero_()
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_clearing_inside_of_scale_loss_clears_what_was_there(level: str, bad: bool, set_to_none: bool) -> None:
+    model, (first, second) = mlp(), batches(2)
+    optimizer = start(model, level)
+    loss = mse(model, first)
+    backward(poison(loss, next(model.parameters())) if bad else loss, optimizer)
+    with mpinit.scale_loss(mse(model, second), optimizer) as scaled:
+        optimizer.zero_grad(set_to_none)
+        scaled.backward()
+    found = gradients(optimizer)
+    fresh = mlp()
+    reference = start(fresh, level)
+    backward(mse(fresh, second), reference)
+    for got, expected in zip(found, gradients(reference), strict=True):
+        assert got is not None and expected is not None
+        torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-4)
+    optimizer.step()
+    assert not mpinit.step_was_skipped(optimizer)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_from_before_initialize_count(level: str) -> None:
     model, batch = mlp(), batches(1)[0]

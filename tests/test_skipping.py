@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import backward, batches, gradients, masters, mlp, momentum, mse, poison, same, start, train
+from loops import backward, batches, gradients, masters, mlp, momentum, mse, poison, same, start, train, train_plainly
 from torch import nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
@@ -197,6 +197,33 @@ def test_a_second_step_after_an_overflow_is_skipped_too(level: str) -> None:
     optimizer.step()
     same(masters(optimizer), before)
     assert mpinit.step_counts(optimizer) == (0, 2)
+
+
+@pytest.mark.parametrize("level", SCALING)
+def test_a_step_inside_of_scale_loss_is_an_error(level: str) -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model, level)
+    train(model, optimizer, [batch])
+    before = masters(optimizer)
+    with (
+        pytest.raises(RuntimeError, match="behind the with-block"),
+        mpinit.scale_loss(mse(model, batch), optimizer) as s,
+    ):
+        s.backward()
+        optimizer.step()
+    same(masters(optimizer), before)
+    train(model, optimizer, [batch])
+    assert mpinit.step_counts(optimizer) == (2, 0)
+
+
+def test_at_o0_a_step_inside_of_scale_loss_is_plain_torchs() -> None:
+    model, reference, batch = mlp(), mlp(), batches(1)[0]
+    optimizer, plain = start(model, "O0"), momentum(reference.parameters())
+    with mpinit.scale_loss(mse(model, batch), optimizer) as scaled:
+        scaled.backward()
+        optimizer.step()
+    train_plainly(reference, plain, [batch])
+    same(model.parameters(), reference.parameters())
 
 
 def test_forgetting_scale_loss_with_masters_is_an_error_that_says_so() -> None:
