@@ -69,6 +69,36 @@ def test_counters_tell_good_from_skipped(level: str) -> None:
     assert seen == [(False, 1, 0), (True, 1, 1), (True, 1, 2), (False, 2, 2), (False, 3, 2)]
 
 
+def test_o3_with_dynamic_scaling_skips_as_well() -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model, "O3", torch.bfloat16, loss_scale="dynamic", init_loss_scale=64.0)
+    before = masters(optimizer)
+    overflow(model, optimizer, batch)
+    same(masters(optimizer), before)
+    train(model, optimizer, [batch])
+    assert mpinit.step_counts(optimizer) == (1, 1) and mpinit.loss_scale(optimizer) == 32.0
+    assert not torch.equal(masters(optimizer)[0], before[0])
+
+
+def test_hysteresis_holds_the_scale_but_not_the_step() -> None:
+    model, batch, seen = mlp(), batches(1)[0], []
+    optimizer = start(model, "O2", init_loss_scale=64.0, hysteresis=2)
+    for bad in (True, False, True, True):
+        overflow(model, optimizer, batch) if bad else train(model, optimizer, [batch])
+        seen.append((mpinit.step_was_skipped(optimizer), mpinit.loss_scale(optimizer)))
+    assert seen == [(True, 64.0), (False, 64.0), (True, 32.0), (True, 16.0)]
+
+
+def test_an_optimizer_whose_groups_are_all_gone_steps_harmlessly() -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model)
+    train(model, optimizer, [batch])
+    before = [p.detach().clone() for p in model.parameters()]
+    del optimizer.param_groups[:]
+    train(model, optimizer, [batch])
+    same([p.detach() for p in model.parameters()], before)
+
+
 def test_one_log_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
     model, batch = mlp(), batches(1)[0]
     optimizer = start(model, "O2")
