@@ -231,12 +231,12 @@ class FullMasters:
     def note_versions(self) -> None:
         """From here on, a change of a weight is somebody else's."""
         self._versions = [weight._version for weight in self._weights]
-        self._watcher.handed_out.clear()
+        self._watcher.forget_all()
 
     def note_version(self, pair: Pair) -> None:
         """:meth:`note_versions` for one pair."""
         self._versions[pair.index] = pair.model_param._version
-        self._watcher.handed_out.pop(pair.model_param, None)
+        self._watcher.forget(pair.model_param)
 
     def adopt_external_writes(self) -> None:
         """Where somebody wrote to a weight since the last copy, the master follows."""

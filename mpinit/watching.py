@@ -38,6 +38,7 @@ class Watcher:
     def __init__(self, keeps_images: bool = False) -> None:
         self.handed_out: dict[torch.Tensor, tuple[int, torch.Tensor] | None] = {}
         self._keeps_images = keeps_images
+        self._held: dict[torch.Tensor, list[weakref.ref[torch.Tensor]]] = {}
         self._ids: set[int] = set()
         # A watcher that is dropped without being closed leaves nothing behind.
         weakref.finalize(self, _forget, self._ids)
@@ -54,7 +55,28 @@ class Watcher:
         """Stop watching one parameter."""
         self._ids.discard(id(parameter))
         self.handed_out.pop(parameter, None)
+        self._held.pop(parameter, None)
         _forget({id(parameter)})
+
+    def hand_out(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The parameter's data; as long as somebody holds it, writes through it are expected."""
+        self.take_down(parameter)
+        data: torch.Tensor = TENSOR_DATA.__get__(parameter)
+        self._held.setdefault(parameter, []).append(weakref.ref(data))
+        return data
+
+    def forget(self, parameter: torch.Tensor) -> None:
+        """What was written has been seen to; whoever still holds what was handed out is watched from here on."""
+        self.handed_out.pop(parameter, None)
+        held = [data for data in self._held.pop(parameter, ()) if data() is not None]
+        if held:
+            self._held[parameter] = held
+            self.take_down(parameter)
+
+    def forget_all(self) -> None:
+        """:meth:`forget` for every parameter."""
+        for parameter in list(self.handed_out):
+            self.forget(parameter)
 
     def take_down(self, parameter: torch.Tensor) -> None:
         """Note that ``.data`` is being handed out; what it is at the first time is what counts."""
@@ -70,6 +92,7 @@ class Watcher:
     def close(self) -> None:
         """Stop watching everything."""
         self.handed_out.clear()
+        self._held.clear()
         _forget(self._ids)
         self._ids.clear()
 
@@ -82,18 +105,18 @@ def _forget(ids: set[int]) -> None:
             del nn.Parameter.data
 
 
-def _take_down(parameter: torch.Tensor) -> None:
+def _watcher_of(parameter: torch.Tensor) -> Watcher | None:
     reference = _watchers.get(id(parameter))
-    watcher = None if reference is None else reference()
-    if watcher is not None:
-        watcher.take_down(parameter)
+    return None if reference is None else reference()
 
 
 def _get(parameter: torch.Tensor) -> Any:
-    _take_down(parameter)
-    return TENSOR_DATA.__get__(parameter)
+    watcher = _watcher_of(parameter)
+    return TENSOR_DATA.__get__(parameter) if watcher is None else watcher.hand_out(parameter)
 
 
 def _set(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    _take_down(parameter)
+    watcher = _watcher_of(parameter)
+    if watcher is not None:
+        watcher.take_down(parameter)
     TENSOR_DATA.__set__(parameter, value)

@@ -247,6 +247,24 @@ def test_reading_data_changes_nothing(mode: Any) -> None:
     same(model.state_dict().values(), untouched.state_dict().values())
 
 
+@pytest.mark.parametrize("mode", [True, "split"])
+def test_a_write_through_data_held_for_many_steps_reaches_the_masters(mode: Any) -> None:
+    model, untouched, data = mlp(), mlp(), batches(4)
+    optimizer = start(model, "O2", torch.bfloat16, plain_sgd, master_weights=mode)
+    reference = start(untouched, "O2", torch.bfloat16, plain_sgd, master_weights=mode)
+    held = [parameter.data for parameter in model.parameters()]
+    for batch in data:
+        train(model, optimizer, [batch])
+        train(untouched, reference, [batch])
+        model.state_dict()
+    same(model.state_dict().values(), untouched.state_dict().values())
+    for value in held:
+        value.fill_(0.25)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(bool((value == 0.25).all()) for value in model.state_dict().values())
+
+
 def test_a_write_between_two_sessions_goes_to_its_own() -> None:
     model, other = mlp(), mlp()
     optimizer, bystander = start(model), start(other)
