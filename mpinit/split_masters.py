@@ -83,8 +83,9 @@ def _gradient_in(space: torch.Tensor, gradient: torch.Tensor | None) -> torch.Te
 class SplitMasters(FullMasters):
     """Masters kept as 16-bit remainders beside bfloat16 weights: 2 bytes a parameter instead of 4.
 
-    Gradients stay on the weights, in bfloat16 unless the weight's ``grad_dtype`` says otherwise. An external write to
-    a weight sets the master to exactly what was written, for the whole tensor.
+    Gradients stay on the weights, in bfloat16 unless the weight's ``grad_dtype`` says otherwise. A write to a
+    weight from outside sets the master to exactly what was written: for the whole tensor, or, through ``.data``, for the
+    elements that changed.
 
     Args:
         optimizer: whose update must look at one parameter at a time.
