@@ -84,8 +84,8 @@ class SplitMasters(FullMasters):
     """Masters kept as 16-bit remainders beside bfloat16 weights: 2 bytes a parameter instead of 4.
 
     Gradients stay on the weights, in bfloat16 unless the weight's ``grad_dtype`` says otherwise. A write to a
-    weight from outside sets the master to exactly what was written: for the whole tensor, or, through ``.data``, for the
-    elements that changed.
+    weight from outside sets the master to exactly what was written: for the whole tensor, or for the elements that
+    changed where the write went through ``.data``.
 
     Args:
         optimizer: whose update must look at one parameter at a time.
