@@ -160,7 +160,8 @@ def scale_loss(
 
     On exit the gradients of the optimizers' parameters are unscaled, float32 (on the masters where there are any),
     and added to what was accumulated before. After an inf or nan the next ``optimizer.step()`` does nothing and a
-    dynamic scale backs off. After an exception in the body the gradients are what they were before it.
+    dynamic scale backs off. After an exception in the body the gradients are what they were before it (where the
+    scale is fixed at 1 and nothing is to be unscaled, what ``backward()`` had added by then stays, as in plain torch).
 
     Args:
         loss: a floating tensor.
@@ -215,6 +216,7 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
         return
     control = session.controller_of(optimizer)
     control.refresh()
+    control.store.drop_cleared()
     yield from control.gradient_holders()
 
 

@@ -188,6 +188,12 @@ class FullMasters:
                 kept = mine if other is None else other
                 self.put_gradient(pair, None if cleared or kept is None else as_float32(kept))
 
+    def drop_cleared(self) -> None:
+        """Where only the weight's gradient was cleared (``model.zero_grad()``), clear the master's too."""
+        for pair, weight, linked in zip(self.pairs, self._weights, self._linked, strict=True):
+            if linked is not None and weight.grad is None and pair.master_param.grad is linked:
+                self.put_gradient(pair, None)
+
     def follow_cleared(self, set_to_none: bool) -> None:
         """After the optimizer's ``zero_grad``: the weights' gradients go the masters' way."""
         self.put_gradients([master.grad for master in self._masters])

@@ -124,6 +124,8 @@ class Stepper:
         if self._active and set_to_none and self._zeroes_as_torch_does:
             self.control.clear_gradients()
             return
+        if self._active:
+            self.control.store.drop_cleared()
         self._inner_zero_grad(set_to_none)
         if self._active:
             self.control.gradients_cleared(set_to_none)
@@ -206,6 +208,7 @@ class Stepper:
             if control.found_inf is not None and all(p.grad is None for p in control.gradient_holders()):
                 control.found_inf = None
             return
+        control.store.drop_cleared()
         stray = next(control.store.unlinked(), None)
         if stray is not None:
             raise RuntimeError(self._forgotten(stray))

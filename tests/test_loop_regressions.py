@@ -99,3 +99,26 @@ def test_undo_gives_the_masters_bits_of_a_group_that_was_added_later(master_weig
     mpinit.undo(model)
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
     same(model.state_dict().values(), before.values())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_what_the_model_cleared_is_not_zero_but_gone(level: str) -> None:
+    model = mlp()
+    optimizer = start(model, level, loss_scale="dynamic", init_loss_scale=4.0)
+    backward(total(model), optimizer)
+    model.zero_grad()
+    optimizer.zero_grad(set_to_none=False)
+    assert gradients(optimizer) == [None] * 4
+    assert [parameter.grad for parameter in model.parameters()] == [None] * 4
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_what_the_model_cleared_does_not_count_when_clipping(level: str) -> None:
+    model = mlp()
+    optimizer = start(model, level, loss_scale="dynamic", init_loss_scale=4.0)
+    backward(total(model), optimizer)
+    model[0].zero_grad()
+    rest = [parameter.grad for parameter in model[3].parameters()]
+    expected = torch.nn.utils.get_total_norm([gradient.float() for gradient in rest if gradient is not None])
+    norm = mpinit.clip_grad_norm_(optimizer, 1e6)
+    torch.testing.assert_close(norm.float(), expected, rtol=2e-3, atol=0)
