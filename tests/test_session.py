@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -12,7 +13,7 @@ from models import CASES, OPTIMIZERS, level_arguments, train
 from torch import nn
 
 import mpinit
-from mpinit import native_autocast, session
+from mpinit import native_autocast, session, watching
 from mpinit.functions.installation import INSTALLATION
 
 LEVELS = ["O0", "O1", "O2", "O3"]
@@ -135,3 +136,18 @@ def test_an_optimizer_alone_keeps_its_session_working(level: str) -> None:
     gc.collect()
     assert mpinit.loss_scale(optimizer) == scale
     run(model, optimizer, 1)
+
+
+def test_the_garbage_collector_may_come_while_another_session_is_being_set_up() -> None:
+    dropped = [watching.Watcher()]
+    dropped[0].watch(nn.Parameter(torch.ones(1)))
+
+    def set_up() -> None:
+        with watching._lock:
+            dropped.clear()
+            gc.collect()
+
+    thread = threading.Thread(target=set_up, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), "it waits for a lock that it holds itself"
