@@ -170,13 +170,14 @@ def test_promotion_goes_to_the_widest_of_nested_arguments(
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest_one(library: types.ModuleType) -> None:
+    before = list(user_functions.REGISTERED)
     with pytest.raises(ValueError, match=r"no function 'sofmax' in torch\.nn\.functional; did you mean 'softmax'\?"):
         register_float_function(torch.nn.functional, "sofmax")
     with pytest.raises(ValueError, match=r"no function 'qqq' in library_of_the_user"):
         register_half_function(library, "qqq")
     with pytest.raises(TypeError, match=r"must be a string, not <function"):
         register_half_function(library, library.seen)
-    assert not user_functions.REGISTERED
+    assert before == user_functions.REGISTERED
 
 
 def test_names_imported_earlier_are_warned_of(library: types.ModuleType, start: Callable[..., Undo]) -> None:
@@ -289,3 +290,11 @@ def test_decorated_functions_compile(start: Callable[..., Undo]) -> None:
 
     for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
         assert [out.dtype for out in function(ONES, ONES)] == [HALF, HALF, FP32]
+
+
+def test_a_function_that_belongs_to_no_module_can_be_decorated() -> None:
+    namespace: dict[str, object] = {}
+    exec("def halve(x):\n    return x / 2", namespace)
+    halve = namespace["halve"]
+    halve.__module__ = None  # type: ignore[attr-defined]
+    assert torch.equal(half_function(halve)(torch.ones(2)), torch.full((2,), 0.5))  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ def user_wrapper(cast: Cast, function: Function) -> Function:
     builtin function of torch runs with casts off as well, or its native row would have the last word.
     """
     owners = 1 if _takes_owner(function) else 0
-    builtin = not isinstance(function, types.FunctionType) or function.__module__.partition(".")[0] == "torch"
+    builtin = not isinstance(function, types.FunctionType) or (function.__module__ or "").partition(".")[0] == "torch"
     without_casts = cast is Cast.FP32 or builtin
 
     @functools.wraps(function)
