@@ -71,6 +71,8 @@ class Run:
             for name in training
         }
         loss = self._loss(names, targets, action.factor, poisoned)
+        for number in numbers:
+            self.expected.optimizers[number].cleared(zeros_count=True)
         optimizers = [self.real.optimizers[number] for number in numbers]
         self._pass(loss, optimizers if len(optimizers) > 1 else optimizers[0], loss_id, action)
         # With nothing to unscale, autograd adds in place as it always does, and an exception afterwards is too late.

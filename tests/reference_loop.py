@@ -149,7 +149,7 @@ class Optimizer:
     waiting: list[Scaler] = field(default_factory=list)
 
     def cleared(self, zeros_count: bool) -> None:
-        """Gradients that are all gone, or (noticed at the next backward pass) all 0, take an overflow with them."""
+        """Gradients that are all gone, or (noticed on entering ``scale_loss``) all 0, take an overflow with them."""
         left = [leaf.gradient for leaf in self.leaves if leaf.gradient is not None]
         if not left or (zeros_count and not any(gradient.any() for gradient in left)):
             self.overflowed = False
@@ -216,8 +216,6 @@ class Loop:
         """What leaving ``scale_loss`` does with scaled gradients."""
         scaler, inverse = self.scalers[loss], 1 / self.scalers[loss].scale
         numbers = list(taking_part)
-        for number in numbers:
-            self.optimizers[number].cleared(zeros_count=True)
         for name, scaled in gradients.items():
             self._add(self.leaves[name], scaled if identity else scaled * inverse)
         for number in numbers:
