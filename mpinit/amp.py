@@ -190,6 +190,7 @@ def scale_loss(
         >>> mpinit.undo(optimizer)
     """
     many = [optimizers] if isinstance(optimizers, Optimizer) else arguments.as_list(optimizers, Optimizer, "optimizers")
+    many = list(dict.fromkeys(many))
     session = lookup.shared_session(many)
     if session is None:
         return Unscaled(loss)

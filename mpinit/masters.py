@@ -18,7 +18,7 @@ from torch import nn
 from .dtypes import is_lower_precision
 from .gradients import as_float32
 from .sharding import is_distributed, locals_of, set_data
-from .watching import Watcher
+from .watching import TENSOR_DATA, Watcher
 
 
 @dataclass(slots=True)
@@ -50,6 +50,7 @@ class FullMasters:
         self._masters: list[torch.Tensor] = []
         self._linked: list[torch.Tensor | None] = []
         self._versions: list[int] = []
+        self._master_versions: list[int] = []
         self._watcher = watcher or Watcher()
         self._settled = False
 
@@ -70,6 +71,7 @@ class FullMasters:
         self._weights.append(weight)
         self._masters.append(pair.master_param)
         self._versions.append(weight._version)
+        self._master_versions.append(pair.master_param._version)
         self._linked.append(None)
         self._watcher.watch(weight)
         self.gradient_holder(pair).grad = None if gradient is None else self.gradient_for(pair, gradient)
@@ -97,7 +99,8 @@ class FullMasters:
         return as_float32(gradient)
 
     def _make_master(self, weight: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(weight.detach().to(torch.float32), requires_grad=True)
+        # Not detach(): that would share the weight's version, and a change of one would look like one of the other.
+        return nn.Parameter(TENSOR_DATA.__get__(weight).to(torch.float32), requires_grad=True)
 
     def set_gradient_dtype(self, weight: nn.Parameter) -> None:
         """Let autograd accumulate float32 gradients on the weight, or any where the ranks' buckets are 16-bit."""
@@ -113,7 +116,8 @@ class FullMasters:
         """Forget a pair; the weight stays 16-bit and becomes a plain parameter again."""
         del self._by_weight[id(pair.model_param)], self._by_master[id(pair.master_param)]
         index = pair.index
-        for column in (self.pairs, self._weights, self._masters, self._versions, self._linked):
+        columns = (self.pairs, self._weights, self._masters, self._linked, self._versions, self._master_versions)
+        for column in columns:
             del column[index]
         for later in self.pairs[index:]:
             later.index -= 1
@@ -228,6 +232,11 @@ class FullMasters:
         self.round_into_weights()
         self.note_versions()
 
+    def follow_masters(self) -> None:
+        """Where a master was changed outside of ``step()``, by hand or by an optimizer of two steps, round it again."""
+        if [master._version for master in self._masters] != self._master_versions:
+            self.copy_back()
+
     @torch.no_grad()
     def round_into_weights(self) -> None:
         """The copy alone, without taking down that it was ours."""
@@ -237,11 +246,13 @@ class FullMasters:
     def note_versions(self) -> None:
         """From here on, a change of a weight is somebody else's."""
         self._versions = [weight._version for weight in self._weights]
+        self._master_versions = [master._version for master in self._masters]
         self._watcher.forget_all()
 
     def note_version(self, pair: Pair) -> None:
         """:meth:`note_versions` for one pair."""
         self._versions[pair.index] = pair.model_param._version
+        self._master_versions[pair.index] = pair.master_param._version
         self._watcher.forget(pair.model_param)
 
     def adopt_external_writes(self) -> None:

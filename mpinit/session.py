@@ -21,7 +21,8 @@ from . import functions, modules
 from .logs import log
 from .loss_scaler import LossScaler
 from .masters import FullMasters
-from .optimizers import OptimizerControl, cast_states
+from .optimizer_state import cast_states
+from .optimizers import OptimizerControl
 from .patching import Undo, UndoStack
 from .plan import Masters, Plan
 from .properties import Properties
@@ -228,12 +229,16 @@ class ScaledLoss:
         self._kept: list[list[torch.Tensor | None] | None] = []
 
     def __enter__(self) -> torch.Tensor:
+        for control in self._controls:
+            control.check_no_block_is_open()
         try:
             for control in self._controls:
                 self._kept.append(control.before_backward(self._scaler))
             return self._scaler.scale(self._loss)
         except BaseException:
             self._abandon()
+            for control in self._controls:
+                control.aside = None
             raise
 
     def __exit__(

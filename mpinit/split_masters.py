@@ -279,6 +279,9 @@ class SplitMasters(FullMasters):
                 step(*args, **kwargs)
         return loss
 
+    def follow_masters(self) -> None:
+        """Nothing to follow: between steps there is no master to write to."""
+
     def copy_back(self) -> None:
         """Nothing to copy: the weight is the upper half of its master."""
         self.note_versions()

@@ -121,6 +121,8 @@ class Stepper:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The optimizer's ``zero_grad``, for weights and masters."""
+        if self._active:
+            self.control.store.follow_masters()
         if self._active and set_to_none and self._zeroes_as_torch_does:
             self.control.clear_gradients()
             return

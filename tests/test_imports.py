@@ -20,7 +20,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("properties",),
     ("opt_levels",),
     ("plan",),
-    ("modules", "functions", "registration", "masters", "split_masters", "compiled_step", "optimizers", "stepping"),
+    (
+        *("modules", "functions", "registration", "masters", "split_masters"),
+        *("optimizer_state", "compiled_step", "optimizers", "stepping"),
+    ),
     ("session",),
     ("amp", "arguments", "checkpoint", "lookup", "report"),
     ("", "__main__", "cli", "compat"),
