@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, Optimizer
 
 import mpinit
 
@@ -66,6 +66,11 @@ def momentum(parameters: Iterable[Any]) -> Optimizer:
 def plain_sgd(parameters: Iterable[Any]) -> Optimizer:
     """SGD with a learning rate of 1: a step subtracts the gradient."""
     return SGD(parameters, lr=1.0)
+
+
+def adam(parameters: Iterable[Any]) -> Optimizer:
+    """Adam with a learning rate that a small net can bear."""
+    return Adam(parameters, lr=0.01)
 
 
 def backward(loss: torch.Tensor, optimizers: Any, loss_id: int = 0, **more: Any) -> None:
@@ -168,7 +173,34 @@ def same(ours: Iterable[Any], theirs: Iterable[Any]) -> None:
             torch.testing.assert_close(a.detach(), b.detach(), rtol=0, atol=0, equal_nan=True, msg=f"{index}: {a} {b}")
 
 
+def close(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor], tolerance: float = 0.01) -> None:
+    """Assert that two lists of tensors are close, ours taken as float32."""
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.detach().float(), b.detach(), rtol=tolerance, atol=tolerance)
+
+
 def follow(model: nn.Module, optimizer: Optimizer) -> None:
     """Assert that every weight is its master rounded."""
     for weight, master in zip(model.parameters(), masters(optimizer), strict=True):
         assert torch.equal(weight.detach(), master.to(weight.dtype)), "a weight does not follow its master"
+
+
+def save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """A checkpoint as a training script writes it, with the state of the random numbers."""
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "mpinit": mpinit.state_dict(optimizer),
+        "rng": torch.get_rng_state(),
+    }
+
+
+def load(checkpoint: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
+    """Load the weights and the optimizer's state, not the loss scaler's."""
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+
+
+def states(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The tensors of an optimizer's state."""
+    return [v for s in optimizer.state_dict()["state"].values() for v in s.values() if isinstance(v, torch.Tensor)]

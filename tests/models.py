@@ -159,6 +159,17 @@ def level_arguments(level: str, dtype: torch.dtype) -> dict[str, Any]:
     return keywords
 
 
+def sgd(*models: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    """SGD on all parameters of all ``models``."""
+    return torch.optim.SGD([p for model in models for p in model.parameters()], lr=lr)
+
+
+def quietly(model: nn.Module, level: str = "O2", **keywords: Any) -> nn.Module:
+    """``model``, initialised with an optimizer that trains all of it."""
+    mpinit.initialize(model, sgd(model), level, verbosity=0, **keywords)
+    return model
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch], loss_of: Loss) -> list[float]:
     """The loop mpinit is made for; returns the losses."""
     losses = []

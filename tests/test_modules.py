@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, DTYPES, level_arguments, train, train_plainly
+from models import CASES, DTYPES, level_arguments, quietly, sgd, train, train_plainly
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -16,16 +16,6 @@ import mpinit
 
 LEVELS = ["O0", "O1", "O2", "O3"]
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-
-
-def sgd(*models: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for model in models for p in model.parameters()], lr=lr)
-
-
-def quietly(model: nn.Module, level: str = "O2", **keywords: Any) -> nn.Module:
-    """Initialised with an optimizer that trains all of it."""
-    mpinit.initialize(model, sgd(model), level, verbosity=0, **keywords)
-    return model
 
 
 def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:

@@ -12,20 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import Cnn
+from models import Cnn, quietly
 from torch import Tensor, nn
 
 import mpinit
 
 LEVELS = ["O0", "O1", "O2", "O3"]
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-
-
-def quietly(model: nn.Module, level: str = "O2", **keywords: Any) -> nn.Module:
-    """Initialised with an optimizer that trains all of it."""
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level, verbosity=0, **keywords)
-    return model
-
 
 Point = namedtuple("Point", "x y")
 

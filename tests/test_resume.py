@@ -1,4 +1,4 @@
-"""Checkpoints: resumed bit for bit in a fresh process, at another level or dtype, and from other people's files."""
+"""Checkpoints resumed in a fresh process and with split masters: no bit changes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import itertools
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +13,25 @@ import pytest
 import torch
 from loops import (
     HALVES,
-    backward,
+    adam,
     batches,
-    follow,
     keywords,
-    masters,
+    load,
     mlp,
     momentum,
-    mse,
     same,
-    start,
+    save,
+    states,
     train,
-    train_plainly,
 )
 from torch import nn
-from torch.optim import Adafactor, Adam, AdamW, Optimizer
+from torch.optim import Adafactor, AdamW, Optimizer
 
 import mpinit
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": momentum,
-    "adam": lambda p: Adam(p, lr=0.01),
+    "adam": adam,
     "adamw fused": lambda p: AdamW(p, lr=0.01, fused=True),
     "adafactor": lambda p: Adafactor(p, lr=0.01),
 }
@@ -57,20 +54,6 @@ def net() -> nn.Sequential:
 def settings(level: str, dtype: torch.dtype) -> dict[str, Any]:
     # torch has no float16 BatchNorm with float16 parameters on a CPU.
     return keywords(level, dtype) | {"growth_interval": 4} | ({"keep_batchnorm_fp32": True} if level == "O3" else {})
-
-
-def save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    return {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "mpinit": mpinit.state_dict(optimizer),
-        "rng": torch.get_rng_state(),
-    }
-
-
-def load(checkpoint: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
-    model.load_state_dict(checkpoint["model"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
 
 
 def resume(checkpoint: dict[str, Any], case: tuple[str, torch.dtype, str, str]) -> tuple[nn.Module, Optimizer]:
@@ -181,175 +164,7 @@ def test_split_masters_resume_bit_for_bit(dtype: torch.dtype, order: str, name: 
     mpinit.load_state_dict(halfway["mpinit"], resumed)
     train(again, resumed, batches(4, seed=3))
     same(again.state_dict().values(), model.state_dict().values())
-    same(_states(resumed), _states(optimizer))
-
-
-def _states(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [v for s in optimizer.state_dict()["state"].values() for v in s.values() if isinstance(v, torch.Tensor)]
-
-
-# -- another level, another dtype -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("load_first", [False, True])
-def test_a_checkpoint_goes_from_level_to_level_without_losing_a_bit(load_first: bool) -> None:
-    model = mlp()
-    optimizer = start(model, "O2", make=OPTIMIZERS["adam"])
-    train(model, optimizer, batches(3))
-    reference = mlp()
-    plain = OPTIMIZERS["adam"](reference.parameters())
-    load(copy.deepcopy(save(model, optimizer)), reference, plain)
-    for level, dtype in (("O1", torch.float16), ("O2", torch.bfloat16), ("O0", torch.float16), ("O2", torch.float16)):
-        checkpoint = copy.deepcopy(save(model, optimizer))
-        model = mlp(seed=4)
-        optimizer = OPTIMIZERS["adam"](model.parameters())
-        if load_first:
-            load(checkpoint, model, optimizer)
-        mpinit.initialize(model, optimizer, **keywords(level, dtype))
-        if not load_first:
-            load(checkpoint, model, optimizer)
-        same(masters(optimizer), reference.parameters())
-        same(_states(optimizer), _states(plain))
-        same(model.state_dict().values(), checkpoint["model"].values())
-    train(model, optimizer, batches(1))
-    follow(model, optimizer)
-
-
-def test_o3_keeps_what_16_bit_can_hold() -> None:
-    model = mlp()
-    optimizer = start(model, "O2")
-    train(model, optimizer, batches(3))
-    checkpoint = copy.deepcopy(model.state_dict())
-    target = mlp(seed=4)
-    start(target, "O3")
-    target.load_state_dict(checkpoint)
-    same(target.parameters(), [value.half() for value in checkpoint.values()])
-
-
-# -- other people's checkpoints -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_a_plain_torch_checkpoint_goes_on_from_where_it_was(level: str) -> None:
-    reference, data = mlp(), batches(6)
-    plain = momentum(reference.parameters())
-    train_plainly(reference, plain, data[:3])
-    checkpoint = copy.deepcopy({"model": reference.state_dict(), "optimizer": plain.state_dict()})
-    model = mlp(seed=4)
-    optimizer = start(model, level)
-    load(checkpoint, model, optimizer)
-    same(masters(optimizer), checkpoint["model"].values())
-    train(model, optimizer, data[3:])
-    train_plainly(reference, plain, data[3:])
-    for got, expected in zip(masters(optimizer), reference.parameters(), strict=True):
-        torch.testing.assert_close(got, expected.detach(), rtol=0.02, atol=0.01)
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 7}},
-        torch.amp.GradScaler("cpu", init_scale=128.0).state_dict() | {"_growth_tracker": 7},
-    ],
-    ids=["loss_scaler0", "GradScaler"],
-)
-def test_other_scalers_states_are_taken_over(state: dict[str, Any]) -> None:
-    optimizer = start(mlp())
-    mpinit.load_state_dict(state, optimizer)
-    assert mpinit.loss_scale(optimizer) == 128.0
-    assert mpinit.state_dict(optimizer) == {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 7}}
-
-
-def test_a_checkpoint_of_16_bit_weights_rebuilds_the_masters_with_one_warning() -> None:
-    source = mlp(seed=4).half()
-    checkpoint = source.state_dict()
-    model = nn.Sequential(mlp(), nn.Linear(3, 3))
-    optimizer = start(model)
-    with pytest.warns(UserWarning, match=r"4 weights.*0\.weight, .*masters were rebuilt") as caught:
-        model[0].load_state_dict(checkpoint)
-    assert len(caught) == 1 and caught[0].filename == __file__
-    same(masters(optimizer)[:4], [value.float() for value in checkpoint.values()])
-    same([p.detach() for p in model[0].parameters()], checkpoint.values())
-    with pytest.warns(UserWarning, match=r"0\.0\.weight, 0\.0\.bias, 0\.3\.weight first") as caught:
-        model.load_state_dict({name: value.half() for name, value in model.state_dict().items()})
-    assert len(caught) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.load_state_dict(model.state_dict())
-
-
-def test_16_bit_values_for_weights_without_masters_need_no_warning() -> None:
-    for level in ("O0", "O1", "O3"):
-        model = mlp()
-        start(model, level)
-        model.load_state_dict(mlp(seed=4).half().state_dict())
-        same(model.state_dict().values(), [value.half().float() for value in mlp(seed=4).state_dict().values()])
-
-
-# -- partial and wrong states ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", [True, "split"])
-def test_strict_false_is_honoured(mode: Any) -> None:
-    model, other = mlp(), mlp(seed=4)
-    start(model, "O2", torch.bfloat16, master_weights=mode)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    state: dict[str, Any] = {"0.weight": other[0].weight.detach(), "stranger": torch.ones(1)}
-    result = model.load_state_dict(state, strict=False)
-    assert result.unexpected_keys == ["stranger"] and "0.bias" in result.missing_keys
-    same(model.state_dict().values(), [state["0.weight"], *list(before.values())[1:]])
-    with pytest.raises(RuntimeError, match=r"(?s)Missing key.*Unexpected key"):
-        model.load_state_dict(state)
-
-
-def test_a_shape_that_does_not_fit_leaves_weight_and_master_as_they_were() -> None:
-    model = mlp()
-    optimizer = start(model)
-    before = masters(optimizer)
-    with pytest.raises(RuntimeError, match=r"size mismatch for 3\.weight"):
-        model.load_state_dict({"3.weight": torch.ones(5, 5)}, strict=False)
-    same(masters(optimizer), before)
-    follow(model, optimizer)
-
-
-SCALER = {"loss_scale": 8.0, "unskipped": 1}
-
-
-@pytest.mark.parametrize(
-    ("state", "parts"),
-    [
-        ({}, ["loss_scaler0 is missing", "loss_scaler1 is missing", "num_losses=2"]),
-        ({"loss_scaler0": SCALER}, ["loss_scaler1 is missing"]),
-        ({"loss_scaler0": SCALER, "loss_scaler1": SCALER, "loss_scaler2": SCALER}, ["'loss_scaler2' is not known"]),
-        ({"loss_scaler0": SCALER, "loss_scaler1": {"loss_scale": 8.0}}, ["loss_scaler1 has no 'unskipped'"]),
-        ({"loss_scaler0": {"loss_scale": float("inf"), "unskipped": 0}, "loss_scaler1": SCALER}, ["loss_scale=inf"]),
-        ({"loss_scaler0": SCALER, "loss_scaler1": {"loss_scale": 8.0, "unskipped": -1}}, ["unskipped=-1"]),
-        ({"loss_scaler0": SCALER, "loss_scaler1": 8.0}, ["loss_scaler1 is 8.0, not a mapping"]),
-        (torch.amp.GradScaler("cpu").state_dict(), ["loss_scaler1 is missing"]),
-    ],
-)
-def test_a_state_that_does_not_fit_lists_the_differences_and_changes_nothing(
-    state: dict[str, Any], parts: list[str]
-) -> None:
-    model = mlp()
-    optimizer = momentum(model.parameters())
-    mpinit.initialize(model, optimizer, num_losses=2, **keywords("O2"))
-    before = mpinit.state_dict(optimizer)
-    with pytest.raises(ValueError, match="nothing was loaded") as caught:
-        mpinit.load_state_dict(state, optimizer)
-    assert [part for part in parts if part not in str(caught.value)] == []
-    assert mpinit.state_dict(optimizer) == before
-
-
-def test_loading_between_backward_and_step_drops_nothing_but_the_weights() -> None:
-    model, batch = mlp(), batches(1)[0]
-    optimizer = start(model, make=lambda p: torch.optim.SGD(p, lr=1.0))
-    backward(mse(model, batch), optimizer)
-    moved = [p.grad.clone() for p in mpinit.master_params(optimizer) if p.grad is not None]
-    target = mlp(seed=4)
-    model.load_state_dict(target.state_dict())
-    optimizer.step()
-    same(masters(optimizer), [p.detach() - g for p, g in zip(target.parameters(), moved, strict=True)])
+    same(states(resumed), states(optimizer))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,143 @@
+"""Recipes of what scripts reach into and of the unusual calls that apex lets pass. `recipes.py` runs them."""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from apex import amp
+from recipe_setup import DYNAMIC, LEVEL, MASTERS, batches, make_model, start
+
+
+def live_state():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=LEVEL, verbosity=0)
+    state = amp._amp_state
+    scaler = state.loss_scalers[0]
+    assert state.opt_properties.opt_level == LEVEL == state.opt_properties.options["opt_level"]
+    assert state.opt_properties.enabled and state.verbosity == 0
+    assert state.opt_properties.patch_torch_functions == (LEVEL == "O1")
+    assert state.handle.is_active() == (LEVEL == "O1")
+    assert (scaler._scale_seq_len, scaler.dynamic) == (2000, DYNAMIC)
+    scaler._loss_scale = 4.0
+    assert scaler.loss_scale() == state.loss_scalers[0]._loss_scale == 4.0
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 4.0
+    x, y = next(batches(1))
+    loss = F.mse_loss(model(x).float(), y)
+    context = amp.scale_loss(loss, optimizer)
+    scaled = context.__enter__()  # by hand, as trainers do
+    scaled.backward()
+    context.__exit__(None, None, None)
+    assert scaled.item() == loss.item() * 4.0, "also where the level would not scale"
+    if DYNAMIC:
+        assert scaler._unskipped == 1
+        assert scaler.update_scale() is False and scaler._unskipped == 2
+        scaler._has_overflow = True
+        assert scaler.update_scale() is True and scaler._loss_scale == 2.0
+        scaler._min_loss_scale = 2.0
+        with amp.scale_loss(loss.detach().requires_grad_() * float("inf"), optimizer, delay_overflow_check=True) as bad:
+            model(x).float().sum().mul(bad).backward()
+        assert scaler.update_scale() is True and scaler._loss_scale == 2.0, "an overflow at the lower limit is one"
+        optimizer.zero_grad()
+    optimizer.step()
+
+
+def stash():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = start(model, optimizer)
+    stash = optimizer._amp_stash
+    assert not stash.lazy_init_called
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_lazy_init()
+    assert stash.lazy_init_called
+    counts = {"O0": (0, 0, 6), "O1": (0, 0, 6), "O2": (4, 4, 2), "O3": (6, 0, 0)}[LEVEL]
+    names = ("all_fp16_params", "all_fp32_from_fp16_params", "all_fp32_from_fp32_params")
+    assert tuple(len(getattr(stash, name)) for name in names) == counts
+    if MASTERS:
+        assert stash.all_fp16_params[0] is model[0].weight
+        assert stash.all_fp32_from_fp16_params[0] is optimizer.param_groups[0]["params"][0]
+        with torch.no_grad():
+            stash.all_fp32_from_fp16_params[0].fill_(0.5)
+        optimizer._master_params_to_model_params()
+        assert torch.equal(model[0].weight, torch.full((8, 4), 0.5).half())
+    stash.params_have_scaled_gradients = True
+    scaler = amp._amp_state.loss_scalers[0]
+    x, y = next(batches(1))
+    optimizer._prepare_amp_backward()
+    (F.mse_loss(model(x).float(), y).float() * scaler.loss_scale()).backward()
+    optimizer._post_amp_backward(scaler)
+    assert scaler.update_scale() is False
+    by_hand = [p.grad.clone() for p in amp.master_params(optimizer)]
+    optimizer.zero_grad()
+    with amp.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as scaled:
+        scaled.backward()
+    for p, grad in zip(amp.master_params(optimizer), by_hand, strict=True):
+        torch.testing.assert_close(p.grad, grad)
+
+
+def tolerance():
+    teacher, student = make_model(seed=5), make_model(seed=6)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    student, optimizer = start(student, optimizer)
+    teacher = amp.initialize(teacher, opt_level=LEVEL)
+    assert isinstance(teacher, nn.Module)
+    expected = 128.0 if DYNAMIC else 1.0
+    assert amp._amp_state.loss_scalers[0].loss_scale() == expected, "the student's, not the teacher's"
+    x, _ = next(batches(1))
+    with torch.no_grad():
+        wanted = teacher(x).float()
+    with amp.scale_loss(F.mse_loss(student(x).float(), wanted), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+    before = {name: value.clone() for name, value in student.state_dict().items()}
+    second = torch.optim.Adam(student.parameters(), lr=0.01)  # fine-tuning, in the same process
+    student, second = start(student, second)
+    assert LEVEL == "O3" or all(torch.equal(value, before[name]) for name, value in student.state_dict().items())
+    with amp.scale_loss(F.mse_loss(student(x).float(), wanted), second) as scaled:
+        scaled.backward()
+    second.step()
+    assert not torch.equal(student.state_dict()["0.weight"], before["0.weight"])
+    try:
+        amp.initialize(student, second, opt_level=LEVEL)
+    except (RuntimeError, ValueError) as error:
+        assert "initialised already" in str(error)
+    else:
+        raise AssertionError("an optimizer goes through initialize once")
+
+    alone = make_model()
+    assert amp.initialize(alone, [], opt_level=LEVEL) == (alone, [])
+    amp.initialize(make_model(), opt_level=LEVEL, cast_model_type=False)
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    incoming = make_model().half()
+    optimizer = torch.optim.SGD(incoming.parameters(), lr=0.1)
+    incoming, optimizer = start(incoming, optimizer)
+    amp._amp_state.allow_incoming_model_not_fp32 = False
+    for level in ("00", "o1", 1, "O9"):
+        try:
+            amp.initialize(make_model(), opt_level=level)
+        except RuntimeError as error:
+            assert "letter O" in str(error)
+        else:
+            raise AssertionError("an unknown level is a RuntimeError")
+    # apex's positional order
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, True, "O2", None, None, "True", None, "128.0")
+    assert model[1].weight.dtype == torch.float32 and amp._amp_state.loss_scalers[0].loss_scale() == 128.0
+
+
+def disabled():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, enabled=False, opt_level=LEVEL)
+    x, y = next(batches(1))
+    loss = F.mse_loss(model(x).float(), y)
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled is loss
+        scaled.backward()
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    optimizer.step()
+    assert amp.state_dict() == {} and not amp._amp_state.opt_properties.enabled
+    amp.load_state_dict({})
+    assert model[0].weight.dtype == torch.float32

@@ -1,0 +1,182 @@
+"""Optimizers of every kind: all of torch.optim, subclasses from elsewhere, and wrappers around another one."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from loops import (
+    HALVES,
+    HandWritten,
+    batches,
+    close,
+    keywords,
+    masters,
+    mlp,
+    momentum,
+    same,
+    start,
+    train,
+    train_plainly,
+)
+from torch.optim import Optimizer
+
+import mpinit
+
+# -- every optimizer of torch.optim ---------------------------------------------------------------------------------
+
+
+def _variants() -> list[tuple[str, dict[str, bool]]]:
+    """Every optimizer of torch.optim that steps on dense gradients, without a closure, in every way it offers."""
+    needing_more = {"Optimizer", "LBFGS", "SparseAdam"}
+    names = sorted(name for name, value in vars(torch.optim).items() if isinstance(value, type))
+    found: list[tuple[str, dict[str, bool]]] = []
+    for name in names:
+        if name not in needing_more:
+            offered = inspect.signature(getattr(torch.optim, name)).parameters
+            found.append((name, {"foreach": False} if "foreach" in offered else {}))
+            found += [(name, {way: True}) for way in ("foreach", "fused") if way in offered]
+    return found
+
+
+@pytest.mark.parametrize(("name", "way"), _variants(), ids=str)
+def test_every_optimizer_of_torch_steps_masters_as_by_hand(name: str, way: dict[str, bool]) -> None:
+    def make(parameters: Iterable[Any]) -> Optimizer:
+        given = [p for p in parameters if name != "Muon" or p.dim() == 2]
+        made: Optimizer = getattr(torch.optim, name)(given, lr=0.01, **way)
+        return made
+
+    model, data = mlp(), batches(4)
+    by_hand = HandWritten(model, torch.float16, make)
+    optimizer = start(model, "O2", torch.float16, make)
+    for batch in data:
+        by_hand.backward(batch, scale=mpinit.loss_scale(optimizer))
+        by_hand.step()
+        train(model, optimizer, [batch])
+    same(masters(optimizer), masters(by_hand.optimizer))
+    same(model.parameters(), by_hand.model.parameters())
+
+
+# -- optimizers from elsewhere --------------------------------------------------------------------------------------
+
+
+class SignDescent(Optimizer):
+    """The plainest of subclasses: no foreach, no fused, no defaults that torch knows."""
+
+    def __init__(self, params: Any, rate: float = 0.01) -> None:
+        super().__init__(params, {"rate": rate})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
+                    parameter.sub_(group["rate"] * parameter.grad.sign())
+        return loss
+
+
+class Lookahead(Optimizer):
+    """Wraps another optimizer and forwards its groups, without calling ``Optimizer.__init__``."""
+
+    def __init__(self, inner: Optimizer, every: int = 2, alpha: float = 0.5) -> None:
+        self.inner, self.every, self.alpha, self.count = inner, every, alpha, 0
+        self.param_groups = inner.param_groups
+        self.defaults = inner.defaults
+        self.state = defaultdict(dict)
+        # torch's own bookkeeping, which such wrappers learn to keep the hard way.
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self._warned_capturable_if_run_uncaptured = True
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self.inner.add_param_group(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = self.inner.step(closure)
+        self.count += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+                if self.count % self.every == 0:
+                    slow.lerp_(parameter, self.alpha)
+                    parameter.copy_(slow)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+class Forwarding(Optimizer):
+    """Wraps another optimizer and forwards its groups as a property."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        self._hook_for_profile = lambda: None  # type: ignore[method-assign]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        return self.inner.defaults
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self.inner.add_param_group(group)
+
+
+FOREIGN: dict[str, Callable[[Any], Optimizer]] = {
+    "sign descent": SignDescent,
+    "lookahead": lambda p: Lookahead(momentum(p)),
+    "forwarding": lambda p: Forwarding(momentum(p)),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_an_optimizer_from_elsewhere_equals_a_hand_written_loop(dtype: torch.dtype, name: str) -> None:
+    model, data = mlp(), batches(6)
+    by_hand = HandWritten(model, dtype, FOREIGN[name])
+    optimizer = start(model, "O2", dtype, FOREIGN[name])
+    for batch in data:
+        by_hand.backward(batch, scale=mpinit.loss_scale(optimizer))
+        by_hand.step()
+        train(model, optimizer, [batch])
+    same(masters(optimizer), by_hand.masters)
+    same(model.parameters(), by_hand.model.parameters())
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_an_optimizer_from_elsewhere_may_have_stepped_before_and_grow(level: str, name: str) -> None:
+    model, reference, data = mlp(), mlp(), batches(7)
+    optimizer, plain = FOREIGN[name](model[0].parameters()), FOREIGN[name](reference[0].parameters())
+    train_plainly(model, optimizer, data[:2])
+    train_plainly(reference, plain, data[:2])
+    mpinit.initialize(model, optimizer, **keywords(level))
+    train(model, optimizer, data[2:4])
+    train_plainly(reference, plain, data[2:4])
+    optimizer.add_param_group({"params": list(model[3].parameters())})
+    plain.add_param_group({"params": list(reference[3].parameters())})
+    train(model, optimizer, data[4:])
+    train_plainly(reference, plain, data[4:])
+    close(model.state_dict().values(), reference.parameters(), 0.03)
