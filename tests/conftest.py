@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mpinit import native_autocast, session
+from mpinit.functions import user_functions
 
 hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=2000, deadline=None)
@@ -32,7 +33,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
     torch.manual_seed(0)
+    registered = list(user_functions.REGISTERED)
     yield
     for left_over in reversed(session.live()):
         left_over.undo()
+    user_functions.REGISTERED[:] = registered
     native_autocast.set_flags(dict.fromkeys(native_autocast.device_types(), False))
