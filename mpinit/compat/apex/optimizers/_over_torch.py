@@ -7,6 +7,54 @@ from typing import Any
 
 import torch
 
+from ._steps import ClearsAsTold, loss_of, without_decay
+
+
+class OverTorch(ClearsAsTold):
+    """An optimizer of torch under apex's name and options; it stands before torch's class among the bases."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer or of torch's; the options and step counts that apex's lack are filled in."""
+        super().load_state_dict(with_missing_options(state_dict, self.param_groups))
+
+
+class DecaysApart(OverTorch):
+    """One whose weight decay may be decoupled, which torch's own has no option for."""
+
+    @property
+    def _decays_apart(self) -> bool:
+        """Whether it is."""
+        raise NotImplementedError
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform one step.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        plain_step = _without_hooks(super().step)
+        if not self._decays_apart:
+            return plain_step(self, closure)
+        loss = loss_of(closure)
+        with without_decay(self.param_groups) as decays:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                params = [p for p in group["params"] if p.grad is not None]
+                if decay and params:
+                    with torch.no_grad():
+                        torch._foreach_mul_(params, 1 - group["lr"] * decay)
+            plain_step(self)
+        return loss
+
+
+def _without_hooks(step: Any) -> Callable[..., Any]:
+    """A bound step's function without torch's wrapper: the step around it carries the hooks, and they must run once."""
+    function = step.__func__
+    unhooked: Callable[..., Any] = function.__wrapped__ if getattr(function, "hooked", False) else function
+    return unhooked
+
 
 def as_list(params: Iterable[Any]) -> list[Any]:
     """The parameters or groups as a list, so that they can be looked at before an optimizer consumes them."""
@@ -43,12 +91,6 @@ def _bare(entry: Any) -> torch.Tensor:
 def keep_group_params_readable(params: list[Any]) -> list[Any]:
     """Turn groups whose parameters are generators into groups with lists, in copies of the groups."""
     return [{**entry, "params": as_list(entry["params"])} if isinstance(entry, dict) else entry for entry in params]
-
-
-def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """``kind.step`` without torch's wrapper: a subclass' own step carries the hooks already, and they must run once."""
-    step: Callable[..., Any] = kind.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
 def with_missing_options(saved: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:

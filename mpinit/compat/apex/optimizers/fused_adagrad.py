@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from ._over_torch import as_list, can_fuse, keep_group_params_readable, step_without_hooks, with_missing_options
-from .fused_sgd import decayed_step
+from ._over_torch import DecaysApart, as_list, can_fuse, keep_group_params_readable
 
 
-class FusedAdagrad(torch.optim.Adagrad):
+class FusedAdagrad(DecaysApart, torch.optim.Adagrad):
     """Adagrad, in torch's fused kernel where the device has one.
 
     Args:
@@ -43,22 +42,7 @@ class FusedAdagrad(torch.optim.Adagrad):
         self.adagrad_w_mode = adagrad_w_mode
         self.set_grad_none = set_grad_none
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients; without an argument, as the constructor's ``set_grad_none`` says."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state saved by this optimizer or by torch's."""
-        super().load_state_dict(with_missing_options(state_dict, self.param_groups))
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one step.
-
-        Args:
-            closure: re-evaluates the model and returns the loss.
-
-        Returns:
-            What the closure returned, or None.
-        """
-        inner = step_without_hooks(torch.optim.Adagrad)
-        return decayed_step(self, inner, closure) if self.adagrad_w_mode else inner(self, closure)
+    @property
+    def _decays_apart(self) -> bool:
+        """Whether the weight decay is decoupled."""
+        return self.adagrad_w_mode

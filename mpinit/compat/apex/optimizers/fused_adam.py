@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ._over_torch import as_list, can_fuse, keep_group_params_readable, with_missing_options
+from ._over_torch import OverTorch, as_list, can_fuse, keep_group_params_readable
 
 # So many steps that beta**steps is 0 in float32 for any beta that an optimizer is given: the correction is then 1.
 _LONG_PAST_WARMUP = 1e9
 
 
-class FusedAdam(torch.optim.Adam):
+class FusedAdam(OverTorch, torch.optim.Adam):
     """Adam (``adam_w_mode=False``) or AdamW (the default), in torch's fused kernel where the device has one.
 
     Args:
@@ -64,14 +64,6 @@ class FusedAdam(torch.optim.Adam):
         self.defaults["bias_correction"] = bias_correction
         self.adam_w_mode = adam_w_mode
         self.set_grad_none = set_grad_none
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients; without an argument, as the constructor's ``set_grad_none`` says."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state saved by this optimizer, by torch's, or by apex's FusedAdam."""
-        super().load_state_dict(with_missing_options(state_dict, self.param_groups))
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
         found = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._layerwise import LayerwiseOptimizer
 
-class FusedLAMB(torch.optim.Optimizer):
+
+class FusedLAMB(LayerwiseOptimizer):
     """LAMB with gradient pre-normalisation by the norm over all groups.
 
     Args:
@@ -62,29 +64,6 @@ class FusedLAMB(torch.optim.Optimizer):
         self.set_grad_none = set_grad_none
         self.use_nvlamb = use_nvlamb
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients; without an argument, as the constructor's ``set_grad_none`` says."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one step.
-
-        Args:
-            closure: re-evaluates the model and returns the loss.
-
-        Returns:
-            What the closure returned, or None.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            shrink = self._shrink()
-            for group in self.param_groups:
-                self._step_group(group, shrink)
-        return loss
-
     def _shrink(self) -> Tensor | None:
         """The factor that brings the gradients of all groups together down to ``max_grad_norm``."""
         limit = self.defaults["max_grad_norm"]
@@ -95,24 +74,13 @@ class FusedLAMB(torch.optim.Optimizer):
         norm = torch.stack([norm.to(device) for norm in torch._foreach_norm(grads)]).norm()
         return torch.clamp(limit / norm, max=1.0)
 
-    def _step_group(self, group: dict[str, Any], shrink: Tensor | None) -> None:
-        params = [p for p in group["params"] if p.grad is not None]
-        if not params:
-            return
-        group["step"] = group.get("step", 0) + 1
-        for p in params:
-            if p.grad.is_sparse:
-                raise RuntimeError("FusedLAMB does not support sparse gradients; use torch.optim.SparseAdam for them")
-            state = self.state[p]
-            if not state:
-                state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
-                state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
-            grad = p.grad.float()
-            weight = p.float()
-            if shrink is not None:
-                grad = grad * shrink.to(grad.device)
-            update = self._update(group, weight, grad, state)
-            p.copy_(weight - group["lr"] * self._trust(group, weight, update) * update)
+    def _change(self, group: dict[str, Any], state: dict[str, Tensor], weight: Tensor, grad: Tensor) -> Tensor:
+        if not state:
+            state["exp_avg"] = torch.zeros_like(weight)
+            state["exp_avg_sq"] = torch.zeros_like(weight)
+        update = self._update(group, weight, grad, state)
+        change: Tensor = group["lr"] * self._trust(group, weight, update) * update
+        return change
 
     def _update(self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]) -> Tensor:
         beta1, beta2 = group["betas"]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._layerwise import LayerwiseOptimizer
 
-class FusedNovoGrad(torch.optim.Optimizer):
+
+class FusedNovoGrad(LayerwiseOptimizer):
     """NovoGrad. With ``reg_inside_moment=True, bias_correction=False, grad_averaging=False`` it is the paper's.
 
     Args:
@@ -64,39 +66,10 @@ class FusedNovoGrad(torch.optim.Optimizer):
         self.reg_inside_moment = reg_inside_moment
         self.set_grad_none = set_grad_none
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients; without an argument, as the constructor's ``set_grad_none`` says."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one step.
-
-        Args:
-            closure: re-evaluates the model and returns the loss.
-
-        Returns:
-            What the closure returned, or None.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                self._step_group(group)
-        return loss
-
-    def _step_group(self, group: dict[str, Any]) -> None:
-        params = [p for p in group["params"] if p.grad is not None]
-        if not params:
-            return
-        group["step"] = group.get("step", 0) + 1
-        for p in params:
-            if p.grad.is_sparse:
-                raise RuntimeError("FusedNovoGrad does not support sparse gradients; use torch.optim.SparseAdam")
-            grad, weight = p.grad.float(), p.float()
-            mean, norm = self._moments(group, self.state[p], grad)
-            p.copy_(weight - group["lr"] * self._update(group, weight, grad, mean, norm))
+    def _change(self, group: dict[str, Any], state: dict[str, Tensor], weight: Tensor, grad: Tensor) -> Tensor:
+        mean, norm = self._moments(group, state, grad)
+        update: Tensor = group["lr"] * self._update(group, weight, grad, mean, norm)
+        return update
 
     def _moments(self, group: dict[str, Any], state: dict[str, Tensor], grad: Tensor) -> tuple[Tensor, Tensor]:
         """The first moment, not yet moved, and the running norm, moved by this gradient."""

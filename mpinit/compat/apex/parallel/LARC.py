@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..optimizers._steps import loss_of, without_decay
+
 
 class LARC(torch.optim.Optimizer):
     """Scales each parameter's gradient by a trust ratio, then lets the wrapped optimizer step.
@@ -102,22 +104,13 @@ class LARC(torch.optim.Optimizer):
         Returns:
             What the closure returned, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        decays = [group.get("weight_decay", 0) for group in self.param_groups]
-        try:
+        loss = loss_of(closure)
+        # The decay is in the gradients once they are scaled.
+        with without_decay(self.param_groups) as decays:
             with torch.no_grad():
                 for group, decay in zip(self.param_groups, decays, strict=True):
                     self._scale_gradients(group, decay)
-                    if "weight_decay" in group:
-                        group["weight_decay"] = 0  # it is in the gradients now
             self.optim.step()
-        finally:
-            for group, decay in zip(self.param_groups, decays, strict=True):
-                if "weight_decay" in group:
-                    group["weight_decay"] = decay
         return loss
 
     def _scale_gradients(self, group: dict[str, Any], decay: float) -> None:

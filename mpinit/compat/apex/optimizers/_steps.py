@@ -1,0 +1,48 @@
+"""What the optimizers share, those over torch's and those without: clearing gradients, and parts of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class ClearsAsTold(torch.optim.Optimizer):
+    """An optimizer whose constructor says what ``zero_grad()`` does; it stands before torch's class among the bases."""
+
+    set_grad_none: bool
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear gradients; without an argument, as the constructor's ``set_grad_none`` says."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What the closure returns, evaluated with gradients whatever surrounds the step; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+@contextmanager
+def without_decay(groups: list[dict[str, Any]]) -> Iterator[list[float]]:
+    """Weight decay taken out of the groups for a step to which the caller applies it itself.
+
+    Args:
+        groups: an optimizer's groups; those without the option stay so.
+
+    Yields:
+        Each group's decay, 0 where it has none.
+    """
+    decays = [group.get("weight_decay", 0.0) for group in groups]
+    decaying = [(group, decay) for group, decay in zip(groups, decays, strict=True) if "weight_decay" in group]
+    try:
+        for group, _ in decaying:
+            group["weight_decay"] = 0.0
+        yield decays
+    finally:
+        for group, decay in decaying:
+            group["weight_decay"] = decay
