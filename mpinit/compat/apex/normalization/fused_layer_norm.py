@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,6 +24,12 @@ def _normalise(
         return function(input, _as_shape(shape), *affine, eps=eps)
     wide = [None if tensor is None else tensor.float() for tensor in affine]
     return function(input.float(), _as_shape(shape), *wide, eps=eps).to(input.dtype)
+
+
+def _normalise_as_weights(
+    function: Callable[..., Tensor], input: Tensor, shape: Shape, affine: Sequence[Tensor], eps: float
+) -> Tensor:
+    return _normalise(function, input.float(), shape, [tensor.float() for tensor in affine], eps).to(affine[0].dtype)
 
 
 def fused_layer_norm(
@@ -73,9 +79,7 @@ def mixed_dtype_fused_layer_norm_affine(
         >>> mixed_dtype_fused_layer_norm_affine(x, torch.ones(3), torch.zeros(3), 3).dtype
         torch.float32
     """
-    return _normalise(F.layer_norm, input.float(), normalized_shape, (weight.float(), bias.float()), eps).to(
-        weight.dtype
-    )
+    return _normalise_as_weights(F.layer_norm, input, normalized_shape, (weight, bias), eps)
 
 
 def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
@@ -113,16 +117,13 @@ def mixed_dtype_fused_rms_norm_affine(
         >>> mixed_dtype_fused_rms_norm_affine(x, torch.ones(3), 3).dtype
         torch.float32
     """
-    return _normalise(F.rms_norm, input.float(), normalized_shape, (weight.float(),), eps).to(weight.dtype)
+    return _normalise_as_weights(F.rms_norm, input, normalized_shape, (weight,), eps)
 
 
-class FusedLayerNorm(nn.LayerNorm):
-    """``torch.nn.LayerNorm`` with apex's arguments; input and weight may differ in dtype.
+class _Fused(nn.Module):
+    """What the modules share; it stands before torch's class among the bases and calls one of the functions above."""
 
-    Args:
-        normalized_shape, eps, elementwise_affine: as in ``torch.nn.LayerNorm``.
-        memory_efficient: accepted; torch keeps what its backward needs.
-    """
+    _function: ClassVar[Callable[..., Tensor]]
 
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
@@ -131,11 +132,28 @@ class FusedLayerNorm(nn.LayerNorm):
         self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input``; the result has its dtype."""
-        return _normalise(F.layer_norm, input, self.normalized_shape, (self.weight, self.bias), self.eps)
+        """Normalise ``input``; the result has its dtype, a Mixed norm's has the weight's."""
+        return self._function(input, *self._options())
+
+    def _options(self) -> tuple[Any, ...]:
+        raise NotImplementedError
 
 
-class FusedRMSNorm(nn.RMSNorm):
+class FusedLayerNorm(_Fused, nn.LayerNorm):
+    """``torch.nn.LayerNorm`` with apex's arguments; input and weight may differ in dtype.
+
+    Args:
+        normalized_shape, eps, elementwise_affine: as in ``torch.nn.LayerNorm``.
+        memory_efficient: accepted; torch keeps what its backward needs.
+    """
+
+    _function = staticmethod(fused_layer_norm_affine)
+
+    def _options(self) -> tuple[Any, ...]:
+        return self.weight, self.bias, self.normalized_shape, self.eps
+
+
+class FusedRMSNorm(_Fused, nn.RMSNorm):
     """``torch.nn.RMSNorm`` with apex's arguments; input and weight may differ in dtype.
 
     Args:
@@ -143,15 +161,10 @@ class FusedRMSNorm(nn.RMSNorm):
         memory_efficient: accepted; torch keeps what its backward needs.
     """
 
-    def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
-    ) -> None:
-        super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
-        self.memory_efficient = memory_efficient
+    _function = staticmethod(fused_rms_norm_affine)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x``; the result has its dtype."""
-        return _normalise(F.rms_norm, x, self.normalized_shape, (self.weight,), self.eps or 1e-5)
+    def _options(self) -> tuple[Any, ...]:
+        return self.weight, self.normalized_shape, self.eps or 1e-5
 
 
 def _check_affine(kind: str, given: dict[str, Any]) -> None:
@@ -170,13 +183,11 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         **kwargs: ``memory_efficient``, accepted; ``elementwise_affine=False`` is refused.
     """
 
+    _function = staticmethod(mixed_dtype_fused_layer_norm_affine)
+
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, **kwargs: Any) -> None:
         _check_affine("MixedFusedLayerNorm", kwargs)
         super().__init__(normalized_shape, eps=eps, elementwise_affine=True, **kwargs)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input``; the result has the weight's dtype."""
-        return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
@@ -188,10 +199,8 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         **kwargs: ``memory_efficient``, accepted; ``elementwise_affine=False`` is refused.
     """
 
+    _function = staticmethod(mixed_dtype_fused_rms_norm_affine)
+
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, **kwargs: Any) -> None:
         _check_affine("MixedFusedRMSNorm", kwargs)
         super().__init__(normalized_shape, eps=eps, elementwise_affine=True, **kwargs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x``; the result has the weight's dtype."""
-        return mixed_dtype_fused_rms_norm_affine(x, self.weight, self.normalized_shape, self.eps or 1e-5)
