@@ -88,9 +88,10 @@ def test_the_names_that_are_exported() -> None:
     assert mpinit.OPT_LEVELS is OPT_LEVELS
 
 
-def test_amp_is_a_module_with_the_same_functions() -> None:
+def test_amp_is_a_module_with_the_same_names() -> None:
     assert inspect.ismodule(amp)
-    for name in FUNCTIONS - {"install_as_apex"}:
+    assert sorted(amp.__all__) == sorted(FUNCTIONS - {"install_as_apex"} | {"Properties", "OPT_LEVELS"})
+    for name in amp.__all__:
         assert getattr(amp, name) is getattr(mpinit, name)
 
 

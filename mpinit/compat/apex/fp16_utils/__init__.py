@@ -2,35 +2,10 @@
 
 from __future__ import annotations
 
+from . import fp16util
 from .fp16_optimizer import FP16_Optimizer
-from .fp16util import (
-    BN_convert_float,
-    FP16Model,
-    clip_grad_norm,
-    convert_module,
-    convert_network,
-    master_params_to_model_params,
-    model_grads_to_master_grads,
-    network_to_half,
-    prep_param_lists,
-    to_python_float,
-    tofp16,
-)
+from .fp16util import *  # noqa: F403 - its __all__ lists the names one by one
 from .loss_scaler import DynamicLossScaler, LossScaler
 
-__all__ = [
-    "BN_convert_float",
-    "DynamicLossScaler",
-    "FP16Model",
-    "FP16_Optimizer",
-    "LossScaler",
-    "clip_grad_norm",
-    "convert_module",
-    "convert_network",
-    "master_params_to_model_params",
-    "model_grads_to_master_grads",
-    "network_to_half",
-    "prep_param_lists",
-    "to_python_float",
-    "tofp16",
-]
+__all__ = ["DynamicLossScaler", "FP16_Optimizer", "LossScaler"]
+__all__ += fp16util.__all__
