@@ -1,16 +1,21 @@
-"""Shared set-up: one thread, fixed seeds, no casts left on by the test before, and what a marker means."""
+"""Shared set-up: one thread, fixed seeds, no casts left on by the test before, what a marker means, O1 by fixture."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
+from casts import Initialize, StartCasts, o1_plan
+from torch import nn
 
-from mpinit import native_autocast, session
+import mpinit
+from mpinit import functions, native_autocast, session
 from mpinit.functions import user_functions
+from mpinit.patching import Undo
 
 hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=2000, deadline=None)
@@ -39,3 +44,31 @@ def _same_start() -> Iterator[None]:
         left_over.undo()
     user_functions.REGISTERED[:] = registered
     native_autocast.set_flags(dict.fromkeys(native_autocast.device_types(), False))
+
+
+@pytest.fixture
+def initialize() -> Iterator[Initialize]:
+    """``mpinit.initialize`` at O1, undone at the end in the order in which sessions must be."""
+    models: list[nn.Module] = []
+
+    def run(model: nn.Module, optimizer: Any = None, **overrides: Any) -> Any:
+        models.append(model)
+        return mpinit.initialize(model, optimizer, opt_level="O1", verbosity=0, **overrides)
+
+    yield run
+    for model in reversed(models):
+        mpinit.undo(model)
+
+
+@pytest.fixture
+def start_casts() -> Iterator[StartCasts]:
+    """O1's casts alone, without a session; called twice, twice as deep."""
+    undos: list[Undo] = []
+
+    def run(verbose: bool = False, **overrides: Any) -> Undo:
+        undos.append(functions.apply(o1_plan(**overrides), verbose))
+        return undos[-1]
+
+    yield run
+    for undo in reversed(undos):
+        undo()

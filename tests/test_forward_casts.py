@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from casts import BF16, FP32, HALF, StartCasts, in_thread
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from mpinit.functions import apply
 from mpinit.native_autocast import CastsAs, CastsOff, ForwardCasts, disable_casts, is_on
-from mpinit.opt_levels import resolve
-from mpinit.patching import Undo
-from mpinit.plan import make_plan
-
-HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Undo]]:
-    undos: list[Undo] = []
-
-    def run(**overrides: Any) -> Undo:
-        undos.append(apply(make_plan(resolve("O1", overrides)[1])))
-        return undos[-1]
-
-    yield run
-    for undo in reversed(undos):
-        undo()
 
 
 def state() -> tuple[Any, ...]:
@@ -42,14 +24,6 @@ def state() -> tuple[Any, ...]:
 
 def product_dtype() -> torch.dtype:
     return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-
-
-def in_thread(run: Callable[[], Any]) -> Any:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(run()))
-    thread.start()
-    thread.join()
-    return results[0]
 
 
 @pytest.mark.parametrize("dtype", [HALF, BF16])
@@ -100,9 +74,9 @@ def test_one_object_serves_threads_at_the_same_time() -> None:
     "region", [disable_casts, lambda: torch.autocast("cpu", enabled=False)], ids=["disable_casts", "torch.autocast"]
 )
 def test_a_region_without_casts_around_a_forward_wins(
-    region: Callable[[], Any], where: str, scope: str, start: Callable[..., Undo]
+    region: Callable[[], Any], where: str, scope: str, start_casts: StartCasts
 ) -> None:
-    start(cast_scope=scope)
+    start_casts(cast_scope=scope)
     forward = ForwardCasts(HALF)
 
     def run() -> list[torch.dtype]:
@@ -137,9 +111,9 @@ def test_the_forward_inside_a_user_autocast_region_uses_the_models_dtype() -> No
 @pytest.mark.parametrize("scope", ["thread", "model"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_a_whole_forward_recomputes_it_with_the_same_casts(
-    scope: str, reentrant: bool, start: Callable[..., Undo]
+    scope: str, reentrant: bool, start_casts: StartCasts
 ) -> None:
-    start(cast_scope=scope)
+    start_casts(cast_scope=scope)
     forward = ForwardCasts(HALF)
     seen = []
 
@@ -159,7 +133,7 @@ def test_checkpointing_a_whole_forward_recomputes_it_with_the_same_casts(
     assert seen == [FP32, FP32]
 
 
-def test_a_replica_thread_that_carries_the_callers_state_follows_it(start: Callable[..., Undo]) -> None:
+def test_a_replica_thread_that_carries_the_callers_state_follows_it(start_casts: StartCasts) -> None:
     """As torch.nn.parallel.parallel_apply does: it opens an autocast block with the calling thread's flag."""
     forward = ForwardCasts(HALF)
 
@@ -167,7 +141,7 @@ def test_a_replica_thread_that_carries_the_callers_state_follows_it(start: Calla
         with torch.autocast("cpu", enabled=enabled), forward:
             return product_dtype()
 
-    start()
+    start_casts()
     here = is_on()
     assert here
     assert in_thread(lambda: replica(here)) is HALF

@@ -9,40 +9,19 @@ import logging
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from casts import BF16, FP32, HALF, StartCasts, o1_plan
 from torch.nn import functional as F
 
 from mpinit.cast_lists import APEX_POLICY
 from mpinit.functions import apply, installation
 from mpinit.functions.installation import INSTALLATION, resolve_owner
 from mpinit.native_autocast import disable_casts, is_on
-from mpinit.opt_levels import resolve
-from mpinit.patching import Undo
-from mpinit.plan import Plan, make_plan
-
-HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-
-
-def o1_plan(**overrides: Any) -> Plan:
-    return make_plan(resolve("O1", overrides)[1])
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Undo]]:
-    undos: list[Undo] = []
-
-    def run(verbose: bool = False, **overrides: Any) -> Undo:
-        undos.append(apply(o1_plan(**overrides), verbose))
-        return undos[-1]
-
-    yield run
-    for undo in reversed(undos):
-        undo()
 
 
 def snapshot() -> dict[str, Any]:
@@ -91,8 +70,8 @@ def test_everything_is_back_after_the_last_of_several_sessions_in_any_order(orde
     assert same(before, snapshot())
 
 
-def test_the_dtype_in_force_is_that_of_the_latest_session_not_undone(start: Callable[..., Undo]) -> None:
-    first, second = start(), start(patch_torch_functions_type=BF16)
+def test_the_dtype_in_force_is_that_of_the_latest_session_not_undone(start_casts: StartCasts) -> None:
+    first, second = start_casts(), start_casts(patch_torch_functions_type=BF16)
     assert product_dtype() is BF16
     second()
     assert product_dtype() is HALF
@@ -118,17 +97,17 @@ def test_a_failure_while_installing_leaves_nothing(monkeypatch: pytest.MonkeyPat
     assert not INSTALLATION._sessions
 
 
-def test_wrappers_look_like_what_they_stand_for(start: Callable[..., Undo]) -> None:
+def test_wrappers_look_like_what_they_stand_for(start_casts: StartCasts) -> None:
     documentation, signature = torch.exp.__doc__, inspect.signature(torch.autograd.backward)
-    start()
+    start_casts()
     assert torch.exp.__doc__ == documentation
     assert inspect.signature(torch.autograd.backward) == signature
     for function in (torch.exp, torch.Tensor.exp, F.softplus, torch.bilinear, torch.special.softmax):
         assert pickle.loads(pickle.dumps(function)) is function
 
 
-def test_thread_scope_covers_the_calling_thread_only(start: Callable[..., Undo]) -> None:
-    start()
+def test_thread_scope_covers_the_calling_thread_only(start_casts: StartCasts) -> None:
+    start_casts()
     seen: list[Any] = []
     thread = threading.Thread(target=lambda: seen.append((is_on(), product_dtype())))
     thread.start()
@@ -138,8 +117,8 @@ def test_thread_scope_covers_the_calling_thread_only(start: Callable[..., Undo])
     assert not torch.is_autocast_cache_enabled()
 
 
-def test_model_scope_switches_nothing_on(start: Callable[..., Undo]) -> None:
-    start(cast_scope="model")
+def test_model_scope_switches_nothing_on(start_casts: StartCasts) -> None:
+    start_casts(cast_scope="model")
     assert not is_on()
     assert product_dtype() is FP32
     assert torch.is_autocast_cache_enabled()
@@ -159,7 +138,7 @@ def test_undone_in_another_thread_it_says_what_stays(caplog: pytest.LogCaptureFi
 
 
 def test_torch_functions_bound_by_the_users_modules_before_are_named(
-    start: Callable[..., Undo], caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_casts: StartCasts, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = "from torch import exp, add\nfrom torch.nn.functional import softplus as soft, linear, softmax\n"
     (tmp_path / "early_importer.py").write_text(source, encoding="utf-8")
@@ -167,8 +146,8 @@ def test_torch_functions_bound_by_the_users_modules_before_are_named(
     module = importlib.import_module("early_importer")
     try:
         with caplog.at_level(logging.WARNING, "mpinit"):
-            start()
-            start()
+            start_casts()
+            start_casts()
     finally:
         del sys.modules["early_importer"]
     # linear and add need no wrapper, and softmax looks the method up when it is called.
@@ -181,10 +160,10 @@ def test_torch_functions_bound_by_the_users_modules_before_are_named(
     assert (module.exp(x).dtype, module.softmax(x, -1).dtype) == (HALF, FP32)
 
 
-def test_an_engine_function_bound_before_runs_without_casts_all_the_same(start: Callable[..., Undo]) -> None:
+def test_an_engine_function_bound_before_runs_without_casts_all_the_same(start_casts: StartCasts) -> None:
     from torch.autograd import backward, grad
 
-    start()
+    start_casts()
     assert grad_dtype_seen_in_backward(backward) == [False]
     assert grad_dtype_seen_in_backward(lambda loss: grad(loss, _leaf_of(loss))) == [False]
 
@@ -218,8 +197,8 @@ def grad_dtype_seen_in_backward(run: Callable[[torch.Tensor], Any]) -> list[bool
     ],
     ids=["Tensor.backward", "autograd.backward", "lists", "autograd.grad"],
 )
-def test_casts_are_off_while_the_engine_runs(run: Callable[..., Any], start: Callable[..., Undo]) -> None:
-    start()
+def test_casts_are_off_while_the_engine_runs(run: Callable[..., Any], start_casts: StartCasts) -> None:
+    start_casts()
     assert grad_dtype_seen_in_backward(run) == [False]
     assert is_on()
 
@@ -231,16 +210,16 @@ def _leaf_of(loss: torch.Tensor) -> torch.Tensor:
     return node.variable
 
 
-def test_casts_are_back_on_after_a_backward_that_raises(start: Callable[..., Undo]) -> None:
-    start()
+def test_casts_are_back_on_after_a_backward_that_raises(start_casts: StartCasts) -> None:
+    start_casts()
     with pytest.raises(RuntimeError):
         torch.ones(2).sum().backward()
     assert is_on()
 
 
-def test_a_backward_of_float32_work_stays_in_float32(start: Callable[..., Undo]) -> None:
+def test_a_backward_of_float32_work_stays_in_float32(start_casts: StartCasts) -> None:
     """Its matrix products would run in 16 bits if casts were on, and 1 + 2**-12 does not fit into float16."""
-    start()
+    start_casts()
     weight = torch.full((1, 1), 1 + 2.0**-12)
     x = torch.ones(1, 1, requires_grad=True)
     with disable_casts():
@@ -250,8 +229,8 @@ def test_a_backward_of_float32_work_stays_in_float32(start: Callable[..., Undo])
     assert x.grad.item() == 1 + 2.0**-12
 
 
-def test_the_loss_made_of_a_gradient_is_cast(start: Callable[..., Undo]) -> None:
-    start()
+def test_the_loss_made_of_a_gradient_is_cast(start_casts: StartCasts) -> None:
+    start_casts()
     x = torch.full((3, 3), 0.1, requires_grad=True)
     (grad,) = torch.autograd.grad((x @ x).exp().sum(), x, create_graph=True)
     assert grad.dtype is FP32
@@ -273,10 +252,10 @@ class Scriptable(torch.nn.Module):
 
 
 @NO_LONGER_SUPPORTED
-def test_torchscript_and_other_tracers_take_the_wrappers_as_they_come(start: Callable[..., Undo]) -> None:
+def test_torchscript_and_other_tracers_take_the_wrappers_as_they_come(start_casts: StartCasts) -> None:
     x = torch.rand(2, 2)
     plain = Scriptable()(x)
-    undo = start(cast_scope="model")
+    undo = start_casts(cast_scope="model")
     wrapper, table = torch.exp, torch.jit._builtins._get_builtin_table()
     assert table[id(wrapper)] == "aten::exp"
     scripted = torch.jit.script(Scriptable())
@@ -289,11 +268,11 @@ def test_torchscript_and_other_tracers_take_the_wrappers_as_they_come(start: Cal
 
 
 @NO_LONGER_SUPPORTED
-def test_forward_mode_derivatives(start: Callable[..., Undo]) -> None:
+def test_forward_mode_derivatives(start_casts: StartCasts) -> None:
     """torch scripts decompositions for them, in which the wrapped names occur."""
     x = torch.rand(3)
     want = torch.func.hessian(lambda x: (x.exp() * x).sum())(x)
-    start()
+    start_casts()
     torch.testing.assert_close(torch.func.hessian(lambda x: (x.exp() * x).sum())(x), want)
     matrix = torch.rand(2, 2)
     product, tangent = torch.func.jvp(lambda x: (x @ x).exp(), (matrix,), (matrix,))
@@ -304,10 +283,10 @@ def test_forward_mode_derivatives(start: Callable[..., Undo]) -> None:
 
 
 def test_verbose_mode_logs_each_cast_once_and_counts_at_the_end(
-    start: Callable[..., Undo], caplog: pytest.LogCaptureFixture
+    start_casts: StartCasts, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG, "mpinit"):
-        undo = start(verbose=True)
+        undo = start_casts(verbose=True)
         x = torch.ones(2, 2)
         for _ in range(3):
             y = F.linear(x, x)
@@ -330,11 +309,11 @@ def test_verbose_mode_logs_each_cast_once_and_counts_at_the_end(
 
 
 def test_quiet_mode_logs_nothing_and_wraps_no_native_function(
-    start: Callable[..., Undo], caplog: pytest.LogCaptureFixture
+    start_casts: StartCasts, caplog: pytest.LogCaptureFixture
 ) -> None:
     linear = F.linear
     with caplog.at_level(logging.DEBUG, "mpinit"):
-        undo = start()
+        undo = start_casts()
         assert F.linear is linear
         F.linear(torch.ones(2, 2), torch.ones(2, 2)).exp()
         undo()

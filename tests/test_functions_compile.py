@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cast_samples import Make, sample
+from casts import BF16, FP32, HALF, o1_plan
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
@@ -16,10 +17,6 @@ import mpinit
 from mpinit.cast_lists import TORCH_POLICY, Cast, CastRow, row_of
 from mpinit.functions import apply
 from mpinit.native_autocast import ForwardCasts, disable_casts
-from mpinit.opt_levels import resolve as resolve_level
-from mpinit.plan import make_plan
-
-HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(deprecated|reduction|size_average|Dynamo detected)")
 
@@ -66,7 +63,7 @@ def test_every_row_compiles_to_what_eager_mode_gives(cast: Cast) -> None:
     given = FP32 if cast is Cast.LOWER_PRECISION else HALF
     args = [sample(row.name, name)(Make("cpu", given)) for row, name in rows]
     call, forward = calling([name for _, name in rows]), ForwardCasts(HALF)
-    undo = apply(make_plan(resolve_level("O1", {"allow_banned": True})[1]))
+    undo = apply(o1_plan(allow_banned=True))
     try:
         eager = forward.run(call, args)
         compiled = torch.compile(lambda args: forward.run(call, args), fullgraph=True, backend="aot_eager")(args)
@@ -175,7 +172,7 @@ def test_inductor_gives_the_dtypes_of_eager_mode() -> None:
 def test_a_backward_compiled_with_casts_on_around_it_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """1 + 2**-12 does not fit into float16: a product in the backward pass must stay in float32."""
     weight = torch.full((1, 1), 1 + 2.0**-12)
-    undo = apply(make_plan(resolve_level("O1", {})[1]))
+    undo = apply(o1_plan())
     try:
 
         def exact(x: torch.Tensor) -> torch.Tensor:
@@ -210,7 +207,7 @@ def test_functions_compile_again_after_the_last_session() -> None:
     args = [sample(row.name, name)(Make("cpu", HALF)) for row, name in rows]
     call = calling([name for _, name in rows])
     forward = ForwardCasts(HALF)
-    undo = apply(make_plan(resolve_level("O1", {"cast_scope": "model"})[1]))
+    undo = apply(o1_plan(cast_scope="model"))
     torch.compile(lambda args: forward.run(call, args), fullgraph=True, backend="aot_eager")(args)
     undo()
     torch._dynamo.reset()

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from casts import FP32, LOWER, CheckpointEach, Initialize
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 import mpinit
-
-HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-
-LOWER = pytest.mark.parametrize("lower", [HALF, BF16], ids=["fp16", "bf16"])
-Initialize = Callable[..., Any]
-
-
-@pytest.fixture
-def initialize() -> Iterator[Initialize]:
-    models: list[nn.Module] = []
-
-    def run(model: nn.Module, optimizer: Any = None, **overrides: Any) -> Any:
-        models.append(model)
-        return mpinit.initialize(model, optimizer, opt_level="O1", verbosity=0, **overrides)
-
-    yield run
-    for model in reversed(models):
-        mpinit.undo(model)
 
 
 def floating(tree: Any) -> list[torch.Tensor]:
@@ -70,18 +52,6 @@ class Sdpa(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = self.project(x).chunk(3, -1)
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
-class CheckpointEach(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)) for _ in range(2)])
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant) if self.training else layer(x)
-        return x
 
 
 # (make the model, make its arguments, the dtype of its floating outputs: "lower" or float32)

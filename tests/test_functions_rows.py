@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from cast_samples import SAMPLES, Make, resolve, sample
+from casts import BF16, FP32, HALF, StartCasts, o1_plan
 from torch.utils._pytree import tree_leaves
 
 from mpinit.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
 from mpinit.functions import apply
 from mpinit.native_autocast import ForwardCasts, device_types
-from mpinit.opt_levels import resolve as resolve_level
-from mpinit.plan import Plan, make_plan
-
-HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(upsample|deprecated|reduction|swap|size_average)")
 
@@ -41,21 +37,9 @@ DEVICES = [
 ]
 
 
-def o1_plan(**overrides: Any) -> Plan:
-    return make_plan(resolve_level("O1", overrides)[1])
-
-
 @pytest.fixture(params=[HALF, BF16], ids=["fp16", "bf16"])
 def lower(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
-
-
-@pytest.fixture
-def installed() -> Iterator[Callable[..., None]]:
-    undos = []
-    yield lambda **overrides: undos.append(apply(o1_plan(**overrides)))
-    for undo in undos:
-        undo()
 
 
 def floating(tree: Any) -> list[torch.Tensor]:
@@ -73,9 +57,9 @@ def expected(row: CastRow, lower: torch.dtype, given: tuple[torch.dtype, ...]) -
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("row", "policy", "name"), NAMES)
 def test_every_name_gives_the_rows_dtype_and_gradients_in_the_inputs_dtype(
-    row: CastRow, policy: str, name: str, device: str, lower: torch.dtype, installed: Callable[..., None]
+    row: CastRow, policy: str, name: str, device: str, lower: torch.dtype, start_casts: StartCasts
 ) -> None:
-    installed(patch_torch_functions_type=lower, cast_policy=policy, allow_banned=True)
+    start_casts(patch_torch_functions_type=lower, cast_policy=policy, allow_banned=True)
     if row.cast is Cast.REFUSED:
         refuses(name, row, device, lower)
         return
@@ -114,8 +98,8 @@ def test_each_row_has_one_sample_and_each_sample_a_row_or_a_name() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_operators(device: str, lower: torch.dtype, installed: Callable[..., None]) -> None:
-    installed(patch_torch_functions_type=lower)
+def test_operators(device: str, lower: torch.dtype, start_casts: StartCasts) -> None:
+    start_casts(patch_torch_functions_type=lower)
     make = Make(device, lower)
     x, wide = make(3, 3), Make(device, FP32)(3, 3)
     assert [(x**2).dtype, (2.0**x).dtype, (1 / x).dtype, (x**x).dtype] == [FP32] * 4
@@ -127,9 +111,9 @@ def test_operators(device: str, lower: torch.dtype, installed: Callable[..., Non
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_in_place_out_and_explicit_dtypes_are_left_alone(
-    device: str, lower: torch.dtype, installed: Callable[..., None]
+    device: str, lower: torch.dtype, start_casts: StartCasts
 ) -> None:
-    installed(patch_torch_functions_type=lower)
+    start_casts(patch_torch_functions_type=lower)
     x = Make(device, lower)(2, 3).detach()
     out = torch.empty_like(x)
     assert torch.exp(x, out=out) is out
@@ -144,8 +128,8 @@ def test_in_place_out_and_explicit_dtypes_are_left_alone(
     assert x.sum(dtype=lower).dtype is lower
 
 
-def test_float64_and_integers_are_never_cast(installed: Callable[..., None]) -> None:
-    installed()
+def test_float64_and_integers_are_never_cast(start_casts: StartCasts) -> None:
+    start_casts()
     double, number = torch.ones(2, 2, dtype=torch.float64), torch.ones(2, 2, dtype=torch.int64)
     assert (double @ double).dtype is torch.float64
     assert double.exp().dtype is torch.float64
@@ -154,7 +138,7 @@ def test_float64_and_integers_are_never_cast(installed: Callable[..., None]) -> 
     assert number.sum().dtype is torch.int64
 
 
-def test_values_agree_with_float32(lower: torch.dtype, installed: Callable[..., None]) -> None:
+def test_values_agree_with_float32(lower: torch.dtype, start_casts: StartCasts) -> None:
     """A cast must not swap arguments around: each row's result, in float64, is near the one without casts."""
     for row in TORCH_POLICY:
         if row.name == "softmax":
@@ -175,8 +159,8 @@ def test_values_agree_with_float32(lower: torch.dtype, installed: Callable[..., 
 
 
 @pytest.mark.parametrize("name", ["torch.nn.functional.binary_cross_entropy"])
-def test_banned_in_float16_only(name: str, installed: Callable[..., None]) -> None:
-    installed()
+def test_banned_in_float16_only(name: str, start_casts: StartCasts) -> None:
+    start_casts()
     probability, target = torch.full((2,), 0.5), torch.ones(2)
     with pytest.raises(NotImplementedError, match=r"BCEWithLogitsLoss.*\"sigmoid\".*allow_banned=True"):
         resolve(name)(probability.half(), target.half())
@@ -189,19 +173,19 @@ def test_banned_in_float16_only(name: str, installed: Callable[..., None]) -> No
         assert resolve(name)(probability.half(), target.half()).dtype is HALF
 
 
-def test_allow_banned_runs_in_float32(installed: Callable[..., None]) -> None:
-    installed(allow_banned=True)
+def test_allow_banned_runs_in_float32(start_casts: StartCasts) -> None:
+    start_casts(allow_banned=True)
     loss = torch.nn.functional.binary_cross_entropy(torch.full((2,), 0.5, dtype=HALF), torch.ones(2))
     assert loss.dtype is FP32
 
 
-def test_the_policies_differ_only_where_they_should(installed: Callable[..., None]) -> None:
+def test_the_policies_differ_only_where_they_should(start_casts: StartCasts) -> None:
     x = torch.ones(2, 3, dtype=HALF)
-    installed()
+    start_casts()
     assert torch.nn.functional.gelu(x).dtype is HALF
     assert (x.std().dtype, x.cpu().dtype) == (HALF, HALF)
     assert x.clone().exp_().dtype is HALF
-    installed(cast_policy="apex")
+    start_casts(cast_policy="apex")
     assert torch.nn.functional.gelu(x).dtype is FP32
     assert (x.std().dtype, x.cpu().dtype) == (FP32, FP32)
     with pytest.raises(NotImplementedError, match=r"Tensor\.exp_"):
@@ -209,8 +193,8 @@ def test_the_policies_differ_only_where_they_should(installed: Callable[..., Non
 
 
 @pytest.mark.parametrize("device", device_types())
-def test_wrappers_follow_the_flag_of_the_tensors_device(device: str, installed: Callable[..., None]) -> None:
-    installed(cast_scope="model")
+def test_wrappers_follow_the_flag_of_the_tensors_device(device: str, start_casts: StartCasts) -> None:
+    start_casts(cast_scope="model")
     x = torch.ones(2, 3, dtype=HALF, device=device)
     assert x.exp().dtype is HALF
     with ForwardCasts(HALF):

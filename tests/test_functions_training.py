@@ -5,58 +5,19 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from casts import FP32, HALF, LOWER, CheckpointEach, Initialize, in_thread
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import mpinit
 from mpinit.native_autocast import is_on
 
-HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-
-LOWER = pytest.mark.parametrize("lower", [HALF, BF16], ids=["fp16", "bf16"])
-Initialize = Callable[..., Any]
-
-
-@pytest.fixture
-def initialize() -> Iterator[Initialize]:
-    models: list[nn.Module] = []
-
-    def run(model: nn.Module, optimizer: Any = None, **overrides: Any) -> Any:
-        models.append(model)
-        return mpinit.initialize(model, optimizer, opt_level="O1", verbosity=0, **overrides)
-
-    yield run
-    for model in reversed(models):
-        mpinit.undo(model)
-
-
-class CheckpointEach(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)) for _ in range(2)])
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant) if self.training else layer(x)
-        return x
-
-
 # -- where casts are on ------------------------------------------------------------------------------------------
-
-
-def in_thread(run: Callable[[], Any]) -> Any:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(run()))
-    thread.start()
-    thread.join()
-    return results[0]
 
 
 @pytest.mark.parametrize("scope", ["thread", "model"])

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from casts import BF16, FP32, HALF, StartCasts
 
-from mpinit.functions import apply, user_functions
+from mpinit.functions import user_functions
 from mpinit.native_autocast import disable_casts
-from mpinit.opt_levels import resolve
-from mpinit.patching import Undo
-from mpinit.plan import make_plan
 from mpinit.registration import (
     float_function,
     half_function,
@@ -24,28 +22,6 @@ from mpinit.registration import (
     register_half_function,
     register_promote_function,
 )
-
-HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-
-
-@pytest.fixture(autouse=True)
-def _registrations_end_with_the_test() -> Iterator[None]:
-    before = list(user_functions.REGISTERED)
-    yield
-    user_functions.REGISTERED[:] = before
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Undo]]:
-    undos: list[Undo] = []
-
-    def run(**overrides: Any) -> Undo:
-        undos.append(apply(make_plan(resolve("O1", overrides)[1])))
-        return undos[-1]
-
-    yield run
-    for undo in reversed(undos):
-        undo()
 
 
 @pytest.fixture
@@ -101,12 +77,12 @@ def test_registered_before_or_after_undone_and_back(
     expected: torch.dtype,
     when: str,
     library: types.ModuleType,
-    start: Callable[..., Undo],
+    start_casts: StartCasts,
 ) -> None:
     original = library.seen
     if when == "before":
         register(library, "seen")
-    undo = start()
+    undo = start_casts()
     if when == "after":
         register(library, "seen")
     assert library.seen is not original
@@ -115,17 +91,17 @@ def test_registered_before_or_after_undone_and_back(
         assert library.seen(given) is given.dtype
     undo()
     assert library.seen is original
-    again = start(patch_torch_functions_type=BF16)
+    again = start_casts(patch_torch_functions_type=BF16)
     assert library.seen(ONES) is (BF16 if register is register_half_function else FP32)
     again()
     assert library.seen is original
 
 
-def test_methods_static_and_class_methods(library: types.ModuleType, start: Callable[..., Undo]) -> None:
+def test_methods_static_and_class_methods(library: types.ModuleType, start_casts: StartCasts) -> None:
     before = dict(vars(library.Owner))
     for name in ("method", "static", "of_class"):
         register_half_function(library.Owner, name)
-    undo = start()
+    undo = start_casts()
     owner = library.Owner()
     assert [owner.method(ONES), owner.static(ONES), library.Owner.static(ONES), owner.of_class(ONES)] == [HALF] * 4
     undo()
@@ -133,10 +109,10 @@ def test_methods_static_and_class_methods(library: types.ModuleType, start: Call
 
 
 def test_a_float_function_runs_in_float32_inside_and_a_half_function_casts_there(
-    library: types.ModuleType, start: Callable[..., Undo]
+    library: types.ModuleType, start_casts: StartCasts
 ) -> None:
     register_float_function(library, "product_inside")
-    start()
+    start_casts()
     assert library.product_inside(HALVES) is FP32
     register_half_function(library, "product_inside")  # the later registration of a name counts
     assert library.product_inside(ONES) is HALF
@@ -144,12 +120,12 @@ def test_a_float_function_runs_in_float32_inside_and_a_half_function_casts_there
     assert library.product_inside(ONES) is HALF
 
 
-def test_a_registration_beats_the_table(start: Callable[..., Undo]) -> None:
+def test_a_registration_beats_the_table(start_casts: StartCasts) -> None:
     original = torch.exp
     register_half_function(torch, "exp")
     register_float_function(torch, "mm")
     register_float_function(torch, "sigmoid")
-    undo = start()
+    undo = start_casts()
     assert torch.exp(ONES).dtype is HALF
     assert torch.mm(HALVES, HALVES).dtype is FP32
     assert torch.sigmoid(HALVES).dtype is FP32
@@ -158,11 +134,9 @@ def test_a_registration_beats_the_table(start: Callable[..., Undo]) -> None:
     assert torch.exp is original
 
 
-def test_promotion_goes_to_the_widest_of_nested_arguments(
-    library: types.ModuleType, start: Callable[..., Undo]
-) -> None:
+def test_promotion_goes_to_the_widest_of_nested_arguments(library: types.ModuleType, start_casts: StartCasts) -> None:
     register_promote_function(library, "seen")
-    start()
+    start_casts()
     assert library.seen(HALVES, [{"x": (HALVES,)}]) is HALF
     assert library.seen(HALVES, [{"x": (ONES,)}]) is FP32
     assert library.seen(HALVES, named=ONES) is FP32
@@ -180,12 +154,12 @@ def test_an_unknown_name_is_an_error_with_the_nearest_one(library: types.ModuleT
     assert before == user_functions.REGISTERED
 
 
-def test_names_imported_earlier_are_warned_of(library: types.ModuleType, start: Callable[..., Undo]) -> None:
+def test_names_imported_earlier_are_warned_of(library: types.ModuleType, start_casts: StartCasts) -> None:
     importer = types.ModuleType("importer_of_the_library")
     exec("from library_of_the_user import seen as mine", importer.__dict__)
     sys.modules[importer.__name__] = importer
     try:
-        start()
+        start_casts()
         with pytest.warns(UserWarning, match=r"importer_of_the_library\.mine was imported .*user\.seen"):
             register_half_function(library, "seen")
         assert importer.mine(ONES) is FP32
@@ -249,8 +223,8 @@ def test_nothing_happens_without_casts() -> None:
     assert loss_in_float.__doc__ == "The docstring stays."
 
 
-def test_decorated_functions_cast_nested_containers(start: Callable[..., Undo]) -> None:
-    start()
+def test_decorated_functions_cast_nested_containers(start_casts: StartCasts) -> None:
+    start_casts()
     tree = OrderedDict(a=[ONES, 1, "text"], b=Pair(ONES, (HALVES, torch.ones(1, dtype=torch.int64))))
     cast, named = leaves_in_half(tree, named={"deep": [ONES]})
     assert type(cast) is OrderedDict
@@ -262,16 +236,16 @@ def test_decorated_functions_cast_nested_containers(start: Callable[..., Undo]) 
     assert tree["a"][0] is ONES
 
 
-def test_decorated_float_and_promote_functions(start: Callable[..., Undo]) -> None:
-    start()
+def test_decorated_float_and_promote_functions(start_casts: StartCasts) -> None:
+    start_casts()
     assert loss_in_float(HALVES, ONES).dtype is FP32
     assert mixed(ONES, HALVES) == (FP32, FP32)
     assert mixed(HALVES, HALVES) == (HALF, HALF)
     assert Scorer().score(ONES) is HALF
 
 
-def test_a_static_forward_of_an_autograd_function(start: Callable[..., Undo]) -> None:
-    start()
+def test_a_static_forward_of_an_autograd_function(start_casts: StartCasts) -> None:
+    start_casts()
     x = torch.full((2,), 3.0, requires_grad=True)
     y = Square.apply(x)
     assert y.dtype is HALF
@@ -281,8 +255,8 @@ def test_a_static_forward_of_an_autograd_function(start: Callable[..., Undo]) ->
     assert x.grad.tolist() == [6.0, 6.0]
 
 
-def test_decorated_functions_compile(start: Callable[..., Undo]) -> None:
-    start()
+def test_decorated_functions_compile(start_casts: StartCasts) -> None:
+    start_casts()
 
     def run(a: torch.Tensor, b: torch.Tensor) -> Any:
         tree, _ = leaves_in_half([a, {"b": b}])

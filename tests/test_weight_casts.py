@@ -4,33 +4,16 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from casts import Initialize
 from torch import nn
 from torch.nn import functional as F
 
 import mpinit
-
-HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-
-LOWER = pytest.mark.parametrize("lower", [HALF, BF16], ids=["fp16", "bf16"])
-Initialize = Callable[..., Any]
-
-
-@pytest.fixture
-def initialize() -> Iterator[Initialize]:
-    models: list[nn.Module] = []
-
-    def run(model: nn.Module, optimizer: Any = None, **overrides: Any) -> Any:
-        models.append(model)
-        return mpinit.initialize(model, optimizer, opt_level="O1", verbosity=0, **overrides)
-
-    yield run
-    for model in reversed(models):
-        mpinit.undo(model)
 
 
 def by_hand(model: nn.Module) -> None:
