@@ -133,6 +133,19 @@ class HandWritten:
                 weight.copy_(master)
 
 
+def as_by_hand(dtype: torch.dtype, make: Callable[..., Optimizer], count: int = 6) -> None:
+    """Assert that O2 ends with the masters and weights of :class:`HandWritten` after ``count`` batches."""
+    model, data = mlp(), batches(count)
+    by_hand = HandWritten(model, dtype, make)
+    optimizer = start(model, "O2", dtype, make)
+    for batch in data:
+        by_hand.backward(batch, scale=mpinit.loss_scale(optimizer))
+        by_hand.step()
+        train(model, optimizer, [batch])
+    same(masters(optimizer), masters(by_hand.optimizer))
+    same(model.parameters(), by_hand.model.parameters())
+
+
 def masters(optimizer: Optimizer) -> list[torch.Tensor]:
     """Copies of the parameters the optimizer steps."""
     return [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from loops import (
     HALVES,
-    HandWritten,
+    as_by_hand,
     backward,
     batches,
     follow,
@@ -43,15 +43,7 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_o2_equals_a_hand_written_loop_bit_for_bit(dtype: torch.dtype, name: str) -> None:
-    model, data = mlp(), batches(6)
-    by_hand = HandWritten(model, dtype, OPTIMIZERS[name])
-    optimizer = start(model, "O2", dtype, OPTIMIZERS[name])
-    for batch in data:
-        by_hand.backward(batch, scale=mpinit.loss_scale(optimizer))
-        by_hand.step()
-        train(model, optimizer, [batch])
-    same(masters(optimizer), by_hand.masters)
-    same(model.parameters(), by_hand.model.parameters())
+    as_by_hand(dtype, OPTIMIZERS[name])
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -11,15 +11,12 @@ import pytest
 import torch
 from loops import (
     HALVES,
-    HandWritten,
+    as_by_hand,
     batches,
     close,
     keywords,
-    masters,
     mlp,
     momentum,
-    same,
-    start,
     train,
     train_plainly,
 )
@@ -50,15 +47,7 @@ def test_every_optimizer_of_torch_steps_masters_as_by_hand(name: str, way: dict[
         made: Optimizer = getattr(torch.optim, name)(given, lr=0.01, **way)
         return made
 
-    model, data = mlp(), batches(4)
-    by_hand = HandWritten(model, torch.float16, make)
-    optimizer = start(model, "O2", torch.float16, make)
-    for batch in data:
-        by_hand.backward(batch, scale=mpinit.loss_scale(optimizer))
-        by_hand.step()
-        train(model, optimizer, [batch])
-    same(masters(optimizer), masters(by_hand.optimizer))
-    same(model.parameters(), by_hand.model.parameters())
+    as_by_hand(torch.float16, make, count=4)
 
 
 # -- optimizers from elsewhere --------------------------------------------------------------------------------------
@@ -154,15 +143,7 @@ FOREIGN: dict[str, Callable[[Any], Optimizer]] = {
 @pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_an_optimizer_from_elsewhere_equals_a_hand_written_loop(dtype: torch.dtype, name: str) -> None:
-    model, data = mlp(), batches(6)
-    by_hand = HandWritten(model, dtype, FOREIGN[name])
-    optimizer = start(model, "O2", dtype, FOREIGN[name])
-    for batch in data:
-        by_hand.backward(batch, scale=mpinit.loss_scale(optimizer))
-        by_hand.step()
-        train(model, optimizer, [batch])
-    same(masters(optimizer), by_hand.masters)
-    same(model.parameters(), by_hand.model.parameters())
+    as_by_hand(dtype, FOREIGN[name])
 
 
 @pytest.mark.parametrize("name", FOREIGN)

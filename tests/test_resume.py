@@ -47,8 +47,8 @@ CASES = [
 HALF = 10
 
 
-def net() -> nn.Sequential:
-    return mlp(dropout=0.3, batchnorm=True)
+def net(seed: int = 0) -> nn.Sequential:
+    return mlp(seed=seed, dropout=0.3, batchnorm=True)
 
 
 def settings(level: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -56,23 +56,19 @@ def settings(level: str, dtype: torch.dtype) -> dict[str, Any]:
     return keywords(level, dtype) | {"growth_interval": 4} | ({"keep_batchnorm_fp32": True} if level == "O3" else {})
 
 
-def resume(checkpoint: dict[str, Any], case: tuple[str, torch.dtype, str, str]) -> tuple[nn.Module, Optimizer]:
-    """Set up anew, load in the case's order, train the second half."""
-    level, dtype, name, order = case
-    model = mlp(seed=9, dropout=0.3, batchnorm=True)
-    optimizer = OPTIMIZERS[name](model.parameters())
+def resume(checkpoint: dict[str, Any], model: nn.Module, name: str, order: str, **given: Any) -> Optimizer:
+    """Initialise a model with an optimizer and load both, and the scalers, in the order given."""
+    optimizer: Optimizer = OPTIMIZERS[name](model.parameters())
     if order == "load, initialize":
         load(checkpoint, model, optimizer)
-    mpinit.initialize(model, optimizer, **settings(level, dtype))
+    mpinit.initialize(model, optimizer, **given)
     if order == "initialize, train, load":
         train(model, optimizer, batches(2, seed=8))
         optimizer.zero_grad()
     if order != "load, initialize":
         load(checkpoint, model, optimizer)
     mpinit.load_state_dict(checkpoint["mpinit"], optimizer)
-    torch.set_rng_state(checkpoint["rng"])
-    train(model, optimizer, batches(2 * HALF)[HALF:])
-    return model, optimizer
+    return optimizer
 
 
 def run_through(case: tuple[str, torch.dtype, str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -109,8 +105,12 @@ def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:
 
 def _in_a_fresh_process(folder: Path) -> None:
     for path in sorted(folder.glob("*.pt")):
-        halfway = torch.load(path, weights_only=True)
-        model, optimizer = resume(halfway["checkpoint"], CASES[int(path.stem)])
+        checkpoint = torch.load(path, weights_only=True)["checkpoint"]
+        level, dtype, name, order = CASES[int(path.stem)]
+        model = net(seed=9)
+        optimizer = resume(checkpoint, model, name, order, **settings(level, dtype))
+        torch.set_rng_state(checkpoint["rng"])
+        train(model, optimizer, batches(2 * HALF)[HALF:])
         torch.save(save(model, optimizer), path.with_suffix(".resumed"))
         mpinit.undo(model)
 
@@ -142,26 +142,14 @@ def test_resuming_in_a_fresh_process_changes_no_bit(results: dict[int, tuple[Any
 @pytest.mark.parametrize("name", ["sgd", "adamw fused"])
 def test_split_masters_resume_bit_for_bit(dtype: torch.dtype, order: str, name: str) -> None:
     given = keywords("O2", dtype) | {"master_weights": "split"}
-
-    def fresh(seed: int) -> tuple[nn.Module, Optimizer]:
-        model = mlp(seed=seed)
-        return model, OPTIMIZERS[name](model.parameters())
-
-    model, optimizer = fresh(0)
+    model = mlp()
+    optimizer = OPTIMIZERS[name](model.parameters())
     mpinit.initialize(model, optimizer, **given)
     train(model, optimizer, batches(4))
     halfway = copy.deepcopy(save(model, optimizer))
     train(model, optimizer, batches(4, seed=3))
-    again, resumed = fresh(9)
-    if order == "load, initialize":
-        load(halfway, again, resumed)
-    mpinit.initialize(again, resumed, **given)
-    if order == "initialize, train, load":
-        train(again, resumed, batches(2, seed=8))
-        resumed.zero_grad()
-    if order != "load, initialize":
-        load(halfway, again, resumed)
-    mpinit.load_state_dict(halfway["mpinit"], resumed)
+    again = mlp(seed=9)
+    resumed = resume(halfway, again, name, order, **given)
     train(again, resumed, batches(4, seed=3))
     same(again.state_dict().values(), model.state_dict().values())
     same(states(resumed), states(optimizer))
