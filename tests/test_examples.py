@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import runpy
 import subprocess
 import sys
@@ -18,7 +19,8 @@ EXAMPLES = ROOT / "examples"
 def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
     """A function that runs an example as ``__main__`` in this process, which has torch, and returns its output."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    threads = torch.get_num_threads()
+    threads, log = torch.get_num_threads(), logging.getLogger("mpinit")
+    level = log.level
 
     def run(name: str, *arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
@@ -27,6 +29,7 @@ def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
 
     yield run
     torch.set_num_threads(threads)
+    log.setLevel(level)
 
 
 def test_the_minimal_example_is_minimal() -> None:
