@@ -53,7 +53,12 @@ def _groups(model: nn.Module) -> Iterator[Any]:
     """The groups of parameters that FSDP gathers together."""
     for module in model.modules():
         if hasattr(type(module), "_get_fsdp_state"):
-            yield from module._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            # torch 2.11 knows one group of a module, or None; from 2.12 on it is a list of any length.
+            if hasattr(state, "_fsdp_param_groups"):
+                yield from state._fsdp_param_groups
+            elif state._fsdp_param_group is not None:
+                yield state._fsdp_param_group
 
 
 def reshard(models: Iterable[nn.Module]) -> None:
