@@ -37,7 +37,8 @@ def device_types() -> tuple[str, ...]:
     """
     global _devices
     if not _devices:
-        accelerator = torch.accelerator.current_accelerator()
+        # Of those present: a CUDA build names CUDA where there is no device too, and its autocast only warns there.
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         has_flag = accelerator is not None and torch.amp.is_autocast_available(accelerator.type)
         _devices = ("cpu", accelerator.type) if accelerator is not None and has_flag else ("cpu",)
     return _devices

@@ -12,7 +12,8 @@ from casts import BF16, FP32, HALF, StartCasts, in_thread
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from mpinit.native_autocast import CastsAs, CastsOff, ForwardCasts, disable_casts, is_on
+from mpinit import native_autocast
+from mpinit.native_autocast import CastsAs, CastsOff, ForwardCasts, device_types, disable_casts, is_on
 
 
 def state() -> tuple[Any, ...]:
@@ -24,6 +25,17 @@ def state() -> tuple[Any, ...]:
 
 def product_dtype() -> torch.dtype:
     return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+
+@pytest.mark.parametrize(("present", "expected"), [(False, ("cpu",)), (True, ("cpu", "cuda"))])
+def test_a_build_for_a_device_that_is_not_there_counts_as_one_without(
+    present: bool, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else torch.autocast warns of the missing device, for someone who only ever uses the CPU."""
+    monkeypatch.setattr(native_autocast, "_devices", ())
+    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: present)
+    assert device_types() == expected
 
 
 @pytest.mark.parametrize("dtype", [HALF, BF16])
