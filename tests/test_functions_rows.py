@@ -10,6 +10,7 @@ from cast_samples import SAMPLES, Make, resolve, sample
 from casts import BF16, FP32, HALF, StartCasts, o1_plan
 from torch.utils._pytree import tree_leaves
 
+from mpinit import native_autocast
 from mpinit.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
 from mpinit.functions import apply
 from mpinit.native_autocast import ForwardCasts, device_types
@@ -60,6 +61,23 @@ def test_every_name_gives_the_rows_dtype_and_gradients_in_the_inputs_dtype(
     row: CastRow, policy: str, name: str, device: str, lower: torch.dtype, start_casts: StartCasts
 ) -> None:
     start_casts(patch_torch_functions_type=lower, cast_policy=policy, allow_banned=True)
+    follows(row, name, device, lower)
+
+
+@pytest.mark.parametrize("accelerator", ["cuda", "mps"])
+def test_rows_hold_for_tensors_of_the_cpu_where_there_is_an_accelerator(
+    accelerator: str, monkeypatch: pytest.MonkeyPatch, start_casts: StartCasts
+) -> None:
+    """CUDA is on the rows' lists and Metal is not: one wrapper for the CPU inside another."""
+    monkeypatch.setattr(native_autocast, "_devices", ("cpu", accelerator))
+    start_casts(allow_banned=True)
+    for row in TORCH_POLICY:
+        for name in row.names:
+            follows(row, name, "cpu", HALF)
+
+
+def follows(row: CastRow, name: str, device: str, lower: torch.dtype) -> None:
+    """Results in the row's dtype, gradients in the inputs' dtype."""
     if row.cast is Cast.REFUSED:
         refuses(name, row, device, lower)
         return
@@ -67,7 +85,7 @@ def test_every_name_gives_the_rows_dtype_and_gradients_in_the_inputs_dtype(
         make = Make(device, *given)
         outputs = floating(resolve(name)(*sample(row.name, name)(make)))
         used = given if len(make.made) > 1 else given[:1]
-        assert [output.dtype for output in outputs] == [expected(row, lower, used)] * len(outputs), given
+        assert [output.dtype for output in outputs] == [expected(row, lower, used)] * len(outputs), (name, given)
         assert outputs
         differentiable = [output for output in outputs if output.requires_grad]
         sum(output.float().sum() for output in differentiable).backward()  # type: ignore[union-attr]

@@ -174,14 +174,14 @@ def test_custom_functions_with_custom_fwd_and_custom_bwd(initialize: Initialize)
             @torch.amp.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
             def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
                 ctx.save_for_backward(a, b)
-                seen.append(("forward", a.dtype, is_on()))
+                seen.append(("forward", a.dtype, torch.is_autocast_enabled("cpu")))
                 return a @ b
 
             @staticmethod
             @torch.amp.custom_bwd(device_type="cpu")
             def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
                 a, b = ctx.saved_tensors
-                seen.append(("backward", grad.dtype, is_on()))
+                seen.append(("backward", grad.dtype, torch.is_autocast_enabled("cpu")))
                 return grad @ b.T, a.T @ grad
 
         return Matmul

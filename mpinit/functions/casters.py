@@ -32,9 +32,14 @@ def wrapper(row: CastRow, name: str, original: Function, devices: tuple[str, ...
         A function with the original's signature.
     """
     wrapped = _traceable_method(original, name) if name.startswith("torch.Tensor.") else original
+    body = functools.partial(call_without_casts, wrapped) if row.casts_off else wrapped
+    make = _MAKERS[row.cast]
     for device in devices:
-        body = functools.partial(call_without_casts, wrapped) if row.casts_off else wrapped
-        wrapped = _named(_MAKERS[row.cast](row, name, wrapped, body, device, allow_banned), original, name)
+        outer = make(row, name, wrapped, body, device, allow_banned)
+        # Flags go off in the innermost body only: further out, a device whose turn is still to come would find its
+        # own flag off already and cast nothing.
+        body = make(row, name, body, body, device, allow_banned) if row.casts_off else outer
+        wrapped = _named(outer, original, name)
     return wrapped
 
 
