@@ -208,8 +208,10 @@ def test_functions_compile_again_after_the_last_session() -> None:
     call = calling([name for _, name in rows])
     forward = ForwardCasts(HALF)
     undo = apply(o1_plan(cast_scope="model"))
-    torch.compile(lambda args: forward.run(call, args), fullgraph=True, backend="aot_eager")(args)
-    undo()
+    try:
+        torch.compile(lambda args: forward.run(call, args), fullgraph=True, backend="aot_eager")(args)
+    finally:
+        undo()
     torch._dynamo.reset()
     plain = call(args)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(args)
