@@ -16,7 +16,14 @@ BAD = (float("inf"), float("-inf"), float("nan"))
 def sparse(values: list[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Rows 0 and 2 of a 4 x 1 matrix, row 2 named twice."""
     rows = torch.tensor(values, dtype=dtype).unsqueeze(1)
-    return torch.sparse_coo_tensor(torch.tensor([[0, 2, 2]]), rows, (4, 1), check_invariants=False)
+    return sparse_rows([0, 2, 2], rows, 4)
+
+
+def sparse_rows(indices: list[int], rows: torch.Tensor, count: int) -> torch.Tensor:
+    """``count`` rows of which ``rows`` stand at ``indices``."""
+    # The argument check_invariants=False says the same, but before 2.13 torch warned of unchecked invariants anyway.
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        return torch.sparse_coo_tensor(torch.tensor([indices]), rows, (count, *rows.shape[1:]))
 
 
 def kinds() -> dict[str, torch.Tensor]:
@@ -79,7 +86,5 @@ def test_adding_keeps_dtype_and_identity_where_it_can(onto: Any, gradient: Any, 
 
 
 def test_a_16_bit_sparse_gradient_is_summed_in_float32() -> None:
-    many = torch.sparse_coo_tensor(
-        torch.zeros(1, 300, dtype=torch.long), torch.ones(300, 1, dtype=torch.bfloat16), (2, 1), check_invariants=False
-    )
+    many = sparse_rows([0] * 300, torch.ones(300, 1, dtype=torch.bfloat16), 2)
     assert grads.as_float32(many).to_dense().tolist() == [[300.0], [0.0]]
