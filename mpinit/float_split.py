@@ -6,11 +6,13 @@ read as a signed integer: where it is negative, the upper half was rounded up.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import torch
 
 _HALF = 0x8000
+_LOWER = 0 if sys.byteorder == "little" else 1
 # Elements worked on at a time on a CPU, so that several passes over them stay in its cache.
 _CHUNK = 1 << 17
 
@@ -30,9 +32,12 @@ def split_(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) 
         >>> bool(join(weight, rest) == values)
         True
     """
-    bits = values.view(torch.int32).clone()
-    take_remainder_(bits, remainder)
-    weight.view(torch.int16).copy_(bits)
+    halves = values.view(torch.int16)
+    lower, upper = halves[_LOWER::2], halves[1 - _LOWER :: 2]
+    # In the memory written to anyway: -1 where the upper half is rounded up, because the lower one is 0x8000 or more.
+    torch.bitwise_right_shift(lower, 15, out=remainder)
+    torch.sub(upper, remainder, out=weight.view(torch.int16))
+    remainder.copy_(lower)
 
 
 def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
@@ -50,7 +55,7 @@ def take_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> None:
 
 
 def add_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> None:
-    """The reverse of :func:`_take_remainder_`."""
+    """The reverse of :func:`take_remainder_`."""
     for part, rest in _chunks(bits, remainder):
         part.bitwise_left_shift_(16).add_(rest)
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from operator import attrgetter
+from typing import Any, Final, cast
 
 import torch
 
 from .sharding import is_sharded, local
+
+_DTYPE: Final = attrgetter("dtype")
+_IS_SPARSE: Final = attrgetter("is_sparse")
+_DEVICE: Final[Any] = torch.Tensor.get_device
+_FLOAT32: Final = {torch.float32}
+_NO: Final = {False}
+_PLAIN: Final = {torch.Tensor}
 
 
 def dense_view(gradient: torch.Tensor) -> torch.Tensor:
@@ -28,12 +36,28 @@ def as_float32(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce() if gradient.is_sparse and not gradient.is_coalesced() else gradient
 
 
-def unscale_and_check_(gradients: list[torch.Tensor], inverse_scale: torch.Tensor) -> torch.Tensor | None:
+def are_plain(gradients: Sequence[torch.Tensor | None], device: torch.device) -> bool:
+    """Whether all are there, dense, float32 and on one device, as they nearly always are: asked on every step."""
+    try:
+        return (
+            set(map(_DTYPE, gradients)) == _FLOAT32
+            and set(map(_IS_SPARSE, gradients)) == _NO
+            and set(map(type, gradients)) == _PLAIN
+            and set(map(_DEVICE, gradients)) == {device.index if device.index is not None else -1}
+        )
+    except AttributeError:
+        return False  # None is among them
+
+
+def unscale_and_check_(
+    gradients: list[torch.Tensor], inverse_scale: torch.Tensor, plain: bool | None = None
+) -> torch.Tensor | None:
     """Multiply every gradient in place by ``inverse_scale`` and look for inf and nan, in one pass over memory.
 
     Args:
         gradients: floating or complex gradients of any dtypes and devices; sparse ones coalesced.
         inverse_scale: 0-dimensional float32.
+        plain: what :func:`are_plain` says of them and ``inverse_scale``'s device, where that is known.
 
     Returns:
         A 0-dimensional float32 tensor on ``inverse_scale``'s device, 1 where anything was inf or nan and 0
@@ -41,21 +65,11 @@ def unscale_and_check_(gradients: list[torch.Tensor], inverse_scale: torch.Tenso
     """
     if not gradients:
         return None
-    if _are_plain(gradients, inverse_scale.get_device()):
+    if plain or (plain is None and are_plain(gradients, inverse_scale.device)):
         found_inf = torch.zeros((), dtype=torch.float32, device=inverse_scale.device)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
         return found_inf
     return _unscale_and_check_any_(gradients, inverse_scale)
-
-
-def _are_plain(gradients: Sequence[torch.Tensor], device: int) -> bool:
-    """Whether all are dense float32 tensors on one device, as they nearly always are: asked on every step."""
-    for gradient in gradients:
-        if gradient.dtype is not torch.float32 or gradient.is_sparse or gradient.get_device() != device:
-            return False
-        if type(gradient) is not torch.Tensor and is_sharded(gradient):
-            return False
-    return True
 
 
 def _unscale_and_check_any_(gradients: Iterable[torch.Tensor], inverse_scale: torch.Tensor) -> torch.Tensor:

@@ -68,6 +68,11 @@ class LossScaler:
         """Whether scaling by this scaler changes nothing, now and ever."""
         return not self.rule.dynamic and self.rule.init_scale == 1.0
 
+    @property
+    def device(self) -> torch.device:
+        """Where the state is: the device of the last loss scaled."""
+        return self._scale.device
+
     def to(self, device: torch.device) -> None:
         """Move the state to ``device``; nothing happens where it is there already."""
         if self._scale.device != device:

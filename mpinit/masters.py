@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from .dtypes import is_lower_precision
+from .gradient_memory import GradientMemory, wants_memory
 from .gradients import as_float32
 from .sharding import is_distributed, locals_of, set_data
 from .watching import TENSOR_DATA, Watcher
@@ -29,6 +30,7 @@ class Pair:
     master_param: nn.Parameter
     came_in: torch.dtype = torch.float32
     index: int = -1
+    memory: GradientMemory | None = None
 
 
 class FullMasters:
@@ -87,6 +89,8 @@ class FullMasters:
 
     def _settle(self, pair: Pair) -> None:
         self.set_gradient_dtype(pair.model_param)
+        if self.gradient_holder(pair) is pair.master_param and wants_memory(pair.model_param):
+            pair.memory = GradientMemory(pair.model_param)
         self.put_gradient(pair, self.gradient_holder(pair).grad)
         self.note_version(pair)
 
@@ -122,6 +126,8 @@ class FullMasters:
         for later in self.pairs[index:]:
             later.index -= 1
         self._watcher.unwatch(pair.model_param)
+        if pair.memory is not None:
+            pair.memory.close()
         pair.model_param.grad = None
         if pair.model_param.grad_dtype != pair.model_param.dtype:
             # torch has no way back to "the tensor's own dtype"; None takes gradients as autograd makes them.
@@ -147,20 +153,21 @@ class FullMasters:
 
         A weight whose gradient was cleared behind the master's back (``model.zero_grad()``) has cleared both.
         """
-        self.relink()
-        return [master.grad for master in self._masters]
+        return self.relink()
 
-    def collect_gradients(self) -> list[torch.Tensor | None]:
-        """The gradients a backward pass has just left on the weights, in float32."""
-        ready, fresh = torch.float32, [weight.grad for weight in self._weights]
-        return [g if g is None or (g.dtype is ready and not g.is_sparse) else as_float32(g) for g in fresh]
+    def fresh_gradients(self) -> list[torch.Tensor | None]:
+        """What a backward pass has just left on the weights, in the pairs' order."""
+        return [weight.grad for weight in self._weights]
 
-    def put_gradients(self, gradients: list[torch.Tensor | None]) -> None:
+    def ready(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients as they are to be put: float32, sparse ones coalesced."""
+        return [None if gradient is None else as_float32(gradient) for gradient in gradients]
+
+    def put_gradients(self, gradients: list[torch.Tensor | None], weights_have_them: bool = False) -> None:
         """Give each pair its gradient, float32, in the pairs' order."""
-        gradients = gradients[: len(self.pairs)]
         for master, gradient in zip(self._masters, gradients, strict=True):
             master.grad = gradient
-        if not all(map(is_, gradients, [weight.grad for weight in self._weights])):
+        if not weights_have_them:
             for weight, gradient in zip(self._weights, gradients, strict=True):
                 weight.grad = gradient
         self._linked = gradients
@@ -181,16 +188,21 @@ class FullMasters:
         """Whether autograd itself can add float32 gradients onto what a pair holds, when nothing is to be unscaled."""
         return not self.pairs or self.pairs[0].model_param.grad_dtype is torch.float32
 
-    def relink(self) -> None:
-        """Make each pair's two gradients one again: one cleared or replaced on the weight counts for the master."""
+    def relink(self) -> list[torch.Tensor | None]:
+        """Make each pair's two gradients one again: one cleared or replaced on the weight counts for the master.
+
+        Returns:
+            The gradients.
+        """
         ours, theirs = [m.grad for m in self._masters], [w.grad for w in self._weights]
         if all(map(is_, ours, theirs)):
-            return
+            return ours
         for pair, mine, other in zip(self.pairs, ours, theirs, strict=True):
             if other is not mine:
                 cleared = other is None and mine is self._linked[pair.index]
                 kept = mine if other is None else other
                 self.put_gradient(pair, None if cleared or kept is None else as_float32(kept))
+        return [master.grad for master in self._masters]
 
     def drop_cleared(self) -> None:
         """Where only the weight's gradient was cleared (``model.zero_grad()``), clear the master's too."""

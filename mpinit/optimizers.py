@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
+from itertools import repeat
+from operator import is_not
 from typing import Any
 
 import torch
@@ -145,9 +147,10 @@ class OptimizerControl:
             self.store.relink()
             return None
         kept: Kept = [*self.store.held_gradients(), *(parameter.grad for parameter in self._plain)]
-        self._forget_old_overflow(kept)
+        any_left = any(map(is_not, kept, repeat(None)))
+        self._forget_old_overflow(kept, any_left)
         self._left_to_ranks.clear()
-        if any(gradient is not None for gradient in kept):
+        if any_left:
             try:
                 self._put_back([None] * len(kept))
                 if is_distributed():
@@ -171,13 +174,13 @@ class OptimizerControl:
                 weight.grad = scaler.scale(gradient).to(weight.dtype)
                 self._left_to_ranks.add(index)
 
-    def _forget_old_overflow(self, kept: Kept) -> None:
+    def _forget_old_overflow(self, kept: Kept, any_left: bool) -> None:
         """Gradients may have been cleared by hand, gone or all 0, and an overflow with them; clipped ones were not."""
-        left = [gradient for gradient in kept if gradient is not None]
-        if not left:
+        if not any_left:
             self.found_inf = None
         if self.found_inf is None or (self.found_inf.device.type == "cpu" and self.found_inf.item() == 0):
             return
+        left = [gradient for gradient in kept if gradient is not None]
         self.found_inf = torch.minimum(self.found_inf, grads.any_nonzero(left, self.found_inf.device))
 
     def after_backward(
@@ -196,37 +199,41 @@ class OptimizerControl:
         """
         self.saw_scale_loss = True
         self.aside = None
-        fresh: Kept = self.store.collect_gradients()
+        arrived: Kept = self.store.fresh_gradients()
+        plain = [parameter.grad for parameter in self._plain]
+        every_day = grads.are_plain([*arrived, *plain], scaler.device)
+        fresh = arrived if every_day else self.store.ready(arrived)
         if kept is None:
-            self._put_back(fresh)
+            self.store.put_gradients(fresh, weights_have_them=every_day)
             return None
-        for parameter in self._plain:
-            gradient = parameter.grad
-            sparse = gradient is not None and gradient.is_sparse
-            fresh.append(gradient.coalesce() if gradient is not None and sparse else gradient)
-        present = [gradient for gradient in fresh if gradient is not None]
-        shared = [] if not done else [done[id(gradient)] for gradient in present if id(gradient) in done]
-        if done:
-            present = [gradient for gradient in present if id(gradient) not in done]
-        found_inf = _any_of([self._unscale(present, scaler), *shared])
-        apart = [None if index in self._left_to_ranks else gradient for index, gradient in enumerate(kept)]
-        total = _sum(apart, fresh)
-        self._put_back(total)
+        fresh = [*fresh, *(plain if every_day else map(_coalesced, plain))]
+        found_inf = self._unscale(_present(fresh), scaler, every_day, done)
+        if any(map(is_not, kept, repeat(None))):
+            fresh = _sum([None if i in self._left_to_ranks else gradient for i, gradient in enumerate(kept)], fresh)
+            every_day = False
+        self._put_back(fresh, where_they_came=every_day)
         if done is not None:
-            done.update((id(gradient), found_inf) for gradient in total if gradient is not None)
+            done.update((id(gradient), found_inf) for gradient in _present(fresh))
         self.found_inf = _any_of([self.found_inf, found_inf])
         return found_inf
 
-    def _unscale(self, fresh: list[torch.Tensor], scaler: LossScaler) -> torch.Tensor | None:
+    def _unscale(
+        self, fresh: list[torch.Tensor], scaler: LossScaler, plain: bool, done: dict[int, torch.Tensor | None] | None
+    ) -> torch.Tensor | None:
+        shared = []
+        if done:
+            shared = [done[id(gradient)] for gradient in fresh if id(gradient) in done]
+            fresh = [gradient for gradient in fresh if id(gradient) not in done]
         if scaler.rule.dynamic:
-            return grads.unscale_and_check_(fresh, scaler.inverse_scale())
+            return _any_of([grads.unscale_and_check_(fresh, scaler.inverse_scale(), plain or None), *shared])
         if not scaler.is_identity:
             grads.unscale_(fresh, scaler.inverse_scale())
         return None
 
-    def _put_back(self, total: Kept) -> None:
-        self.store.put_gradients(total)
-        for parameter, gradient in zip(self._plain, total[len(self.store.pairs) :], strict=False):
+    def _put_back(self, total: Kept, where_they_came: bool = False) -> None:
+        count = len(self.store.pairs)
+        self.store.put_gradients(total[:count], weights_have_them=where_they_came)
+        for parameter, gradient in zip(self._plain, total[count:], strict=True):
             if parameter.grad is not gradient:
                 parameter.grad = gradient
 
@@ -283,9 +290,15 @@ def _any_of(checks: list[torch.Tensor | None]) -> torch.Tensor | None:
     return functools.reduce(torch.maximum, made) if made else None
 
 
+def _present(gradients: Kept) -> list[torch.Tensor]:
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _coalesced(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
+
+
 def _sum(kept: Kept, fresh: Kept) -> Kept:
-    if all(gradient is None for gradient in kept):
-        return fresh
     both = [(a, b) for a, b in zip(kept, fresh, strict=True) if a is not None and b is not None]
     if not both:
         return [b if a is None else a for a, b in zip(kept, fresh, strict=True)]

@@ -158,20 +158,20 @@ class SplitMasters(FullMasters):
         """The weights' gradients."""
         return [weight.grad for weight in self._weights]
 
-    def put_gradients(self, gradients: list[torch.Tensor | None]) -> None:
+    def put_gradients(self, gradients: list[torch.Tensor | None], weights_have_them: bool = False) -> None:
         """Put gradients on the weights."""
-        for pair, gradient in zip(self.pairs, gradients, strict=False):
-            self.put_gradient(pair, gradient)
+        if not weights_have_them:
+            for pair, gradient in zip(self.pairs, gradients, strict=True):
+                self.put_gradient(pair, gradient)
 
     def put_gradient(self, pair: Pair, gradient: torch.Tensor | None) -> None:
         """Put a gradient on the weight."""
         if pair.model_param.grad is not gradient:
             pair.model_param.grad = gradient
 
-    def collect_gradients(self) -> list[torch.Tensor | None]:
-        """The weights' gradients, as autograd left them."""
-        fresh = [pair.model_param.grad for pair in self.pairs]
-        return [g.coalesce() if g is not None and g.is_sparse else g for g in fresh]
+    def ready(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients as autograd left them, sparse ones coalesced."""
+        return [g.coalesce() if g is not None and g.is_sparse else g for g in gradients]
 
     def gradient_for(self, pair: Pair, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient from before the weight was cast waits in the weight's own dtype."""
@@ -186,8 +186,9 @@ class SplitMasters(FullMasters):
         """None ever: the step reads the weights' own gradients."""
         return iter(())
 
-    def relink(self) -> None:
+    def relink(self) -> list[torch.Tensor | None]:
         """Nothing to link."""
+        return self.held_gradients()
 
     def follow_cleared(self, set_to_none: bool) -> None:
         """Clear the weights' gradients, which the optimizer does not know."""

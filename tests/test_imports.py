@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "mpinit"
 # Every module by its layer; a package's name stands for everything in it that is not listed by itself.
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        "dtypes", "trees", "patching", "native_autocast", "gradients", "loss_scaler",
+        "dtypes", "trees", "patching", "native_autocast", "gradients", "gradient_memory", "loss_scaler",
         "cast_lists", "logs", "sharding", "watching", "float_split",
     ),
     ("properties",),

@@ -256,3 +256,14 @@ def test_float16_is_refused_with_the_reason() -> None:
     model = net()
     with pytest.raises(ValueError, match="bfloat16 weight is the upper half"):
         mpinit.initialize(model, torch.optim.SGD(model.parameters()), "O2", master_weights="split")
+
+
+def test_taking_a_float32_weight_apart_needs_no_memory_besides_the_two_halves() -> None:
+    values = torch.randn(2**18)
+    weight, remainder = torch.empty_like(values, dtype=torch.bfloat16), torch.empty(2**18, dtype=torch.int16)
+    split_(values, weight, remainder)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        split_(values, weight, remainder)
+    taken = sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())
+    assert taken < 4096
+    assert torch.equal(join(weight, remainder), values)

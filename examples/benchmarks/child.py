@@ -88,9 +88,15 @@ class Child:
         def until_backward() -> None:
             contender.backward(contender.forward(inputs, target))
 
+        def step() -> None:
+            until_backward()
+            contender.settle()
+            contender.update()
+
         steady = footprint.held(contender)
-        levels = footprint.trace([until_backward, contender.settle, contender.update], self.device)
-        peaks = [sum(steady.values()) + level.peak for level in levels]
+        # The first step is there so that the releases of what a contender keeps from step to step are seen too.
+        _, *levels = footprint.trace([step, until_backward, contender.settle, contender.update], self.device)
+        peaks = [sum(steady.values()) + level.peak - levels[0].start for level in levels]
         until_backward()
         contender.settle()
         after_backward = footprint.held(contender)

@@ -86,10 +86,10 @@ class Level:
 
 
 def trace(stages: Sequence[Callable[[], Any]], device: torch.device) -> list[Level]:
-    """Run stages one after the other and follow what they hold; no stage may free what was there before the first.
+    """Run stages one after the other and follow what they hold.
 
-    The CPU's allocator keeps no peak, but the profiler writes down each allocation and release (the latter only of
-    memory that it saw allocated).
+    The CPU's allocator keeps no peak, but the profiler writes down each allocation and release, the latter only of
+    memory that it saw allocated: what a stage frees must have come from one of the stages.
     """
     gc.collect()
     return _cuda_trace(stages) if device.type == "cuda" else _cpu_trace(stages)

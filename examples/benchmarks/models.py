@@ -27,25 +27,24 @@ def classic(layers: int, width: int) -> nn.Module:
 _PRESCALE = 2.0**8
 
 
-class _GivenGradients(torch.autograd.Function):
-    """A loss whose backward hands every weight a gradient made beforehand, times the incoming gradient."""
+class _GivenGradient(torch.autograd.Function):
+    """A layer that hands its weight a gradient made beforehand, times the incoming gradient."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, *weights: Tensor) -> Tensor:
-        ctx.source, ctx.count = source, len(weights)
-        return weights[0].flatten()[:1024].float().square().mean()
+    def forward(ctx: Any, source: Tensor, weight: Tensor, loss: Tensor) -> Tensor:
+        ctx.source = source
+        return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
-        factor = (incoming[0] / _PRESCALE).to(ctx.source.dtype)
-        return (None, *(ctx.source * factor for _ in range(ctx.count)))
+        return None, ctx.source * (incoming[0] / _PRESCALE).to(ctx.source.dtype), incoming[0]
 
 
 class GivenGradients(nn.Module):
     """Weights without a network: what is left of a training step is the optimizer's part.
 
-    All weights share one gradient per dtype, so the gradients' source takes no memory worth counting and what
-    backward costs is one write of each gradient, as at the end of a real backward.
+    All weights share one gradient per dtype, so the gradients' source takes no memory worth counting. Backward comes
+    to one weight after the other, as it does to layers, and costs one write of each gradient.
     """
 
     def __init__(self, tensors: int, side: int) -> None:
@@ -58,7 +57,9 @@ class GivenGradients(nn.Module):
         first = self.weights[0]
         if first.dtype not in self.sources:
             self.sources = {first.dtype: self._template.to(first)}
-        loss: Tensor = _GivenGradients.apply(self.sources[first.dtype], *self.weights)  # type: ignore[no-untyped-call]
+        loss = first.flatten()[:1024].detach().float().square().mean()
+        for weight in self.weights:
+            loss = _GivenGradient.apply(self.sources[first.dtype], weight, loss)  # type: ignore[no-untyped-call]
         return loss
 
 
