@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from .dtypes import is_lower_precision
+from .logs import log
 from .patching import Undo, UndoStack
 
 
@@ -60,3 +63,37 @@ def _restorer(state: dict[str, Any], before: dict[str, Any], parameter: torch.Te
         state.update(untouched)
 
     return restore
+
+
+def avoid_unsound_kernels(optimizer: Optimizer, targets: Mapping[torch.Tensor, torch.dtype]) -> list[dict[str, Any]]:
+    """Turn ``fused`` off in groups whose fused step torch computes wrongly.
+
+    Args:
+        optimizer: its groups are changed.
+        targets: the dtypes that parameters are about to be cast to.
+
+    Returns:
+        The groups changed.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return []
+    changed = []
+    for group in optimizer.param_groups:
+        stepped = {targets.get(p, p.dtype) for p in group["params"] if group.get("fused") and p.device.type == "cpu"}
+        if any(is_lower_precision(dtype) and not fused_sgd_is_sound("cpu", dtype) for dtype in stepped):
+            group["fused"] = False
+            changed.append(group)
+            log.info("SGD(fused=True) is wrong on 16-bit CPU parameters in torch %s: not fused here", torch.__version__)
+    return changed
+
+
+@functools.cache
+def fused_sgd_is_sound(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether ``torch.optim.SGD(fused=True)`` updates parameters of this kind rightly: asked of torch by a step.
+
+    On a CPU it did not in 16 bit, in the versions 2.11 to 2.13.
+    """
+    parameter = torch.ones(16, dtype=dtype, device=device_type)
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], lr=0.5, fused=True).step()
+    return bool((parameter == 0.5).all())

@@ -20,6 +20,7 @@ from loops import (
     train,
     train_plainly,
 )
+from torch import nn
 from torch.optim import Optimizer
 
 import mpinit
@@ -161,3 +162,32 @@ def test_an_optimizer_from_elsewhere_may_have_stepped_before_and_grow(level: str
     train(model, optimizer, data[4:])
     train_plainly(reference, plain, data[4:])
     close(model.state_dict().values(), reference.parameters(), 0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fused_sgd_steps_16_bit_weights_on_a_cpu_as_unfused_does(dtype: torch.dtype) -> None:
+    def trained(fused: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(16, 4)
+        optimizer = torch.optim.SGD([{"params": [model.weight]}], lr=0.5, momentum=0.9, fused=fused)
+        mpinit.initialize(model, optimizer, "O3", cast_model_type=dtype, verbosity=0)
+        optimizer.add_param_group({"params": [model.bias]})
+        for _ in range(3):
+            optimizer.zero_grad()
+            with mpinit.scale_loss(model(torch.ones(2, 16)).square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        return model, optimizer
+
+    (model, optimizer), (expected, _) = trained(True), trained(False)
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+    mpinit.undo([model, expected])
+    assert [group["fused"] for group in optimizer.param_groups] == [True, True]
+
+
+def test_fused_sgd_stays_fused_over_masters() -> None:
+    model = nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    assert optimizer.param_groups[0]["fused"]
+    mpinit.undo(model)

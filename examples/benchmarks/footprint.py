@@ -110,7 +110,8 @@ def _cuda_trace(stages: Sequence[Callable[[], Any]]) -> list[Level]:
 
 def _cpu_trace(stages: Sequence[Callable[[], Any]]) -> list[Level]:
     names = [f"stage {index}" for index in range(len(stages))]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         for name, stage in zip(names, stages, strict=True):
             with torch.profiler.record_function(name):
                 stage()

@@ -284,3 +284,16 @@ def test_sparse_gradients_are_refused_by_name() -> None:
         optimizer = kind([weight], **({"max_grad_norm": 0.0} if kind is FusedLAMB else {}))
         with pytest.raises(RuntimeError, match="SparseAdam"):
             optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sgd_of_16_bit_parameters_is_what_torch_computes_unfused(dtype: torch.dtype) -> None:
+    def stepped(kind: Any) -> torch.Tensor:
+        parameter = torch.linspace(-1, 1, 96).to(dtype).requires_grad_()
+        optimizer = kind([parameter], lr=0.5, momentum=0.9)
+        for factor in (1.0, -0.5, 0.25):
+            parameter.grad = torch.linspace(1, 2, 96).to(dtype) * factor
+            optimizer.step()
+        return parameter.detach()
+
+    torch.testing.assert_close(stepped(FusedSGD), stepped(torch.optim.SGD))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ....optimizer_state import fused_sgd_is_sound
 from ._steps import ClearsAsTold, loss_of, without_decay
 
 
@@ -62,8 +63,11 @@ def as_list(params: Iterable[Any]) -> list[Any]:
 
 
 def can_fuse(params: list[Any], kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether torch has a fused kernel of this optimizer for the devices of all these parameters."""
+    """Whether torch has a sound fused kernel of this optimizer for all these parameters."""
     devices = {p.device.type for p in _tensors(params)}
+    on_cpu = {p.dtype for p in _tensors(params) if p.device.type == "cpu" and p.is_floating_point()}
+    if kind is torch.optim.SGD and not all(fused_sgd_is_sound("cpu", dtype) for dtype in on_cpu):
+        return False
     try:
         for device in devices:
             kind([torch.zeros(1, device=device)], lr=0.1, fused=True)  # type: ignore[call-arg]
