@@ -14,70 +14,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .float_split import add_remainder_, flat, join, split_, take_remainder_
-from .gradients import as_float32
+from .float_split import flat, join, split_
 from .masters import FullMasters, Pair
 from .sharding import is_sharded, set_data
+from .split_buckets import Bucket, Buffers, grouped, placeholder
 from .watching import Watcher
 
 _PER_PARAMETER: Final = (
     *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon"),
     *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
 )
-
-
-# On a CPU, memory past this size goes back to the system after every step and is faulted in again by the next:
-# buckets of 16 MiB were measured to step twice as fast as ones of 64.
-_CPU_BUCKET_BYTES: Final = 16 * 2**20
-
-
-class _Bucket:
-    """Pairs on one device that are materialised together; their remainders lie in one tensor."""
-
-    def __init__(self, pairs: list[Pair], remainders: list[torch.Tensor]) -> None:
-        self.pairs = pairs
-        self.sizes = [pair.model_param.numel() for pair in pairs]
-        self.remainder = torch.cat(remainders)
-        self.device = self.remainder.device
-
-    @property
-    def numel(self) -> int:
-        """Elements of all its weights."""
-        return self.remainder.numel()
-
-    def _weights(self) -> list[torch.Tensor]:
-        return [flat(pair.model_param.detach()).view(torch.int16) for pair in self.pairs]
-
-    @torch.no_grad()
-    def materialise(self, buffer: torch.Tensor) -> None:
-        """Lay masters and gradients into ``buffer`` (float32, at least twice ``numel`` long)."""
-        masters, gradients = buffer[: self.numel], buffer[self.numel : 2 * self.numel]
-        bits = masters.view(torch.int32)
-        torch._foreach_copy_(bits.split_with_sizes(self.sizes), self._weights())
-        add_remainder_(bits, self.remainder)
-        masters_of, gradients_of = masters.split_with_sizes(self.sizes), gradients.split_with_sizes(self.sizes)
-        for pair, master, gradient in zip(self.pairs, masters_of, gradients_of, strict=True):
-            shape, stride = pair.model_param.size(), pair.model_param.stride()
-            pair.master_param.data = master.as_strided(shape, stride)
-            pair.master_param.grad = _gradient_in(gradient.as_strided(shape, stride), pair.model_param.grad)
-
-    @torch.no_grad()
-    def write_back(self, buffer: torch.Tensor) -> None:
-        """Take the stepped masters in ``buffer`` apart again."""
-        bits = buffer[: self.numel].view(torch.int32)
-        take_remainder_(bits, self.remainder)
-        torch._foreach_copy_(self._weights(), bits.split_with_sizes(self.sizes))
-        for pair in self.pairs:
-            pair.master_param.grad = None
-            pair.master_param.data = _placeholder(pair.model_param)
-
-
-def _gradient_in(space: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if gradient is None:
-        return None
-    if gradient.dtype == torch.float32 or gradient.is_sparse:
-        return as_float32(gradient)
-    return space.copy_(gradient)
 
 
 class SplitMasters(FullMasters):
@@ -101,7 +47,8 @@ class SplitMasters(FullMasters):
         self._optimizer = optimizer
         self._bucket_bytes = bucket_bytes
         self._remainders: dict[int, torch.Tensor] = {}
-        self._buckets: list[_Bucket] | None = None
+        self._buckets: list[Bucket] | None = None
+        self._buffers = Buffers()
 
     # -- pairs --------------------------------------------------------------------------------------------------
 
@@ -117,7 +64,7 @@ class SplitMasters(FullMasters):
                 f'master_weights="split" needs weights that fill their memory, and one of shape {tuple(weight.shape)} '
                 "is a view with gaps; make it contiguous first, or use master_weights=True"
             )
-        return nn.Parameter(_placeholder(weight), requires_grad=True)
+        return nn.Parameter(placeholder(weight), requires_grad=True)
 
     def set_gradient_dtype(self, weight: nn.Parameter) -> None:
         """Leave gradients in the weight's own type: that is what makes them small."""
@@ -227,49 +174,21 @@ class SplitMasters(FullMasters):
         for parameter in plain:
             parameter.grad = None
         try:
-            yield from self._step_buckets(buckets)
+            yield from self._buffers.materialised(buckets)
         finally:
             for parameter, gradient in zip(plain, hidden, strict=True):
                 parameter.grad = gradient
 
-    def _step_buckets(self, buckets: list[_Bucket]) -> Iterator[None]:
-        buffers: dict[torch.device, torch.Tensor] = {}
-        for bucket in buckets:
-            buffer = buffers.get(bucket.device)
-            if buffer is None or buffer.numel() < 2 * bucket.numel:
-                buffer = torch.empty(2 * bucket.numel, dtype=torch.float32, device=bucket.device)
-                buffers[bucket.device] = buffer
-            bucket.materialise(buffer)
-            try:
-                yield None
-            finally:
-                bucket.write_back(buffer)
-
-    def _filled_buckets(self) -> list[_Bucket]:
+    def _filled_buckets(self) -> list[Bucket]:
         """The buckets: pairs in order, as many at a time as the bytes allow for, at least one."""
         if self._buckets is None:
             self._buckets = []
-            for pairs in self._grouped():
-                bucket = _Bucket(pairs, [self._remainders[id(pair.model_param)] for pair in pairs])
+            for pairs in grouped(self.pairs, self._bucket_bytes):
+                bucket = Bucket(pairs, [self._remainders[id(pair.model_param)] for pair in pairs])
                 for pair, remainder in zip(pairs, bucket.remainder.split_with_sizes(bucket.sizes), strict=True):
                     self._remainders[id(pair.model_param)] = remainder
                 self._buckets.append(bucket)
         return self._buckets
-
-    def _grouped(self) -> list[list[Pair]]:
-        groups: list[list[Pair]] = []
-        open_groups: dict[torch.device, list[Pair]] = {}
-        room: dict[torch.device, int] = {}
-        for pair in self.pairs:
-            device, size = pair.model_param.device, 8 * pair.model_param.numel()
-            if device not in open_groups or room[device] < size:
-                open_groups[device] = []
-                groups.append(open_groups[device])
-                limit = _CPU_BUCKET_BYTES if device.type == "cpu" else self._bucket_bytes
-                room[device] = min(self._bucket_bytes, limit)
-            open_groups[device].append(pair)
-            room[device] -= size
-        return groups
 
     def step_with_closure(self, step: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate once, then step bucket by bucket: what per-parameter optimizers do with a closure."""
@@ -315,10 +234,6 @@ class SplitMasters(FullMasters):
         dense = torch.empty_like(weight, dtype=torch.float32).copy_(values)
         split_(flat(dense), flat(weight.detach()), self._remainders[id(weight)])
         self.note_version(pair)
-
-
-def _placeholder(weight: torch.Tensor) -> torch.Tensor:
-    return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:

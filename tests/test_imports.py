@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("opt_levels",),
     ("plan",),
     (
-        *("modules", "functions", "registration", "masters", "split_masters"),
+        *("modules", "functions", "registration", "masters", "split_buckets", "split_masters"),
         *("optimizer_state", "compiled_step", "optimizers", "stepping"),
     ),
     ("session",),
