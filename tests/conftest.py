@@ -42,6 +42,7 @@ def _same_start() -> Iterator[None]:
     yield
     for left_over in reversed(session.live()):
         left_over.undo()
+    # The examples in docstrings register functions too, torch.cumsum among them.
     user_functions.REGISTERED[:] = registered
     native_autocast.set_flags(dict.fromkeys(native_autocast.device_types(), False))
 
