@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     saving.add_options(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args(arguments)
-    side = 64 if options.quick else round((options.parameters / 40) ** 0.5)
+    side = 400 if options.quick else round((options.parameters / 40) ** 0.5)
     results = measure({"tensors": 4 if options.quick else 40, "side": side}, options.device)
     path = saving.save(results, "memory", options)
     print(f"{results['machine']}, {results['parameters']:,} parameters\n\n{table(results)}\n\nfigures in {path}")

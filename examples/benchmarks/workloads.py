@@ -154,7 +154,7 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
     "bandwidth": Workload(
         "bandwidth-bound: the Adam step of 40 M parameters, no network",
         {
-            "quick": {"tensors": 4, "side": 64},
+            "quick": {"tensors": 4, "side": 400},
             "cpu": {"tensors": 40, "side": 1000},
             "cuda": {"tensors": 40, "side": 1000},
         },
