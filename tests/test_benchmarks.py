@@ -30,9 +30,6 @@ from examples.benchmarks.workloads import WORKLOADS, Task  # noqa: E402
 FAST = [name for name in ROSTER if name not in ("o2_compiled", "optimi", "torchao", "flashoptim")]
 CPU = torch.device("cpu")
 
-# Before 2.13 torch's profiler says once that it drops what earlier cycles recorded, also where there is one cycle only.
-pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
-
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:

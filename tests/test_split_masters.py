@@ -263,7 +263,8 @@ def test_taking_a_float32_weight_apart_needs_no_memory_besides_the_two_halves() 
     values = torch.randn(2**18)
     weight, remainder = torch.empty_like(values, dtype=torch.bfloat16), torch.empty(2**18, dtype=torch.int16)
     split_(values, weight, remainder)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         split_(values, weight, remainder)
     taken = sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())
     assert taken < 4096

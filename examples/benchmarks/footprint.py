@@ -111,6 +111,7 @@ def _cuda_trace(stages: Sequence[Callable[[], Any]]) -> list[Level]:
 def _cpu_trace(stages: Sequence[Callable[[], Any]]) -> list[Level]:
     names = [f"stage {index}" for index in range(len(stages))]
     activities = [torch.profiler.ProfilerActivity.CPU]
+    # acc_events: or torch before 2.13 warns that it drops what earlier cycles recorded, also where there is one only.
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         for name, stage in zip(names, stages, strict=True):
             with torch.profiler.record_function(name):

@@ -32,7 +32,7 @@ def dispatched_ops(work: Callable[[], Any]) -> int:
 
 def kernels(work: Callable[[], Any]) -> int:
     """Kernels, copies and fills that run on the CUDA device during ``work``."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as recorded:
         work()
         torch.cuda.synchronize()
     return sum(event.device_type is DeviceType.CUDA for event in recorded.events() or ())
