@@ -1,49 +1,38 @@
-"""Memory of large float32 gradients on a CPU, given back late so that the next ones find it.
+"""Memory of large gradients on a CPU, kept from going back to the system between steps.
 
-A C library returns a large block to the system as soon as nothing above it is in use, and the next one is faulted in
-again page by page: for the gradients of 40 M parameters that was measured to take as long as a whole Adam step. An old
-gradient that is let go only when its successor has arrived leaves its block to the weight that comes next in backward.
+A C library returns the free memory above the highest block in use to the system, and when it is needed again it is
+faulted in page by page: for all gradients that was measured to take longer than an Adam step. One block kept in use
+keeps everything below it: free for whoever asks next, activations too, and without faults.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 import torch
 
 from .sharding import is_sharded
 
-_SMALL: Final = 2**15  # elements: 128 KiB, up to which a C library serves memory without asking the system
+_SMALL: Final = 2**15  # elements: 128 KiB, up to which a C library serves memory from blocks of its own
 
 
-def wants_memory(weight: torch.Tensor) -> bool:
-    """Whether fresh memory for this weight's gradient costs more than filling it."""
-    return weight.device.type == "cpu" and weight.numel() > _SMALL and not is_sharded(weight)
+def large_on_cpu(weights: Sequence[torch.Tensor]) -> list[int]:
+    """The indices of those whose gradients take memory that may go back to the system."""
+    return [
+        index
+        for index, weight in enumerate(weights)
+        if weight.device.type == "cpu" and weight.numel() > _SMALL and not is_sharded(weight)
+    ]
 
 
-class GradientMemory:
-    """Holds a weight's last gradient until the next one has arrived.
-
-    Args:
-        weight: a leaf.
+def highest(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    """The dense gradient at the highest address, without its graph; None where there is none.
 
     Example:
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> memory = GradientMemory(weight)
-        >>> weight.sum().backward()
-        >>> weight.grad = None
-        >>> memory.gradient
-        tensor([1., 1.])
+        >>> one = torch.ones(2)
+        >>> highest([None, one]).data_ptr() == one.data_ptr()
+        True
     """
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.gradient: torch.Tensor | None = None
-        self._hook: Any = weight.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
-
-    def _arrived(self, weight: torch.Tensor) -> None:
-        self.gradient = weight.grad
-
-    def close(self) -> None:
-        """Let the gradient go, and watch no longer."""
-        self.gradient = None
-        self._hook.remove()
+    dense = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
+    return max(dense, key=torch.Tensor.data_ptr).detach() if dense else None

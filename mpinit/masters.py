@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .dtypes import is_lower_precision
-from .gradient_memory import GradientMemory, wants_memory
+from .gradient_memory import highest, large_on_cpu
 from .gradients import as_float32
 from .sharding import is_distributed, locals_of, set_data
 from .watching import TENSOR_DATA, Watcher
@@ -30,7 +30,6 @@ class Pair:
     master_param: nn.Parameter
     came_in: torch.dtype = torch.float32
     index: int = -1
-    memory: GradientMemory | None = None
 
 
 class FullMasters:
@@ -53,6 +52,8 @@ class FullMasters:
         self._linked: list[torch.Tensor | None] = []
         self._versions: list[int] = []
         self._master_versions: list[int] = []
+        self._large: list[int] | None = None
+        self._highest: torch.Tensor | None = None
         self._watcher = watcher or Watcher()
         self._settled = False
 
@@ -75,6 +76,7 @@ class FullMasters:
         self._versions.append(weight._version)
         self._master_versions.append(pair.master_param._version)
         self._linked.append(None)
+        self._large = None
         self._watcher.watch(weight)
         self.gradient_holder(pair).grad = None if gradient is None else self.gradient_for(pair, gradient)
         if self._settled:
@@ -89,8 +91,6 @@ class FullMasters:
 
     def _settle(self, pair: Pair) -> None:
         self.set_gradient_dtype(pair.model_param)
-        if self.gradient_holder(pair) is pair.master_param and wants_memory(pair.model_param):
-            pair.memory = GradientMemory(pair.model_param)
         self.put_gradient(pair, self.gradient_holder(pair).grad)
         self.note_version(pair)
 
@@ -126,8 +126,7 @@ class FullMasters:
         for later in self.pairs[index:]:
             later.index -= 1
         self._watcher.unwatch(pair.model_param)
-        if pair.memory is not None:
-            pair.memory.close()
+        self._large = self._highest = None
         pair.model_param.grad = None
         if pair.model_param.grad_dtype != pair.model_param.dtype:
             # torch has no way back to "the tensor's own dtype"; None takes gradients as autograd makes them.
@@ -171,6 +170,15 @@ class FullMasters:
             for weight, gradient in zip(self._weights, gradients, strict=True):
                 weight.grad = gradient
         self._linked = gradients
+        self._keep_highest(gradients)
+
+    def _keep_highest(self, gradients: list[torch.Tensor | None]) -> None:
+        if self._large is None:
+            self._large = large_on_cpu(self._weights)
+        if self._large:
+            # Gradients cleared leave the last one kept where it is.
+            kept = highest(gradients[index] for index in self._large)
+            self._highest = self._highest if kept is None else kept
 
     def put_gradient(self, pair: Pair, gradient: torch.Tensor | None) -> None:
         """Make ``gradient``, float32, the gradient of both."""

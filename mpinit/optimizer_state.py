@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from .dtypes import is_lower_precision
-from .logs import log
 from .patching import Undo, UndoStack
 
 
@@ -41,15 +41,27 @@ def cast_state(state: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_states(optimizers: list[Optimizer], targets: Mapping[torch.Tensor, torch.dtype]) -> Undo:
-    """Cast the existing state of parameters that are cast without a master."""
+    """Cast the state of parameters that are cast without a master; its undo casts state made since then as well."""
+    dtypes = {parameter: parameter.dtype for parameter, dtype in targets.items() if dtype != parameter.dtype}
     with UndoStack() as undos:
         for optimizer in optimizers:
-            for parameter, state in optimizer.state.items():
-                if isinstance(parameter, torch.Tensor) and targets.get(parameter, parameter.dtype) != parameter.dtype:
-                    before = dict(state)
-                    cast_state(state, targets[parameter])
-                    undos.push(_restorer(state, before, parameter))
+            known = {parameter for parameter in optimizer.state if parameter in dtypes}
+            undos.push(functools.partial(_cast_newer_states, optimizer, dtypes, known))
+            for parameter in known:
+                state = optimizer.state[parameter]
+                before = dict(state)
+                cast_state(state, targets[parameter])
+                undos.push(_restorer(state, before, parameter))
     return undos.unwind
+
+
+def _cast_newer_states(
+    optimizer: Optimizer, dtypes: Mapping[torch.Tensor, torch.dtype], known: set[torch.Tensor]
+) -> None:
+    for holder in (optimizer, *_wrapped_by(optimizer)):
+        for parameter, state in holder.state.items():
+            if parameter in dtypes and parameter not in known:
+                cast_state(state, dtypes[parameter])
 
 
 def _restorer(state: dict[str, Any], before: dict[str, Any], parameter: torch.Tensor) -> Callable[[], None]:
@@ -65,35 +77,45 @@ def _restorer(state: dict[str, Any], before: dict[str, Any], parameter: torch.Te
     return restore
 
 
-def avoid_unsound_kernels(optimizer: Optimizer, targets: Mapping[torch.Tensor, torch.dtype]) -> list[dict[str, Any]]:
-    """Turn ``fused`` off in groups whose fused step torch computes wrongly.
+def stepped_unsoundly(optimizer: Optimizer, targets: Mapping[torch.Tensor, torch.dtype]) -> list[dict[str, Any]]:
+    """The groups with parameters that a fused kernel of torch would step wrongly, whether it is in use or not.
 
     Args:
-        optimizer: its groups are changed.
+        optimizer: an optimizer, or one that wraps another.
         targets: the dtypes that parameters are about to be cast to.
-
-    Returns:
-        The groups changed.
     """
-    if not isinstance(optimizer, torch.optim.SGD):
+    if not any(isinstance(each, torch.optim.SGD) for each in (optimizer, *_wrapped_by(optimizer))):
         return []
-    changed = []
+    found = []
     for group in optimizer.param_groups:
-        stepped = {targets.get(p, p.dtype) for p in group["params"] if group.get("fused") and p.device.type == "cpu"}
-        if any(is_lower_precision(dtype) and not fused_sgd_is_sound("cpu", dtype) for dtype in stepped):
-            group["fused"] = False
-            changed.append(group)
-            log.info("SGD(fused=True) is wrong on 16-bit CPU parameters in torch %s: not fused here", torch.__version__)
-    return changed
+        dtypes = {targets.get(p, p.dtype) for p in group["params"] if p.device.type == "cpu" and p.requires_grad}
+        if not all(fused_sgd_is_sound("cpu", dtype) for dtype in dtypes if is_lower_precision(dtype)):
+            found.append(group)
+    return found
+
+
+@contextmanager
+def unfused(groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Groups' ``fused`` switched off for a step."""
+    switched = [group for group in groups if group.get("fused")]
+    for group in switched:
+        group["fused"] = False
+    try:
+        yield
+    finally:
+        for group in switched:
+            group["fused"] = True
 
 
 @functools.cache
 def fused_sgd_is_sound(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether ``torch.optim.SGD(fused=True)`` updates parameters of this kind rightly: asked of torch by a step.
+    """Whether SGD's fused kernel updates parameters of this kind rightly: asked of the kernel itself.
 
-    On a CPU it did not in 16 bit, in the versions 2.11 to 2.13.
+    On a CPU it did not in 16 bit, in torch 2.11 to 2.13, from 16 elements on.
     """
-    parameter = torch.ones(16, dtype=dtype, device=device_type)
-    parameter.grad = torch.ones_like(parameter)
-    torch.optim.SGD([parameter], lr=0.5, fused=True).step()
+    parameter = torch.ones(512, dtype=dtype, device=device_type)
+    torch._fused_sgd_(
+        *([parameter], [torch.ones_like(parameter)], []),
+        lr=0.5, momentum=0.0, weight_decay=0.0, dampening=0.0, nesterov=False, maximize=False, is_first_step=True,
+    )  # fmt: skip
     return bool((parameter == 0.5).all())

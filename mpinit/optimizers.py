@@ -19,7 +19,7 @@ from . import gradients as grads
 from .dtypes import is_lower_precision
 from .loss_scaler import LossScaler
 from .masters import FullMasters
-from .optimizer_state import avoid_unsound_kernels, move_state
+from .optimizer_state import move_state, stepped_unsoundly
 from .plan import Masters, Plan
 from .sharding import is_distributed, is_sharded
 
@@ -53,7 +53,8 @@ class OptimizerControl:
         self._left_to_ranks: set[int] = set()
         self._waiting: list[nn.Parameter] = []
         self._groups_seen: list[tuple[dict[str, Any], int]] = []
-        self._unfused: list[dict[str, Any]] = []
+        # Groups that must not be stepped by a fused kernel.
+        self.unsound: list[dict[str, Any]] = []
 
     # -- parameter groups ---------------------------------------------------------------------------------------
 
@@ -78,9 +79,6 @@ class OptimizerControl:
 
     def restore_parameters(self) -> None:
         """Put the model's own parameters back into the groups, and give up the masters."""
-        for group in self._unfused:
-            group["fused"] = True
-        self._unfused.clear()
         pairs = list(self.store.pairs)
         weight_of = {id(pair.master_param): pair.model_param for pair in pairs}
         for pair in reversed(pairs):
@@ -118,7 +116,7 @@ class OptimizerControl:
         groups = self.optimizer.param_groups
         self._groups_seen = [(group, len(group["params"])) for group in groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
-        self._unfused += avoid_unsound_kernels(self.optimizer, self.targets)
+        self.unsound = stepped_unsoundly(self.optimizer, self.targets)
         present = {id(parameter) for parameter in parameters}
         for pair in list(self.store.pairs):
             if id(pair.master_param) not in present:

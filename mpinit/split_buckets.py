@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from sys import getrefcount
 from typing import Final
 
 import torch
@@ -19,6 +20,7 @@ from .watching import TENSOR_DATA
 _CPU_BUCKET_BYTES: Final = 16 * 2**20
 # A buffer up to this size stays from step to step, laid out: for small weights that takes longer than the step.
 _KEPT_BYTES: Final = 4 * 2**20
+_HELD_ONCE: Final = next(map(getrefcount, [torch.empty(0)]))
 
 
 @dataclass
@@ -31,6 +33,17 @@ class _Layout:
     masters: list[torch.Tensor]
     gradients: list[torch.Tensor]
     strides: list[tuple[int, ...]]
+    holders: int
+
+    def is_ours_alone(self) -> bool:
+        """Whether nobody, a custom optimizer's state say, holds on to a gradient or master that lies in the buffer."""
+        held = max(map(getrefcount, self.gradients)), max(map(getrefcount, self.masters))
+        return held == (_HELD_ONCE, _HELD_ONCE) and _storage_holders(self.buffer) == self.holders
+
+
+def _storage_holders(tensor: torch.Tensor) -> int:
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
 
 
 class Bucket:
@@ -59,7 +72,9 @@ class Bucket:
             bits = buffer[: self.numel].view(torch.int32)
             parts = bits.split_with_sizes(self.sizes)
             shaped = self._shaped(masters, strides), self._shaped(gradients, strides)
-            self._layout = _Layout(buffer, bits, parts, *shaped, strides)
+            del masters, gradients
+            self._layout = _Layout(buffer, bits, parts, *shaped, strides, holders=0)
+            self._layout.holders = _storage_holders(buffer)
         return self._layout
 
     def _shaped(self, spaces: tuple[torch.Tensor, ...], strides: list[tuple[int, ...]]) -> list[torch.Tensor]:
@@ -79,8 +94,8 @@ class Bucket:
             pair.master_param.grad = gradient
 
     @torch.no_grad()
-    def write_back(self) -> None:
-        """Take the stepped masters apart again."""
+    def write_back(self) -> bool:
+        """Take the stepped masters apart again; returns whether the buffer may be written to again."""
         layout = self._layout
         assert layout is not None, "materialise comes first"
         take_remainder_(layout.bits, self.remainder)
@@ -89,7 +104,11 @@ class Bucket:
         for pair, placeholder in zip(self.pairs, self._placeholders, strict=True):
             pair.master_param.grad = None
             TENSOR_DATA.__set__(pair.master_param, placeholder)
-        if layout.buffer.nbytes > _KEPT_BYTES:
+        return layout.is_ours_alone()
+
+    def forget_layout(self, unless_in: torch.Tensor | None) -> None:
+        """Let go of a buffer, unless it is the one given."""
+        if self._layout is not None and self._layout.buffer is not unless_in:
             self._layout = None
 
 
@@ -119,10 +138,13 @@ class Buffers:
                 try:
                     yield None
                 finally:
-                    bucket.write_back()
+                    if not bucket.write_back():
+                        del self._buffers[bucket.device]
         finally:
             kept = {device: buffer for device, buffer in self._buffers.items() if buffer.nbytes <= _KEPT_BYTES}
             self._buffers = kept
+            for bucket in buckets:
+                bucket.forget_layout(unless_in=kept.get(bucket.device))
 
     def _for(self, bucket: Bucket) -> torch.Tensor:
         buffer = self._buffers.get(bucket.device)

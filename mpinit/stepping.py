@@ -17,6 +17,7 @@ import torch
 from .compiled_step import CompiledStep
 from .masters import Pair
 from .native_autocast import CastsAs, CastsOff, flags, is_on
+from .optimizer_state import unfused
 from .optimizers import OptimizerControl
 from .patching import Undo, UndoStack, set_attribute
 
@@ -134,6 +135,11 @@ class Stepper:
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The optimizer's ``add_param_group``, with masters for 16-bit parameters."""
+        if self._active and self.control.aside is not None:
+            raise RuntimeError(
+                "optimizer.add_param_group() was called inside `with mpinit.scale_loss(...)`, where the gradients are "
+                "still scaled: move it before or behind the with-block"
+            )
         self._inner_add_param_group(param_group)
         if self._active:
             self.control.take_in_new_group()
@@ -170,8 +176,14 @@ class Stepper:
         compiled = self._compiled
         with CastsOff(), self.control.store.stepping(rounds_itself=compiled is not None) as parts:
             for _ in parts:
-                result = (compiled or self._inner_step)(*args, **kwargs)
+                result = (compiled or self._step_soundly)(*args, **kwargs)
         return result
+
+    def _step_soundly(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.control.unsound:
+            return self._inner_step(*args, **kwargs)
+        with unfused(self.control.unsound):
+            return self._inner_step(*args, **kwargs)
 
     def _skip(self) -> None:
         self._count(skipped=True)
@@ -266,7 +278,7 @@ class Stepper:
         evaluate = self._evaluator(closure)
         try:
             with CastsOff():
-                result = store.step_with_closure(self._inner_step, evaluate, *args, **kwargs)
+                result = store.step_with_closure(self._step_soundly, evaluate, *args, **kwargs)
             store.copy_back()
         except _EvaluationOverflow:
             self._restore(before)

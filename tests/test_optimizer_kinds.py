@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import mpinit
+from mpinit.compat.apex.parallel import LARC
 
 # -- every optimizer of torch.optim ---------------------------------------------------------------------------------
 
@@ -181,8 +183,8 @@ def test_fused_sgd_steps_16_bit_weights_on_a_cpu_as_unfused_does(dtype: torch.dt
 
     (model, optimizer), (expected, _) = trained(True), trained(False)
     torch.testing.assert_close(model.state_dict(), expected.state_dict())
+    assert [group["fused"] for group in optimizer.state_dict()["param_groups"]] == [True, True]
     mpinit.undo([model, expected])
-    assert [group["fused"] for group in optimizer.param_groups] == [True, True]
 
 
 def test_fused_sgd_stays_fused_over_masters() -> None:
@@ -190,4 +192,50 @@ def test_fused_sgd_stays_fused_over_masters() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
     mpinit.initialize(model, optimizer, "O2", verbosity=0)
     assert optimizer.param_groups[0]["fused"]
+    mpinit.undo(model)
+
+
+def test_fused_sgd_inside_a_wrapper_and_after_loading_its_state() -> None:
+    model = nn.Linear(64, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.5, fused=True), trust_coefficient=1e9)
+    mpinit.initialize(model, optimizer, "O3", cast_model_type=torch.bfloat16, verbosity=0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    assert (model.weight != 1).all()
+    assert optimizer.param_groups[0]["fused"]
+    mpinit.undo(model)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+def test_training_goes_on_after_undo_at_o3(kind: str) -> None:
+    model = nn.Linear(8, 2)
+    optimizer = {
+        "Adam": lambda: torch.optim.Adam(model.parameters(), lr=0.01),
+        "SGD": lambda: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+    }[kind]()
+    mpinit.initialize(model, optimizer, "O3", cast_model_type=torch.bfloat16, verbosity=0)
+    for undone in (False, True):
+        if undone:
+            mpinit.undo(model)
+        with mpinit.scale_loss(model(torch.ones(1, 8)).sum(), optimizer) if not undone else nullcontext() as scaled:
+            (scaled if scaled is not None else model(torch.ones(1, 8)).sum()).backward()
+        optimizer.step()
+    for state in optimizer.state.values():
+        assert all(value.dtype is torch.float32 for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def test_a_group_added_inside_the_block_is_refused_and_changes_nothing() -> None:
+    model, more = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize([model, more], optimizer, "O2", verbosity=0)
+    with (
+        pytest.raises(RuntimeError, match="add_param_group"),
+        mpinit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+        optimizer.add_param_group({"params": list(more.parameters())})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": list(more.parameters())})
     mpinit.undo(model)

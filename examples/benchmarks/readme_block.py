@@ -13,7 +13,7 @@ from .roster import ROSTER
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
 BEGIN, END = "<!-- benchmarks: begin -->\n", "<!-- benchmarks: end -->\n"
-CONTENDERS = ("fp32", "amp_bf16", "hand_bf16", "o1_bf16", "o2_bf16", "o2_split", "o3_bf16")
+CONTENDERS = ("fp32", "amp_bf16", "hand_bf16_unchecked", "o1_bf16", "o2_bf16", "o2_split", "o3_bf16")
 KINDS = ("weights", "masters", "gradients", "states")
 
 

@@ -297,3 +297,16 @@ def test_sgd_of_16_bit_parameters_is_what_torch_computes_unfused(dtype: torch.dt
         return parameter.detach()
 
     torch.testing.assert_close(stepped(FusedSGD), stepped(torch.optim.SGD))
+
+
+def test_sgd_whose_parameters_become_16_bit_later_still_steps_them() -> None:
+    model = torch.nn.Linear(64, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    model.bfloat16()
+    added = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    optimizer.add_param_group({"params": [added]})
+    for parameter in (model.weight, added):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert (model.weight == 0.5).all() and (added == 0.5).all()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ....optimizer_state import fused_sgd_is_sound
+from ....optimizer_state import stepped_unsoundly, unfused
 from ._steps import ClearsAsTold, loss_of, without_decay
 
 
@@ -38,7 +38,8 @@ class DecaysApart(OverTorch):
         """
         plain_step = _without_hooks(super().step)
         if not self._decays_apart:
-            return plain_step(self, closure)
+            with unfused(stepped_unsoundly(self, {})):
+                return plain_step(self, closure)
         loss = loss_of(closure)
         with without_decay(self.param_groups) as decays:
             for group, decay in zip(self.param_groups, decays, strict=True):
@@ -63,11 +64,8 @@ def as_list(params: Iterable[Any]) -> list[Any]:
 
 
 def can_fuse(params: list[Any], kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether torch has a sound fused kernel of this optimizer for all these parameters."""
+    """Whether torch has a fused kernel of this optimizer for the devices of all these parameters."""
     devices = {p.device.type for p in _tensors(params)}
-    on_cpu = {p.dtype for p in _tensors(params) if p.device.type == "cpu" and p.is_floating_point()}
-    if kind is torch.optim.SGD and not all(fused_sgd_is_sound("cpu", dtype) for dtype in on_cpu):
-        return False
     try:
         for device in devices:
             kind([torch.zeros(1, device=device)], lr=0.1, fused=True)  # type: ignore[call-arg]
