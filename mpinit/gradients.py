@@ -49,6 +49,14 @@ def are_plain(gradients: Sequence[torch.Tensor | None], device: torch.device) ->
         return False  # None is among them
 
 
+def all_dense(gradients: Sequence[torch.Tensor | None]) -> bool:
+    """Whether all are there and dense."""
+    try:
+        return set(map(_IS_SPARSE, gradients)) == _NO
+    except AttributeError:
+        return False  # None is among them
+
+
 def unscale_and_check_(
     gradients: list[torch.Tensor], inverse_scale: torch.Tensor, plain: bool | None = None
 ) -> torch.Tensor | None:

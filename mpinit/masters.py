@@ -17,7 +17,7 @@ from torch import nn
 
 from .dtypes import is_lower_precision
 from .gradient_memory import highest, large_on_cpu
-from .gradients import as_float32
+from .gradients import all_dense, are_plain, as_float32
 from .sharding import is_distributed, locals_of, set_data
 from .watching import TENSOR_DATA, Watcher
 
@@ -53,6 +53,7 @@ class FullMasters:
         self._versions: list[int] = []
         self._master_versions: list[int] = []
         self._large: list[int] | None = None
+        self._device: torch.device | None = None
         self._highest: torch.Tensor | None = None
         self._watcher = watcher or Watcher()
         self._settled = False
@@ -158,6 +159,20 @@ class FullMasters:
         """What a backward pass has just left on the weights, in the pairs' order."""
         return [weight.grad for weight in self._weights]
 
+    def are_usual(self, gradients: list[torch.Tensor | None], device: torch.device) -> bool:
+        """Whether :func:`~mpinit.gradients.are_plain` holds of the pairs' gradients: asked on every step."""
+        self._look_at_weights()
+        if self._device != device or is_distributed():
+            return are_plain(gradients, device)
+        # Weights on one device take float32 gradients on it and no others.
+        return all_dense(gradients)
+
+    def _look_at_weights(self) -> None:
+        if self._large is None:
+            self._large = large_on_cpu(self._weights)
+            devices = {weight.device for weight in self._weights}
+            self._device = devices.pop() if len(devices) == 1 else None
+
     def ready(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Gradients as they are to be put: float32, sparse ones coalesced."""
         return [None if gradient is None else as_float32(gradient) for gradient in gradients]
@@ -173,8 +188,7 @@ class FullMasters:
         self._keep_highest(gradients)
 
     def _keep_highest(self, gradients: list[torch.Tensor | None]) -> None:
-        if self._large is None:
-            self._large = large_on_cpu(self._weights)
+        self._look_at_weights()
         if self._large:
             # Gradients cleared leave the last one kept where it is.
             kept = highest(gradients[index] for index in self._large)
@@ -240,7 +254,10 @@ class FullMasters:
         finally:
             if failed or not rounds_itself:
                 self.round_into_weights()
-            self.note_versions()
+            # The copy is one version more for each weight. Where the step inside wrote to weights too, they are taken
+            # for written to from outside next time, and found to be their masters' rounding.
+            usual = not (failed or rounds_itself or is_distributed())
+            self.note_versions([version + 1 for version in self._versions] if usual else None)
 
     def step_with_closure(self, step: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Run an optimizer's step that evaluates the closure itself."""
@@ -263,9 +280,13 @@ class FullMasters:
         if self.pairs:
             torch._foreach_copy_(locals_of(self._weights), locals_of(self._masters))
 
-    def note_versions(self) -> None:
-        """From here on, a change of a weight is somebody else's."""
-        self._versions = [weight._version for weight in self._weights]
+    def note_versions(self, known: list[int] | None = None) -> None:
+        """From here on, a change of a weight is somebody else's.
+
+        Args:
+            known: the weights' versions, where they need not be read.
+        """
+        self._versions = [weight._version for weight in self._weights] if known is None else known
         self._master_versions = [master._version for master in self._masters]
         self._watcher.forget_all()
 

@@ -204,7 +204,9 @@ class OptimizerControl:
         self.aside = None
         arrived: Kept = self.store.fresh_gradients()
         plain = [parameter.grad for parameter in self._plain]
-        every_day = grads.are_plain([*arrived, *plain], scaler.device)
+        every_day = (not arrived or self.store.are_usual(arrived, scaler.device)) and (
+            not plain or grads.are_plain(plain, scaler.device)
+        )
         fresh = arrived if every_day else self.store.ready(arrived)
         if kept is None:
             self.store.put_gradients(fresh, weights_have_them=every_day)

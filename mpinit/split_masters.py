@@ -116,6 +116,10 @@ class SplitMasters(FullMasters):
         if pair.model_param.grad is not gradient:
             pair.model_param.grad = gradient
 
+    def are_usual(self, gradients: list[torch.Tensor | None], device: torch.device) -> bool:
+        """Never: they are 16-bit."""
+        return False
+
     def ready(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Gradients as autograd left them, sparse ones coalesced."""
         return [g.coalesce() if g is not None and g.is_sparse else g for g in gradients]

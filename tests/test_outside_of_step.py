@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from loops import backward, batches, mlp, mse, same, start
+from torch import nn
 from torch.optim import SGD, Optimizer
 
 import mpinit
+from mpinit import session as sessions
 
 
 class TwoStep(Optimizer):
@@ -82,3 +84,39 @@ def test_a_block_inside_a_block_of_the_same_optimizer_is_refused(level: str) -> 
     backward(mse(model, batch), optimizer)
     optimizer.step()
     assert not mpinit.step_was_skipped(optimizer)
+
+
+def test_a_step_that_writes_to_weights_itself_leaves_the_masters_alone() -> None:
+    """The versions after a step are reckoned, not read: what the step inside wrote is overwritten, and not adopted."""
+
+    class Meddler(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            with torch.no_grad():
+                model.weight.add_(1.0)
+
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = Meddler(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, "O2", loss_scale=8.0, verbosity=0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with mpinit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        before = [p.detach().clone() for p in mpinit.master_params(optimizer)]
+        optimizer.step()
+        for master, old in zip(mpinit.master_params(optimizer), before, strict=True):
+            torch.testing.assert_close(master.detach(), old - 0.1)
+            assert torch.equal(model.weight.detach(), master.detach().half())
+    mpinit.undo(model)
+
+
+def test_versions_reckoned_are_the_versions() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    mpinit.initialize(model, optimizer, "O2", loss_scale=8.0, verbosity=0)
+    with mpinit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    store = sessions.of(model).controller_of(optimizer).store  # type: ignore[union-attr]
+    assert store._versions == [pair.model_param._version for pair in store.pairs]
+    mpinit.undo(model)
