@@ -35,14 +35,14 @@ def speed(results: dict[str, Any], path: Path) -> list[str]:
     plot = path.with_suffix(".png").relative_to(ROOT)
     names = [name for name in CONTENDERS if any(one(w, name) for w in results["workloads"])]
     title = "Time of a step over float32's, bfloat16, median of the rounds"
-    lines = [f"{title}; {where(results, path)}, [plot]({plot}):", ""]
+    lines = [f"{title}; {where(results, path)}:", ""]
     lines.append("| workload | " + " | ".join(ROSTER[name].title for name in names) + " |")
     lines.append("|---" * (len(names) + 1) + "|")
     for workload in results["workloads"]:
         reference = one(workload, workload["reference"])
         cells = [ratio(one(workload, name), reference) for name in names]
         lines.append(f"| {workload['name']} | " + " | ".join(cells) + " |")
-    return [*lines, ""]
+    return [*lines, "", f"![Time of a step by workload and contender, {results['machine']}]({plot})", ""]
 
 
 def one(workload: dict[str, Any], name: str) -> dict[str, Any] | None:
