@@ -36,25 +36,22 @@ def as_float32(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce() if gradient.is_sparse and not gradient.is_coalesced() else gradient
 
 
-def are_plain(gradients: Sequence[torch.Tensor | None], device: torch.device) -> bool:
-    """Whether all are there, dense, float32 and on one device, as they nearly always are: asked on every step."""
-    try:
-        return (
-            set(map(_DTYPE, gradients)) == _FLOAT32
-            and set(map(_IS_SPARSE, gradients)) == _NO
-            and set(map(type, gradients)) == _PLAIN
-            and set(map(_DEVICE, gradients)) == {device.index if device.index is not None else -1}
-        )
-    except AttributeError:
-        return False  # None is among them
-
-
 def all_dense(gradients: Sequence[torch.Tensor | None]) -> bool:
     """Whether all are there and dense."""
     try:
         return set(map(_IS_SPARSE, gradients)) == _NO
     except AttributeError:
         return False  # None is among them
+
+
+def are_plain(gradients: Sequence[torch.Tensor | None], device: torch.device) -> bool:
+    """Whether all are there, dense, float32 and on one device, as they nearly always are: asked on every step."""
+    return (
+        all_dense(gradients)
+        and set(map(_DTYPE, gradients)) == _FLOAT32
+        and set(map(type, gradients)) == _PLAIN
+        and set(map(_DEVICE, gradients)) == {device.index if device.index is not None else -1}
+    )
 
 
 def unscale_and_check_(

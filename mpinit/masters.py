@@ -162,9 +162,9 @@ class FullMasters:
     def are_usual(self, gradients: list[torch.Tensor | None], device: torch.device) -> bool:
         """Whether :func:`~mpinit.gradients.are_plain` holds of the pairs' gradients: asked on every step."""
         self._look_at_weights()
-        if self._device != device or is_distributed():
+        if self._device != device or not self.accumulates_natively:
             return are_plain(gradients, device)
-        # Weights on one device take float32 gradients on it and no others.
+        # Weights on one device whose grad_dtype is float32 take float32 gradients on it and no others.
         return all_dense(gradients)
 
     def _look_at_weights(self) -> None:

@@ -120,3 +120,22 @@ def test_versions_reckoned_are_the_versions() -> None:
     store = sessions.of(model).controller_of(optimizer).store  # type: ignore[union-attr]
     assert store._versions == [pair.model_param._version for pair in store.pairs]
     mpinit.undo(model)
+
+
+def test_training_goes_on_after_the_process_group_is_gone() -> None:
+    """Gradients that were left in 16 bit for the ranks' buckets still become float32 on the masters."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mpinit.initialize(model, optimizer, "O2", loss_scale=8.0, verbosity=0)
+    finally:
+        torch.distributed.destroy_process_group()
+    before = [p.detach().clone() for p in mpinit.master_params(optimizer)]
+    with mpinit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    for master, old in zip(mpinit.master_params(optimizer), before, strict=True):
+        assert master.grad is not None and master.grad.dtype is torch.float32
+        torch.testing.assert_close(master.detach(), old - 0.1)
+    mpinit.undo(model)
