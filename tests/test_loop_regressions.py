@@ -46,12 +46,18 @@ def test_clearing_through_the_model_clears_an_overflow_before_any_step(level: st
     assert mpinit.step_counts(optimizer) == (1, 0)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_step_on_nothing_after_an_overflow_was_cleared_is_none_skipped(level: str) -> None:
+def overflowed(level: str) -> tuple[torch.nn.Sequential, torch.optim.Optimizer, list[torch.Tensor]]:
+    """A model, its optimizer and masters, after a backward pass that overflowed."""
     model = mlp()
     optimizer = start(model, level, loss_scale="dynamic", init_loss_scale=4.0)
     before = masters(optimizer)
     backward(poison(total(model), model[0].weight), optimizer)
+    return model, optimizer, before
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_step_on_nothing_after_an_overflow_was_cleared_is_none_skipped(level: str) -> None:
+    model, optimizer, before = overflowed(level)
     model.zero_grad()
     optimizer.step()
     assert mpinit.step_counts(optimizer) == (1, 0)
@@ -60,10 +66,7 @@ def test_a_step_on_nothing_after_an_overflow_was_cleared_is_none_skipped(level: 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_an_overflow_that_was_clipped_to_a_number_is_still_one(level: str) -> None:
-    model = mlp()
-    optimizer = start(model, level, loss_scale="dynamic", init_loss_scale=4.0)
-    before = masters(optimizer)
-    backward(poison(total(model), model[0].weight), optimizer)
+    model, optimizer, before = overflowed(level)
     torch.nn.utils.clip_grad_value_(mpinit.master_params(optimizer), 1.0)
     optimizer.step()
     assert all(gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients(optimizer))
