@@ -3,7 +3,7 @@
 #   make demo       train on handwritten digits at O0..O3; table on screen, plot in runs/demo/
 #   make test       the test suite                make test ARGS="-k trees"
 #   make nightly    the long randomised runs that the test suite leaves out
-#   make lint       ruff          make typecheck  mypy --strict
+#   make lint       ruff, formatting too          make typecheck  mypy --strict
 #   make check      all of the above but the demo, as continuous integration runs them
 #   make bench      the CPU benchmarks            make bench-gpu  the CUDA ones
 #   make clean      remove .venv and what runs have left
@@ -51,6 +51,7 @@ nightly: $(VENV)/.dev
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 
 typecheck: $(VENV)/.dev
 	$(PY) -m mypy --strict mpinit

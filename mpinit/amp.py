@@ -9,10 +9,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import arguments, checkpoint, lookup, report
-from . import session as sessions
-from .native_autocast import disable_casts
-from .opt_levels import (
+from . import checkpoint, checks, registry
+from .functions.registration import (
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from .inspect.describe import announce
+from .inspect.describe import describe as describing
+from .plan import make_plan
+from .scaling.scaled_loss import ScaledLoss, Unscaled
+from .session import Session
+from .settings.opt_levels import (
     DEFAULT_LEVEL,
     DEFAULT_LIMIT,
     DEFAULT_ONE,
@@ -23,17 +34,8 @@ from .opt_levels import (
     read_settings,
     resolve,
 )
-from .plan import make_plan
-from .properties import Properties
-from .registration import (
-    float_function,
-    half_function,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
-from .session import ScaledLoss, Session, Unscaled
+from .settings.properties import Properties
+from .torch_internals.native_autocast import disable_casts
 
 __all__ = [
     "OPT_LEVELS",
@@ -58,6 +60,7 @@ __all__ = [
     "step_was_skipped",
     "undo",
 ]
+
 
 def initialize(
     models: Any,
@@ -89,7 +92,7 @@ def initialize(
             (16-bit throughout), "O4" and "O5" (O1 and O2 in bfloat16).
         enabled: False makes this and every other function of mpinit a no-op for these objects.
         cast_model_type: dtype of parameters, buffers and inputs; False: don't cast.
-        patch_torch_functions: whether torch functions cast their arguments.
+        patch_torch_functions: whether torch functions cast their checks.
         patch_torch_functions_type: the 16-bit dtype they run in. Default float16.
         keep_batchnorm_fp32: whether BatchNorm stays float32 in a 16-bit model.
         master_weights: True, False, or "split" (bfloat16 only): see :class:`Properties`.
@@ -121,14 +124,14 @@ def initialize(
     given = {key: value for key, value in locals().items() if key in Properties.model_fields} | more
     if isinstance(given["max_loss_scale"], Default):
         given["max_loss_scale"] = None
-    model_list = arguments.as_list(models, nn.Module, "models")
-    optimizer_list = [] if optimizers is None else arguments.as_list(optimizers, Optimizer, "optimizers")
+    model_list = checks.as_list(models, nn.Module, "models")
+    optimizer_list = [] if optimizers is None else checks.as_list(optimizers, Optimizer, "optimizers")
     if is_enabled(enabled):
-        lookup.disabled.difference_update([*model_list, *optimizer_list])
+        registry.disabled.difference_update([*model_list, *optimizer_list])
         settings = read_settings(config, num_losses, verbosity)
         _set_up(model_list, optimizer_list, resolve(opt_level, given, settings.pop("config")), **settings)
     else:
-        lookup.disabled.update([*model_list, *optimizer_list])
+        registry.disabled.update([*model_list, *optimizer_list])
     return models if optimizers is None else (models, optimizers)
 
 
@@ -141,11 +144,12 @@ def _set_up(
 ) -> None:
     level, props = resolved
     plan = make_plan(props)
-    arguments.check(models, optimizers, props, plan)
-    came_in_16_bit = arguments.names_in_16_bit(models)
+    checks.check(models, optimizers, props, plan)
+    came_in_16_bit = checks.names_in_16_bit(models)
     session = Session(models, optimizers, level, props, plan, num_losses, verbosity)
     session.apply()
-    report.announce(session, came_in_16_bit)
+    registry.add(session)
+    announce(session, came_in_16_bit)
 
 
 def scale_loss(
@@ -189,9 +193,9 @@ def scale_loss(
         torch.float32
         >>> mpinit.undo(optimizer)
     """
-    many = [optimizers] if isinstance(optimizers, Optimizer) else arguments.as_list(optimizers, Optimizer, "optimizers")
+    many = [optimizers] if isinstance(optimizers, Optimizer) else checks.as_list(optimizers, Optimizer, "optimizers")
     many = list(dict.fromkeys(many))
-    session = lookup.shared_session(many)
+    session = registry.shared_session(many)
     if session is None:
         return Unscaled(loss)
     if not isinstance(loss, torch.Tensor):
@@ -210,7 +214,7 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
         Float32 masters where there are any, the weights themselves otherwise (with ``master_weights="split"`` too,
         whose weights carry the gradients), in the groups' order.
     """
-    session = sessions.of(optimizer)
+    session = registry.of(optimizer)
     if session is None:
         for group in optimizer.param_groups:
             yield from group["params"]
@@ -252,7 +256,7 @@ def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
     Raises:
         RuntimeError: None was given and there is not exactly one live session; the message lists them.
     """
-    session = lookup.session_meant(optimizer)
+    session = registry.session_meant(optimizer)
     return {} if session is None else checkpoint.session_state(session)
 
 
@@ -267,26 +271,26 @@ def load_state_dict(state: Mapping[str, Any], optimizer: Optimizer | None = None
         ValueError: the state does not fit; the message lists the differences, and nothing was changed.
         RuntimeError: as in :func:`state_dict`.
     """
-    session = lookup.session_meant(optimizer)
+    session = registry.session_meant(optimizer)
     if session is not None:
         checkpoint.load_session_state(session, state)
 
 
 def loss_scale(optimizer: Optimizer, loss_id: int = 0) -> float:
     """The scale that :func:`scale_loss` uses for this optimizer's loss; 1.0 where disabled."""
-    session = lookup.session_meant(optimizer)
+    session = registry.session_meant(optimizer)
     return 1.0 if session is None else session.scaler(loss_id).loss_scale()
 
 
 def step_was_skipped(optimizer: Optimizer) -> bool:
     """Whether the last ``optimizer.step()`` was skipped because of an overflow."""
-    session = lookup.session_meant(optimizer)
+    session = registry.session_meant(optimizer)
     return session is not None and session.stepper_of(optimizer).was_skipped
 
 
 def step_counts(optimizer: Optimizer) -> tuple[int, int]:
     """How many steps were done and how many skipped since initialisation; (0, 0) where disabled."""
-    session = lookup.session_meant(optimizer)
+    session = registry.session_meant(optimizer)
     if session is None:
         return 0, 0
     counts = session.stepper_of(optimizer).counts
@@ -312,13 +316,13 @@ def describe(owner: Any) -> str:
         model 0, Linear: 10 float16 parameters
         >>> mpinit.undo(model)
     """
-    return "mixed precision is disabled" if owner in lookup.disabled else report.describe(lookup.session_of(owner))
+    return "mixed precision is disabled" if owner in registry.disabled else describing(registry.session_of(owner))
 
 
 def scheduler_step(scheduler: Any, *args: Any) -> None:
     """``scheduler.step(*args)``, unless the optimizer's last step was skipped."""
     optimizer = scheduler.optimizer
-    if sessions.of(optimizer) is None or not step_was_skipped(optimizer):
+    if registry.of(optimizer) is None or not step_was_skipped(optimizer):
         scheduler.step(*args)
 
 
@@ -334,11 +338,11 @@ def undo(owners: Any) -> None:
     given: Sequence[Any] = list(owners) if isinstance(owners, (list, tuple)) else [owners]
     found: dict[Session, None] = {}
     for owner in given:
-        session = sessions.of(owner)
+        session = registry.of(owner)
         if session is not None:
             found[session] = None
-        elif owner not in lookup.disabled:
+        elif owner not in registry.disabled:
             raise ValueError(f"this {type(owner).__name__} is not initialised, so there is nothing to undo")
     for session in sorted(found, key=lambda session: -session.number):
         session.undo()
-    lookup.disabled.difference_update(given)
+    registry.disabled.difference_update(given)

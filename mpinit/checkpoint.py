@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .loss_scaler import check_state
+from .scaling.scaler import check_state
 from .session import Session
 
 _GRAD_SCALER = ("scale", "_growth_tracker")

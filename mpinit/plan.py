@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .loss_scaler import ScalingRule
-from .properties import SMALLEST_SCALE, KeepFloat32, Properties
+from .settings.properties import SMALLEST_SCALE, KeepFloat32, Properties
 
 KeepPredicate = Callable[[str, torch.nn.Module], bool]
 
@@ -40,6 +39,31 @@ class CastScope(enum.Enum):
 
     THREAD = enum.auto()
     MODEL = enum.auto()
+
+
+@dataclass(frozen=True)
+class ScalingRule:
+    """The rule by which a loss scale moves; static scaling is a rule that never moves.
+
+    Attributes:
+        dynamic: whether the scale moves at all.
+        init_scale: the first scale.
+        growth_factor, backoff_factor: multipliers after ``growth_interval`` good steps and on overflow.
+        growth_interval: good steps in a row before growth.
+        hysteresis: overflows until the scale backs off; made up again whenever the scale grows.
+        min_scale, max_scale: limits, both finite and above 0.
+        max_consecutive_skips: skipped steps in a row after which stepping raises.
+    """
+
+    dynamic: bool
+    init_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    hysteresis: int
+    min_scale: float
+    max_scale: float
+    max_consecutive_skips: int
 
 
 @dataclass(frozen=True)
@@ -83,7 +107,7 @@ def make_plan(props: Properties) -> Plan:
     """Resolve Properties into a Plan.
 
     Example:
-        >>> from mpinit.opt_levels import OPT_LEVELS
+        >>> from mpinit.settings.opt_levels import OPT_LEVELS
         >>> make_plan(OPT_LEVELS["O2"]).model_dtype
         torch.float16
     """

@@ -1,7 +1,7 @@
 """The session of one ``initialize``: its plan, scalers, optimizers and undo stack, found again from any of them.
 
 Sessions are independent of one another. The optimizers' patched methods and the models' patched forwards keep theirs
-alive; the registry here only knows them weakly.
+alive; the registry only knows them weakly.
 """
 
 from __future__ import annotations
@@ -10,28 +10,24 @@ import functools
 import itertools
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import functions, modules
-from .logs import log
-from .loss_scaler import LossScaler
-from .masters import FullMasters
-from .optimizer_state import cast_states
-from .optimizers import OptimizerControl
-from .patching import Undo, UndoStack
+from . import functions
+from .basics.patching import Undo, UndoStack
+from .distributed.sharding import reshard
+from .masters.full import FullMasters
+from .masters.split import SplitMasters
+from .model import modules
+from .optimizer.control import OptimizerControl
+from .optimizer.state import cast_states
+from .optimizer.step import Stepper
 from .plan import Masters, Plan
-from .properties import Properties
-from .sharding import is_distributed, reshard
-from .split_masters import SplitMasters
-from .stepping import Stepper
+from .scaling.scaler import LossScaler
+from .settings.properties import Properties
 
-_owners: weakref.WeakKeyDictionary[Any, weakref.ref[Session]] = weakref.WeakKeyDictionary()
-_live: weakref.WeakSet[Session] = weakref.WeakSet()
 _dropped: list[Undo] = []
 _numbers = itertools.count()
 
@@ -64,6 +60,7 @@ class Session:
         self.verbosity = verbosity
         self.scalers = [LossScaler(plan.scaling) for _ in range(num_losses)]
         self.number = next(_numbers)
+        self.is_live = False
         self._controls: dict[Optimizer, OptimizerControl] = {}
         self._steppers: dict[Optimizer, Stepper] = {}
         self._undos = UndoStack()
@@ -80,9 +77,7 @@ class Session:
         except BaseException:
             self._undos.unwind()
             raise
-        for owner in (*self.models, *self.optimizers):
-            _owners[owner] = weakref.ref(self)
-        _live.add(self)
+        self.is_live = True
 
     def _apply(self) -> None:
         plan, push = self.plan, self._undos.push
@@ -131,9 +126,7 @@ class Session:
             control.store.adopt_external_writes()
             # Before weights are cast back: half of a split master is the weight, also of one that was added later.
             control.restore_parameters()
-        for owner in (*self.models, *self.optimizers):
-            _owners.pop(owner, None)
-        _live.discard(self)
+        self.is_live = False
         self._undos.unwind()
 
     # -- looking things up --------------------------------------------------------------------------------------
@@ -207,115 +200,3 @@ def _undone_when_dropped(session: Session, undo: Undo) -> Undo:
         undo()
 
     return undo_now
-
-
-class ScaledLoss:
-    """The context ``scale_loss`` returns: the scaled loss going in, sound float32 gradients coming out.
-
-    Args:
-        loss: the loss.
-        scaler: what scales it.
-        controls: the optimizers whose gradients the backward pass inside computes.
-        delay_update: leave the scale as it is until a later backward pass or step.
-    """
-
-    def __init__(
-        self, loss: torch.Tensor, scaler: LossScaler, controls: Sequence[OptimizerControl], delay_update: bool
-    ) -> None:
-        self._loss = loss
-        self._scaler = scaler
-        self._controls = controls
-        self._delay_update = delay_update
-        self._kept: list[list[torch.Tensor | None] | None] = []
-
-    def __enter__(self) -> torch.Tensor:
-        for control in self._controls:
-            control.check_no_block_is_open()
-        try:
-            for control in self._controls:
-                self._kept.append(control.before_backward(self._scaler))
-            return self._scaler.scale(self._loss)
-        except BaseException:
-            self._abandon()
-            for control in self._controls:
-                control.aside = None
-            raise
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self._finish() if exc_type is None else self._abandon()
-        except BaseException:
-            # Some gradients may be unscaled and added by now and others not: the cycle starts over.
-            for control in self._controls:
-                control.clear_gradients()
-                control.aside = None
-            raise
-        finally:
-            self._kept = []
-
-    def _abandon(self) -> None:
-        # Newest first: a parameter of two optimizers is kept by the one that took its gradient, the first.
-        while self._kept:
-            gradients = self._kept.pop()
-            self._controls[len(self._kept)].abandon_backward(gradients)
-
-    def _finish(self) -> None:
-        controls = self._controls
-        done: dict[int, torch.Tensor | None] | None = {} if len(controls) > 1 else None
-        found = [
-            control.after_backward(gradients, self._scaler, done)
-            for control, gradients in zip(controls, self._kept, strict=True)
-        ]
-        for found_inf in found:
-            if found_inf is not None:
-                self._scaler.note(found_inf)
-        # Before the step, ranks may have seen different overflows (no_sync), and their scales must not part.
-        if not self._delay_update and not is_distributed():
-            self._scaler.update()
-        elif self._scaler.has_notes:
-            # Whichever of them steps first.
-            for control in controls:
-                control.pending.append(self._scaler)
-        self._log_overflow(found)
-
-    def _log_overflow(self, found: list[torch.Tensor | None]) -> None:
-        # Only where looking costs no wait for the device.
-        if any(f is not None and f.device.type == "cpu" and f.item() > 0 for f in found):
-            log.info(
-                "Gradient overflow: the next optimizer.step() is skipped; loss scale now %s", self._scaler.loss_scale()
-            )
-
-
-class Unscaled:
-    """The context ``scale_loss`` returns where mixed precision is disabled: the loss as it is."""
-
-    def __init__(self, loss: Any) -> None:
-        self._loss = loss
-
-    def __enter__(self) -> Any:
-        return self._loss
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-def of(owner: Any) -> Session | None:
-    """The live session of a model or optimizer, or None."""
-    try:
-        reference = _owners.get(owner)
-    except TypeError:
-        return None
-    return None if reference is None else reference()
-
-
-def live() -> list[Session]:
-    """The live sessions, oldest first."""
-    return sorted(_live, key=lambda session: session.number)
-
-
-def latest() -> Session | None:
-    """The newest live session, or None."""
-    sessions = live()
-    return sessions[-1] if sessions else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -13,15 +14,20 @@ from casts import Initialize, StartCasts, o1_plan
 from torch import nn
 
 import mpinit
-from mpinit import functions, native_autocast, session
+from mpinit import functions, registry
+from mpinit.basics.patching import Undo
 from mpinit.functions import user_functions
-from mpinit.patching import Undo
+from mpinit.torch_internals import native_autocast
 
 hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=2000, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 torch.set_num_threads(1)
+
+# Child processes of tests share the same modules.
+_SUPPORT = str(Path(__file__).parent / "support")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_SUPPORT, os.environ.get("PYTHONPATH"))))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -40,7 +46,7 @@ def _same_start() -> Iterator[None]:
     torch.manual_seed(0)
     registered = list(user_functions.REGISTERED)
     yield
-    for left_over in reversed(session.live()):
+    for left_over in reversed(registry.live()):
         left_over.undo()
     # The examples in docstrings register functions too, torch.cumsum among them.
     user_functions.REGISTERED[:] = registered

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..patching import Undo, UndoStack
+from ..basics.patching import Undo, UndoStack
 from ..plan import CastScope, Plan
 from .engine import switch_thread_on
 from .installation import INSTALLATION
@@ -24,7 +24,7 @@ def apply(plan: Plan, verbose: bool = False) -> Undo:
         The undo, to be called in the same thread; calling it again does nothing.
 
     Example:
-        >>> from mpinit.opt_levels import OPT_LEVELS
+        >>> from mpinit.settings.opt_levels import OPT_LEVELS
         >>> from mpinit.plan import make_plan
         >>> undo = apply(make_plan(OPT_LEVELS["O1"]))
         >>> undo()

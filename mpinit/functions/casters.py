@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import torch
 
-from ..cast_lists import Cast, CastRow
-from ..dtypes import LOWER_PRECISION
-from ..native_autocast import call_without_casts
+from ..basics.dtypes import LOWER_PRECISION
+from ..torch_internals.native_autocast import call_without_casts
+from .cast_lists import Cast, CastRow
 
 Function = Callable[..., Any]
 

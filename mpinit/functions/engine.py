@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import torch
 
-from ..native_autocast import call_without_casts, device_types, is_on
-from ..patching import Undo, UndoStack, set_attribute
+from ..basics.patching import Undo, UndoStack, set_attribute
+from ..torch_internals.native_autocast import call_without_casts, device_types, is_on
 
 _log: Final = logging.getLogger("mpinit")
 

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import torch
 
-from ..cast_lists import APEX_POLICY, TORCH_POLICY, wrapped_on
-from ..native_autocast import device_types
-from ..patching import Undo, UndoStack, set_attribute
+from ..basics.patching import Undo, UndoStack, set_attribute
 from ..plan import CastPolicy, Plan
+from ..torch_internals.native_autocast import device_types
+from .cast_lists import APEX_POLICY, TORCH_POLICY, wrapped_on
 from .casters import wrapper
 from .earlier_imports import warn_of_torch_names
 from .engine import keep_casts_out_of_backward, keep_casts_out_of_fused_layers

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import torch
 
-from ..cast_lists import Cast, CastRow
-from ..dtypes import dtype_name
+from ..basics.dtypes import dtype_name
+from .cast_lists import Cast, CastRow
 from .casters import found_dtypes, widest
 
 _log: Final = logging.getLogger("mpinit")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from ..cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
+from .cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
 
 _DEVICES: Final = ("cpu", "cuda", "xpu")
 
@@ -22,8 +22,8 @@ _MEANING: Final = {
 _INTRODUCTION: Final = """\
 # The cast policy
 
-Made from `mpinit/cast_lists.py` by `python -m mpinit.functions.policy_table mpinit/docs/cast_policy.md`; a test
-compares the two.
+Made from `mpinit/functions/cast_lists.py` by `python -m mpinit.functions.policy_table
+mpinit/docs/cast_policy.md`; a test compares the two.
 
 What O1 (`patch_torch_functions=True`) does to the arguments of a function, on every device, in float16 and bfloat16.
 **native**: the device's own autocast kernels do it. **wrapped**: a thin wrapper stands at the names printed first; the

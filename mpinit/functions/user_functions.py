@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import torch
 
-from ..cast_lists import Cast
-from ..native_autocast import call_without_casts, device_types
-from ..trees import cast_tree
+from ..basics.trees import cast_tree
+from ..torch_internals.native_autocast import call_without_casts, device_types
+from .cast_lists import Cast
 from .casters import found_dtypes, widest
 
 Function = Callable[..., Any]

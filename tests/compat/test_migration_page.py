@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import mpinit
-from mpinit import session
+from mpinit import registry
 from mpinit.compat import uninstall_apex
 from mpinit.compat.coverage import COVERED, MODULES
 
@@ -26,7 +26,7 @@ ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TEXT.s
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
     yield
-    for live in reversed(session.live()):
+    for live in reversed(registry.live()):
         live.undo()
     uninstall_apex()
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from .... import amp as mp
-from .... import session as sessions
-from ....properties import Properties
+from .... import registry
+from ....settings.properties import Properties
 from ._handles import AmpHandle, NoOpHandle
 from ._sessions import training_session, unwrapped
 from .scaler import LossScaler
@@ -75,7 +75,7 @@ class AmpState:
         """The properties of the latest ``initialize``."""
         if self.disabled:
             return OptProperties(None, None)
-        latest = sessions.latest()
+        latest = registry.latest()
         if latest is None:
             raise AttributeError("amp has no properties before amp.initialize(...)")
         return OptProperties(latest.properties, latest.opt_level)
@@ -83,7 +83,7 @@ class AmpState:
     @property
     def handle(self) -> AmpHandle | NoOpHandle:
         """The handle of patched functions; one that does nothing where none are patched."""
-        latest = sessions.latest()
+        latest = registry.latest()
         if self.init_handle is not None and self.init_handle.is_active():
             return self.init_handle
         if self.disabled or latest is None or not latest.plan.patch_functions:
@@ -104,7 +104,7 @@ def master_params(optimizer: Any) -> Iterator[torch.nn.Parameter]:
         The parameters of its groups.
     """
     known = unwrapped(optimizer)
-    if sessions.of(known) is not None:
+    if registry.of(known) is not None:
         yield from mp.master_params(known)
     else:
         for group in optimizer.param_groups:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from .... import amp as mp
-from .... import session as sessions
-from ....session import Unscaled
+from .... import registry
+from ....scaling.scaled_loss import Unscaled
 from ._sessions import unwrapped
 from .opt import OptimWrapper
 
@@ -31,7 +31,7 @@ class AmpHandle:
 
     def is_active(self) -> bool:
         """Whether functions are patched."""
-        return sessions.of(self._model) is not None
+        return registry.of(self._model) is not None
 
     @property
     def _is_active(self) -> bool:
@@ -45,7 +45,7 @@ class AmpHandle:
     @property
     def verbose(self) -> bool:
         """Whether casts are logged."""
-        session = sessions.of(self._model)
+        session = registry.of(self._model)
         return session is not None and session.verbosity > 1
 
     def _clear_cache(self) -> None:
@@ -72,8 +72,8 @@ class AmpHandle:
 
     def adopt(self, optimizer: Any, num_losses: int) -> None:
         """Give an optimizer its own loss scalers, where it has none yet."""
-        session = sessions.of(self._model)
-        if session is not None and sessions.of(unwrapped(optimizer)) is None:
+        session = registry.of(self._model)
+        if session is not None and registry.of(unwrapped(optimizer)) is None:
             with warnings.catch_warnings():
                 # There is no model for its parameters to belong to: that is how this interface works.
                 warnings.simplefilter("ignore", UserWarning)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .... import amp as mp
-from ....registration import (
+from ....functions.registration import (
     float_function,
     half_function,
     promote_function,

@@ -9,10 +9,10 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from .... import amp as mp
-from .... import session as sessions
-from ....loss_scaler import check_state
-from ....opt_levels import OPT_LEVELS
-from ....properties import Properties
+from .... import registry
+from ....scaling.scaler import check_state
+from ....settings.opt_levels import OPT_LEVELS
+from ....settings.properties import Properties
 from . import lists
 from ._amp_state import _amp_state
 from .stash import attach
@@ -108,7 +108,7 @@ def _end_earlier_sessions(models: list[Any], optimizers: list[Any]) -> None:
     mpinit's own error says what to do.
     """
     for model in models:
-        earlier = sessions.of(model)
+        earlier = registry.of(model)
         if earlier is None or any(optimizer in earlier.optimizers for optimizer in optimizers):
             continue
         if all(any(own is given for given in models) for own in earlier.models):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from .... import amp as mp
-from .... import session as sessions
+from .... import registry
 from ....amp import disable_casts
-from ....session import Unscaled
+from ....scaling.scaled_loss import Unscaled
 from ._amp_state import _amp_state
 from ._handles import AmpHandle, NoOpHandle
 from ._sessions import unwrapped
@@ -61,4 +61,4 @@ def scale_loss(
 
 def _is_known(optimizers: Any) -> bool:
     each = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    return any(sessions.of(unwrapped(optimizer)) is not None for optimizer in each)
+    return any(registry.of(unwrapped(optimizer)) is not None for optimizer in each)

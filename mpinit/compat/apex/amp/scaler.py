@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ....loss_scaler import LossScaler as CoreScaler
-from ....loss_scaler import ScalingRule
-from ....properties import SMALLEST_SCALE
+from ....plan import ScalingRule
+from ....scaling.scaler import LossScaler as CoreScaler
+from ....settings.properties import SMALLEST_SCALE
 
 
 class LossScaler:

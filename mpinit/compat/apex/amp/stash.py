@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .... import session as sessions
-from ....dtypes import is_lower_precision
-from ....optimizers import OptimizerControl
+from .... import registry
+from ....basics.dtypes import is_lower_precision
+from ....optimizer.control import OptimizerControl
 from .scaler import LossScaler
 
 Params = list[torch.nn.Parameter]
@@ -43,7 +43,7 @@ class AmpStash:
             RuntimeError: its session was undone.
         """
         optimizer = self._optimizer()
-        session = sessions.of(optimizer)
+        session = registry.of(optimizer)
         if optimizer is None or session is None:
             raise RuntimeError("this optimizer is not initialised any more; call amp.initialize(...) for it again")
         return session.controller_of(optimizer)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....dtypes import is_lower_precision
+from ....basics.dtypes import is_lower_precision
 from .fp16util import clip_grad_norm, master_params_to_model_params
 from .loss_scaler import DynamicLossScaler, LossScaler
 

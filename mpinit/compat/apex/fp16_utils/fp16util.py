@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
-from ....trees import cast_tree
+from ....basics.trees import cast_tree
 
 __all__ = [
     "BN_convert_float",

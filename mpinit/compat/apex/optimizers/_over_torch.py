@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ....optimizer_state import stepped_unsoundly, unfused
+from ....optimizer.state import stepped_unsoundly, unfused
 from ._steps import ClearsAsTold, loss_of, without_decay
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from .....registration import register_float_function, register_half_function, register_promote_function
+from .....functions.registration import register_float_function, register_half_function, register_promote_function
 from . import functional_overrides, tensor_overrides, torch_overrides
 
 __all__ = ["functional_overrides", "register_edits", "tensor_overrides", "torch_overrides"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .....cast_lists import APEX_POLICY, Cast
+from .....functions.cast_lists import APEX_POLICY, Cast
 
 
 def names_under(prefix: str, cast: Cast) -> list[str]:

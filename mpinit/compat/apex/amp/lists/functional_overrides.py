@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.nn.functional as MODULE
 
-from .....cast_lists import Cast
+from .....functions.cast_lists import Cast
 from ._policy import names_under
 
 __all__ = ["BANNED_FUNCS", "FP16_FUNCS", "FP32_FUNCS", "MODULE"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch as MODULE
 
-from .....cast_lists import Cast
+from .....functions.cast_lists import Cast
 from ._policy import names_under
 
 __all__ = ["CASTS", "FP16_FUNCS", "FP32_FUNCS", "MODULE", "SEQUENCE_CASTS"]

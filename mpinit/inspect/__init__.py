@@ -1,0 +1,1 @@
+"""What precision does, to look at: reads, never changes."""

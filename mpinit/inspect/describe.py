@@ -1,0 +1,65 @@
+"""What is said about a session: a log line when it starts, and a page when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import torch
+
+from ..basics.dtypes import dtype_name
+from ..basics.logs import log
+from ..model import modules
+from ..session import Session
+
+_TOLD: Final = (
+    "cast_model_type",
+    "patch_torch_functions",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+)
+
+
+def announce(session: Session, came_in_16_bit: Sequence[str]) -> None:
+    """Log in one line what was set up, and in another which weights came in 16-bit already."""
+    if session.verbosity < 1:
+        return
+    words = ", ".join(f"{name}={getattr(session.properties, name)}" for name in _TOLD)
+    log.info("%s: %s", session.describe(), words)
+    if came_in_16_bit:
+        first = ", ".join(came_in_16_bit[:3])
+        log.info("%s: %d weights came in 16-bit, first %s", session.describe(), len(came_in_16_bit), first)
+
+
+def describe(session: Session) -> str:
+    """What the session does and how it fares, on a few lines of text. Reads the scales and counters off the device."""
+    lines = [session.describe()]
+    lines += [f"  {name} = {getattr(session.properties, name)}" for name in _TOLD]
+    for index, model in enumerate(session.models):
+        lines.append(f"model {index}, {type(model).__name__}: {_counts(model.parameters())} parameters")
+        kept = modules.kept_float32([model], session.plan)
+        if kept:
+            names = {module: name for name, module in model.named_modules()}
+            first = ", ".join(names[module] or "the whole model" for module in kept[:5])
+            lines.append(f"  float32: {first}" + (f" and {len(kept) - 5} more" if len(kept) > 5 else ""))
+    for index, optimizer in enumerate(session.optimizers):
+        control, counts = session.controller_of(optimizer), session.stepper_of(optimizer).counts
+        masters = f"{len(control.store.pairs)} float32 masters" if control.store.pairs else "no masters"
+        lines.append(
+            f"optimizer {index}, {type(optimizer).__name__}: {masters}; {counts.good} steps done, {counts.skipped} "
+            f"skipped, {counts.consecutive} of them just now"
+        )
+    lines += [
+        f"loss {index}: scale {scaler.loss_scale():g}, {scaler.unskipped} good backward passes since it moved"
+        for index, scaler in enumerate(session.scalers)
+    ]
+    return "\n".join(lines)
+
+
+def _counts(parameters: Iterable[torch.Tensor]) -> str:
+    elements: dict[str, int] = {}
+    for parameter in parameters:
+        name = dtype_name(parameter.dtype)
+        elements[name] = elements.get(name, 0) + parameter.numel()
+    return ", ".join(f"{count:,} {name}" for name, count in elements.items()) or "no"

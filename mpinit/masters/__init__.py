@@ -1,0 +1,1 @@
+"""What a float32 master and its weight are between steps."""

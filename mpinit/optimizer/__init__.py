@@ -1,0 +1,1 @@
+"""What happens to optimizers: their groups, gradients and steps."""

@@ -1,0 +1,87 @@
+"""Which session an object belongs to: the only process-wide state about sessions, known weakly."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch.optim import Optimizer
+
+from .session import Session
+
+_owners: weakref.WeakKeyDictionary[Any, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+# Optimizers and models that initialize(enabled=False) was called on: everything is a no-op for them.
+disabled: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def add(session: Session) -> None:
+    """Take a session in whose ``apply`` is done; it leaves by being undone or dropped."""
+    for owner in (*session.models, *session.optimizers):
+        _owners[owner] = weakref.ref(session)
+    _sessions.add(session)
+
+
+def of(owner: Any) -> Session | None:
+    """The live session of a model or optimizer, or None."""
+    try:
+        reference = _owners.get(owner)
+    except TypeError:
+        return None
+    session = None if reference is None else reference()
+    return session if session is not None and session.is_live else None
+
+
+def live() -> list[Session]:
+    """The live sessions, oldest first."""
+    return sorted((session for session in _sessions if session.is_live), key=lambda session: session.number)
+
+
+def latest() -> Session | None:
+    """The newest live session, or None."""
+    sessions = live()
+    return sessions[-1] if sessions else None
+
+
+def session_of(optimizer: Any) -> Session:
+    """The live session of an optimizer or model; a RuntimeError that lists the sessions where it has none."""
+    session = of(optimizer)
+    if session is None:
+        known = "; ".join(session.describe() for session in live()) or "there are none"
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} was not initialised: pass it to mpinit.initialize first. Live sessions: "
+            f"{known}"
+        )
+    return session
+
+
+def shared_session(optimizers: list[Optimizer]) -> Session | None:
+    """The session that all the optimizers share; None where they are disabled, or there is none to speak of."""
+    owning = [of(optimizer) for optimizer in optimizers]
+    if not owning:
+        sessions = live()
+        return sessions[0] if len(sessions) == 1 else None
+    if owning[0] is None or any(session is not owning[0] for session in owning):
+        if all(optimizer in disabled for optimizer in optimizers):
+            return None
+        named = " and ".join(dict.fromkeys(session_of(optimizer).describe() for optimizer in optimizers))
+        raise ValueError(f"one loss cannot be scaled by {named} at once: pass their optimizers to one initialize call")
+    return owning[0]
+
+
+def session_meant(optimizer: Optimizer | None) -> Session | None:
+    """The optimizer's session, or without one the only live session; None where disabled.
+
+    Raises:
+        RuntimeError: there is no such session, or more than one to choose from.
+    """
+    if optimizer is not None:
+        return None if optimizer in disabled else session_of(optimizer)
+    sessions = live()
+    if len(sessions) == 1:
+        return sessions[0]
+    if not sessions and len(disabled):
+        return None
+    known = "; ".join(session.describe() for session in sessions) or "none: call mpinit.initialize first"
+    raise RuntimeError(f"which session is meant? Give an optimizer of it. Live sessions: {known}")

@@ -1,0 +1,1 @@
+"""Loss scaling: how the scale moves, and the context around the backward pass."""

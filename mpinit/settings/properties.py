@@ -1,0 +1,344 @@
+"""The property set a user can ask for: a frozen pydantic model with its cross-field rules and error texts."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+
+from ..basics.dtypes import dtype_name, is_lower_precision, parse_dtype
+
+DEFAULT_INIT_SCALE = 2.0**16
+DEFAULT_MAX_SCALE = 2.0**24
+
+# A scale is kept as a float32 beside its reciprocal: outside these limits one of the two is 0 or inf.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
+
+_NOTHING = ("none", "")
+_BOOLEANS = {"true": True, "false": False}
+_NOTHING_IS_A_VALUE = (
+    "cast_model_type",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "cast_model_outputs",
+    "keep_fp32",
+    "min_loss_scale",
+)
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.strip().lower() in _NOTHING)
+
+
+def is_given(name: str, value: Any) -> bool:
+    """Whether ``value`` says anything about the property ``name``.
+
+    None never does. The string "None", which a command line may hand over, says "nothing" to a property that can be
+    nothing, and leaves the others as they are.
+
+    Example:
+        >>> is_given("keep_batchnorm_fp32", "None"), is_given("loss_scale", "None")
+        (True, False)
+    """
+    return value is not None and (name in _NOTHING_IS_A_VALUE or not _is_nothing(value))
+
+
+def _parse_optional_dtype(value: Any) -> torch.dtype | None:
+    if _is_nothing(value) or value is False or (isinstance(value, str) and value.strip().lower() == "false"):
+        return None
+    return parse_dtype(value)
+
+
+def parse_bool(value: Any) -> bool:
+    """Read a boolean, or the string a command line makes of one: "True", "false"."""
+    if isinstance(value, str) and value.strip().lower() in _BOOLEANS:
+        return _BOOLEANS[value.strip().lower()]
+    if isinstance(value, bool):
+        return value
+    raise ValueError(f"{value!r} is not a boolean; give True or False (the strings 'True' and 'False' work too)")
+
+
+def _parse_optional_bool(value: Any) -> Any:
+    return None if _is_nothing(value) else parse_bool(value)
+
+
+def _parse_master_weights(value: Any) -> Any:
+    if value == "split":
+        return value
+    try:
+        return _parse_optional_bool(value)
+    except ValueError as error:
+        raise ValueError(f'{value!r} is not a kind of master weights; give True, False or "split"') from error
+
+
+def _parse_loss_scale(value: Any) -> Any:
+    if value == "dynamic":
+        return value
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        scale = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f'{value!r} is not a loss scale; give "dynamic" or a number above 0, such as 128.0') from None
+    return _check_scale(scale)
+
+
+def _check_scale(scale: float) -> float:
+    if not math.isfinite(scale) or scale <= 0:
+        raise ValueError(f'a loss scale of {scale} cannot be undone; give "dynamic" or a finite number above 0')
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        raise ValueError(
+            f"a loss scale of {scale} leaves float32's range, or its reciprocal does; give a number between 2**-126 "
+            "and 2**126"
+        )
+    return scale
+
+
+def _parse_optional_scale(value: Any) -> Any:
+    if _is_nothing(value):
+        return None
+    if value == "dynamic":
+        raise ValueError('"dynamic" is not a number; only loss_scale can be "dynamic", give a number above 0 here')
+    return _parse_loss_scale(value)
+
+
+def _parse_scale(value: Any) -> Any:
+    if _is_nothing(value):
+        raise ValueError(f"{value!r} is not a number; give one above 0, or leave it out for the default")
+    return _parse_optional_scale(value)
+
+
+_DTYPE_SCHEMA = WithJsonSchema(
+    {"anyOf": [{"enum": ["float16", "bfloat16", "float32"], "type": "string"}, {"type": "null"}]}
+)
+OptionalDtype = Annotated[
+    torch.dtype | None,
+    BeforeValidator(_parse_optional_dtype),
+    PlainSerializer(lambda value: None if value is None else dtype_name(value), when_used="json"),
+    _DTYPE_SCHEMA,
+]
+Boolean = Annotated[bool, BeforeValidator(parse_bool)]
+OptionalBoolean = Annotated[bool | None, BeforeValidator(_parse_optional_bool)]
+MasterWeights = Annotated[bool | Literal["split"] | None, BeforeValidator(_parse_master_weights)]
+LossScale = Annotated[float | Literal["dynamic"], BeforeValidator(_parse_loss_scale)]
+OptionalScale = Annotated[float | None, BeforeValidator(_parse_optional_scale)]
+KeepFloat32 = type[torch.nn.Module] | str | Callable[[str, torch.nn.Module], bool]
+
+
+def _check_keep_fp32_entry(entry: Any) -> None:
+    """Refuse what pydantic's union would take for a predicate: any class and any module can be called."""
+    is_module_type = isinstance(entry, type) and issubclass(entry, torch.nn.Module)
+    if isinstance(entry, torch.nn.Module):
+        raise ValueError(
+            f"a module itself ({type(entry).__name__}) cannot be an entry; give its dotted name, such as 'head', its "
+            "type, or a predicate (name, module) -> bool"
+        )
+    if not (is_module_type or isinstance(entry, str) or (callable(entry) and not isinstance(entry, type))):
+        raise ValueError(
+            f"{entry!r} is neither a torch.nn.Module type, nor a dotted name such as 'head' or '*.norm', nor a "
+            "predicate (name, module) -> bool; give one of these, or a list of them"
+        )
+
+
+class Properties(BaseModel):
+    """What is asked for, in the user's words: the five properties of the level and everything that refines them.
+
+    Frozen; serialises to JSON and back (dtypes by name) unless ``keep_fp32`` holds types or functions.
+
+    Attributes:
+        cast_model_type: dtype the model's floating parameters, buffers and inputs are cast to; None: don't cast.
+        patch_torch_functions: whether torch functions cast their arguments (O1).
+        patch_torch_functions_type: the 16-bit dtype those functions run in. Default float16.
+        keep_batchnorm_fp32: whether BatchNorm stays float32 in a 16-bit model; None where it does not apply.
+        master_weights: True: the optimizer steps float32 masters of 16-bit weights; "split": the same, stored as
+            the bfloat16 weight and a 16-bit remainder; False or None: the optimizer steps the weights themselves.
+        loss_scale: "dynamic" or a static positive number.
+        cast_model_outputs: dtype of the model's floating outputs. Default None: float32.
+        keep_fp32: module types, dotted names (wildcards allowed) or predicates ``(name, module) -> bool``: these
+            modules stay float32.
+        cast_policy: "torch" (PyTorch's CUDA autocast lists on every device) or the stricter "apex".
+        cast_scope: "thread": casts are on in the calling thread; "model": only inside initialised models' forward.
+        allow_banned: let functions run that the cast policy bans in float16.
+        init_loss_scale: dynamic scaling's first scale. Default 2**16.
+        growth_factor: the scale is multiplied by this after ``growth_interval`` good steps. Default 2.
+        backoff_factor: the scale is multiplied by this on overflow. Default 0.5.
+        growth_interval: good steps before the scale grows. Default 2,000.
+        hysteresis: overflows tolerated before the scale backs off. Default 1 (the first one).
+        min_loss_scale, max_loss_scale: limits of dynamic scaling. Default none and 2**24.
+        max_consecutive_skips: skipped steps in a row after which ``step()`` raises. Default 64.
+        compile_step: compile the optimizer's update and the rounding into the weights into one graph.
+        split_bucket_bytes: float32 bytes materialised at a time by ``master_weights="split"``. Default 64 MiB; on a
+            CPU at most 16 MiB, where larger buckets are slower.
+
+    Example:
+        >>> Properties(loss_scale="128.0").loss_scale
+        128.0
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, ser_json_inf_nan="constants")
+
+    cast_model_type: OptionalDtype = None
+    patch_torch_functions: Boolean = False
+    patch_torch_functions_type: OptionalDtype = Field(default="float16", validate_default=True)
+    keep_batchnorm_fp32: OptionalBoolean = None
+    master_weights: MasterWeights = None
+    loss_scale: LossScale = 1.0
+    cast_model_outputs: OptionalDtype = None
+    keep_fp32: tuple[KeepFloat32, ...] = ()
+    cast_policy: Literal["torch", "apex"] = "torch"
+    cast_scope: Literal["thread", "model"] = "thread"
+    allow_banned: Boolean = False
+    init_loss_scale: Annotated[float, BeforeValidator(_parse_scale)] = DEFAULT_INIT_SCALE
+    growth_factor: float = Field(default=2.0, gt=1.0, allow_inf_nan=False)
+    backoff_factor: float = Field(default=0.5, gt=0.0, lt=1.0)
+    growth_interval: int = Field(default=2000, ge=1)
+    hysteresis: int = Field(default=1, ge=1)
+    min_loss_scale: OptionalScale = None
+    max_loss_scale: Annotated[float, BeforeValidator(_parse_scale)] = DEFAULT_MAX_SCALE
+    max_consecutive_skips: int = Field(default=64, ge=1)
+    compile_step: Boolean = False
+    split_bucket_bytes: int = Field(default=64 * 2**20, ge=4)
+
+    @field_validator("keep_fp32", mode="before")
+    @classmethod
+    def _keep_fp32_as_tuple(cls, value: Any) -> Any:
+        if _is_nothing(value):
+            return ()
+        entries = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+        for entry in entries:
+            _check_keep_fp32_entry(entry)
+        return entries
+
+    @field_validator("patch_torch_functions_type")
+    @classmethod
+    def _functions_run_in_16_bit(cls, value: torch.dtype | None) -> torch.dtype:
+        if value is None or not is_lower_precision(value):
+            raise ValueError(
+                f"patch_torch_functions_type={value} is not a 16-bit type; give float16 or bfloat16, "
+                "or patch_torch_functions=False to run everything in float32"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _sides_agree(self) -> Properties:
+        for rule in _RULES:
+            rule(self)
+        return self
+
+    @property
+    def lower_precision_type(self) -> torch.dtype | None:
+        """The 16-bit dtype this property set works in, or None if everything is float32."""
+        if self.patch_torch_functions:
+            return self.patch_torch_functions_type
+        if self.cast_model_type is not None and is_lower_precision(self.cast_model_type):
+            return self.cast_model_type
+        return None
+
+
+def _weights_or_functions(props: Properties) -> None:
+    cast = props.cast_model_type
+    if props.patch_torch_functions and cast is not None and is_lower_precision(cast):
+        raise ValueError(
+            f"cast_model_type={cast} contradicts patch_torch_functions=True (O1): patched functions cast float32 "
+            "weights as they use them, so the weights must stay float32. For 16-bit weights use opt_level='O2' or "
+            "'O3' without patch_torch_functions; for 16-bit functions use opt_level='O1' without cast_model_type and "
+            f"give patch_torch_functions_type={cast}"
+        )
+
+
+def _masters_of_16_bit_weights(props: Properties) -> None:
+    if props.patch_torch_functions and props.master_weights:
+        raise ValueError(
+            f"master_weights={props.master_weights!r} contradicts patch_torch_functions=True (O1): there the weights "
+            "are float32 already and need no masters. Drop master_weights, or use opt_level='O2' for 16-bit weights "
+            "with float32 masters"
+        )
+
+
+def _split_masters_need_bfloat16(props: Properties) -> None:
+    if props.master_weights == "split" and props.cast_model_type is not torch.bfloat16:
+        raise ValueError(
+            f'master_weights="split" contradicts cast_model_type={props.cast_model_type}: only a bfloat16 weight is '
+            "the upper half of its float32 master, so only there does a 16-bit remainder complete it. Give "
+            "cast_model_type=torch.bfloat16 (or opt_level='O5'), or master_weights=True for full float32 masters"
+        )
+
+
+def _limits_in_order(props: Properties) -> None:
+    low, high = props.min_loss_scale, props.max_loss_scale
+    if low is not None and low > high:
+        raise ValueError(
+            f"min_loss_scale={low} is above max_loss_scale={high}: lower the one or raise the other so that "
+            "dynamic scaling has room between them"
+        )
+
+
+def _one_step_to_compile(props: Properties) -> None:
+    if props.compile_step and props.master_weights == "split":
+        raise ValueError(
+            'compile_step=True contradicts master_weights="split": split masters are stepped a bucket at a time, so '
+            "there is no one step to compile. Drop compile_step, or use master_weights=True"
+        )
+
+
+_RULES = (
+    _weights_or_functions,
+    _masters_of_16_bit_weights,
+    _split_masters_need_bfloat16,
+    _one_step_to_compile,
+    _limits_in_order,
+)
+
+
+def field_names() -> tuple[str, ...]:
+    """Every keyword that is a property, in declaration order."""
+    return tuple(Properties.model_fields)
+
+
+def check_names(names: Iterable[Any], allowed: tuple[str, ...], where: str, others: tuple[str, ...] = ()) -> None:
+    """Raise a ValueError for the first unknown name, with the nearest there is.
+
+    Args:
+        names: the names given.
+        allowed: the names there are.
+        where: what was being read, for the message: "initialize()", a file's path.
+        others: names that are no properties but may have been meant.
+    """
+    for name in names:
+        if name not in allowed:
+            near = difflib.get_close_matches(str(name), allowed + others, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise ValueError(f"{where} has no property {name!r}{hint} The properties are: {', '.join(allowed)}")
+
+
+def build(values: dict[str, Any]) -> Properties:
+    """Validate ``values`` into Properties; pydantic's report becomes one plain ValueError."""
+    try:
+        return Properties(**values)
+    except ValidationError as error:
+        raise ValueError("; ".join(_describe(item) for item in error.errors())) from None
+
+
+def _describe(item: Any) -> str:
+    text = str(item["msg"])
+    where = ".".join(str(part) for part in item["loc"][:1])
+    if item["type"] != "value_error":
+        # pydantic's own texts say what is allowed but not what was given; ours say both.
+        text = f"{text[:1].lower()}{text[1:]}, but {item['input']!r} was given"
+    text = text.removeprefix("Value error, ")
+    return f"{where}: {text}" if where else text

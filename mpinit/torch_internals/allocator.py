@@ -1,0 +1,36 @@
+"""Memory of large gradients on a CPU, kept from going back to the system between steps.
+
+A C library returns the free memory above the highest block in use to the system, and when it is needed again it is
+faulted in page by page: for all gradients that was measured to take longer than an Adam step. One block kept in use
+keeps everything below it: free for whoever asks next, activations too, and without faults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import torch
+
+_SMALL: Final = 2**15  # elements: 128 KiB, up to which a C library serves memory from blocks of its own
+
+
+def large_on_cpu(weights: Sequence[torch.Tensor]) -> list[int]:
+    """The indices of those whose gradients take memory that may go back to the system."""
+    return [
+        index
+        for index, weight in enumerate(weights)
+        if weight.device.type == "cpu" and weight.numel() > _SMALL and not hasattr(weight, "device_mesh")
+    ]
+
+
+def highest(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    """The dense gradient at the highest address, without its graph; None where there is none.
+
+    Example:
+        >>> one = torch.ones(2)
+        >>> highest([None, one]).data_ptr() == one.data_ptr()
+        True
+    """
+    dense = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
+    return max(dense, key=torch.Tensor.data_ptr).detach() if dense else None

@@ -1,0 +1,53 @@
+"""Docstrings: their examples run, and every public name has one."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "mpinit"
+
+
+def public_modules() -> list[str]:
+    """Every module but those that are run rather than imported; the compatibility package has tests of its own."""
+    names = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        if "compat" not in parts and parts[-1] != "__main__":
+            names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return names
+
+
+@pytest.mark.parametrize("name", public_modules())
+def test_the_examples_in_docstrings_run(name: str) -> None:
+    module = importlib.import_module(name)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    report: list[str] = []
+    for test in doctest.DocTestFinder().find(module, name):
+        runner.run(test, out=report.append)
+    assert runner.failures == 0, "".join(report)
+
+
+@pytest.mark.parametrize("name", public_modules())
+def test_public_functions_and_classes_are_documented(name: str) -> None:
+    path = PACKAGE.parent.joinpath(*name.split("."))
+    path = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree), f"{name} does not say what it is for"
+    bare = [
+        node.name
+        for node in tree.body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
+    ]
+    assert not bare
+
+
+def test_the_search_runs_examples_at_all() -> None:
+    found = doctest.DocTestFinder().find(importlib.import_module("mpinit.basics.dtypes"))
+    assert any("parse_dtype" in test.name and test.examples for test in found)

@@ -1,0 +1,79 @@
+"""examples: each runs as a user would run it and says what it should."""
+
+from __future__ import annotations
+
+import logging
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    """A function that runs an example as ``__main__`` in this process, which has torch, and returns its output."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    threads, log = torch.get_num_threads(), logging.getLogger("mpinit")
+    level = log.level
+
+    def run(name: str, *arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    yield run
+    torch.set_num_threads(threads)
+    log.setLevel(level)
+
+
+def test_the_minimal_example_is_minimal() -> None:
+    assert len((EXAMPLES / "minimal.py").read_text(encoding="utf-8").splitlines()) < 60
+
+
+def check_minimal(level: str, output: str) -> None:
+    first, resumed = output.splitlines()
+    start, end = (float(part.split()[0].strip(",")) for part in first.split("loss ", 1)[1].split(" -> "))
+    assert first.startswith(level)
+    assert end < start / 10
+    assert float(resumed.removeprefix("resumed: loss ")) < start / 10
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_the_minimal_example_trains_and_resumes(level: str, script) -> None:  # type: ignore[no-untyped-def]
+    check_minimal(level, script("minimal.py", level))
+
+
+def test_the_minimal_example_runs_in_a_process_of_its_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "examples/minimal.py"], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    check_minimal("O2", done.stdout)
+    assert done.stderr == ""
+
+
+def test_the_demo_prints_its_table_and_writes_its_plot(tmp_path: Path, script) -> None:  # type: ignore[no-untyped-def]
+    names = ["O0 fp32", "O1 bf16", "O2 fp16", "O2 bf16", "O3 bf16"]
+    output = script("digits.py", "--epochs", 1, "--width", 4, "--out", tmp_path, "--only", *names)
+    rows = [line.split() for line in output.splitlines()]
+    for name in names:
+        assert any(" ".join(row[:2]) == name for row in rows), f"{name} is missing from the table"
+    assert "points from O0" in output
+    plot = tmp_path / "loss_and_scale.png"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert plot.stat().st_size > 20_000
+    assert (tmp_path / "table.txt").read_text(encoding="utf-8") in output
+
+
+def test_the_demo_refuses_settings_it_does_not_have(script, capsys) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(SystemExit):
+        script("digits.py", "--only", "O9 fp16")
+    message = capsys.readouterr().err
+    assert "O9 fp16" in message
+    assert "O2 bf16" in message, "the error lists what there is"

@@ -1,0 +1,320 @@
+"""Installing the casts and putting everything back; where casts are on, thread by thread; verbose mode."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import logging
+import pickle
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from casts import BF16, FP32, HALF, StartCasts, o1_plan
+from torch.nn import functional as F
+
+from mpinit.functions import apply, installation
+from mpinit.functions.cast_lists import APEX_POLICY
+from mpinit.functions.installation import INSTALLATION, resolve_owner
+from mpinit.torch_internals.native_autocast import disable_casts, is_on
+
+
+def snapshot() -> dict[str, Any]:
+    """What stands in every namespace a session touches, and this thread's autocast state."""
+    owners = {id(owner): owner for row in APEX_POLICY for owner in [resolve_owner(name)[0] for name in row.wraps]}
+    owners |= {id(owner): owner for owner in (torch.autograd, torch.backends.mha)}
+    found: dict[str, Any] = {
+        f"{owner!r}.{name}": value for owner in owners.values() for name, value in vars(owner).items()
+    }
+    found["state"] = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+    found["cache"] = torch.is_autocast_cache_enabled()
+    found["tag"] = torch.compiler.config.cache_key_tag
+    return found
+
+
+def same(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    return not differences(before, after)
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    plain = {"state", "cache", "tag"}
+    changed = [
+        key
+        for key in before.keys() & after.keys()
+        if (before[key] != after[key] if key in plain else before[key] is not after[key])
+    ]
+    return changed + sorted(before.keys() ^ after.keys())
+
+
+def product_dtype() -> torch.dtype:
+    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_everything_is_back_after_the_last_of_several_sessions_in_any_order(order: tuple[int, ...]) -> None:
+    before = snapshot()
+    undos = [
+        apply(o1_plan()),
+        apply(o1_plan(patch_torch_functions_type=BF16, cast_policy="apex"), verbose=True),
+        apply(o1_plan(cast_scope="model", allow_banned=True)),
+    ]
+    for count, index in enumerate(order):
+        assert not same(before, snapshot()), count
+        undos[index]()
+        undos[index]()  # undoing twice does nothing
+    assert same(before, snapshot())
+
+
+def test_the_dtype_in_force_is_that_of_the_latest_session_not_undone(start_casts: StartCasts) -> None:
+    first, second = start_casts(), start_casts(patch_torch_functions_type=BF16)
+    assert product_dtype() is BF16
+    second()
+    assert product_dtype() is HALF
+    first()
+    assert product_dtype() is FP32
+
+
+def test_a_failure_while_installing_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = snapshot()
+    made = []
+
+    def failing(*args: Any) -> Any:
+        made.append(args)
+        if len(made) == 30:
+            raise KeyError("half way")
+        return args[2]
+
+    monkeypatch.setattr(installation, "wrapper", failing)
+    with pytest.raises(KeyError, match="half way"):
+        apply(o1_plan())
+    monkeypatch.undo()
+    assert same(before, snapshot())
+    assert not INSTALLATION._sessions
+
+
+def test_wrappers_look_like_what_they_stand_for(start_casts: StartCasts) -> None:
+    documentation, signature = torch.exp.__doc__, inspect.signature(torch.autograd.backward)
+    start_casts()
+    assert torch.exp.__doc__ == documentation
+    assert inspect.signature(torch.autograd.backward) == signature
+    for function in (torch.exp, torch.Tensor.exp, F.softplus, torch.bilinear, torch.special.softmax):
+        assert pickle.loads(pickle.dumps(function)) is function
+
+
+def test_thread_scope_covers_the_calling_thread_only(start_casts: StartCasts) -> None:
+    start_casts()
+    seen: list[Any] = []
+    thread = threading.Thread(target=lambda: seen.append((is_on(), product_dtype())))
+    thread.start()
+    thread.join()
+    assert seen == [(False, FP32)]
+    assert is_on()
+    assert not torch.is_autocast_cache_enabled()
+
+
+def test_model_scope_switches_nothing_on(start_casts: StartCasts) -> None:
+    start_casts(cast_scope="model")
+    assert not is_on()
+    assert product_dtype() is FP32
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_undone_in_another_thread_it_says_what_stays(caplog: pytest.LogCaptureFixture) -> None:
+    before = snapshot()
+    undo = apply(o1_plan())
+    with caplog.at_level(logging.WARNING, "mpinit"):
+        thread = threading.Thread(target=undo)
+        thread.start()
+        thread.join()
+    assert "call mpinit.undo in the thread that called mpinit.initialize" in caplog.text
+    assert is_on()
+    apply(o1_plan())()  # the next session of this thread, undone, takes the lost one with it
+    assert differences(before, snapshot()) == []
+
+
+def test_torch_functions_bound_by_the_users_modules_before_are_named(
+    start_casts: StartCasts, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "from torch import exp, add\nfrom torch.nn.functional import softplus as soft, linear, softmax\n"
+    (tmp_path / "early_importer.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("early_importer")
+    try:
+        with caplog.at_level(logging.WARNING, "mpinit"):
+            start_casts()
+            start_casts()
+    finally:
+        del sys.modules["early_importer"]
+    # linear and add need no wrapper, and softmax looks the method up when it is called.
+    assert sorted(record.getMessage().partition(" was imported")[0] for record in caplog.records) == [
+        "early_importer.exp",
+        "early_importer.soft",
+    ]
+    assert "call it as torch.exp, or import it after initialize" in caplog.text
+    x = torch.ones(2, dtype=HALF)
+    assert (module.exp(x).dtype, module.softmax(x, -1).dtype) == (HALF, FP32)
+
+
+def test_an_engine_function_bound_before_runs_without_casts_all_the_same(start_casts: StartCasts) -> None:
+    from torch.autograd import backward, grad
+
+    start_casts()
+    assert grad_dtype_seen_in_backward(backward) == [False]
+    assert grad_dtype_seen_in_backward(lambda loss: grad(loss, _leaf_of(loss))) == [False]
+
+
+def grad_dtype_seen_in_backward(run: Callable[[torch.Tensor], Any]) -> list[bool]:
+    """Whether casts were on in each backward formula that ran."""
+    seen = []
+
+    class Spy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            seen.append(is_on())
+            return grad
+
+    run(Spy.apply(torch.ones(2, requires_grad=True)).sum())
+    assert seen
+    return seen
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda loss: loss.backward(),
+        lambda loss: torch.autograd.backward(loss),
+        lambda loss: torch.autograd.backward([loss], [torch.ones(())]),
+        lambda loss: torch.autograd.grad(loss, _leaf_of(loss)),
+    ],
+    ids=["Tensor.backward", "autograd.backward", "lists", "autograd.grad"],
+)
+def test_casts_are_off_while_the_engine_runs(run: Callable[..., Any], start_casts: StartCasts) -> None:
+    start_casts()
+    assert grad_dtype_seen_in_backward(run) == [False]
+    assert is_on()
+
+
+def _leaf_of(loss: torch.Tensor) -> torch.Tensor:
+    node: Any = loss.grad_fn
+    while not hasattr(node, "variable"):
+        node = node.next_functions[0][0]
+    return node.variable
+
+
+def test_casts_are_back_on_after_a_backward_that_raises(start_casts: StartCasts) -> None:
+    start_casts()
+    with pytest.raises(RuntimeError):
+        torch.ones(2).sum().backward()
+    assert is_on()
+
+
+def test_a_backward_of_float32_work_stays_in_float32(start_casts: StartCasts) -> None:
+    """Its matrix products would run in 16 bits if casts were on, and 1 + 2**-12 does not fit into float16."""
+    start_casts()
+    weight = torch.full((1, 1), 1 + 2.0**-12)
+    x = torch.ones(1, 1, requires_grad=True)
+    with disable_casts():
+        y = x @ weight
+    y.backward()
+    assert x.grad is not None
+    assert x.grad.item() == 1 + 2.0**-12
+
+
+def test_the_loss_made_of_a_gradient_is_cast(start_casts: StartCasts) -> None:
+    start_casts()
+    x = torch.full((3, 3), 0.1, requires_grad=True)
+    (grad,) = torch.autograd.grad((x @ x).exp().sum(), x, create_graph=True)
+    assert grad.dtype is FP32
+    assert (grad @ grad).dtype is HALF
+    penalty = ((grad @ grad).norm(2) - 1).square()
+    assert penalty.dtype is FP32
+    penalty.backward()
+    assert x.grad is not None
+    assert torch.isfinite(x.grad).all()
+
+
+NO_LONGER_SUPPORTED = pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+
+
+class Scriptable(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.exp(x) + x.exp() + x**2 + F.softmax(x, -1) + F.softplus(x) + torch.bilinear(x, x, x[None], None)
+        return y + F.layer_norm(x, [2]) + F.interpolate(x[None], scale_factor=1.0)[0]
+
+
+@NO_LONGER_SUPPORTED
+def test_torchscript_and_other_tracers_take_the_wrappers_as_they_come(start_casts: StartCasts) -> None:
+    x = torch.rand(2, 2)
+    plain = Scriptable()(x)
+    undo = start_casts(cast_scope="model")
+    wrapper, table = torch.exp, torch.jit._builtins._get_builtin_table()
+    assert table[id(wrapper)] == "aten::exp"
+    scripted = torch.jit.script(Scriptable())
+    assert torch.equal(scripted(x), plain)
+    assert torch.equal(torch.fx.symbolic_trace(Scriptable())(x), plain)
+    assert torch.equal(torch.export.export(Scriptable(), (x,)).module()(x), plain)
+    undo()
+    assert id(wrapper) not in table
+    assert table[id(torch.exp)] == "aten::exp"
+
+
+@NO_LONGER_SUPPORTED
+def test_forward_mode_derivatives(start_casts: StartCasts) -> None:
+    """torch scripts decompositions for them, in which the wrapped names occur."""
+    x = torch.rand(3)
+    want = torch.func.hessian(lambda x: (x.exp() * x).sum())(x)
+    start_casts()
+    torch.testing.assert_close(torch.func.hessian(lambda x: (x.exp() * x).sum())(x), want)
+    matrix = torch.rand(2, 2)
+    product, tangent = torch.func.jvp(lambda x: (x @ x).exp(), (matrix,), (matrix,))
+    assert (product.dtype, tangent.dtype) == (FP32, FP32)
+
+
+# -- verbose -----------------------------------------------------------------------------------------------------
+
+
+def test_verbose_mode_logs_each_cast_once_and_counts_at_the_end(
+    start_casts: StartCasts, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "mpinit"):
+        undo = start_casts(verbose=True)
+        x = torch.ones(2, 2)
+        for _ in range(3):
+            y = F.linear(x, x)
+            y.softmax(-1)
+            y.exp().exp()
+        F.linear(y, y)
+        lines = [record.getMessage() for record in caplog.records]
+        assert lines == [
+            "cast: torch.nn.functional.linear from float32 to float16",
+            "cast: torch.Tensor.softmax from float16 to float32",
+            "cast: torch.Tensor.exp from float16 to float32",
+        ]
+        caplog.clear()
+        undo()
+    assert [record.getMessage() for record in caplog.records] == [
+        "casts: torch.nn.functional.linear from float32 to float16, 3 times",
+        "casts: torch.Tensor.softmax from float16 to float32, 3 times",
+        "casts: torch.Tensor.exp from float16 to float32, 3 times",
+    ]
+
+
+def test_quiet_mode_logs_nothing_and_wraps_no_native_function(
+    start_casts: StartCasts, caplog: pytest.LogCaptureFixture
+) -> None:
+    linear = F.linear
+    with caplog.at_level(logging.DEBUG, "mpinit"):
+        undo = start_casts()
+        assert F.linear is linear
+        F.linear(torch.ones(2, 2), torch.ones(2, 2)).exp()
+        undo()
+    assert not caplog.records

@@ -1,0 +1,221 @@
+"""Every row of the cast policy, called for real through every name it can be reached by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cast_samples import SAMPLES, Make, resolve, sample
+from casts import BF16, FP32, HALF, StartCasts, o1_plan
+from torch.utils._pytree import tree_leaves
+
+from mpinit.functions import apply
+from mpinit.functions.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
+from mpinit.torch_internals import native_autocast
+from mpinit.torch_internals.native_autocast import ForwardCasts, device_types
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(upsample|deprecated|reduction|swap|size_average)")
+
+_IN_TORCH = {row.name: row for row in TORCH_POLICY}
+# The stricter policy's own rows: the others are the same objects and tested once.
+CASES = [(row, "torch") for row in TORCH_POLICY] + [
+    (row, "apex") for row in APEX_POLICY if _IN_TORCH.get(row.name) is not row
+]
+NAMES = [
+    pytest.param(row, policy, name, id=f"{policy}-{name.removeprefix('torch.')}")
+    for row, policy in CASES
+    for name in row.names
+]
+DEVICES = [
+    pytest.param(
+        device,
+        marks=()
+        if device == "cpu"
+        else (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
+    )
+    for device in ("cpu", "cuda")
+]
+
+
+@pytest.fixture(params=[HALF, BF16], ids=["fp16", "bf16"])
+def lower(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def floating(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def expected(row: CastRow, lower: torch.dtype, given: tuple[torch.dtype, ...]) -> torch.dtype:
+    if row.cast is Cast.LOWER_PRECISION:
+        return lower
+    if row.cast is Cast.PROMOTE:
+        return given[0] if len(given) == 1 else FP32
+    return FP32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("row", "policy", "name"), NAMES)
+def test_every_name_gives_the_rows_dtype_and_gradients_in_the_inputs_dtype(
+    row: CastRow, policy: str, name: str, device: str, lower: torch.dtype, start_casts: StartCasts
+) -> None:
+    start_casts(patch_torch_functions_type=lower, cast_policy=policy, allow_banned=True)
+    follows(row, name, device, lower)
+
+
+@pytest.mark.parametrize("accelerator", ["cuda", "mps"])
+def test_rows_hold_for_tensors_of_the_cpu_where_there_is_an_accelerator(
+    accelerator: str, monkeypatch: pytest.MonkeyPatch, start_casts: StartCasts
+) -> None:
+    """CUDA is on the rows' lists and Metal is not: one wrapper for the CPU inside another."""
+    monkeypatch.setattr(native_autocast, "_devices", ("cpu", accelerator))
+    start_casts(allow_banned=True)
+    for row in TORCH_POLICY:
+        for name in row.names:
+            follows(row, name, "cpu", HALF)
+
+
+def follows(row: CastRow, name: str, device: str, lower: torch.dtype) -> None:
+    """Results in the row's dtype, gradients in the inputs' dtype."""
+    if row.cast is Cast.REFUSED:
+        refuses(name, row, device, lower)
+        return
+    for given in ((FP32,), (lower,), (lower, FP32)):
+        make = Make(device, *given)
+        outputs = floating(resolve(name)(*sample(row.name, name)(make)))
+        used = given if len(make.made) > 1 else given[:1]
+        assert [output.dtype for output in outputs] == [expected(row, lower, used)] * len(outputs), (name, given)
+        assert outputs
+        differentiable = [output for output in outputs if output.requires_grad]
+        sum(output.float().sum() for output in differentiable).backward()  # type: ignore[union-attr]
+        gradients = [(leaf.grad, leaf.dtype) for leaf in make.made if leaf.grad is not None]
+        assert gradients
+        assert all(grad.dtype is dtype for grad, dtype in gradients)
+
+
+def refuses(name: str, row: CastRow, device: str, lower: torch.dtype) -> None:
+    """In place on 16 bits: refused under casts; on float32, and without casts, it runs."""
+    for dtype in (lower, FP32):
+        args = sample(row.name, name)(Make(device, dtype))
+        target, *rest = args[0].detach(), *args[1:]
+        if dtype is lower:
+            with pytest.raises(NotImplementedError, match=r"not\s+in place, or call \.float\(\)"):
+                resolve(name)(target, *rest)
+            with torch.autocast(device, enabled=False):
+                assert resolve(name)(target, *rest).dtype is lower
+        else:
+            assert resolve(name)(target, *rest).dtype is FP32
+
+
+def test_each_row_has_one_sample_and_each_sample_a_row_or_a_name() -> None:
+    rows = {row.name for row, _ in CASES}
+    names = {name for row, _ in CASES for name in row.names}
+    assert all(row.name in SAMPLES or all(name in SAMPLES for name in row.names) for row, _ in CASES)
+    assert set(SAMPLES) <= rows | names
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operators(device: str, lower: torch.dtype, start_casts: StartCasts) -> None:
+    start_casts(patch_torch_functions_type=lower)
+    make = Make(device, lower)
+    x, wide = make(3, 3), Make(device, FP32)(3, 3)
+    assert [(x**2).dtype, (2.0**x).dtype, (1 / x).dtype, (x**x).dtype] == [FP32] * 4
+    assert [(wide @ wide).dtype, (wide @ x).dtype, (x @ x).dtype] == [lower] * 3
+    product = wide
+    product = product @ wide
+    assert product.dtype is lower
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_in_place_out_and_explicit_dtypes_are_left_alone(
+    device: str, lower: torch.dtype, start_casts: StartCasts
+) -> None:
+    start_casts(patch_torch_functions_type=lower)
+    x = Make(device, lower)(2, 3).detach()
+    out = torch.empty_like(x)
+    assert torch.exp(x, out=out) is out
+    assert out.dtype is lower
+    kept = x.clone()
+    assert kept.exp_() is kept
+    assert kept.dtype is lower
+    kept += Make(device, FP32)(2, 3).detach()
+    kept.mul_(torch.ones(2, 3, device=device))
+    assert kept.dtype is lower
+    assert torch.softmax(x, -1, dtype=torch.float64).dtype is torch.float64
+    assert x.sum(dtype=lower).dtype is lower
+
+
+def test_float64_and_integers_are_never_cast(start_casts: StartCasts) -> None:
+    start_casts()
+    double, number = torch.ones(2, 2, dtype=torch.float64), torch.ones(2, 2, dtype=torch.int64)
+    assert (double @ double).dtype is torch.float64
+    assert double.exp().dtype is torch.float64
+    assert torch.dot(double[0], double[0]).dtype is torch.float64
+    assert torch.einsum("ij,jk->ik", double, double).dtype is torch.float64
+    assert number.sum().dtype is torch.int64
+
+
+def test_values_agree_with_float32(lower: torch.dtype, start_casts: StartCasts) -> None:
+    """A cast must not swap arguments around: each row's result, in float64, is near the one without casts."""
+    for row in TORCH_POLICY:
+        if row.name == "softmax":
+            continue  # one of its names draws random numbers
+        for name in row.names:
+            torch.manual_seed(0)
+            args = sample(row.name, name)(Make("cpu", FP32))
+            plain = floating(resolve(name)(*args))
+            undo = apply(o1_plan(patch_torch_functions_type=lower, allow_banned=True))
+            try:
+                cast = floating(resolve(name)(*args))
+            finally:
+                undo()
+            for a, b in zip(plain, cast, strict=True):
+                torch.testing.assert_close(
+                    b.float(), a, rtol=0.05, atol=0.05, msg=lambda text, at=name: f"{at}: {text}"
+                )
+
+
+@pytest.mark.parametrize("name", ["torch.nn.functional.binary_cross_entropy"])
+def test_banned_in_float16_only(name: str, start_casts: StartCasts) -> None:
+    start_casts()
+    probability, target = torch.full((2,), 0.5), torch.ones(2)
+    with pytest.raises(NotImplementedError, match=r"BCEWithLogitsLoss.*\"sigmoid\".*allow_banned=True"):
+        resolve(name)(probability.half(), target.half())
+    with pytest.raises(NotImplementedError):
+        torch.nn.BCELoss()(probability.half(), target)
+    assert resolve(name)(probability, target).dtype is FP32
+    assert resolve(name)(probability.bfloat16(), target.bfloat16()).dtype is FP32
+    assert resolve(name)(probability.bfloat16(), target).item() == pytest.approx(0.6931, abs=1e-3)
+    with torch.autocast("cpu", enabled=False):
+        assert resolve(name)(probability.half(), target.half()).dtype is HALF
+
+
+def test_allow_banned_runs_in_float32(start_casts: StartCasts) -> None:
+    start_casts(allow_banned=True)
+    loss = torch.nn.functional.binary_cross_entropy(torch.full((2,), 0.5, dtype=HALF), torch.ones(2))
+    assert loss.dtype is FP32
+
+
+def test_the_policies_differ_only_where_they_should(start_casts: StartCasts) -> None:
+    x = torch.ones(2, 3, dtype=HALF)
+    start_casts()
+    assert torch.nn.functional.gelu(x).dtype is HALF
+    assert (x.std().dtype, x.cpu().dtype) == (HALF, HALF)
+    assert x.clone().exp_().dtype is HALF
+    start_casts(cast_policy="apex")
+    assert torch.nn.functional.gelu(x).dtype is FP32
+    assert (x.std().dtype, x.cpu().dtype) == (FP32, FP32)
+    with pytest.raises(NotImplementedError, match=r"Tensor\.exp_"):
+        x.clone().exp_()
+
+
+@pytest.mark.parametrize("device", device_types())
+def test_wrappers_follow_the_flag_of_the_tensors_device(device: str, start_casts: StartCasts) -> None:
+    start_casts(cast_scope="model")
+    x = torch.ones(2, 3, dtype=HALF, device=device)
+    assert x.exp().dtype is HALF
+    with ForwardCasts(HALF):
+        assert x.exp().dtype is FP32
+        assert torch.ones(2, dtype=HALF, device="meta").exp().dtype is HALF
+    assert x.exp().dtype is HALF

@@ -1,0 +1,272 @@
+"""Split masters: the arithmetic bit for bit, and training equal to full float32 masters with the same rounding."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import mpinit
+from mpinit import registry
+from mpinit.masters.float_split import join, split_
+
+BITS = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=64)
+
+
+def from_bits(bits: list[int]) -> torch.Tensor:
+    return torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+
+
+def parts(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weight = torch.empty(values.shape, dtype=torch.bfloat16)
+    rest = torch.empty(values.shape, dtype=torch.int16)
+    split_(values, weight, rest)
+    return weight, rest
+
+
+@given(BITS)
+def test_a_float32_number_comes_back_bit_for_bit(bits: list[int]) -> None:
+    values = from_bits(bits)
+    numbers = values[~values.isnan()]
+    if numbers.numel():
+        assert torch.equal(join(*parts(numbers)).view(torch.int32), numbers.view(torch.int32))
+
+
+@given(BITS)
+def test_the_upper_part_is_rounded_half_away_from_zero(bits: list[int]) -> None:
+    values = from_bits(bits)
+    values = values[values.abs() < 3e38]
+    if not values.numel():
+        return
+    weight, _ = parts(values)
+    down = (values.view(torch.int32) >> 16 << 16).view(torch.float32).double()
+    up = ((values.view(torch.int32) >> 16) + 1 << 16).view(torch.float32).double()
+    nearer_up = (up - values.double()).abs() <= (values.double() - down).abs()
+    assert torch.equal(weight.double(), torch.where(nearer_up, up, down))
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-40, 3.4028235e38])
+def test_special_values(value: float) -> None:
+    values = torch.tensor([value])
+    assert torch.equal(join(*parts(values)).view(torch.int32), values.view(torch.int32))
+
+
+def test_long_tensors_are_worked_on_in_chunks() -> None:
+    values = torch.randn(300_001)
+    assert torch.equal(join(*parts(values)), values)
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers = nn.Sequential(
+        *(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten()),
+        *(nn.Linear(4 * 16, 16), nn.Tanh(), nn.Linear(16, 4)),
+    )
+    return layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(8, 1, 6, 6, generator=torch.Generator().manual_seed(step))
+
+
+Factory = Callable[[Any], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Factory] = {
+    "SGD momentum": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-2),
+    "Adam": functools.partial(torch.optim.Adam, lr=1e-2),
+    "AdamW fused": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "AdamW foreach": functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr=1e-2),
+    "RMSprop": functools.partial(torch.optim.RMSprop, lr=1e-3, momentum=0.5),
+    "NAdam": functools.partial(torch.optim.NAdam, lr=1e-2),
+    "Adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
+}
+
+
+def initialized(make: Factory, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = net()
+    optimizer = make(model.parameters())
+    mpinit.initialize(model, optimizer, "O5", verbosity=0, **{"master_weights": "split", **more})
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        with mpinit.scale_loss(model(batch(step)).square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+def by_hand(make: Factory, steps: int) -> dict[str, torch.Tensor]:
+    """Full float32 masters in a plain loop, rounded into bfloat16 weights half away from zero."""
+    model = net()
+    masters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    kept = {name for name in masters if name.startswith("1.")}  # BatchNorm stays float32
+    weights = dict(model.named_parameters())
+    for name, weight in weights.items():
+        if name not in kept:
+            weight.data = weight.detach().bfloat16()
+    optimizer = make([weights[name] if name in kept else masters[name] for name in masters])
+    for step in range(steps):
+        for name in masters:
+            if name not in kept:
+                rounded = parts(masters[name].detach().contiguous().view(-1))[0].view(masters[name].shape)
+                weights[name].data.copy_(rounded)
+            weights[name].grad = None
+        model(batch(step).bfloat16()).float().square().mean().backward()
+        for name in masters:
+            if name not in kept:
+                masters[name].grad = weights[name].grad.float()  # type: ignore[union-attr]
+        optimizer.step()
+    return {name: (weights[name] if name in kept else masters[name]).detach() for name in masters}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_two_hundred_steps_equal_full_masters_bit_for_bit(name: str) -> None:
+    model, optimizer = initialized(OPTIMIZERS[name], split_bucket_bytes=1024)
+    train(model, optimizer, 200)
+    state = model.state_dict()
+    for parameter, expected in by_hand(OPTIMIZERS[name], 200).items():
+        assert torch.equal(state[parameter], expected), parameter
+
+
+def test_bucket_sizes_do_not_matter() -> None:
+    states = []
+    for size in (4, 4096, 2**26):
+        model, optimizer = initialized(OPTIMIZERS["Adam"], split_bucket_bytes=size)
+        train(model, optimizer, 5)
+        states.append(model.state_dict())
+    for state in states[1:]:
+        assert all(torch.equal(state[key], states[0][key]) for key in state)
+
+
+def test_bytes_of_adam_after_backward() -> None:
+    # Large enough for the step's buffer, 8 bytes a parameter, to be given back.
+    model = nn.Linear(1024, 640, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    mpinit.initialize(model, optimizer, "O5", master_weights="split", verbosity=0)
+    for _ in range(2):
+        with mpinit.scale_loss(model(torch.randn(4, 1024)).sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    with mpinit.scale_loss(model(torch.randn(4, 1024)).sum(), optimizer) as scaled:
+        scaled.backward()
+    held = {id(t.untyped_storage()._cdata): t for t in everything_held(model, optimizer)}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held.values()}
+    assert sum(storages.values()) / model.weight.numel() <= 14.01
+
+
+def everything_held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    session = registry.of(optimizer)
+    assert session is not None
+    store: Any = session.controller_of(optimizer).store
+    grads = [p.grad for p in (*model.parameters(), *optimizer.param_groups[0]["params"]) if p.grad is not None]
+    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    masters = optimizer.param_groups[0]["params"]
+    buffers = [*store._buffers._buffers.values(), *(b._layout.buffer for b in store._buckets if b._layout is not None)]
+    return [*model.parameters(), *masters, *store._remainders.values(), *grads, *states, *buffers]
+
+
+def test_checkpoints_hold_float32_and_resume_bit_for_bit() -> None:
+    model, optimizer = initialized(OPTIMIZERS["Adam"])
+    train(model, optimizer, 5)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train(model, optimizer, 5, first=5)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    assert all(t.dtype == torch.float32 for t in saved["model"].values() if t.is_floating_point())
+    other, other_optimizer = initialized(OPTIMIZERS["Adam"])
+    other.load_state_dict(saved["model"])
+    other_optimizer.load_state_dict(saved["optimizer"])
+    assert all(torch.equal(other.state_dict()[key], value) for key, value in saved["model"].items())
+    train(other, other_optimizer, 5, first=5)
+    assert all(torch.equal(other.state_dict()[key], value) for key, value in model.state_dict().items())
+
+
+def test_undo_gives_the_masters_bits() -> None:
+    model, optimizer = initialized(OPTIMIZERS["Adam"])
+    train(model, optimizer, 3)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    mpinit.undo(model)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
+
+
+def test_clipping_reaches_the_gradients_the_step_uses() -> None:
+    model, optimizer = initialized(functools.partial(torch.optim.SGD, lr=1.0))
+    with mpinit.scale_loss(100 * model(batch(0)).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    mpinit.clip_grad_norm_(optimizer, 0.5)
+    optimizer.step()
+    after = model.state_dict()
+    moved = [(after[name] - before[name]).norm() for name, _ in model.named_parameters()]
+    assert torch.stack(moved).norm().item() == pytest.approx(0.5, rel=1e-2)
+
+
+def test_an_overflow_skips_the_step_and_leaves_the_bits() -> None:
+    model, optimizer = initialized(OPTIMIZERS["Adam"], loss_scale="dynamic")
+    train(model, optimizer, 2)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with mpinit.scale_loss(model(batch(0)).square().mean() * float("inf"), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert mpinit.step_was_skipped(optimizer)
+    names = dict(model.named_parameters())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items() if key in names)
+
+
+def test_a_group_added_later_is_split_too() -> None:
+    model, optimizer = initialized(OPTIMIZERS["Adam"])
+    extra = nn.Linear(4, 2).bfloat16()
+    optimizer.add_param_group({"params": list(extra.parameters())})
+    with mpinit.scale_loss(extra(model(batch(0)).bfloat16()).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    before = extra.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(extra.weight, before)
+    assert optimizer.param_groups[1]["params"][0].dtype == torch.float32
+
+
+def test_writing_to_a_weight_reaches_its_master() -> None:
+    model, optimizer = initialized(functools.partial(torch.optim.SGD, lr=0.0))
+    train(model, optimizer, 1)
+    weight = model[4].weight  # type: ignore[index]
+    weight.data.zero_()
+    train(model, optimizer, 1)
+    assert not model.state_dict()["4.weight"].any()
+
+
+def test_optimizers_that_look_across_parameters_are_refused_by_name() -> None:
+    model = net()
+    with pytest.raises(ValueError, match="LBFGS"):
+        mpinit.initialize(model, torch.optim.LBFGS(model.parameters()), "O5", master_weights="split")
+    assert model[4].weight.dtype == torch.float32
+    assert "forward" not in vars(model)
+
+
+def test_float16_is_refused_with_the_reason() -> None:
+    model = net()
+    with pytest.raises(ValueError, match="bfloat16 weight is the upper half"):
+        mpinit.initialize(model, torch.optim.SGD(model.parameters()), "O2", master_weights="split")
+
+
+def test_taking_a_float32_weight_apart_needs_no_memory_besides_the_two_halves() -> None:
+    values = torch.randn(2**18)
+    weight, remainder = torch.empty_like(values, dtype=torch.bfloat16), torch.empty(2**18, dtype=torch.int16)
+    split_(values, weight, remainder)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        split_(values, weight, remainder)
+    taken = sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())
+    assert taken < 4096
+    assert torch.equal(join(weight, remainder), values)

@@ -1,0 +1,169 @@
+"""Copies of initialised models: deepcopy, pickle, torch.save, torch.compile and replicas run their own weights."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, Case, level_arguments, train
+from torch import nn
+from torch.nn.parallel.replicate import _replicatable_module
+
+import mpinit
+from mpinit import registry
+
+LEVELS = ["O0", "O1", "O2", "O3"]
+LEVEL_AND_DTYPE = [("O0", torch.float32)] + [(o, d) for o in LEVELS[1:] for d in (torch.float16, torch.bfloat16)]
+NETWORKS = ("cnn", "lstm", "transformer", "unet")
+
+
+def through_torch_save(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": through_torch_save,
+    "copy of a copy": lambda model: copy.deepcopy(pickle.loads(pickle.dumps(model))),
+}
+
+
+def initialised(network: str, level: str, dtype: torch.dtype, **more: Any) -> tuple[Case, nn.Module, Any]:
+    case = CASES[network]
+    model = case.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    mpinit.initialize(model, optimizer, **level_arguments(level, dtype), **more)
+    return case, model, optimizer
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVEL_AND_DTYPE)
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_runs_its_own_weights(way: str, level: str, dtype: torch.dtype) -> None:
+    case, model, optimizer = initialised("cnn", level, dtype, keep_fp32="head" if level in ("O2", "O3") else None)
+    train(model, optimizer, case.batches(2), case.loss)
+    model.eval()
+    x = next(case.data())[0]
+    twin = COPIES[way](model)
+    expected = model(x)
+    assert type(twin) is type(model)
+    assert torch.equal(twin(x), expected)
+    assert torch.equal(twin.forward(x), expected)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert not twin(x).any()
+    assert torch.equal(model(x), expected), "the original does not notice"
+    assert {name: t.dtype for name, t in twin.named_parameters()} == {n: t.dtype for n, t in model.named_parameters()}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_has_a_float32_state_dict_of_its_own_and_no_session(way: str, level: str) -> None:
+    case, model, optimizer = initialised("cnn", level, torch.float16)
+    twin = COPIES[way](model)
+    frozen = {name: value.clone() for name, value in twin.state_dict().items()}
+    assert all(value.dtype is torch.float32 for value in frozen.values() if value.is_floating_point())
+    weights = dict(twin.named_parameters())
+    assert all(torch.equal(frozen[name], weight.float()) for name, weight in weights.items())
+    train(model, optimizer, case.batches(2), case.loss)
+    assert all(torch.equal(frozen[name], value) for name, value in twin.state_dict().items())
+    twin.load_state_dict(model.state_dict())
+    twin.load_state_dict(model.state_dict(), assign=True)
+    assert registry.of(twin) is None
+    assert registry.of(model) is not None
+    for parameter in twin.parameters():
+        assert type(parameter) is nn.Parameter
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_trains_without_the_original(way: str) -> None:
+    case, model, _ = initialised("cnn", "O2", torch.bfloat16)
+    twin = COPIES[way](model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    x, y = next(case.data())
+    case.loss(twin(x), y).backward()
+    trainer.step()
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert any(not torch.equal(p, q) for p, q in zip(twin.parameters(), model.parameters(), strict=True))
+
+
+def test_a_teacher_by_deepcopy_can_be_initialised_itself() -> None:
+    case, model, _ = initialised("cnn", "O2", torch.float16)
+    mpinit.undo(model)
+    teacher = copy.deepcopy(model)
+    mpinit.initialize(teacher, opt_level="O3", verbosity=0)
+    assert teacher(next(case.data())[0]).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copy_of_a_plain_list_of_models_keeps_what_is_shared(level: str) -> None:
+    _, model, _ = initialised("transformer", level, torch.float16)
+    first, second = copy.deepcopy([model, model.layer])
+    assert first.layer is second
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVEL_AND_DTYPE)
+def test_a_replica_runs_the_replicas_parameters(level: str, dtype: torch.dtype) -> None:
+    case, model, _ = initialised("cnn", level, dtype, keep_fp32="head" if level in ("O2", "O3") else None)
+    model.eval()
+    assert _replicatable_module(model)
+    replicas = {name: module._replicate_for_data_parallel() for name, module in model.named_modules()}
+    for name, module in model.named_modules():
+        for child in module._modules:
+            replicas[name]._modules[child] = replicas[f"{name}.{child}" if name else child]
+        for own, parameter in module._parameters.items():
+            setattr(replicas[name], own, torch.zeros_like(parameter))
+    x = next(case.data())[0]
+    assert not replicas[""](x).any()
+    assert model(x).any()
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("level", "dtype"), LEVEL_AND_DTYPE)
+def test_torch_compile_in_one_graph(network: str, level: str, dtype: torch.dtype) -> None:
+    case, model, _ = initialised(network, level, dtype)
+    x, y = case.batches(1)[0]
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    model.eval()
+    expected = model(x)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        got = compiled(x)
+    assert got.dtype is expected.dtype
+    torch.testing.assert_close(got, expected, atol=0.05, rtol=0.05)
+    case.loss(got.float(), y).backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_compiled_model_trains_and_does_not_recompile(level: str) -> None:
+    case, model, optimizer = initialised("cnn", level, torch.bfloat16)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        losses = train(compiled, optimizer, case.batches(6), case.loss)
+    case, model, optimizer = initialised("cnn", level, torch.bfloat16)
+    assert losses == pytest.approx(train(model, optimizer, case.batches(6), case.loss), abs=0.05)
+
+
+def test_a_model_compiled_before_initialize_follows_it() -> None:
+    torch._dynamo.reset()
+    case = CASES["cnn"]
+    model = case.build()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = next(case.data())[0]
+    compiled(x)
+    mpinit.initialize(model, opt_level="O3", verbosity=0, cast_model_outputs="fp16")
+    assert compiled(x).dtype is torch.float16

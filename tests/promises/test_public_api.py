@@ -1,0 +1,237 @@
+"""The public face: exported names, initialize's keywords, and what it returns."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpinit
+from mpinit import amp
+from mpinit.settings.opt_levels import OPT_LEVELS, Properties
+
+FUNCTIONS = {
+    "initialize",
+    "scale_loss",
+    "master_params",
+    "state_dict",
+    "load_state_dict",
+    "loss_scale",
+    "step_was_skipped",
+    "scheduler_step",
+    "clip_grad_norm_",
+    "describe",
+    "disable_casts",
+    "undo",
+    "register_half_function",
+    "register_float_function",
+    "register_promote_function",
+    "half_function",
+    "float_function",
+    "promote_function",
+    "step_counts",
+    "install_as_apex",
+}
+
+SIGNATURES = {
+    "initialize": [
+        ("models", inspect.Parameter.empty),
+        ("optimizers", None),
+        ("opt_level", "O1"),
+        ("enabled", True),
+        ("cast_model_type", None),
+        ("patch_torch_functions", None),
+        ("patch_torch_functions_type", None),
+        ("keep_batchnorm_fp32", None),
+        ("master_weights", None),
+        ("loss_scale", None),
+        ("cast_model_outputs", None),
+        ("keep_fp32", None),
+        ("num_losses", 1),
+        ("min_loss_scale", None),
+        ("max_loss_scale", 2.0**24),
+        ("config", None),
+        ("verbosity", 1),
+    ],
+    "scale_loss": [
+        ("loss", inspect.Parameter.empty),
+        ("optimizers", inspect.Parameter.empty),
+        ("loss_id", 0),
+        ("model", None),
+        ("delay_unscale", False),
+        ("delay_overflow_check", False),
+    ],
+    "master_params": [("optimizer", inspect.Parameter.empty)],
+    "state_dict": [("optimizer", None)],
+    "load_state_dict": [("state", inspect.Parameter.empty), ("optimizer", None)],
+    "loss_scale": [("optimizer", inspect.Parameter.empty), ("loss_id", 0)],
+    "step_was_skipped": [("optimizer", inspect.Parameter.empty)],
+    "disable_casts": [],
+}
+
+
+@pytest.fixture
+def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_the_names_that_are_exported() -> None:
+    assert sorted(mpinit.__all__) == sorted(FUNCTIONS | {"Properties", "OPT_LEVELS", "amp", "__version__"})
+    assert all(hasattr(mpinit, name) for name in mpinit.__all__)
+    assert mpinit.Properties is Properties
+    assert mpinit.OPT_LEVELS is OPT_LEVELS
+
+
+def test_amp_is_a_module_with_the_same_names() -> None:
+    assert inspect.ismodule(amp)
+    assert sorted(amp.__all__) == sorted(FUNCTIONS - {"install_as_apex"} | {"Properties", "OPT_LEVELS"})
+    for name in amp.__all__:
+        assert getattr(amp, name) is getattr(mpinit, name)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_names_order_and_defaults_of_the_arguments(name: str) -> None:
+    parameters = inspect.signature(getattr(mpinit, name)).parameters.values()
+    named = [(p.name, p.default) for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    assert named == SIGNATURES[name]
+    if name == "initialize":
+        by_position = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        assert by_position == ["models", "optimizers", "opt_level"]
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+def test_every_function_is_documented_and_typed(name: str) -> None:
+    function = getattr(mpinit, name)
+    assert inspect.getdoc(function)
+    signature = inspect.signature(function)
+    assert signature.return_annotation is not inspect.Signature.empty
+    assert all(p.annotation is not inspect.Parameter.empty for p in signature.parameters.values())
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (Path(mpinit.__file__).parent / "py.typed").exists()
+
+
+@pytest.mark.parametrize("level", OPT_LEVELS)
+def test_returns_mirror_the_arguments_and_are_the_same_objects(level: str) -> None:
+    for box in (lambda *xs: xs[0], lambda *xs: list(xs), lambda *xs: tuple(xs)):
+        models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        given_models: Any = box(*models)
+        given_optimizers: Any = box(*optimizers)
+        result = mpinit.initialize(given_models, given_optimizers, level)
+        assert type(result) is tuple
+        for returned, given in zip(result, (given_models, given_optimizers), strict=True):
+            assert type(returned) is type(given)
+            if isinstance(given, (list, tuple)):
+                assert [id(one) for one in returned] == [id(one) for one in given]
+            else:
+                assert returned is given
+        mpinit.undo(given_models)
+
+
+@pytest.mark.parametrize("level", OPT_LEVELS)
+def test_without_optimizers_only_the_models_come_back(level: str) -> None:
+    model = nn.Linear(2, 2)
+    assert mpinit.initialize(model, opt_level=level) is model
+    mpinit.undo(model)
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    returned = mpinit.initialize(models, None, level)
+    assert isinstance(returned, list)
+    assert [id(one) for one in returned] == [id(one) for one in models]
+    mpinit.undo(models)
+
+
+def test_an_empty_list_of_optimizers_comes_back_as_one() -> None:
+    model = nn.Linear(2, 2)
+    assert mpinit.initialize(model, [], "O2") == (model, [])
+    mpinit.undo(model)
+
+
+def test_types_stay_as_they_were(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+    model, optimizer = pair
+    kinds = type(model), type(optimizer), type(model[0])
+    mpinit.initialize(model, optimizer, "O2")
+    assert (type(model), type(optimizer), type(model[0])) == kinds
+
+
+@pytest.mark.parametrize("name", sorted(set(Properties.model_fields)))
+def test_every_property_is_a_keyword(name: str, pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+    model, optimizer = pair
+    level = "O1" if name.startswith(("patch", "cast_policy", "cast_scope", "allow")) else "O5"
+    mpinit.initialize(model, optimizer, level, **{name: getattr(OPT_LEVELS[level], name)})
+
+
+@pytest.mark.parametrize("config", [{"opt_level": "O3", "max_loss_scale": 4.0, "loss_scale": "dynamic"}])
+def test_a_configuration_is_not_beaten_by_a_default(
+    config: dict[str, Any], pair: tuple[nn.Module, torch.optim.Optimizer]
+) -> None:
+    model, optimizer = pair
+    mpinit.initialize(model, optimizer, config=config)
+    assert model[0].weight.dtype is torch.float16
+    assert model[1].weight.dtype is torch.float16, "O3 keeps no BatchNorm"
+    assert mpinit.loss_scale(optimizer) == 4.0
+
+
+def test_a_configuration_takes_the_same_keys_as_initialize(
+    pair: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    model, optimizer = pair
+    path = tmp_path / "mine.toml"
+    path.write_text('opt_level = "O2"\nnum_losses = 3\nverbosity = 0\nloss_scale = 8\n')
+    mpinit.initialize(model, optimizer, config=path)
+    assert [mpinit.loss_scale(optimizer, loss_id) for loss_id in range(3)] == [8.0] * 3
+
+
+def test_a_keyword_beats_a_configuration_even_where_it_is_the_default(
+    pair: tuple[nn.Module, torch.optim.Optimizer],
+) -> None:
+    model, optimizer = pair
+    config = {"opt_level": "O1", "max_loss_scale": 4.0, "num_losses": 2}
+    mpinit.initialize(model, optimizer, "O2", max_loss_scale=2.0**24, num_losses=1, config=config)
+    assert model[0].weight.dtype is torch.float16
+    assert mpinit.loss_scale(optimizer) == 2.0**16
+    with pytest.raises(ValueError, match="num_losses=1"):
+        mpinit.loss_scale(optimizer, 1)
+
+
+def test_strings_from_a_command_line(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+    model, optimizer = pair
+    mpinit.initialize(model, optimizer, "O2", keep_batchnorm_fp32="False", loss_scale="128.0", cast_model_type="bf16")
+    assert model[1].weight.dtype is torch.bfloat16
+    assert mpinit.loss_scale(optimizer) == 128.0
+    assert isinstance(mpinit.loss_scale(optimizer), float)
+
+
+@pytest.mark.parametrize("level", OPT_LEVELS)
+def test_disabled_everything_does_nothing(level: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    plain = copy.deepcopy(model)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    before = dict(vars(optimizer)), dict(vars(model)), dict(vars(model[0]))
+    result = mpinit.initialize(model, optimizer, level, enabled=False, num_losses=2)
+    assert result == (model, optimizer)
+    for _ in range(3):
+        x = torch.randn(4, 2)
+        plain_optimizer.zero_grad()
+        plain(x).square().sum().backward()
+        plain_optimizer.step()
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        with mpinit.scale_loss(loss, optimizer, loss_id=1) as scaled_loss:
+            assert scaled_loss is loss
+            scaled_loss.backward()
+        optimizer.step()
+    assert [id(p) for p in mpinit.master_params(optimizer)] == [id(p) for p in model.parameters()]
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    mpinit.load_state_dict(mpinit.state_dict(optimizer), optimizer)
+    mpinit.undo([model, optimizer])
+    assert (dict(vars(optimizer)), dict(vars(model)), dict(vars(model[0]))) == before
+    assert not torch.is_autocast_enabled("cpu")

@@ -1,0 +1,150 @@
+"""The loss scaler alone: its rule, its limits, its state."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from loops import backward, batches, mlp, momentum, mse, start
+
+import mpinit
+from mpinit import registry
+from mpinit.plan import ScalingRule
+from mpinit.scaling.scaler import LossScaler, check_state
+from mpinit.settings.properties import SMALLEST_SCALE
+
+RULE = ScalingRule(
+    dynamic=True,
+    init_scale=2.0**16,
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    growth_interval=3,
+    hysteresis=1,
+    min_scale=SMALLEST_SCALE,
+    max_scale=2.0**24,
+    max_consecutive_skips=64,
+)
+
+
+def scales(rule: ScalingRule, outcomes: str) -> list[float]:
+    """The scale after each update; "." is a good step, "x" an overflow."""
+    scaler, seen = LossScaler(rule), []
+    for outcome in outcomes:
+        scaler.note(torch.tensor(float(outcome == "x")))
+        scaler.update()
+        seen.append(scaler.loss_scale() / rule.init_scale)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcomes", "expected"),
+    [
+        ({}, "......", [1, 1, 2, 2, 2, 4]),
+        ({}, "..x...", [1, 1, 0.5, 0.5, 0.5, 1]),
+        ({}, "xxx", [0.5, 0.25, 0.125]),
+        ({"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 1}, ".x", [4, 1]),
+        ({"max_scale": 2.0**17}, ".........", [1, 1, 2, 2, 2, 2, 2, 2, 2]),
+        ({"min_scale": 2.0**15}, "xxxx", [0.5, 0.5, 0.5, 0.5]),
+        ({"hysteresis": 2}, "xx", [1, 0.5]),
+        # Once exhausted, hysteresis stays so until the scale grows; a tolerated overflow ends the run of good steps.
+        ({"hysteresis": 2}, "xxx...xx", [1, 0.5, 0.25, 0.25, 0.25, 0.5, 0.5, 0.25]),
+        ({"hysteresis": 2}, "..x...", [1, 1, 1, 1, 1, 2]),
+        ({"dynamic": False}, "xx....", [1, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_the_scale_moves_by_the_rule(changes: dict[str, Any], outcomes: str, expected: list[float]) -> None:
+    assert scales(replace(RULE, **changes), outcomes) == expected
+
+
+@pytest.mark.parametrize("outcome", ["x", "."])
+def test_the_scale_never_becomes_0_inf_or_nan(outcome: str) -> None:
+    rule = replace(RULE, growth_interval=1, max_scale=2.0**126)
+    for scale in scales(rule, outcome * 400):
+        assert math.isfinite(scale) and scale > 0
+        assert math.isfinite(1 / (scale * rule.init_scale))
+
+
+def test_the_inverse_is_the_reciprocal_rounded_once() -> None:
+    for scale in (3.0, 1000.0, 2.0**24 - 1, SMALLEST_SCALE):
+        scaler = LossScaler(replace(RULE, init_scale=scale))
+        assert scaler.inverse_scale() == torch.tensor(1.0 / scale, dtype=torch.float64).float()
+
+
+def test_several_notes_make_one_update() -> None:
+    scaler = LossScaler(RULE)
+    for found_inf in (0.0, 1.0, 0.0):
+        scaler.note(torch.tensor(found_inf))
+    scaler.update()
+    scaler.update()
+    assert scaler.loss_scale() == 2.0**15 and scaler.unskipped == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_loss_is_scaled_in_float32_or_better(dtype: torch.dtype) -> None:
+    loss = torch.tensor(3.0, dtype=dtype, requires_grad=True)
+    for rule in (RULE, replace(RULE, dynamic=False, init_scale=1.0)):
+        scaled = LossScaler(rule).scale(loss)
+        assert scaled.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert scaled.item() == 3.0 * rule.init_scale
+
+
+@pytest.mark.parametrize("hysteresis", [1, 3])
+def test_a_saved_scaler_goes_on_as_if_nothing_had_happened(hysteresis: int) -> None:
+    rule, outcomes = replace(RULE, hysteresis=hysteresis), "..x..xx....x..."
+    whole = scales(rule, outcomes)
+    for cut in range(1, len(outcomes)):
+        scaler, resumed = LossScaler(rule), LossScaler(rule)
+        for outcome in outcomes[:cut]:
+            scaler.note(torch.tensor(float(outcome == "x")))
+            scaler.update()
+        state = scaler.state_dict()
+        assert check_state(state) == [] and all(isinstance(value, (int, float)) for value in state.values())
+        resumed.load_state_dict(state)
+        for outcome, expected in zip(outcomes[cut:], whole[cut:], strict=True):
+            resumed.note(torch.tensor(float(outcome == "x")))
+            resumed.update()
+            assert resumed.loss_scale() == expected * rule.init_scale
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
+def test_a_scale_that_cannot_be_undone_is_refused(scale: float) -> None:
+    scaler = LossScaler(RULE)
+    with pytest.raises(ValueError, match="finite number above 0"):
+        scaler.set_scale(scale)
+    assert check_state({"loss_scale": scale, "unskipped": 0})
+    assert scaler.loss_scale() == 2.0**16
+
+
+def test_every_setting_of_the_rule_is_a_property() -> None:
+    settings = {
+        "init_loss_scale": 8.0,
+        "growth_factor": 4.0,
+        "backoff_factor": 0.25,
+        "growth_interval": 2,
+        "hysteresis": 1,
+        "min_loss_scale": 1.0,
+        "max_loss_scale": 64.0,
+    }
+    model = mlp()
+    optimizer = start(model, "O2", **settings)
+    seen = []
+    for bad in (0, 0, 0, 0, 0, 0, 1, 1, 1, 1):
+        optimizer.zero_grad()
+        backward(mse(model, batches(1)[0]) * (float("inf") if bad else 1.0), optimizer)
+        optimizer.step()
+        seen.append(mpinit.loss_scale(optimizer))
+    assert seen == [8, 32, 32, 64, 64, 64, 16, 4, 1, 1]
+
+
+def test_the_defaults_are_the_documented_ones() -> None:
+    model = mlp()
+    optimizer = momentum(model.parameters())
+    mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    session = registry.of(optimizer)
+    assert session is not None
+    scaling = session.plan.scaling
+    assert (scaling.init_scale, scaling.growth_factor, scaling.backoff_factor) == (2.0**16, 2.0, 0.5)
+    assert (scaling.growth_interval, scaling.max_scale, scaling.max_consecutive_skips) == (2000, 2.0**24, 64)

@@ -1,0 +1,206 @@
+"""initialize: what is redundant, what is warned of, what comes in 16-bit, configurations, logging, enabled=False."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, OPTIMIZERS, equal_tensors, train_plainly
+from torch import nn
+
+import mpinit
+from mpinit import registry
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+
+
+def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("level", "keywords"),
+    [
+        ("O1", {"keep_batchnorm_fp32": True}),
+        ("O1", {"keep_batchnorm_fp32": "True"}),
+        ("O1", {"master_weights": False}),
+        ("O1", {"master_weights": "None"}),
+        ("O1", {"cast_model_type": False}),
+        ("O0", {"keep_batchnorm_fp32": True}),
+        ("O0", {"master_weights": True}),
+        ("O3", {"cast_model_type": "torch.float16"}),
+        ("O2", {"loss_scale": "dynamic", "master_weights": "True", "keep_batchnorm_fp32": "True"}),
+    ],
+)
+def test_what_is_merely_redundant_is_accepted(level: str, keywords: dict[str, Any]) -> None:
+    model, plain = nn.Linear(2, 2), nn.Linear(2, 2)
+    mpinit.initialize(model, sgd(model), level, verbosity=0, **keywords)
+    mpinit.initialize(plain, sgd(plain), level, verbosity=0)
+    assert model.weight.dtype is plain.weight.dtype
+    assert model(torch.ones(1, 2)).dtype is plain(torch.ones(1, 2)).dtype
+
+
+@pytest.mark.parametrize("came_in", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_16_bit_weights_coming_in_are_accepted_and_mentioned_once(
+    level: str, came_in: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = CASES["cnn"].build().to(came_in)
+    before = {name: value.float() for name, value in model.named_parameters()}
+    optimizer = sgd(model)
+    with caplog.at_level(logging.INFO, "mpinit"):
+        mpinit.initialize(model, optimizer, level)
+    about = [record.getMessage() for record in caplog.records if "came in 16-bit" in record.getMessage()]
+    assert len(about) == 1 and "features.0.weight" in about[0]
+    state = model.state_dict()
+    if level in ("O0", "O2", "O5"):
+        masters = list(mpinit.master_params(optimizer))
+        assert all(master.dtype is torch.float32 for master in masters)
+        assert all(torch.equal(master, before[name]) for master, name in zip(masters, before, strict=True))
+        assert all(torch.equal(state[name], value) for name, value in before.items())
+    x, y = CASES["cnn"].batches(1)[0]
+    with mpinit.scale_loss(CASES["cnn"].loss(model(x), y), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+def test_a_loss_functions_own_parameters_are_legitimate() -> None:
+    class Centres(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.points = nn.Parameter(torch.zeros(7, 2))
+
+    model, loss = nn.Linear(2, 2), Centres()
+    optimizers = [sgd(model), sgd(loss)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mpinit.initialize(model, optimizers, "O2", verbosity=0)
+    assert loss.points.dtype is torch.float32
+
+
+# -- configurations ---------------------------------------------------------------------------------------------------
+
+FILE = """
+opt_level = "O2"
+cast_model_type = "bfloat16"
+loss_scale = 64.0
+keep_fp32 = ["head"]
+num_losses = 3
+verbosity = 0
+"""
+
+
+def configured(tmp_path: Path, kind: str) -> Any:
+    path = tmp_path / "mine.toml"
+    path.write_text(FILE, encoding="utf-8")
+    mapping = {
+        "opt_level": "O2",
+        "cast_model_type": "bfloat16",
+        "loss_scale": 64.0,
+        "keep_fp32": ["head"],
+        "num_losses": 3,
+        "verbosity": 0,
+    }
+    return {"path": path, "string": str(path), "mapping": mapping}[kind]
+
+
+@pytest.mark.parametrize("kind", ["path", "string", "mapping"])
+def test_a_configuration_beats_the_level(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = CASES["cnn"].build()
+    optimizer = sgd(model)
+    with caplog.at_level(logging.DEBUG, "mpinit"):
+        mpinit.initialize(model, optimizer, config=configured(tmp_path, kind))
+    assert model.features[0].weight.dtype is torch.bfloat16
+    assert model.head.weight.dtype is torch.float32
+    assert [mpinit.loss_scale(optimizer, i) for i in range(3)] == [64.0] * 3
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("kind", ["path", "mapping"])
+def test_keywords_beat_a_configuration(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = CASES["cnn"].build()
+    optimizer = sgd(model)
+    with caplog.at_level(logging.DEBUG, "mpinit"):
+        mpinit.initialize(
+            model,
+            optimizer,
+            "O3",
+            config=configured(tmp_path, kind),
+            cast_model_type="fp16",
+            loss_scale=8.0,
+            keep_fp32="None",
+            num_losses=2,
+            verbosity=2,
+        )
+    assert {p.dtype for p in model.parameters()} == {torch.float16}, "O3 keeps no BatchNorm, and nothing else either"
+    assert set(mpinit.state_dict(optimizer)) == {"loss_scaler0", "loss_scaler1"}
+    assert mpinit.loss_scale(optimizer) == 8.0
+    assert caplog.records
+
+
+# -- logging ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_line_says_what_was_set_up(level: str, caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
+    model = nn.Linear(2, 2)
+    with caplog.at_level(logging.INFO, "mpinit"):
+        mpinit.initialize(model, sgd(model), level)
+    assert len(caplog.records) == 1
+    line = caplog.records[0].getMessage()
+    assert caplog.records[0].name == "mpinit"
+    for part in (level, "Linear", "SGD", "loss_scale"):
+        assert part in line
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_verbosity_0_says_nothing(level: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2).half() if level == "O2" else nn.Linear(2, 2)
+    with caplog.at_level(logging.DEBUG, "mpinit"):
+        mpinit.initialize(model, sgd(model), level, verbosity=0)
+    assert not caplog.records
+
+
+# -- enabled=False ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("network", ["cnn", "lstm"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_disabled_is_the_script_without_mpinit(network: str, level: str) -> None:
+    case = CASES[network]
+    plain, model = case.build(), case.build()
+    expected = train_plainly(plain, OPTIMIZERS["adam"](plain.parameters()), case.batches(3), case.loss)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    untouched = copy.copy(vars(optimizer)), {name: copy.copy(vars(m)) for name, m in model.named_modules()}
+    assert mpinit.initialize(model, optimizer, level, enabled=False) == (model, optimizer)
+    assert registry.of(model) is None
+    losses = []
+    for x, y in case.batches(3):
+        optimizer.zero_grad()
+        loss = case.loss(model(x), y)
+        with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+            assert scaled_loss is loss
+            scaled_loss.backward()
+        assert list(mpinit.master_params(optimizer)) == list(model.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == expected
+    assert equal_tensors(dict(model.state_dict()), dict(plain.state_dict()))
+    assert mpinit.state_dict() == mpinit.state_dict(optimizer) == {}
+    mpinit.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}}, optimizer)
+    assert mpinit.loss_scale(optimizer) == 1.0
+    assert not mpinit.step_was_skipped(optimizer)
+    mpinit.undo([model, optimizer])
+    assert untouched == (vars(optimizer), {name: vars(m) for name, m in model.named_modules()})
+    mpinit.initialize(model, optimizer, level, verbosity=0)
+
+
+def test_disabled_still_checks_what_kind_of_things_it_was_given() -> None:
+    with pytest.raises(TypeError, match="Module"):
+        mpinit.initialize("model", enabled=False)

@@ -1,0 +1,201 @@
+"""properties: what is accepted, in which spellings, and that it reads back from JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpinit.settings.opt_levels import OPT_LEVELS
+from mpinit.settings.properties import LARGEST_SCALE, SMALLEST_SCALE, Properties, build, field_names, is_given
+
+DTYPE_FIELDS = ("cast_model_type", "patch_torch_functions_type", "cast_model_outputs")
+BOOLEAN_FIELDS = ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "allow_banned", "compile_step")
+NUMBER_FIELDS = ("loss_scale", "init_loss_scale", "min_loss_scale")
+
+
+@pytest.mark.parametrize("field", DTYPE_FIELDS)
+@pytest.mark.parametrize("spelling", [torch.bfloat16, "bfloat16", "bf16", "torch.bfloat16"])
+def test_dtypes_in_any_spelling(field: str, spelling: Any) -> None:
+    assert getattr(build({field: spelling}), field) is torch.bfloat16
+
+
+@pytest.mark.parametrize("nothing", [None, False, "None", "False", "false", "none", ""])
+def test_no_cast_in_any_spelling(nothing: Any) -> None:
+    assert build({"cast_model_type": nothing}).cast_model_type is None
+
+
+@pytest.mark.parametrize("field", BOOLEAN_FIELDS)
+@pytest.mark.parametrize(("spelling", "value"), [("True", True), ("False", False), ("true", True), (" false ", False)])
+def test_booleans_from_a_command_line(field: str, spelling: str, value: bool) -> None:
+    assert getattr(build({field: spelling}), field) is value
+
+
+@pytest.mark.parametrize("field", BOOLEAN_FIELDS)
+@pytest.mark.parametrize("value", [0, 1, "yes", "1", 0.0, [], torch.float16])
+def test_what_only_looks_like_a_boolean_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(ValueError) as caught:
+        build({field: value})
+    assert field in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["keep_batchnorm_fp32", "master_weights"])
+def test_nothing_from_a_command_line(field: str) -> None:
+    assert getattr(build({field: "None"}), field) is None
+
+
+@pytest.mark.parametrize("field", NUMBER_FIELDS)
+@pytest.mark.parametrize("value", ["128.0", "128", 128, 128.0, torch.tensor(128.0)])
+def test_scales_in_any_spelling(field: str, value: Any) -> None:
+    parsed = getattr(build({field: value}), field)
+    assert parsed == 128.0
+    assert type(parsed) is float
+
+
+def test_dynamic_is_a_loss_scale_but_not_a_limit() -> None:
+    assert build({"loss_scale": "dynamic"}).loss_scale == "dynamic"
+    for field in ("init_loss_scale", "min_loss_scale", "max_loss_scale"):
+        with pytest.raises(ValueError, match=f"{field}.*dynamic"):
+            build({field: "dynamic"})
+
+
+@pytest.mark.parametrize("field", [*NUMBER_FIELDS, "max_loss_scale"])
+@pytest.mark.parametrize(
+    "value", [0, 0.0, -1.0, "-1", "0", float("nan"), "nan", float("inf"), "-inf", True, "big", 2.0**127, 2.0**-127]
+)
+def test_scales_that_cannot_be_undone_are_refused(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field):
+        build({field: value})
+
+
+@given(st.floats(SMALLEST_SCALE, LARGEST_SCALE))
+def test_every_accepted_scale_and_its_reciprocal_are_normal_float32_numbers(scale: float) -> None:
+    assert build({"loss_scale": scale}).loss_scale == scale
+    for number in (torch.tensor(scale), torch.tensor(scale).reciprocal()):
+        assert torch.finfo(torch.float32).tiny <= number.item() < float("inf")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("growth_factor", 1.0),
+        ("growth_factor", float("inf")),
+        ("growth_factor", float("nan")),
+        ("backoff_factor", 0.0),
+        ("backoff_factor", 1.0),
+        ("backoff_factor", float("nan")),
+        ("growth_interval", 0),
+        ("hysteresis", 0),
+        ("max_consecutive_skips", 0),
+        ("split_bucket_bytes", 3),
+        ("cast_policy", "native"),
+        ("cast_scope", "process"),
+        ("max_loss_scale", None),
+        ("keep_fp32", 3),
+        ("keep_fp32", int),
+        ("keep_fp32", torch.nn.Linear(1, 1)),
+        ("patch_torch_functions_type", "float32"),
+        ("patch_torch_functions_type", None),
+    ],
+)
+def test_values_out_of_range_are_refused_and_named(field: str, value: Any) -> None:
+    with pytest.raises(ValueError) as caught:
+        build({field: value})
+    text = str(caught.value)
+    assert text.startswith(field)
+    assert "validation error" not in text, "pydantic's own report is not for users"
+    named = type(value).__name__ if isinstance(value, torch.nn.Module) else "float32" if value == "float32" else value
+    assert (repr(named) if named is not None else "None").strip("'") in text
+
+
+def predicate(name: str, module: torch.nn.Module) -> bool:
+    return name == "head"
+
+
+@pytest.mark.parametrize("entry", ["head", "*.norm", torch.nn.LayerNorm, predicate])
+def test_keep_fp32_takes_names_types_and_predicates_alone_or_together(entry: Any) -> None:
+    assert build({"keep_fp32": entry}).keep_fp32 == (entry,)
+    assert build({"keep_fp32": [entry, "tail"]}).keep_fp32 == (entry, "tail")
+    assert build({"keep_fp32": "None"}).keep_fp32 == ()
+
+
+def test_properties_are_frozen_and_compare_by_value() -> None:
+    props = OPT_LEVELS["O2"]
+    with pytest.raises(ValueError, match="frozen"):
+        props.loss_scale = 1.0  # type: ignore[misc]
+    assert props == build({**{name: getattr(props, name) for name in field_names()}})
+    assert hash(props) == hash(props.model_copy())
+    assert props != OPT_LEVELS["O5"]
+
+
+@pytest.mark.parametrize("level", OPT_LEVELS)
+def test_a_level_reads_back_from_json(level: str) -> None:
+    text = OPT_LEVELS[level].model_dump_json()
+    assert Properties.model_validate_json(text) == OPT_LEVELS[level]
+    assert "torch." not in text, "dtypes are stored by their bare names"
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "cast_model_type": st.sampled_from([torch.bfloat16, torch.float32, None]),
+            "cast_model_outputs": st.sampled_from([torch.float16, None]),
+            "keep_fp32": st.lists(st.sampled_from(["head", "*.norm", "é"])).map(tuple),
+            "loss_scale": st.one_of(st.just("dynamic"), st.floats(SMALLEST_SCALE, LARGEST_SCALE)),
+            "min_loss_scale": st.one_of(st.none(), st.floats(1e-3, 1.0)),
+            "master_weights": st.sampled_from([True, False, None]),
+            "growth_interval": st.integers(1, 10**6),
+            "growth_factor": st.floats(1.001, 1e6),
+            "cast_scope": st.sampled_from(["thread", "model"]),
+        },
+    )
+)
+def test_any_properties_read_back_from_json(values: dict[str, Any]) -> None:
+    props = build(values)
+    assert Properties.model_validate_json(props.model_dump_json()) == props
+    assert build(json.loads(props.model_dump_json())) == props
+
+
+def test_the_json_schema_covers_every_property() -> None:
+    schema = Properties.model_json_schema()
+    assert set(schema["properties"]) == set(field_names())
+    assert schema["properties"]["cast_model_type"]["anyOf"][0]["enum"] == ["float16", "bfloat16", "float32"]
+    json.dumps(schema)
+
+
+def test_every_property_is_documented() -> None:
+    assert Properties.__doc__ is not None
+    missing = [name for name in field_names() if f"{name}" not in Properties.__doc__]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"patch_torch_functions": True}, torch.float16),
+        ({"patch_torch_functions": True, "patch_torch_functions_type": "bf16"}, torch.bfloat16),
+        ({"cast_model_type": "bf16"}, torch.bfloat16),
+        ({"cast_model_type": "fp32"}, None),
+        ({"patch_torch_functions_type": "bf16"}, None),
+        ({}, None),
+    ],
+)
+def test_the_16_bit_type_a_property_set_works_in(values: dict[str, Any], expected: torch.dtype | None) -> None:
+    assert build(values).lower_precision_type is expected
+
+
+@pytest.mark.parametrize("nothing", ["None", "none", ""])
+def test_nothing_is_a_value_only_where_a_property_can_be_nothing(nothing: str) -> None:
+    nullable = [name for name in field_names() if is_given(name, nothing)]
+    for name in nullable:
+        build({name: nothing})
+    for name in set(field_names()) - set(nullable):
+        with pytest.raises(ValueError, match=name):
+            build({name: nothing})
+    assert not any(is_given(name, None) for name in field_names())

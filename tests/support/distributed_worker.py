@@ -1,0 +1,321 @@
+"""What two processes check together; run by torchrun, its outcomes read by test_distributed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import functools
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import CASES, level_arguments, train
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import mpinit
+from mpinit import registry
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+CASE = CASES["transformer"]
+CHECKS: dict[str, Callable[[], None]] = {}
+TOLERANCE = {F32: 1e-5, F16: 5e-3, BF16: 3e-2}
+GRID = [("O0", F32), *((level, dtype) for level in ("O1", "O2", "O3") for dtype in (F16, BF16))]
+
+
+def check(*cases: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Enter a function into the table, once for each tuple of arguments."""
+
+    def enter(function: Callable[..., None]) -> Callable[..., None]:
+        for arguments in cases or ((),):
+            words = [function.__name__, *(str(a).removeprefix("torch.") for a in arguments)]
+            CHECKS["-".join(words)] = functools.partial(function, *arguments)
+        return function
+
+    return enter
+
+
+def mine(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """This rank's half of a batch."""
+    x, y = batch
+    return x.chunk(2)[dist.get_rank()], y.chunk(2)[dist.get_rank()]
+
+
+def full(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in state.items()
+    }
+
+
+def assert_ranks_agree(value: Any) -> None:
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, value)
+    if isinstance(value, dict):
+        assert all(torch.equal(gathered[0][name], gathered[1][name]) for name in gathered[0])
+    else:
+        assert gathered[0] == gathered[1], gathered
+
+
+def assert_close(state: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert state.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(state[name], expected[name], atol=tolerance, rtol=tolerance, msg=name)
+
+
+def pair(level: str, dtype: torch.dtype, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = CASE.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    mpinit.initialize(model, optimizer, **level_arguments(level, dtype), **more)
+    return model, optimizer
+
+
+def alone(level: str, dtype: torch.dtype, batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Training in one process on the whole batches."""
+    model, optimizer = pair(level, dtype)
+    train(model, optimizer, batches, CASE.loss)
+    state = full(model.state_dict())
+    mpinit.undo(model)
+    return state
+
+
+@check(*GRID, ("O2", BF16, True), ("O1", F16, True), ("O0", F32, True))
+def ddp_equals_one_process_with_the_large_batch(level: str, dtype: torch.dtype, views: bool = False) -> None:
+    batches = CASE.batches(5)
+    expected = alone(level, dtype, batches)
+    model, optimizer = pair(level, dtype)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
+    train(wrapped, optimizer, [mine(batch) for batch in batches], CASE.loss)
+    state = full(model.state_dict())
+    assert_ranks_agree(state)
+    assert_close(state, expected, TOLERANCE[dtype])
+
+
+@check(*[(level, dtype, views) for level, dtype in GRID for views in (False, True)])
+def no_sync_accumulates_what_is_averaged_later(level: str, dtype: torch.dtype, views: bool) -> None:
+    batches = CASE.batches(9)
+    scale = {"loss_scale": "dynamic"} if level == "O3" and dtype is F16 else {}
+
+    def cycles(model: nn.Module, optimizer: Any, part: Callable[[Any], Any], quiet: Callable[[], Any]) -> None:
+        for start in range(0, 9, 3):
+            optimizer.zero_grad()
+            for index in range(start, start + 3):
+                with quiet() if index < start + 2 else contextlib.nullcontext():
+                    x, y = part(batches[index])
+                    with mpinit.scale_loss(CASE.loss(model(x), y) / 3, optimizer) as scaled_loss:
+                        scaled_loss.backward()
+            optimizer.step()
+
+    model, optimizer = pair(level, dtype, **scale)
+    cycles(model, optimizer, lambda batch: batch, contextlib.nullcontext)
+    expected = full(model.state_dict())
+    mpinit.undo(model)
+    model, optimizer = pair(level, dtype, **scale)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
+    cycles(wrapped, optimizer, mine, wrapped.no_sync)
+    state = full(model.state_dict())
+    assert_ranks_agree(state)
+    assert_close(state, expected, TOLERANCE[dtype])
+
+
+@check(("O1", False), ("O2", False), ("O1", True), ("O2", True))
+def an_overflow_on_one_rank_skips_on_all(level: str, unsynced: bool) -> None:
+    model, optimizer = pair(level, F16)
+    wrapped = DistributedDataParallel(model)
+    batches = CASE.batches(6)
+    before = full(model.state_dict())
+    for step in range(3):
+        optimizer.zero_grad()
+        for index, micro in enumerate(batches[2 * step : 2 * step + 2]):
+            x, y = mine(micro)
+            bad = step == 1 and dist.get_rank() == 1 and index == (0 if unsynced else 1)
+            with wrapped.no_sync() if index == 0 else contextlib.nullcontext():
+                loss = CASE.loss(wrapped(x), y) * (float("inf") if bad else 1.0)
+                with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+        optimizer.step()
+        assert mpinit.step_was_skipped(optimizer) == (step == 1)
+        after = full(model.state_dict())
+        assert_ranks_agree(after)
+        assert_ranks_agree(mpinit.loss_scale(optimizer))
+        assert all(torch.equal(after[name], before[name]) for name in after) == (step == 1)
+        before = after
+    assert mpinit.loss_scale(optimizer) == 2.0**15
+
+
+@check()
+def only_the_first_rank_logs() -> None:
+    import logging
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("mpinit")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    mpinit.initialize(CASE.build(), opt_level="O2")
+    logger.removeHandler(handler)
+    assert bool(said) == (dist.get_rank() == 0), said
+
+
+# -- FSDP2 ------------------------------------------------------------------------------------------------------------
+
+
+def sharded() -> nn.Module:
+    model = CASE.build()
+    fully_shard(model.layer, mesh=MESH())
+    return fully_shard(model, mesh=MESH())
+
+
+@functools.cache
+def MESH() -> Any:
+    return init_device_mesh("cpu", (2,))
+
+
+@check(*[(*row, warm) for row in GRID for warm in (False, True)])
+def fsdp_equals_one_process_with_the_large_batch(level: str, dtype: torch.dtype, warm: bool) -> None:
+    batches = CASE.batches(5)
+    expected = alone(level, dtype, batches)
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    before = {id(parameter) for parameter in model.parameters()}
+    if warm:
+        x, y = mine(batches[0])
+        CASE.loss(model(x), y).backward()
+        model.zero_grad()
+        model(x)  # leaves the gathered weights in place
+    mpinit.initialize(model, optimizer, **level_arguments(level, dtype))
+    weights = F32 if level in ("O0", "O1") else dtype
+    assert {parameter.dtype for parameter in model.parameters()} == {weights}
+    assert all(isinstance(parameter, DTensor) for parameter in mpinit.master_params(optimizer))
+    train(model, optimizer, [mine(batch) for batch in batches], CASE.loss)
+    state = full(model.state_dict())
+    assert all(value.dtype is F32 for value in state.values())
+    assert_ranks_agree(state)
+    assert_close(state, expected, TOLERANCE[dtype])
+    mpinit.undo(model)
+    undone = full(model.state_dict())
+    assert {parameter.dtype for parameter in model.parameters()} == {F32}
+    assert all(torch.equal(undone[name], state[name]) for name in state), "the masters' bits"
+    assert {id(parameter) for parameter in model.parameters()} == before
+    x, y = mine(batches[0])
+    CASE.loss(model(x), y).backward()
+    optimizer.step()
+
+
+@check(("O1",), ("O2",))
+def fsdp_skips_on_all_ranks_when_one_shard_overflows(level: str) -> None:
+    model = sharded()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    mpinit.initialize(model, optimizer, **level_arguments(level, F16))
+    x, y = mine(CASE.batches(1)[0])
+    before = full(model.state_dict())
+    with mpinit.scale_loss(CASE.loss(model(x), y), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        if dist.get_rank() == 1:
+            next(iter(model.layer.parameters())).grad.to_local().fill_(float("nan"))
+    optimizer.step()
+    assert mpinit.step_was_skipped(optimizer)
+    assert_ranks_agree(mpinit.loss_scale(optimizer))
+    after = full(model.state_dict())
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@check((F16,), (BF16,))
+def fsdp_loads_float32_and_clips(dtype: torch.dtype) -> None:
+    model = sharded()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    mpinit.initialize(model, optimizer, **level_arguments("O2", dtype))
+    noise = {name: value.detach() * 1.37 + 0.1 for name, value in model.state_dict().items()}
+    expected = full(noise)
+    model.load_state_dict(noise)
+    got = full(model.state_dict())
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    x, y = mine(CASE.batches(1)[0])
+    with mpinit.scale_loss(CASE.loss(model(x), y), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    mpinit.clip_grad_norm_(optimizer, 0.1)
+    norms = [p.grad.full_tensor().norm() for p in mpinit.master_params(optimizer) if p.grad is not None]
+    assert torch.stack(norms).norm() <= 0.1001
+    optimizer.step()
+
+
+@check()
+def a_group_of_two_dtypes_is_refused_and_batchnorm_by_itself_works() -> None:
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    model = fully_shard(network(), mesh=MESH())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    except ValueError as error:
+        assert "fully_shard" in str(error) and "keep_batchnorm_fp32" in str(error), error
+    else:
+        raise AssertionError("a group in two dtypes was accepted")
+    assert {parameter.dtype for parameter in model.parameters()} == {F32}
+    model = network()
+    fully_shard(model[1], mesh=MESH())
+    fully_shard(model, mesh=MESH())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, "O2", verbosity=0, loss_scale=8.0)
+    x = torch.randn(4, 4)
+    for _ in range(2):
+        with mpinit.scale_loss(model(x).square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    assert model[1].weight.dtype is F32
+    assert model[0].weight.dtype is F16
+
+
+@check()
+def split_masters_of_a_sharded_model_are_refused() -> None:
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        mpinit.initialize(model, optimizer, "O5", master_weights="split", verbosity=0)
+    except ValueError as error:
+        assert "fully_shard" in str(error) and "master_weights=True" in str(error), error
+    else:
+        raise AssertionError("split masters of DTensors were accepted")
+    assert {parameter.dtype for parameter in model.parameters()} == {F32}
+    copy.copy(optimizer).step()
+
+
+def outcome_of(run: Callable[[], None]) -> str:
+    torch.manual_seed(0)
+    try:
+        run()
+        return "ok"
+    except Exception:
+        return f"rank {dist.get_rank()}: {traceback.format_exc()}"
+    finally:
+        for left_over in reversed(registry.live()):
+            left_over.undo()
+
+
+def main(report: Path) -> None:
+    """Run every check on both ranks, write what came of each."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+    outcomes: dict[str, str] = {}
+    for name, run in CHECKS.items():
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, outcome_of(run))
+        outcomes[name] = "\n".join(outcome for outcome in both if outcome != "ok") or "ok"
+        if dist.get_rank() == 0:
+            report.write_text(json.dumps(outcomes), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
