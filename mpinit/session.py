@@ -20,7 +20,7 @@ from .basics.patching import Undo, UndoStack
 from .distributed.sharding import reshard
 from .masters.full import FullMasters
 from .masters.split import SplitMasters
-from .model import modules
+from .model import casting, forward, selection, state_dict
 from .optimizer.control import OptimizerControl
 from .optimizer.state import cast_states
 from .optimizer.step import Stepper
@@ -81,13 +81,13 @@ class Session:
 
     def _apply(self) -> None:
         plan, push = self.plan, self._undos.push
-        targets = modules.tensors_to_cast(self.models, plan)
-        push(modules.patch_forwards(self.models, plan, self))
-        if modules.will_hold_16_bit(self.models, targets):
-            push(modules.Float32State(self._find_master, self._load_master).install(self.models))
+        targets = selection.tensors_to_cast(self.models, plan)
+        push(forward.patch_forwards(self.models, plan, self))
+        if selection.will_hold_16_bit(self.models, targets):
+            push(state_dict.Float32State(self._find_master, self._load_master).install(self.models))
         if plan.patch_functions:
             push(_undone_when_dropped(self, functions.apply(plan, verbose=self.verbosity > 1)))
-        push(functools.partial(modules.rebuild_flat_weights, self.models))
+        push(functools.partial(casting.rebuild_flat_weights, self.models))
         for optimizer in self.optimizers:
             self._take_optimizer(optimizer, targets)
         # Last, because it is what cannot be taken back bit for bit where there are no masters.
@@ -112,11 +112,11 @@ class Session:
         mastered = {pair.model_param for _, pair in pairs}
         others = {tensor: dtype for tensor, dtype in targets.items() if tensor not in mastered}
         self._undos.push(cast_states(self.optimizers, others))
-        self._undos.push(modules.cast_tensors(others))
+        self._undos.push(casting.cast_tensors(others))
         # Without an undo of its own: giving up a master restores its weight.
         for store, pair in pairs:
             store.cast_weight(pair, targets.get(pair.model_param, pair.model_param.dtype))
-        modules.rebuild_flat_weights(self.models)
+        casting.rebuild_flat_weights(self.models)
 
     def undo(self) -> None:
         """Take back everything ``apply`` did; the session ends."""

@@ -9,7 +9,7 @@ import torch
 
 from ..basics.dtypes import dtype_name
 from ..basics.logs import log
-from ..model import modules
+from ..model import selection
 from ..session import Session
 
 _TOLD: Final = (
@@ -38,7 +38,7 @@ def describe(session: Session) -> str:
     lines += [f"  {name} = {getattr(session.properties, name)}" for name in _TOLD]
     for index, model in enumerate(session.models):
         lines.append(f"model {index}, {type(model).__name__}: {_counts(model.parameters())} parameters")
-        kept = modules.kept_float32([model], session.plan)
+        kept = selection.kept_float32([model], session.plan)
         if kept:
             names = {module: name for name, module in model.named_modules()}
             first = ", ".join(names[module] or "the whole model" for module in kept[:5])

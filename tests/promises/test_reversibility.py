@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import mpinit
 from mpinit import registry, session
 from mpinit.masters import full as masters
-from mpinit.model import modules
+from mpinit.model import casting, forward
 from mpinit.optimizer import step as stepping
 from mpinit.torch_internals import native_autocast
 
@@ -183,20 +183,20 @@ def test_undo_after_training_gives_the_masters_bits_to_the_model(kind: str) -> N
 
 # What raises, at which call of it, and when: before its work, or having done it.
 PHASES: dict[str, tuple[Any, str, int, str]] = {
-    "the forwards": (modules, "patch_forwards", 1, "before"),
-    "a second forward": (modules, "_patch_forward", 2, "before"),
-    "the end of a second forward": (modules, "_patch_forward", 2, "after"),
+    "the forwards": (forward, "patch_forwards", 1, "before"),
+    "a second forward": (forward, "_patch_forward", 2, "before"),
+    "the end of a second forward": (forward, "_patch_forward", 2, "after"),
     "a second module's state hook": (nn.Module, "register_load_state_dict_pre_hook", 2, "before"),
     "a second master": (masters.FullMasters, "add", 2, "before"),
     "the end of a second master": (masters.FullMasters, "add", 2, "after"),
     "the optimizer's second method": (stepping, "set_attribute", 2, "before"),
     "the optimizer's states": (session, "cast_states", 1, "before"),
-    "the casts": (modules, "cast_tensors", 1, "before"),
-    "a second cast": (modules, "_cast_in_place", 2, "before"),
-    "the end of a second cast": (modules, "_cast_in_place", 2, "after"),
+    "the casts": (casting, "cast_tensors", 1, "before"),
+    "a second cast": (casting, "_cast_in_place", 2, "before"),
+    "the end of a second cast": (casting, "_cast_in_place", 2, "after"),
     "a second weight": (masters.FullMasters, "cast_weight", 2, "before"),
     "the end of a second weight": (masters.FullMasters, "cast_weight", 2, "after"),
-    "the flat weights": (modules, "rebuild_flat_weights", 1, "before"),
+    "the flat weights": (casting, "rebuild_flat_weights", 1, "before"),
     "the last thing": (masters.FullMasters, "settle", 1, "before"),
     "the very end": (masters.FullMasters, "settle", 1, "after"),
 }
