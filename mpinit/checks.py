@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 
 from . import registry
 from .basics.dtypes import is_lower_precision
+from .basics.user_warnings import warn_user
 from .distributed.sharding import reshard
 from .plan import Plan
 from .settings.properties import Properties
@@ -98,7 +98,7 @@ def names_in_16_bit(models: Iterable[nn.Module]) -> list[str]:
 def _warn_of_16_bit_weights(models: Sequence[nn.Module]) -> None:
     names = names_in_16_bit(models)
     if names:
-        _warn(
+        warn_user(
             f"{len(names)} weights are 16-bit already ({', '.join(names[:3])} first), but patched functions (O1) are "
             "made for float32 weights: their updates will be lost to rounding. Give the model in float32, or use "
             "opt_level='O2'"
@@ -118,13 +118,8 @@ def _warn_of_orphans(models: Sequence[nn.Module], optimizer: Optimizer) -> None:
     if not all(parameter.shape in by_shape for parameter in given):
         return
     first = ", ".join(f"parameter {i} (shaped like {by_shape[p.shape]!r})" for i, p in enumerate(given[:3]))
-    _warn(
+    warn_user(
         f"none of the parameters of {type(optimizer).__name__} belongs to the models, though all have the shapes of "
         f"theirs: {first}. It was probably made before the model was copied or moved; make the optimizer from the "
         "parameters of the model given to mpinit.initialize"
     )
-
-
-def _warn(message: str) -> None:
-    # Counted from here: check, initialize, its caller.
-    warnings.warn(message, UserWarning, stacklevel=5)

@@ -1,0 +1,41 @@
+"""Warnings that point at the user's line, however deep in the package they are found."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+# The package's own files, and torch's: a hook is called by the user's call of a method of torch's.
+_NOT_THE_USERS: Final = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """``warnings.warn``, with the nearest caller outside of this package and of torch as the place it points at.
+
+    Args:
+        message: what was found, and what to do about it.
+        category: the class of the warning. Default UserWarning.
+
+    Example:
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     warn_user("mind the gap")
+        >>> str(caught[0].message), caught[0].filename == __file__
+        ('mind the gap', False)
+    """
+    frame: Any = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_NOT_THE_USERS) and frame.f_back is not None:
+        frame = frame.f_back
+    warnings.warn_explicit(
+        message,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=frame.f_globals.get("__name__"),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
