@@ -23,18 +23,18 @@ from .inspect.describe import describe as describing
 from .plan import make_plan
 from .scaling.scaled_loss import ScaledLoss, Unscaled
 from .session import Session
-from .settings.opt_levels import (
+from .settings.opt_levels import OPT_LEVELS
+from .settings.properties import Properties
+from .settings.resolve import (
     DEFAULT_LEVEL,
     DEFAULT_LIMIT,
     DEFAULT_ONE,
-    OPT_LEVELS,
     Config,
     Default,
     is_enabled,
     read_settings,
     resolve,
 )
-from .settings.properties import Properties
 from .torch_internals.native_autocast import disable_casts
 
 __all__ = [

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .settings.properties import SMALLEST_SCALE, KeepFloat32, Properties
+from .settings.properties import Properties
+from .settings.spellings import SMALLEST_SCALE, KeepFloat32
 
 KeepPredicate = Callable[[str, torch.nn.Module], bool]
 

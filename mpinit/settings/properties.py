@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    ValidationError,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ..basics.dtypes import dtype_name, is_lower_precision, parse_dtype
+from ..basics.dtypes import is_lower_precision
+from .spellings import (
+    Boolean,
+    Bytes,
+    Count,
+    KeepFloat32List,
+    LossScale,
+    MasterWeights,
+    OptionalBoolean,
+    OptionalDtype,
+    OptionalScale,
+    Scale,
+    is_nothing,
+)
 
 DEFAULT_INIT_SCALE = 2.0**16
 DEFAULT_MAX_SCALE = 2.0**24
 
-# A scale is kept as a float32 beside its reciprocal: outside these limits one of the two is 0 or inf.
-SMALLEST_SCALE = 2.0**-126
-LARGEST_SCALE = 2.0**126
-
-_NOTHING = ("none", "")
-_BOOLEANS = {"true": True, "false": False}
 _NOTHING_IS_A_VALUE = (
     "cast_model_type",
     "keep_batchnorm_fp32",
@@ -39,10 +34,6 @@ _NOTHING_IS_A_VALUE = (
     "keep_fp32",
     "min_loss_scale",
 )
-
-
-def _is_nothing(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and value.strip().lower() in _NOTHING)
 
 
 def is_given(name: str, value: Any) -> bool:
@@ -55,104 +46,7 @@ def is_given(name: str, value: Any) -> bool:
         >>> is_given("keep_batchnorm_fp32", "None"), is_given("loss_scale", "None")
         (True, False)
     """
-    return value is not None and (name in _NOTHING_IS_A_VALUE or not _is_nothing(value))
-
-
-def _parse_optional_dtype(value: Any) -> torch.dtype | None:
-    if _is_nothing(value) or value is False or (isinstance(value, str) and value.strip().lower() == "false"):
-        return None
-    return parse_dtype(value)
-
-
-def parse_bool(value: Any) -> bool:
-    """Read a boolean, or the string a command line makes of one: "True", "false"."""
-    if isinstance(value, str) and value.strip().lower() in _BOOLEANS:
-        return _BOOLEANS[value.strip().lower()]
-    if isinstance(value, bool):
-        return value
-    raise ValueError(f"{value!r} is not a boolean; give True or False (the strings 'True' and 'False' work too)")
-
-
-def _parse_optional_bool(value: Any) -> Any:
-    return None if _is_nothing(value) else parse_bool(value)
-
-
-def _parse_master_weights(value: Any) -> Any:
-    if value == "split":
-        return value
-    try:
-        return _parse_optional_bool(value)
-    except ValueError as error:
-        raise ValueError(f'{value!r} is not a kind of master weights; give True, False or "split"') from error
-
-
-def _parse_loss_scale(value: Any) -> Any:
-    if value == "dynamic":
-        return value
-    try:
-        if isinstance(value, bool):
-            raise ValueError
-        scale = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f'{value!r} is not a loss scale; give "dynamic" or a number above 0, such as 128.0') from None
-    return _check_scale(scale)
-
-
-def _check_scale(scale: float) -> float:
-    if not math.isfinite(scale) or scale <= 0:
-        raise ValueError(f'a loss scale of {scale} cannot be undone; give "dynamic" or a finite number above 0')
-    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
-        raise ValueError(
-            f"a loss scale of {scale} leaves float32's range, or its reciprocal does; give a number between 2**-126 "
-            "and 2**126"
-        )
-    return scale
-
-
-def _parse_optional_scale(value: Any) -> Any:
-    if _is_nothing(value):
-        return None
-    if value == "dynamic":
-        raise ValueError('"dynamic" is not a number; only loss_scale can be "dynamic", give a number above 0 here')
-    return _parse_loss_scale(value)
-
-
-def _parse_scale(value: Any) -> Any:
-    if _is_nothing(value):
-        raise ValueError(f"{value!r} is not a number; give one above 0, or leave it out for the default")
-    return _parse_optional_scale(value)
-
-
-_DTYPE_SCHEMA = WithJsonSchema(
-    {"anyOf": [{"enum": ["float16", "bfloat16", "float32"], "type": "string"}, {"type": "null"}]}
-)
-OptionalDtype = Annotated[
-    torch.dtype | None,
-    BeforeValidator(_parse_optional_dtype),
-    PlainSerializer(lambda value: None if value is None else dtype_name(value), when_used="json"),
-    _DTYPE_SCHEMA,
-]
-Boolean = Annotated[bool, BeforeValidator(parse_bool)]
-OptionalBoolean = Annotated[bool | None, BeforeValidator(_parse_optional_bool)]
-MasterWeights = Annotated[bool | Literal["split"] | None, BeforeValidator(_parse_master_weights)]
-LossScale = Annotated[float | Literal["dynamic"], BeforeValidator(_parse_loss_scale)]
-OptionalScale = Annotated[float | None, BeforeValidator(_parse_optional_scale)]
-KeepFloat32 = type[torch.nn.Module] | str | Callable[[str, torch.nn.Module], bool]
-
-
-def _check_keep_fp32_entry(entry: Any) -> None:
-    """Refuse what pydantic's union would take for a predicate: any class and any module can be called."""
-    is_module_type = isinstance(entry, type) and issubclass(entry, torch.nn.Module)
-    if isinstance(entry, torch.nn.Module):
-        raise ValueError(
-            f"a module itself ({type(entry).__name__}) cannot be an entry; give its dotted name, such as 'head', its "
-            "type, or a predicate (name, module) -> bool"
-        )
-    if not (is_module_type or isinstance(entry, str) or (callable(entry) and not isinstance(entry, type))):
-        raise ValueError(
-            f"{entry!r} is neither a torch.nn.Module type, nor a dotted name such as 'head' or '*.norm', nor a "
-            "predicate (name, module) -> bool; give one of these, or a list of them"
-        )
+    return value is not None and (name in _NOTHING_IS_A_VALUE or not is_nothing(value))
 
 
 class Properties(BaseModel):
@@ -199,30 +93,20 @@ class Properties(BaseModel):
     master_weights: MasterWeights = None
     loss_scale: LossScale = 1.0
     cast_model_outputs: OptionalDtype = None
-    keep_fp32: tuple[KeepFloat32, ...] = ()
+    keep_fp32: KeepFloat32List = ()
     cast_policy: Literal["torch", "apex"] = "torch"
     cast_scope: Literal["thread", "model"] = "thread"
     allow_banned: Boolean = False
-    init_loss_scale: Annotated[float, BeforeValidator(_parse_scale)] = DEFAULT_INIT_SCALE
+    init_loss_scale: Scale = DEFAULT_INIT_SCALE
     growth_factor: float = Field(default=2.0, gt=1.0, allow_inf_nan=False)
     backoff_factor: float = Field(default=0.5, gt=0.0, lt=1.0)
-    growth_interval: int = Field(default=2000, ge=1)
-    hysteresis: int = Field(default=1, ge=1)
+    growth_interval: Count = 2000
+    hysteresis: Count = 1
     min_loss_scale: OptionalScale = None
-    max_loss_scale: Annotated[float, BeforeValidator(_parse_scale)] = DEFAULT_MAX_SCALE
-    max_consecutive_skips: int = Field(default=64, ge=1)
+    max_loss_scale: Scale = DEFAULT_MAX_SCALE
+    max_consecutive_skips: Count = 64
     compile_step: Boolean = False
-    split_bucket_bytes: int = Field(default=64 * 2**20, ge=4)
-
-    @field_validator("keep_fp32", mode="before")
-    @classmethod
-    def _keep_fp32_as_tuple(cls, value: Any) -> Any:
-        if _is_nothing(value):
-            return ()
-        entries = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
-        for entry in entries:
-            _check_keep_fp32_entry(entry)
-        return entries
+    split_bucket_bytes: Bytes = 64 * 2**20
 
     @field_validator("patch_torch_functions_type")
     @classmethod
@@ -310,35 +194,29 @@ def field_names() -> tuple[str, ...]:
     return tuple(Properties.model_fields)
 
 
-def check_names(names: Iterable[Any], allowed: tuple[str, ...], where: str, others: tuple[str, ...] = ()) -> None:
-    """Raise a ValueError for the first unknown name, with the nearest there is.
+def build(values: dict[str, Any], sources: Mapping[str, str] | None = None) -> Properties:
+    """Validate ``values`` into Properties; pydantic's report becomes one plain ValueError.
 
     Args:
-        names: the names given.
-        allowed: the names there are.
-        where: what was being read, for the message: "initialize()", a file's path.
-        others: names that are no properties but may have been meant.
+        values: property name -> value, in any spelling.
+        sources: where a value was read, for messages: property name -> a file's name, for those read from somewhere.
+
+    Raises:
+        ValueError: a bad value, or values that contradict one another.
     """
-    for name in names:
-        if name not in allowed:
-            near = difflib.get_close_matches(str(name), allowed + others, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise ValueError(f"{where} has no property {name!r}{hint} The properties are: {', '.join(allowed)}")
-
-
-def build(values: dict[str, Any]) -> Properties:
-    """Validate ``values`` into Properties; pydantic's report becomes one plain ValueError."""
     try:
         return Properties(**values)
     except ValidationError as error:
-        raise ValueError("; ".join(_describe(item) for item in error.errors())) from None
+        raise ValueError("; ".join(_describe(item, sources or {}) for item in error.errors())) from None
 
 
-def _describe(item: Any) -> str:
+def _describe(item: Any, sources: Mapping[str, str]) -> str:
     text = str(item["msg"])
-    where = ".".join(str(part) for part in item["loc"][:1])
+    name = ".".join(str(part) for part in item["loc"][:1])
     if item["type"] != "value_error":
         # pydantic's own texts say what is allowed but not what was given; ours say both.
         text = f"{text[:1].lower()}{text[1:]}, but {item['input']!r} was given"
     text = text.removeprefix("Value error, ")
-    return f"{where}: {text}" if where else text
+    # A contradiction belongs to no one property: its text names both.
+    concerned = [source for own, source in sources.items() if own == name or (not name and f"{own}=" in text)]
+    return ": ".join([*dict.fromkeys(concerned), *([name] if name else []), text])

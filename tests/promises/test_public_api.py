@@ -13,7 +13,8 @@ from torch import nn
 
 import mpinit
 from mpinit import amp
-from mpinit.settings.opt_levels import OPT_LEVELS, Properties
+from mpinit.settings.opt_levels import OPT_LEVELS
+from mpinit.settings.properties import Properties
 
 FUNCTIONS = {
     "initialize",

@@ -14,7 +14,7 @@ import mpinit
 from mpinit import registry
 from mpinit.plan import ScalingRule
 from mpinit.scaling.scaler import LossScaler, check_state
-from mpinit.settings.properties import SMALLEST_SCALE
+from mpinit.settings.spellings import SMALLEST_SCALE
 
 RULE = ScalingRule(
     dynamic=True,

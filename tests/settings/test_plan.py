@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from mpinit.plan import CastPolicy, CastScope, Masters, Plan, make_plan
-from mpinit.settings.opt_levels import OPT_LEVELS, resolve
+from mpinit.settings.opt_levels import OPT_LEVELS
+from mpinit.settings.resolve import resolve
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpinit.settings.opt_levels import OPT_LEVELS
-from mpinit.settings.properties import LARGEST_SCALE, SMALLEST_SCALE, Properties, build, field_names, is_given
+from mpinit.settings.properties import Properties, build, field_names, is_given
+from mpinit.settings.spellings import LARGEST_SCALE, SMALLEST_SCALE
 
 DTYPE_FIELDS = ("cast_model_type", "patch_torch_functions_type", "cast_model_outputs")
 BOOLEAN_FIELDS = ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "allow_banned", "compile_step")
@@ -90,9 +91,22 @@ def test_every_accepted_scale_and_its_reciprocal_are_normal_float32_numbers(scal
         ("backoff_factor", 1.0),
         ("backoff_factor", float("nan")),
         ("growth_interval", 0),
+        ("growth_interval", True),
+        ("growth_interval", 10**30),
+        ("growth_interval", 1.5),
+        ("growth_interval", float("inf")),
+        ("growth_interval", "often"),
         ("hysteresis", 0),
+        ("hysteresis", True),
+        ("hysteresis", 2**31),
+        ("hysteresis", 2**40),
         ("max_consecutive_skips", 0),
+        ("max_consecutive_skips", True),
+        ("max_consecutive_skips", 63.5),
+        ("max_consecutive_skips", 10**30),
         ("split_bucket_bytes", 3),
+        ("split_bucket_bytes", True),
+        ("split_bucket_bytes", 10**30),
         ("cast_policy", "native"),
         ("cast_scope", "process"),
         ("max_loss_scale", None),
@@ -111,6 +125,17 @@ def test_values_out_of_range_are_refused_and_named(field: str, value: Any) -> No
     assert "validation error" not in text, "pydantic's own report is not for users"
     named = type(value).__name__ if isinstance(value, torch.nn.Module) else "float32" if value == "float32" else value
     assert (repr(named) if named is not None else "None").strip("'") in text
+
+
+@pytest.mark.parametrize("field", ["growth_interval", "hysteresis", "max_consecutive_skips", "split_bucket_bytes"])
+@pytest.mark.parametrize("spelling", ["64", 64, 64.0, torch.tensor(64)])
+def test_whole_numbers_in_any_spelling(field: str, spelling: Any) -> None:
+    value = getattr(build({field: spelling}), field)
+    assert (value, type(value)) == (64, int)
+
+
+def test_the_largest_count_is_the_largest_that_an_int32_holds() -> None:
+    assert build({"hysteresis": 2**31 - 1}).hysteresis == torch.iinfo(torch.int32).max
 
 
 def predicate(name: str, module: torch.nn.Module) -> bool:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpinit.basics.patching import Undo
 from mpinit.plan import Plan, make_plan
-from mpinit.settings.opt_levels import resolve
+from mpinit.settings.resolve import resolve
 
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 LOWER = pytest.mark.parametrize("lower", [HALF, BF16], ids=["fp16", "bf16"])

@@ -9,7 +9,7 @@ import torch
 
 from ....plan import ScalingRule
 from ....scaling.scaler import LossScaler as CoreScaler
-from ....settings.properties import SMALLEST_SCALE
+from ....settings.spellings import SMALLEST_SCALE
 
 
 class LossScaler:

@@ -1,0 +1,219 @@
+"""How a level, a configuration and keywords become one property set: the level < the configuration < keywords."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from .opt_levels import OPT_LEVELS
+from .properties import DEFAULT_MAX_SCALE, Properties, build, field_names, is_given
+from .spellings import LARGEST_COUNT, parse_bool, parse_whole_number
+
+# initialize()'s keywords that are no properties: a misspelt one shall find its way home too.
+_OTHER_KEYWORDS: Final = ("models", "optimizers", "opt_level", "enabled", "num_losses", "config", "verbosity")
+
+# The settings that are no properties, and their limits. Each loss has a scaler of its own, made at once: a million of
+# them is a slip, and would take for ever.
+_SETTINGS: Final = {"num_losses": (1, 2**16), "verbosity": (-LARGEST_COUNT, LARGEST_COUNT)}
+
+Config = str | Path | Mapping[str, Any] | None
+
+
+class Default:
+    """Marks a value as not chosen by the caller, so that a configuration's may stand in for it, equal or not."""
+
+    __slots__ = ()
+
+
+class _DefaultStr(str, Default):
+    __slots__ = ()
+
+
+class _DefaultInt(int, Default):
+    __slots__ = ()
+
+
+class _DefaultFloat(float, Default):
+    __slots__ = ()
+
+
+DEFAULT_LEVEL: Final = _DefaultStr("O1")
+DEFAULT_ONE: Final = _DefaultInt(1)
+DEFAULT_LIMIT: Final = _DefaultFloat(DEFAULT_MAX_SCALE)
+
+
+class ReadConfig(dict[str, Any]):
+    """What a configuration holds, a dict like any other, that knows where it was read.
+
+    Attributes:
+        source: a file's path, or "config" for a mapping; for messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        super().__init__(values)
+        self.source = source
+
+
+def check_level(opt_level: Any) -> str:
+    """Return the level's name, or raise a ValueError that lists the levels.
+
+    Example:
+        >>> check_level("O2")
+        'O2'
+    """
+    if isinstance(opt_level, str) and opt_level in OPT_LEVELS:
+        return str(opt_level)
+    raise ValueError(
+        f"opt_level={opt_level!r} is not a level: a level is the capital letter O, not the digit zero, followed by "
+        f"a number; the levels are {', '.join(map(repr, OPT_LEVELS))}"
+    )
+
+
+def check_names(names: Iterable[Any], allowed: tuple[str, ...], where: str, others: tuple[str, ...] = ()) -> None:
+    """Raise a ValueError for the first unknown name, with the nearest there is.
+
+    Args:
+        names: the names given.
+        allowed: the names there are.
+        where: what was being read, for the message: "initialize()", a file's path.
+        others: names that are no properties but may have been meant.
+    """
+    for name in names:
+        if name not in allowed:
+            near = difflib.get_close_matches(str(name), allowed + others, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise ValueError(f"{where} has no property {name!r}{hint} The properties are: {', '.join(allowed)}")
+
+
+def read_config(config: Config, extra: tuple[str, ...] = ()) -> ReadConfig:
+    """Read a configuration: a TOML file's path, or a mapping.
+
+    Args:
+        config: path of a TOML file, or a mapping with the same keys, or None for an empty one.
+        extra: keys allowed beside the properties' names and "opt_level".
+
+    Returns:
+        A new dict of what it holds.
+
+    Raises:
+        ValueError: an unknown key (with the nearest name), or a file that is not TOML in UTF-8.
+        OSError: the file cannot be read; FileNotFoundError where there is none.
+    """
+    if config is None:
+        return ReadConfig({}, "config")
+    if isinstance(config, Mapping):
+        read = ReadConfig(config, config.source if isinstance(config, ReadConfig) else "config")
+    elif isinstance(config, (str, Path)):
+        name = f"config file {str(config)!r}"
+        read = ReadConfig(_read_toml(Path(config), name), name)
+    else:
+        raise TypeError(f"config={config!r} is neither a TOML file's path nor a mapping")
+    check_names(read, ("opt_level", *field_names(), *extra), read.source)
+    return read
+
+
+def _read_toml(path: Path, name: str) -> dict[str, Any]:
+    try:
+        # Some editors begin UTF-8 with a byte order mark, which is no TOML.
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        reason = f"config file cannot be read: {error.strerror}; give a TOML file's path or a mapping"
+        raise OSError(error.errno, reason, str(path)) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text ({error}); save it as UTF-8") from None
+    except RecursionError:
+        raise ValueError(f"{name} is nested too deeply; properties are plain values and lists of names") from None
+    except ValueError as error:  # TOMLDecodeError is one, and so is what a path with a null byte raises
+        raise ValueError(f"{name} is not TOML: {error}") from None
+
+
+def read_settings(config: Config, num_losses: Any, verbosity: Any) -> dict[str, Any]:
+    """Split a configuration into the settings that are no properties, which keywords beat, and the rest.
+
+    Returns:
+        "config": what is left of it, "num_losses" and "verbosity": whole numbers.
+
+    Raises:
+        ValueError: no whole number, or a number of losses below 1 or beyond reason.
+
+    Example:
+        >>> read_settings({"num_losses": 2, "loss_scale": 8}, DEFAULT_ONE, "0")
+        {'config': {'loss_scale': 8}, 'num_losses': 2, 'verbosity': 0}
+    """
+    given = {"num_losses": num_losses, "verbosity": verbosity}
+    rest = read_config(config, tuple(given))
+    for name, value in given.items():
+        from_config = isinstance(value, Default) and name in rest
+        in_force = rest.pop(name, value) if from_config else value
+        rest.pop(name, None)
+        smallest, largest = _SETTINGS[name]
+        try:
+            given[name] = parse_whole_number(in_force, smallest, largest)
+        except ValueError as error:
+            raise ValueError(f"{f'{rest.source}: ' if from_config else ''}{name}={error}") from None
+    return {"config": rest, **given}
+
+
+def is_enabled(enabled: Any) -> bool:
+    """Whether ``initialize``'s ``enabled`` says yes; "True" and "False" from a command line are understood.
+
+    Example:
+        >>> is_enabled("False")
+        False
+    """
+    return parse_bool(enabled) if isinstance(enabled, str) else bool(enabled)
+
+
+def resolve(opt_level: Any, overrides: Mapping[str, Any], config: Config = None) -> tuple[str, Properties]:
+    """Resolve a level, a configuration and keyword overrides into one property set.
+
+    Keywords beat the configuration, and the configuration beats the level. A value of None means "not given"; the
+    string "None" means "nothing", or "not given" to a property that must be something. Where the 16-bit type comes
+    out as bfloat16 and nobody gave a loss_scale, the level's "dynamic" becomes 1.0: bfloat16 has float32's range.
+
+    Args:
+        opt_level: "O0" to "O5".
+        overrides: property name -> value, None where not given.
+        config: see :func:`read_config`.
+
+    Returns:
+        The level's name and the Properties.
+
+    Raises:
+        ValueError: an unknown level or name, a bad value, or values that contradict one another.
+
+    Example:
+        >>> resolve("O2", {"cast_model_type": "bf16"})[1].loss_scale
+        1.0
+    """
+    from_config = read_config(config)
+    level = _level_of(opt_level, from_config)
+    check_names(overrides, field_names(), "initialize()", others=_OTHER_KEYWORDS)
+    by_keyword = _given(overrides)
+    given = _given(from_config) | by_keyword
+    sources = {name: from_config.source for name in given if name not in by_keyword}
+    row = OPT_LEVELS[level]
+    values = {name: getattr(row, name) for name in row.model_fields_set} | given
+    props = build(values, sources)
+    if "loss_scale" not in given and row.loss_scale == "dynamic" and props.lower_precision_type is torch.bfloat16:
+        props = build(values | {"loss_scale": 1.0}, sources)
+    return level, props
+
+
+def _level_of(opt_level: Any, from_config: ReadConfig) -> str:
+    config_level = from_config.pop("opt_level", None)
+    if config_level is None or not isinstance(opt_level, Default):
+        return check_level(opt_level)
+    try:
+        return check_level(config_level)
+    except ValueError as error:
+        raise ValueError(f"{from_config.source}: {error}") from None
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if is_given(name, value)}

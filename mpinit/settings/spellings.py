@@ -1,0 +1,188 @@
+"""How a value may be spelt: from Python, a TOML file or a command line, which makes a string of everything.
+
+Each type here turns every spelling it knows into one value and refuses the rest, saying what it would have taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, Final, Literal
+
+import torch
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+
+from ..basics.dtypes import dtype_name, parse_dtype
+
+# A scale is kept as a float32 beside its reciprocal: outside these limits one of the two is 0 or inf.
+SMALLEST_SCALE: Final = 2.0**-126
+LARGEST_SCALE: Final = 2.0**126
+# Counters are kept as int32 on the device.
+LARGEST_COUNT: Final = 2**31 - 1
+
+_NOTHING: Final = ("none", "")
+_BOOLEANS: Final = {"true": True, "false": False}
+
+
+def is_nothing(value: Any) -> bool:
+    """Whether ``value`` is None, or what a command line makes of it.
+
+    Example:
+        >>> is_nothing("None"), is_nothing(0)
+        (True, False)
+    """
+    return value is None or (isinstance(value, str) and value.strip().lower() in _NOTHING)
+
+
+def parse_bool(value: Any) -> bool:
+    """Read a boolean, or the string a command line makes of one: "True", "false"."""
+    if isinstance(value, str) and value.strip().lower() in _BOOLEANS:
+        return _BOOLEANS[value.strip().lower()]
+    if isinstance(value, bool):
+        return value
+    raise ValueError(f"{value!r} is not a boolean; give True or False (the strings 'True' and 'False' work too)")
+
+
+def parse_whole_number(value: Any, smallest: int = 0, largest: int = LARGEST_COUNT) -> int:
+    """Read a whole number, in any type that says one exactly; a boolean is none.
+
+    Args:
+        value: such as 2000, "2000" or 2e3.
+        smallest, largest: the limits, both allowed.
+
+    Returns:
+        The number as an int.
+
+    Raises:
+        ValueError: it is no whole number, or outside the limits.
+
+    Example:
+        >>> parse_whole_number("2000"), parse_whole_number(2e3)
+        (2000, 2000)
+    """
+    try:
+        number = int(value)
+        # Compared as they are: through a float a large number would be another.
+        exact = not isinstance(value, bool) and (isinstance(value, str) or bool(number == value))
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        exact = False
+    if not exact:
+        raise ValueError(f"{value!r} is not a whole number; give one such as {max(smallest, 1)}")
+    if not smallest <= number <= largest:
+        raise ValueError(f"{value!r} is out of range; give a whole number between {smallest} and {largest}")
+    return number
+
+
+def _parse_optional_dtype(value: Any) -> torch.dtype | None:
+    if is_nothing(value) or value is False or (isinstance(value, str) and value.strip().lower() == "false"):
+        return None
+    return parse_dtype(value)
+
+
+def _parse_optional_bool(value: Any) -> Any:
+    return None if is_nothing(value) else parse_bool(value)
+
+
+def _parse_master_weights(value: Any) -> Any:
+    if isinstance(value, str) and value == "split":
+        return value
+    try:
+        return _parse_optional_bool(value)
+    except ValueError as error:
+        raise ValueError(f'{value!r} is not a kind of master weights; give True, False or "split"') from error
+
+
+def _parse_loss_scale(value: Any) -> Any:
+    if isinstance(value, str) and value == "dynamic":
+        return value
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        scale = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise ValueError(f'{value!r} is not a loss scale; give "dynamic" or a number above 0, such as 128.0') from None
+    return check_scale(scale)
+
+
+def check_scale(scale: float) -> float:
+    """Return ``scale``, or raise a ValueError where scaling by it could not be undone in float32.
+
+    Example:
+        >>> check_scale(128.0)
+        128.0
+    """
+    if not math.isfinite(scale) or scale <= 0:
+        raise ValueError(f'a loss scale of {scale} cannot be undone; give "dynamic" or a finite number above 0')
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        raise ValueError(
+            f"a loss scale of {scale} leaves float32's range, or its reciprocal does; give a number between 2**-126 "
+            "and 2**126"
+        )
+    return scale
+
+
+def _parse_optional_scale(value: Any) -> Any:
+    if is_nothing(value):
+        return None
+    if isinstance(value, str) and value == "dynamic":
+        raise ValueError('"dynamic" is not a number; only loss_scale can be "dynamic", give a number above 0 here')
+    return _parse_loss_scale(value)
+
+
+def _parse_scale(value: Any) -> Any:
+    if is_nothing(value):
+        raise ValueError(f"{value!r} is not a number; give one above 0, or leave it out for the default")
+    return _parse_optional_scale(value)
+
+
+def _parse_count(value: Any) -> int:
+    return parse_whole_number(value, smallest=1)
+
+
+def _parse_bytes(value: Any) -> int:
+    return parse_whole_number(value, smallest=4, largest=2**62)
+
+
+def _parse_keep_fp32(value: Any) -> Any:
+    if is_nothing(value):
+        return ()
+    entries = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+    for entry in entries:
+        _check_keep_fp32_entry(entry)
+    return entries
+
+
+def _check_keep_fp32_entry(entry: Any) -> None:
+    """Refuse what pydantic's union would take for a predicate: any class and any module can be called."""
+    is_module_type = isinstance(entry, type) and issubclass(entry, torch.nn.Module)
+    if isinstance(entry, torch.nn.Module):
+        raise ValueError(
+            f"a module itself ({type(entry).__name__}) cannot be an entry; give its dotted name, such as 'head', its "
+            "type, or a predicate (name, module) -> bool"
+        )
+    if not (is_module_type or isinstance(entry, str) or (callable(entry) and not isinstance(entry, type))):
+        raise ValueError(
+            f"{entry!r} is neither a torch.nn.Module type, nor a dotted name such as 'head' or '*.norm', nor a "
+            "predicate (name, module) -> bool; give one of these, or a list of them"
+        )
+
+
+_DTYPE_SCHEMA = WithJsonSchema(
+    {"anyOf": [{"enum": ["float16", "bfloat16", "float32"], "type": "string"}, {"type": "null"}]}
+)
+OptionalDtype = Annotated[
+    torch.dtype | None,
+    BeforeValidator(_parse_optional_dtype),
+    PlainSerializer(lambda value: None if value is None else dtype_name(value), when_used="json"),
+    _DTYPE_SCHEMA,
+]
+Boolean = Annotated[bool, BeforeValidator(parse_bool)]
+OptionalBoolean = Annotated[bool | None, BeforeValidator(_parse_optional_bool)]
+MasterWeights = Annotated[bool | Literal["split"] | None, BeforeValidator(_parse_master_weights)]
+LossScale = Annotated[float | Literal["dynamic"], BeforeValidator(_parse_loss_scale)]
+Scale = Annotated[float, BeforeValidator(_parse_scale)]
+OptionalScale = Annotated[float | None, BeforeValidator(_parse_optional_scale)]
+Count = Annotated[int, BeforeValidator(_parse_count)]
+Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
+KeepFloat32 = type[torch.nn.Module] | str | Callable[[str, torch.nn.Module], bool]
+KeepFloat32List = Annotated[tuple[KeepFloat32, ...], BeforeValidator(_parse_keep_fp32)]

@@ -1,0 +1,267 @@
+"""resolve: what a keyword overrides, what contradicts what, how a configuration is read."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpinit.plan import Masters, make_plan
+from mpinit.settings.opt_levels import OPT_LEVELS
+from mpinit.settings.properties import Properties
+from mpinit.settings.resolve import (
+    DEFAULT_LEVEL,
+    DEFAULT_ONE,
+    is_enabled,
+    read_config,
+    read_settings,
+    resolve,
+)
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+
+
+@pytest.mark.parametrize("level", ["00", "01", "o1", "O6", "O", "", " O1", "1", 0, 1, None, 1.0, b"O1", [], F16])
+def test_an_unknown_level_says_it_is_the_letter_and_lists_the_levels(level: Any) -> None:
+    with pytest.raises(ValueError) as caught:
+        resolve(level, {})
+    text = str(caught.value)
+    assert repr(level) in text
+    assert "letter O" in text
+    assert all(repr(name) in text for name in LEVELS)
+
+
+@pytest.mark.parametrize(
+    ("level", "name", "value", "expected"),
+    [
+        ("O0", "cast_model_outputs", "fp16", F16),
+        ("O0", "loss_scale", "128.0", 128.0),
+        ("O1", "keep_batchnorm_fp32", True, True),
+        ("O1", "master_weights", False, False),
+        ("O1", "cast_model_type", False, None),
+        ("O1", "cast_model_type", "fp32", F32),
+        ("O1", "loss_scale", 128, 128.0),
+        ("O1", "patch_torch_functions", "False", False),
+        ("O2", "keep_batchnorm_fp32", "False", False),
+        ("O2", "master_weights", "False", False),
+        ("O2", "cast_model_type", False, None),
+        ("O2", "cast_model_type", "float32", F32),
+        ("O2", "loss_scale", "dynamic", "dynamic"),
+        ("O3", "keep_batchnorm_fp32", "True", True),
+        ("O3", "master_weights", "True", True),
+        ("O3", "loss_scale", "dynamic", "dynamic"),
+        ("O5", "master_weights", "split", "split"),
+        ("O5", "loss_scale", "dynamic", "dynamic"),
+    ],
+)
+def test_a_keyword_overrides_one_property_and_no_other(level: str, name: str, value: Any, expected: Any) -> None:
+    props = resolve(level, {name: value})[1]
+    assert getattr(props, name) == expected
+    for other in set(Properties.model_fields) - {name}:
+        assert getattr(props, other) == getattr(OPT_LEVELS[level], other)
+
+
+@pytest.mark.parametrize("name", list(Properties.model_fields))
+@pytest.mark.parametrize("level", LEVELS)
+def test_none_means_not_given(level: str, name: str) -> None:
+    assert resolve(level, {name: None})[1] == OPT_LEVELS[level]
+    assert resolve(level, {}, {name: "None"})[1] == resolve(level, {name: "None"})[1]
+
+
+@pytest.mark.parametrize(
+    ("level", "name"), [("O1", "patch_torch_functions_type"), ("O2", "cast_model_type"), ("O3", "cast_model_type")]
+)
+@pytest.mark.parametrize("spelling", [BF16, "bf16", "bfloat16"])
+def test_bfloat16_needs_no_loss_scale(level: str, name: str, spelling: Any) -> None:
+    props = resolve(level, {name: spelling})[1]
+    assert props.lower_precision_type is BF16
+    assert props.loss_scale == 1.0
+    assert resolve(level, {name: spelling, "loss_scale": "dynamic"})[1].loss_scale == "dynamic"
+    assert resolve(level, {name: spelling, "loss_scale": "None"})[1].loss_scale == 1.0
+    assert resolve(level, {name: spelling}, {"loss_scale": 64})[1].loss_scale == 64.0
+
+
+def test_o4_and_o5_are_o1_and_o2_in_bfloat16() -> None:
+    assert resolve("O4", {})[1] == resolve("O1", {"patch_torch_functions_type": BF16})[1]
+    assert resolve("O5", {})[1] == resolve("O2", {"cast_model_type": BF16})[1]
+
+
+CONTRADICTIONS: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("O1", {"cast_model_type": F16}, ["cast_model_type=torch.float16", "patch_torch_functions=True", "O2"]),
+    ("O1", {"cast_model_type": "bf16"}, ["cast_model_type=torch.bfloat16", "patch_torch_functions=True", "O2"]),
+    ("O2", {"patch_torch_functions": True}, ["cast_model_type=torch.float16", "patch_torch_functions=True", "O1"]),
+    ("O1", {"master_weights": True}, ["master_weights=True", "patch_torch_functions=True", "O2"]),
+    ("O4", {"master_weights": "split"}, ["master_weights='split'", "patch_torch_functions=True", "O2"]),
+    ("O2", {"master_weights": "split"}, ['master_weights="split"', "cast_model_type=torch.float16", "O5"]),
+    ("O0", {"master_weights": "split"}, ['master_weights="split"', "cast_model_type=torch.float32", "O5"]),
+    ("O2", {"min_loss_scale": 4.0, "max_loss_scale": 2.0}, ["min_loss_scale=4.0", "max_loss_scale=2.0", "lower"]),
+]
+
+
+@pytest.mark.parametrize(("level", "overrides", "named"), CONTRADICTIONS)
+def test_a_contradiction_names_both_sides_and_the_way_out(
+    level: str, overrides: dict[str, Any], named: list[str]
+) -> None:
+    for arguments in ((overrides, None), ({}, overrides)):
+        with pytest.raises(ValueError) as caught:
+            resolve(level, *arguments)
+        assert [word for word in named if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("los_scale", "loss_scale"),
+        ("loss_scal", "loss_scale"),
+        ("keep_batchnorm_float32", "keep_batchnorm_fp32"),
+        ("master_weight", "master_weights"),
+        ("cast_model_dtype", "cast_model_type"),
+        ("optlevel", "opt_level"),
+        ("verbose", "verbosity"),
+        ("num_loss", "num_losses"),
+    ],
+)
+def test_an_unknown_keyword_finds_the_nearest_name(name: str, near: str) -> None:
+    with pytest.raises(ValueError, match=rf"initialize\(\) has no property '{name}'; did you mean '{near}'\?"):
+        resolve("O2", {name: 1})
+
+
+def test_an_unknown_keyword_far_from_any_name_lists_them_all() -> None:
+    with pytest.raises(ValueError, match=r"'zzz'\. The properties are: cast_model_type, .*split_bucket_bytes"):
+        resolve("O2", {"zzz": None})
+
+
+def test_keywords_beat_the_file_and_the_file_beats_the_level(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('opt_level = "O2"\nloss_scale = 64\nkeep_batchnorm_fp32 = false\nkeep_fp32 = ["head"]\n')
+    for config in (path, str(path), read_config(path)):
+        level, props = resolve(DEFAULT_LEVEL, {"loss_scale": 32.0}, config)
+        assert level == "O2"
+        assert props.loss_scale == 32.0
+        assert props.keep_batchnorm_fp32 is False
+        assert props.keep_fp32 == ("head",)
+        assert props.master_weights is True
+        assert resolve("O3", {}, config)[0] == "O3", "a level given by keyword beats the file's"
+        assert resolve("O1", {}, config)[0] == "O1", "also where it is the default one"
+
+
+def test_the_default_level_is_o1() -> None:
+    assert DEFAULT_LEVEL == "O1"
+    assert resolve(DEFAULT_LEVEL, {})[1] == OPT_LEVELS["O1"]
+    assert resolve(DEFAULT_LEVEL, {}, {"opt_level": None})[0] == "O1"
+
+
+@pytest.mark.parametrize(("value", "number"), [(2, 2), ("2", 2), (2.0, 2), ("0", 0)])
+def test_settings_in_any_spelling(value: Any, number: int) -> None:
+    assert read_settings(None, 1, value) == {"config": {}, "num_losses": 1, "verbosity": number}
+    assert read_settings({"verbosity": value}, 1, DEFAULT_ONE)["verbosity"] == number
+
+
+@pytest.mark.parametrize("name", ["num_losses", "verbosity"])
+@pytest.mark.parametrize("value", ["two", 1.5, True, None, "", [1]])
+def test_settings_that_are_no_whole_number_are_refused_by_name(name: str, value: Any) -> None:
+    for config, keywords in (({name: value}, {}), (None, {name: value})):
+        with pytest.raises(ValueError) as caught:
+            read_settings(config, **{"num_losses": DEFAULT_ONE, "verbosity": DEFAULT_ONE} | keywords)
+        assert f"{name}={value!r}" in str(caught.value)
+
+
+def test_there_is_at_least_one_loss() -> None:
+    for number in (0, -1, "0"):
+        with pytest.raises(ValueError, match=f"num_losses={number!r}"):
+            read_settings(None, number, 1)
+
+
+@pytest.mark.parametrize(
+    ("enabled", "expected"), [(True, True), (False, False), ("True", True), ("false", False), (0, False), (1, True)]
+)
+def test_enabled_in_any_spelling(enabled: Any, expected: bool) -> None:
+    assert is_enabled(enabled) is expected
+    with pytest.raises(ValueError, match="'maybe' is not a boolean"):
+        is_enabled("maybe")
+
+
+def test_a_configuration_is_not_changed_by_reading_it() -> None:
+    config = {"opt_level": "O2", "loss_scale": 2.0}
+    resolve(DEFAULT_LEVEL, {}, config)
+    assert config == {"opt_level": "O2", "loss_scale": 2.0}
+
+
+def test_a_bad_configuration_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    with pytest.raises(FileNotFoundError, match=r"bad\.toml"):
+        resolve("O1", {}, path)
+    path.write_text("loss_scale = = 3")
+    with pytest.raises(ValueError, match=r"bad\.toml' is not TOML"):
+        resolve("O1", {}, path)
+    path.write_text("loss_scal = 3")
+    with pytest.raises(ValueError, match=r"bad\.toml' has no property 'loss_scal'; did you mean 'loss_scale'\?"):
+        resolve("O1", {}, path)
+    with pytest.raises(ValueError, match="O7"):
+        resolve(DEFAULT_LEVEL, {}, {"opt_level": "O7"})
+    with pytest.raises(TypeError, match="42 is neither a TOML file's path nor a mapping"):
+        resolve("O1", {}, 42)  # type: ignore[arg-type]
+
+
+CHOICES: dict[str, list[Any]] = {
+    "cast_model_type": [None, False, F16, BF16, F32, "fp16", "None"],
+    "patch_torch_functions": [None, True, False, "True", "None"],
+    "patch_torch_functions_type": [None, F16, "bf16"],
+    "keep_batchnorm_fp32": [None, True, False, "None"],
+    "master_weights": [None, True, False, "split", "None"],
+    "loss_scale": [None, "dynamic", 128.0, "128.0", 1, "None"],
+    "min_loss_scale": [None, 1.0, 2.0**20],
+    "max_loss_scale": [None, 2.0**10, 2.0**24],
+}
+
+
+def check_invariants(level: str, given_values: dict[str, Any], props: Properties) -> None:
+    lower = props.lower_precision_type
+    cast = props.cast_model_type
+    assert not (props.patch_torch_functions and (props.master_weights or cast in (F16, BF16)))
+    assert props.master_weights != "split" or cast is BF16
+    assert props.min_loss_scale is None or props.min_loss_scale <= props.max_loss_scale
+    if lower is BF16 and given_values.get("loss_scale") in (None, "None"):
+        assert props.loss_scale == 1.0
+    plan = make_plan(props)
+    assert plan.patch_functions is props.patch_torch_functions
+    assert plan.cast_model is (cast is not None)
+    assert (plan.masters is not Masters.NONE) == bool(props.master_weights and cast in (F16, BF16))
+    rule = plan.scaling
+    assert 0 < rule.min_scale <= rule.max_scale < float("inf")
+    if rule.dynamic:
+        assert rule.min_scale <= rule.init_scale <= rule.max_scale
+    else:
+        assert rule.init_scale == props.loss_scale
+
+
+def resolves_or_names_both_sides(level: str, values: dict[str, Any]) -> bool:
+    try:
+        _, props = resolve(level, values)
+    except ValueError as error:
+        named = [name for name in CHOICES if f"{name}=" in str(error)]
+        assert len(named) >= 2, f"{values} at {level} were refused without naming both sides: {error}"
+        assert any(values.get(name) is not None for name in named), "and one of them is what was given"
+        return False
+    check_invariants(level, values, props)
+    return True
+
+
+@given(st.sampled_from(LEVELS), st.fixed_dictionaries({}, optional={k: st.sampled_from(v) for k, v in CHOICES.items()}))
+def test_any_overrides_resolve_to_something_consistent_or_name_both_sides(level: str, values: dict[str, Any]) -> None:
+    resolves_or_names_both_sides(level, values)
+
+
+def test_every_pair_of_overrides_resolves_to_something_consistent_or_names_both_sides() -> None:
+    outcomes = {True: 0, False: 0}
+    for level, (first, second) in itertools.product(LEVELS, itertools.combinations(CHOICES, 2)):
+        for one, other in itertools.product(CHOICES[first], CHOICES[second]):
+            outcomes[resolves_or_names_both_sides(level, {first: one, second: other})] += 1
+    assert min(outcomes.values()) > 100, "both outcomes are exercised"
