@@ -22,6 +22,8 @@ def session_state(session: Session) -> dict[str, Any]:
 def load_session_state(session: Session, state: Mapping[str, Any]) -> None:
     """Set a session's scalers; a state that does not fit changes nothing.
 
+    A static scale stays what it is, whatever was saved: see :meth:`LossScaler.load_state_dict`.
+
     Args:
         session: the session.
         state: of :func:`session_state`, or of ``torch.amp.GradScaler.state_dict()`` where there is one loss.
@@ -47,5 +49,4 @@ def load_session_state(session: Session, state: Mapping[str, Any]) -> None:
 
 
 def _from_grad_scaler(state: Mapping[str, Any]) -> dict[str, Any]:
-    scale, unskipped = (float(state["scale"]), int(state["_growth_tracker"]))
-    return {"loss_scaler0": {"loss_scale": scale, "unskipped": unskipped}}
+    return {"loss_scaler0": {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]}}

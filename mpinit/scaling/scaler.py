@@ -1,21 +1,20 @@
-"""Loss scaling: a rule, and a scaler that follows it with its state on the device of the loss.
-
-Static scaling and "no scaling" are scalers whose scale never moves, so that nobody has to ask which is in force.
-The update rule is that of Micikevicius et al., "Mixed Precision Training" (2018), section 3.2, with the hysteresis of
-Megatron-LM.
-"""
+"""A loss scaler: a rule, and its state on the device of the loss."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, final
 
 import torch
 
+from ..basics.logs import log
 from ..plan import ScalingRule
+from ..settings.spellings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE, check_scale
+from .rule import NoScaling, ScaleState, scaling_by
 
 
+@final
 class LossScaler:
     """A loss scale and its counters.
 
@@ -33,28 +32,43 @@ class LossScaler:
     """
 
     def __init__(self, rule: ScalingRule) -> None:
-        self.rule = rule
-        self._scale = torch.tensor(rule.init_scale, dtype=torch.float32)
-        self._unskipped = torch.zeros((), dtype=torch.int32)
-        self._tolerance = torch.tensor(rule.hysteresis, dtype=torch.int32)
+        self._rule = rule
+        self._scaling = scaling_by(rule)
+        # On the CPU whatever the default device is: from the meta device no value would ever come back.
+        self._state = ScaleState(
+            scale=torch.tensor(rule.init_scale, dtype=torch.float32, device="cpu"),
+            unskipped=torch.zeros((), dtype=torch.int32, device="cpu"),
+            tolerance=torch.tensor(rule.hysteresis, dtype=torch.int32, device="cpu"),
+        )
         self._noted: torch.Tensor | None = None
+
+    @property
+    def rule(self) -> ScalingRule:
+        """The numbers by which the scale moves; another set may be put in, and the scale stays where it is."""
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: ScalingRule) -> None:
+        self._rule = rule
+        self._scaling = scaling_by(rule)
+        # torch grows the scale when the count is equal to the interval: past it, never.
+        self._state.unskipped.clamp_(max=rule.growth_interval - 1)
 
     @property
     def is_identity(self) -> bool:
         """Whether scaling by this scaler changes nothing, now and ever."""
-        return not self.rule.dynamic and self.rule.init_scale == 1.0
+        return isinstance(self._scaling, NoScaling)
 
     @property
     def device(self) -> torch.device:
         """Where the state is: the device of the last loss scaled."""
-        return self._scale.device
+        return self._state.scale.device
 
     def to(self, device: torch.device) -> None:
         """Move the state to ``device``; nothing happens where it is there already."""
-        if self._scale.device != device:
-            self._scale = self._scale.to(device)
-            self._unskipped = self._unskipped.to(device)
-            self._tolerance = self._tolerance.to(device)
+        state = self._state
+        if state.scale.device != device:
+            self._state = ScaleState(state.scale.to(device), state.unskipped.to(device), state.tolerance.to(device))
             self._noted = None if self._noted is None else self._noted.to(device)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -67,85 +81,91 @@ class LossScaler:
             A float32 tensor of the same shape (float64 stays float64).
         """
         loss = loss if loss.dtype == torch.float64 else loss.float()
-        if self.is_identity:
-            return loss
-        self.to(loss.device)
-        return loss * self._scale
+        if not self.is_identity:
+            self.to(loss.device)
+        return self._scaling.scaled(loss, self._state)
 
     def inverse_scale(self) -> torch.Tensor:
         """The reciprocal of the scale: 0-dimensional, float32, on the scaler's device; rounded once."""
-        return self._scale.double().reciprocal().float()
+        return self._state.scale.double().reciprocal().float()
 
     def loss_scale(self) -> float:
         """The scale in force, as a float. Waits for the device."""
-        return float(self._scale.item())
+        return float(self._state.scale.item())
 
     def set_scale(self, scale: float) -> None:
-        """Put the scale to ``scale``, a finite number above 0; the growth counter is kept.
+        """Put the scale to ``scale``; the growth counter is kept.
 
         Raises:
-            ValueError: ``scale`` is 0, negative, inf or nan.
+            ValueError: ``scale`` is 0, negative, inf or nan, or it or its reciprocal leaves float32's range.
         """
-        if not math.isfinite(scale) or scale <= 0:
-            raise ValueError(f"a loss scale of {scale} cannot be undone; give a finite number above 0")
-        self._scale.fill_(scale)
+        self._state.scale.fill_(check_scale(scale))
 
     @property
     def unskipped(self) -> int:
         """Good updates since the scale last moved."""
-        return int(self._unskipped.item())
+        return int(self._state.unskipped.item())
 
     @unskipped.setter
     def unskipped(self, count: int) -> None:
-        self._unskipped.fill_(count)
+        self._state.unskipped.fill_(min(count, self._rule.growth_interval - 1))
 
     @property
     def has_notes(self) -> bool:
         """Whether gradients were checked that no update has taken into account yet."""
         return self._noted is not None
 
+    @property
+    def noted_overflow(self) -> bool:
+        """Whether one of those checks found inf or nan. Waits for the device."""
+        return self._noted is not None and bool(self._noted.item() > 0)
+
     def note(self, found_inf: torch.Tensor) -> None:
         """Take down the outcome of one check: a 0-dimensional float32 tensor, above 0 where it found inf or nan."""
-        if self.rule.dynamic:
-            found_inf = found_inf.to(self._scale.device)
-            self._noted = found_inf.clone() if self._noted is None else torch.maximum(self._noted, found_inf)
+        self._noted = self._scaling.noted(self._noted, found_inf, self._state)
 
     def update(self) -> None:
         """Move the scale by what was noted since the last update; without notes nothing happens."""
         found_inf, self._noted = self._noted, None
-        if found_inf is None:
-            return
-        rule = self.rule
-        if rule.hysteresis > 1:
-            found_inf = self._tolerate(found_inf)
-        torch._amp_update_scale_(
-            self._scale, self._unskipped, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval
-        )
-        self._scale.clamp_(rule.min_scale, rule.max_scale)
-
-    def _tolerate(self, found_inf: torch.Tensor) -> torch.Tensor:
-        """Count an overflow against the hysteresis; only one that exhausts it is handed on."""
-        overflow = found_inf > 0
-        grows = ~overflow & (self._unskipped + 1 >= self.rule.growth_interval)
-        self._tolerance.sub_(overflow.int()).clamp_(min=0)
-        backs_off = overflow & (self._tolerance == 0)
-        self._tolerance.masked_fill_(grows, self.rule.hysteresis)
-        # A tolerated overflow still ends the run of good steps; -1 because the update counts it as a good one.
-        self._unskipped.masked_fill_(overflow & ~backs_off, -1)
-        return backs_off.float()
+        if found_inf is not None:
+            self._scaling.move(self._state, found_inf)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain numbers: ``loss_scale`` and ``unskipped``, and ``tolerance`` where hysteresis counts."""
+        """The state as plain numbers.
+
+        Returns:
+            ``loss_scale`` and ``unskipped``; ``tolerance`` where hysteresis counts, and ``dynamic``, which is False,
+            where the scale does not move.
+        """
         state: dict[str, Any] = {"loss_scale": self.loss_scale(), "unskipped": self.unskipped}
-        if self.rule.hysteresis > 1:
-            state["tolerance"] = int(self._tolerance.item())
+        if self._rule.hysteresis > 1:
+            state["tolerance"] = int(self._state.tolerance.item())
+        if not self._rule.dynamic:
+            state["dynamic"] = False
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state of :meth:`state_dict`; :func:`check_state` says beforehand whether it fits."""
-        self.set_scale(float(state["loss_scale"]))
-        self.unskipped = int(state["unskipped"])
-        self._tolerance.fill_(int(state.get("tolerance", self.rule.hysteresis)))
+        """Take over a state of :meth:`state_dict`, all of it or nothing.
+
+        A scale that does not move stays what the user asked for, whatever was saved; a dynamic one goes on with its
+        own where the saved one did not move, and within its limits.
+
+        Raises:
+            ValueError: the state is none, see :func:`check_state`.
+        """
+        faults = check_state(state)
+        if faults:
+            raise ValueError(f"the state {'; it '.join(faults)}; nothing was loaded")
+        rule, saved = self._rule, float(state["loss_scale"])
+        scale = self._scaling.resumed(saved, was_dynamic=state.get("dynamic", True))
+        if scale != saved:
+            kind = "dynamic within its limits" if rule.dynamic else "static"
+            log.info("the saved loss scale %s is not taken over: here it is %s, and is %s now", saved, kind, scale)
+        follows = rule.dynamic and scale == saved
+        self.set_scale(scale)
+        self.unskipped = int(state["unskipped"]) if follows else 0
+        tolerance = int(state.get("tolerance", rule.hysteresis)) if follows else rule.hysteresis
+        self._state.tolerance.fill_(min(tolerance, rule.hysteresis))
         self._noted = None
 
 
@@ -155,15 +175,29 @@ def check_state(state: Any) -> list[str]:
     Example:
         >>> check_state({"loss_scale": 8.0, "unskipped": 0})
         []
+        >>> check_state({"loss_scale": 1e-60, "unskipped": 0})
+        ['has loss_scale=1e-60, not a finite number above 0 that float32 holds with its reciprocal']
     """
     if not isinstance(state, Mapping):
         return [f"is {state!r}, not a mapping with loss_scale and unskipped"]
     faults = [f"has no {key!r}" for key in ("loss_scale", "unskipped") if key not in state]
     if faults:
         return faults
-    scale, unskipped = state["loss_scale"], state["unskipped"]
-    if not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale <= 0:
-        faults.append(f"has loss_scale={scale!r}, not a finite number above 0")
-    if not isinstance(unskipped, int) or unskipped < 0:
-        faults.append(f"has unskipped={unskipped!r}, not a count")
+    if not _is_scale(state["loss_scale"]):
+        allowed = "a finite number above 0 that float32 holds with its reciprocal"
+        faults.append(f"has loss_scale={state['loss_scale']!r}, not {allowed}")
+    for key in ("unskipped", "tolerance"):
+        if not _is_count(state.get(key, 0)):
+            faults.append(f"has {key}={state[key]!r}, not a count between 0 and {LARGEST_COUNT}")
+    if not isinstance(state.get("dynamic", True), bool):
+        faults.append(f"has dynamic={state['dynamic']!r}, not True or False")
     return faults
+
+
+def _is_scale(value: Any) -> bool:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and bool(SMALLEST_SCALE <= value <= LARGEST_SCALE)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and 0 <= int(value) <= LARGEST_COUNT

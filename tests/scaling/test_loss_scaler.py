@@ -148,3 +148,129 @@ def test_the_defaults_are_the_documented_ones() -> None:
     scaling = session.plan.scaling
     assert (scaling.init_scale, scaling.growth_factor, scaling.backoff_factor) == (2.0**16, 2.0, 0.5)
     assert (scaling.growth_interval, scaling.max_scale, scaling.max_consecutive_skips) == (2000, 2.0**24, 64)
+
+
+# -- states that are loaded -----------------------------------------------------------------------------------------
+
+BAD_VALUES: list[tuple[str, Any]] = [
+    *(("loss_scale", value) for value in (1e300, 1e-60, 2.0**127, 10**60, "x", None, True, -1.0, 0, [8.0], {})),
+    *(("unskipped", value) for value in (2**31, 2**40, -1, "x", None, True, 1.5)),
+    *(("tolerance", value) for value in (2**31, -1, "x", None, True, 1.5)),
+    ("dynamic", "x"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BAD_VALUES)
+def test_a_bad_state_is_refused_whole(key: str, value: Any) -> None:
+    scaler = LossScaler(replace(RULE, hysteresis=3))
+    before = scaler.state_dict()
+    bad = {"loss_scale": 8.0, "unskipped": 1, "tolerance": 2} | {key: value}
+    assert len(check_state(bad)) == 1 and f"{key}={value!r}" in check_state(bad)[0]
+    with pytest.raises(ValueError, match="nothing was loaded"):
+        scaler.load_state_dict(bad)
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize(("key", "value"), BAD_VALUES)
+@pytest.mark.parametrize("bad_one", [0, 1])
+def test_one_bad_scaler_keeps_the_others_from_being_loaded(key: str, value: Any, bad_one: int) -> None:
+    model = mlp()
+    optimizer = momentum(model.parameters())
+    mpinit.initialize(model, optimizer, "O2", num_losses=2, hysteresis=3, verbosity=0)
+    before = mpinit.state_dict(optimizer)
+    states = [{"loss_scale": 8.0, "unskipped": 1, "tolerance": 2} for _ in range(2)]
+    states[bad_one][key] = value
+    with pytest.raises(ValueError, match=f"loss_scaler{bad_one} has {key}"):
+        mpinit.load_state_dict({f"loss_scaler{i}": state for i, state in enumerate(states)}, optimizer)
+    assert mpinit.state_dict(optimizer) == before
+
+
+@pytest.mark.parametrize(("key", "value"), [("scale", "x"), ("scale", 1e300), ("_growth_tracker", 2**40)])
+def test_a_bad_state_of_a_grad_scaler_is_refused_by_the_same_words(key: str, value: Any) -> None:
+    optimizer = start(mlp(), "O2")
+    before = mpinit.state_dict(optimizer)
+    with pytest.raises(ValueError, match="nothing was loaded: loss_scaler0 has"):
+        mpinit.load_state_dict(torch.amp.GradScaler("cpu").state_dict() | {key: value}, optimizer)
+    assert mpinit.state_dict(optimizer) == before
+
+
+@pytest.mark.parametrize(
+    ("level", "more", "own"), [("O5", {}, 1.0), ("O2", {"loss_scale": 128.0}, 128.0), ("O3", {}, 1)]
+)
+def test_a_static_scale_stays_what_was_asked_for(
+    level: str, more: dict[str, Any], own: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp()
+    optimizer = momentum(model.parameters())
+    mpinit.initialize(model, optimizer, level, verbosity=0, **more)
+    with caplog.at_level("INFO", "mpinit"):
+        mpinit.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 12}}, optimizer)
+    assert mpinit.loss_scale(optimizer) == own
+    assert "saved loss scale 65536.0 is not taken over" in caplog.text and "static" in caplog.text
+    with mpinit.scale_loss(mse(model, batches(1)[0]).detach().requires_grad_(), optimizer) as scaled:
+        assert scaled.item() == pytest.approx(own * mse(model, batches(1)[0]).item())
+        scaled.backward()
+
+
+@pytest.mark.parametrize("saved", [{}, {"loss_scale": 128.0}])
+def test_a_dynamic_scale_does_not_start_from_one_that_was_static(saved: dict[str, Any]) -> None:
+    """bfloat16's 1.0 in a float16 session would let gradients underflow for thousands of steps."""
+    source = mlp()
+    source_optimizer = momentum(source.parameters())
+    mpinit.initialize(source, source_optimizer, "O5", verbosity=0, **saved)
+    state = mpinit.state_dict(source_optimizer)
+    optimizer = start(mlp(), "O2")
+    mpinit.load_state_dict(state, optimizer)
+    assert mpinit.loss_scale(optimizer) == 1024.0, "where this session begins"
+    mpinit.load_state_dict({"loss_scaler0": {"loss_scale": 1.0, "unskipped": 3}}, optimizer)
+    assert mpinit.loss_scale(optimizer) == 1.0, "one that came down to 1 goes on from there"
+
+
+def test_a_saved_scale_beyond_the_limits_comes_within_them() -> None:
+    scaler = LossScaler(replace(RULE, max_scale=2.0**10, init_scale=8.0))
+    scaler.load_state_dict({"loss_scale": 2.0**16, "unskipped": 2})
+    assert scaler.state_dict() == {"loss_scale": 2.0**10, "unskipped": 0}
+
+
+def test_a_count_of_a_longer_interval_does_not_keep_the_scale_from_growing() -> None:
+    scaler = LossScaler(RULE)
+    scaler.load_state_dict({"loss_scale": 8.0, "unskipped": 1999})
+    scaler.note(torch.tensor(0.0))
+    scaler.update()
+    assert scaler.loss_scale() == 16.0
+    scaler.unskipped = 2
+    scaler.rule = replace(RULE, growth_interval=1)
+    scaler.note(torch.tensor(0.0))
+    scaler.update()
+    assert scaler.loss_scale() == 32.0
+
+
+# -- devices --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_session_made_where_the_default_device_is_meta_trains(level: str) -> None:
+    results = []
+    for device in ("meta", "cpu"):
+        model, batch = mlp(), batches(1)[0]
+        optimizer = momentum(model.parameters())
+        with torch.device(device):
+            mpinit.initialize(model, optimizer, level, hysteresis=2, verbosity=0)
+            for _ in range(2):
+                backward(mse(model, batch), optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+            state = mpinit.state_dict(optimizer)
+            mpinit.load_state_dict(state, optimizer)
+        results.append((state, [value.clone() for value in model.state_dict().values()]))
+    assert results[0][0] == results[1][0]
+    for on_meta, on_cpu in zip(results[0][1], results[1][1], strict=True):
+        assert torch.equal(on_meta, on_cpu)
+
+
+@pytest.mark.parametrize("scale", [1e300, 2.0**127, 1e-60])
+def test_a_scale_that_float32_does_not_hold_is_refused(scale: float) -> None:
+    scaler = LossScaler(RULE)
+    with pytest.raises(ValueError, match="float32's range"):
+        scaler.set_scale(scale)
+    assert scaler.loss_scale() == 2.0**16

@@ -150,10 +150,9 @@ class LossScaler:
             Whether an overflow was found, so that the step is to be skipped.
         """
         core = self._core
-        core.note(torch.tensor(1.0 if self._overflowed else 0.0))
+        core.note(torch.tensor(1.0 if self._overflowed else 0.0, device="cpu"))
         # Not told from the scale going down: at its lower limit it does not.
-        noted = core._noted
-        overflowed = noted is not None and bool(noted.item() > 0)
+        overflowed = core.noted_overflow
         core.update()
         self._overflowed = False
         return overflowed
