@@ -263,8 +263,7 @@ def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
 def load_state_dict(state: Mapping[str, Any], optimizer: Optimizer | None = None) -> None:
     """Set the loss scalers from a state of :func:`state_dict` (or of a ``torch.amp.GradScaler``), all of them or none.
 
-    A static scale stays what was asked for, whatever was saved; a dynamic one goes on from the saved one, unless that
-    was static.
+    A static scale stays what was asked for, whatever was saved; a dynamic one goes on from the saved one.
 
     Args:
         state: the state.

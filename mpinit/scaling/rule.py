@@ -46,7 +46,7 @@ class Scaling(ABC):
         """Move the scale by what was noted."""
 
     @abstractmethod
-    def resumed(self, scale: float, was_dynamic: bool) -> float:
+    def resumed(self, scale: float) -> float:
         """The scale to go on with where a state with ``scale`` is loaded."""
 
 
@@ -63,7 +63,7 @@ class NoScaling(Scaling):
     def move(self, state: ScaleState, found_inf: torch.Tensor) -> None:
         return
 
-    def resumed(self, scale: float, was_dynamic: bool) -> float:
+    def resumed(self, scale: float) -> float:
         return 1.0
 
 
@@ -83,14 +83,14 @@ class StaticScaling(Scaling):
     def move(self, state: ScaleState, found_inf: torch.Tensor) -> None:
         return
 
-    def resumed(self, scale: float, was_dynamic: bool) -> float:
+    def resumed(self, scale: float) -> float:
         return self.scale
 
 
 @final
 @dataclass(frozen=True)
 class DynamicScaling(Scaling):
-    """The scale grows after good updates and backs off on overflow; a state that was dynamic too is taken over."""
+    """The scale grows after good updates and backs off on overflow, within its limits."""
 
     numbers: ScalingRule
 
@@ -121,9 +121,9 @@ class DynamicScaling(Scaling):
         state.unskipped.masked_fill_(overflow & ~backs_off, -1)
         return backs_off.float()
 
-    def resumed(self, scale: float, was_dynamic: bool) -> float:
+    def resumed(self, scale: float) -> float:
         rule = self.numbers
-        return min(max(scale, rule.min_scale), rule.max_scale) if was_dynamic else rule.init_scale
+        return min(max(scale, rule.min_scale), rule.max_scale)
 
 
 def scaling_by(numbers: ScalingRule) -> Scaling:

@@ -134,21 +134,18 @@ class LossScaler:
         """The state as plain numbers.
 
         Returns:
-            ``loss_scale`` and ``unskipped``; ``tolerance`` where hysteresis counts, and ``dynamic``, which is False,
-            where the scale does not move.
+            ``loss_scale`` and ``unskipped``, and ``tolerance`` where hysteresis counts.
         """
         state: dict[str, Any] = {"loss_scale": self.loss_scale(), "unskipped": self.unskipped}
         if self._rule.hysteresis > 1:
             state["tolerance"] = int(self._state.tolerance.item())
-        if not self._rule.dynamic:
-            state["dynamic"] = False
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`, all of it or nothing.
 
-        A scale that does not move stays what the user asked for, whatever was saved; a dynamic one goes on with its
-        own where the saved one did not move, and within its limits.
+        A scale that does not move stays what the user asked for, whatever was saved; a dynamic one goes on from the
+        saved one, within its limits.
 
         Raises:
             ValueError: the state is none, see :func:`check_state`.
@@ -157,7 +154,7 @@ class LossScaler:
         if faults:
             raise ValueError(f"the state {'; it '.join(faults)}; nothing was loaded")
         rule, saved = self._rule, float(state["loss_scale"])
-        scale = self._scaling.resumed(saved, was_dynamic=state.get("dynamic", True))
+        scale = self._scaling.resumed(saved)
         if scale != saved:
             kind = "dynamic within its limits" if rule.dynamic else "static"
             log.info("the saved loss scale %s is not taken over: here it is %s, and is %s now", saved, kind, scale)
@@ -189,8 +186,6 @@ def check_state(state: Any) -> list[str]:
     for key in ("unskipped", "tolerance"):
         if not _is_count(state.get(key, 0)):
             faults.append(f"has {key}={state[key]!r}, not a count between 0 and {LARGEST_COUNT}")
-    if not isinstance(state.get("dynamic", True), bool):
-        faults.append(f"has dynamic={state['dynamic']!r}, not True or False")
     return faults
 
 

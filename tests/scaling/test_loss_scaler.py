@@ -156,7 +156,6 @@ BAD_VALUES: list[tuple[str, Any]] = [
     *(("loss_scale", value) for value in (1e300, 1e-60, 2.0**127, 10**60, "x", None, True, -1.0, 0, [8.0], {})),
     *(("unskipped", value) for value in (2**31, 2**40, -1, "x", None, True, 1.5)),
     *(("tolerance", value) for value in (2**31, -1, "x", None, True, 1.5)),
-    ("dynamic", "x"),
 ]
 
 
@@ -210,20 +209,6 @@ def test_a_static_scale_stays_what_was_asked_for(
     with mpinit.scale_loss(mse(model, batches(1)[0]).detach().requires_grad_(), optimizer) as scaled:
         assert scaled.item() == pytest.approx(own * mse(model, batches(1)[0]).item())
         scaled.backward()
-
-
-@pytest.mark.parametrize("saved", [{}, {"loss_scale": 128.0}])
-def test_a_dynamic_scale_does_not_start_from_one_that_was_static(saved: dict[str, Any]) -> None:
-    """bfloat16's 1.0 in a float16 session would let gradients underflow for thousands of steps."""
-    source = mlp()
-    source_optimizer = momentum(source.parameters())
-    mpinit.initialize(source, source_optimizer, "O5", verbosity=0, **saved)
-    state = mpinit.state_dict(source_optimizer)
-    optimizer = start(mlp(), "O2")
-    mpinit.load_state_dict(state, optimizer)
-    assert mpinit.loss_scale(optimizer) == 1024.0, "where this session begins"
-    mpinit.load_state_dict({"loss_scaler0": {"loss_scale": 1.0, "unskipped": 3}}, optimizer)
-    assert mpinit.loss_scale(optimizer) == 1.0, "one that came down to 1 goes on from there"
 
 
 def test_a_saved_scale_beyond_the_limits_comes_within_them() -> None:

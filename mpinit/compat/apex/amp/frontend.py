@@ -128,7 +128,7 @@ def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMa
     saved: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
     if not _amp_state.disabled:
         for index, scaler in enumerate(_amp_state.loss_scalers):
-            saved[f"loss_scaler{index}"] = scaler.core.state_dict()
+            saved[f"loss_scaler{index}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
     return saved
 
 
