@@ -6,7 +6,7 @@ model's side and from the optimizer's. After every action everything that must b
 
 ``LAW_RUNS`` sets the nightly number. ``LAW_KINDS`` plays only the kinds of action that its words begin, and
 ``LAW_SETUPS`` only some of the set-ups: ``LAW_KINDS="step backward write:weight" LAW_SETUPS=split``. With
-``LAW_OPEN=1`` what is listed in :data:`OPEN` is played too.
+``LAW_OPEN=1`` what is listed in :mod:`law_open` is played too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from law_gradients import GRADIENT_KINDS
 from law_membership import OTHER_KINDS
+from law_open import is_open, masters_of
 from law_run import Kind, Pick, Run
 from law_weights import WEIGHT_KINDS
 from law_world import SETUPS, Setup
@@ -28,21 +29,6 @@ from law_world import SETUPS, Setup
 import mpinit
 
 KINDS: dict[str, Kind] = GRADIENT_KINDS | WEIGHT_KINDS | OTHER_KINDS
-# What the law asks for and is not so yet: (the beginning of a kind's name, set-ups), with issue 10's words for it.
-OPEN: dict[tuple[str, str], str] = {}
-
-
-def masters_of(setup: Setup) -> str:
-    """ "split", "full" or "none"."""
-    return "split" if setup.splits else ("full" if setup.has_masters else "none")
-
-
-def is_open(kind: str, setup: Setup) -> bool:
-    """Whether this kind of action is known to go wrong with this set-up."""
-    if os.environ.get("LAW_OPEN"):
-        return False
-    return any(kind.startswith(name) and where in ("any", masters_of(setup)) for name, where in OPEN)
-
 
 WANTED = tuple(os.environ.get("LAW_KINDS", "").split()) or ("",)
 CHOSEN = [kind for kind in KINDS if kind.startswith(WANTED)]

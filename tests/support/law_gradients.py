@@ -221,7 +221,7 @@ def conflict(run: Run, pick: Pick) -> None:
     weight, entry = run.world.weight(number.name), run.entry(number.name, owner)
     values = pattern(number.name, 0.125)
     theirs = pick.of((values * 2, None))
-    if number.gradient is None and theirs is None or _are_one_of(number.gradient, values, theirs):
+    if (number.gradient is None and theirs is None) or _are_one_of(number.gradient, values, theirs):
         return
     weight.grad = torch.tensor(values, dtype=weight.dtype).view_as(weight)
     entry.grad = None if theirs is None else torch.tensor(theirs, dtype=entry.dtype).view_as(entry)

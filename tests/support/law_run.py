@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from law_numbers import Law, Number
+from law_open import is_open
 from law_world import Setup, World, begin, read
 from random_world import DTYPES
 from reference_loop import F32, stored
@@ -112,7 +113,7 @@ class Run:
         """A forward shows every number: every write is seen by then; returns what comes out."""
         names = list(self.law.numbers)
         outputs = dict(zip(names, self.model(torch.ones(1, 1), names), strict=True))
-        kind = self.setup.half if self.setup.level == "O1" else F32
+        kind = self.setup.half
         for name, number in self.law.numbers.items():
             number.stale = None
             _same(outputs[name], stored(number.weight, kind), f"forward of {name}")
@@ -197,7 +198,7 @@ class Run:
             assert entry is not self.world.weight(name), f"no master of {name} in optimizer {owner}"
             if not number.split and number.stale != "group" and number.other is None:
                 _same(entry, number.value, f"master of {name}")
-        if number.pending is None and not number.frozen:
+        if number.pending is None and not number.frozen and not is_open("see:groups", self.setup):
             _same(entry.grad, number.gradient, f"gradient of {name} in the groups of optimizer {owner}")
         moment = self.optimizers[owner].state.get(entry, {}).get("momentum_buffer")
         _same(moment, number.moments.get(owner), f"momentum of {name} in optimizer {owner}")

@@ -22,7 +22,7 @@ SCALE = 64.0
 
 @dataclass(frozen=True)
 class Setup:
-    """How a run is set up; ``masters`` is True, False or "split" and counts at O2."""
+    """How a run is set up; ``half`` is what is computed in, ``masters`` True, False or "split", which counts at O2."""
 
     level: str
     half: str
@@ -74,6 +74,8 @@ class Setup:
 
 class Shrinking(SGD):
     """SGD with a second method that writes to its parameters, as schedule-free and two-step optimizers have."""
+
+    steps_per_parameter = True
 
     @torch.no_grad()
     def shrink(self) -> None:
