@@ -26,17 +26,9 @@ def _freeze(run: Run, pick: Pick, side: str) -> None:
         run.look()
 
 
-def _thaw(run: Run) -> None:
-    for name, number in run.law.numbers.items():
-        if number.frozen:
-            run.side(name, number.frozen).requires_grad_(True)
-            number.frozen = None
-    run.clear_all()
-
-
 def _calm(run: Run) -> None:
     """Groups are changed without gradients about, and with nothing frozen or unseen."""
-    _thaw(run)
+    run.thaw()
     run.forward()
 
 
@@ -136,7 +128,6 @@ def load(run: Run, pick: Pick) -> None:
 
 def undo(run: Run, pick: Pick) -> None:
     """Undo, look at the weights, initialise again."""
-    _thaw(run)
     run.begin_again()
 
 

@@ -115,7 +115,8 @@ class Run:
         outputs = dict(zip(names, self.model(torch.ones(1, 1), names), strict=True))
         kind = self.setup.half
         for name, number in self.law.numbers.items():
-            number.stale = None
+            if number.stale == "weight" or not is_open("see:master after forward", self.setup):
+                number.stale = None
             _same(outputs[name], stored(number.weight, kind), f"forward of {name}")
         return outputs
 
@@ -158,9 +159,17 @@ class Run:
         if any(number.other is not None and number.has_master for number in self.law.numbers.values()):
             self.save()
 
+    def thaw(self) -> None:
+        """Train everything again, with no gradients about."""
+        for name, number in self.law.numbers.items():
+            if number.frozen:
+                self.side(name, number.frozen).requires_grad_(True)
+                number.frozen = None
+        self.clear_all()
+
     def begin_again(self) -> None:
         """Undo, look at the float32 weights, and initialise again."""
-        self.clear_all()
+        self.thaw()
         mpinit.undo(self.model)
         for name, number in self.law.numbers.items():
             weight = self.world.weight(name)
