@@ -48,6 +48,7 @@ class Number:
     frozen: str | None = None
     stale: str | None = None
     pending: str | None = None
+    _seen: tuple[Array, bool, Array] = (None, False, None)
 
     @property
     def stepped_type(self) -> str:
@@ -57,7 +58,12 @@ class Number:
     @property
     def weight(self) -> Array:
         """What the model holds."""
-        return stored(self.value, self.weight_type, half_away=self.split and self.has_master)
+        if self._seen[0] is not self.value or self._seen[1] is not self.has_master:
+            weight = stored(self.value, self.weight_type, half_away=self.split and self.has_master)
+            weight.setflags(write=False)
+            self._seen = self.value, self.has_master, weight
+        weight: Array = self._seen[2]
+        return weight
 
     def write(self, values: Array) -> None:
         """Somebody writes to the weight: what was not changed keeps its low bits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 from law_world import Setup
@@ -54,6 +55,7 @@ def masters_of(setup: Setup) -> str:
     return "split" if setup.splits else ("full" if setup.has_masters else "none")
 
 
+@functools.cache
 def is_open(kind: str, setup: Setup) -> bool:
     """Whether this kind of action, or look, is known to go wrong with this set-up."""
     if os.environ.get("LAW_OPEN"):

@@ -37,7 +37,7 @@ def _write_through(run: Run, pick: Pick, side: str, how: str) -> None:
         return
     place, value = pick.of(PLACES[number.name]), pick.of(VALUES)
     parameter = run.side(number.name, side)
-    held = number.weight if side == "weight" or not number.has_master else number.value.copy()
+    held = number.weight if side == "weight" or not number.has_master else number.value
     new = held.copy()
     new[place] = value
     WRITES[how](parameter, place, value, new)
@@ -138,7 +138,7 @@ def in_forward(run: Run, pick: Pick) -> None:
     if number is None:
         return
     module, value = run.model.get_submodule(number.name), pick.of(VALUES)
-    new = number.weight
+    new = number.weight.copy()
     new[0] = value
 
     @torch.no_grad()
@@ -197,7 +197,7 @@ def _step_with_hook(run: Run, pick: Pick, when: str, side: str) -> None:
         parameter[place] = value
 
     def take_down() -> None:
-        new = number.weight if side == "weight" or not number.has_master else number.value.copy()
+        new = (number.weight if side == "weight" or not number.has_master else number.value).copy()
         new[place] = value
         _take_down(number, side, new)
 
