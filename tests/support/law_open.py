@@ -50,6 +50,68 @@ OPEN: dict[tuple[str, str], str] = {
 }
 
 
+# tests/optimizer/test_law_*.py: the tests, without the last parameter, that fail with these values of it.
+OPEN_CASES: dict[str, str] = {
+    "test_a_checkpoint_holds_a_write_to_a_weight[numpy]": "float16 bfloat16 split",
+    "test_a_gradient_edited_in_place_is_stepped[in_groups]": "split",
+    "test_a_gradient_of_any_type_is_assigned_to_a_weight[False-given0]": "float16 bfloat16 split",
+    "test_a_gradient_of_any_type_is_assigned_to_a_weight[False-given1]": "float16 bfloat16",
+    "test_a_gradient_of_any_type_is_assigned_to_a_weight[False-given2]": "split",
+    "test_a_gradient_of_any_type_is_assigned_to_a_weight[True-given0]": "float16 bfloat16 split",
+    "test_a_gradient_of_any_type_is_assigned_to_a_weight[True-given1]": "float16 bfloat16",
+    "test_a_gradient_of_any_type_is_assigned_to_a_weight[True-given2]": "split",
+    "test_a_gradient_that_was_dropped_is_not_stepped[in_groups]": "float16 bfloat16 split",
+    "test_a_gradient_that_was_dropped_is_not_stepped[on_master_params]": "float16 bfloat16",
+    "test_a_gradient_that_was_replaced_is_stepped[in_groups]": "float16 bfloat16 split",
+    "test_a_gradient_that_was_replaced_is_stepped[on_master_params]": "float16 bfloat16",
+    "test_a_list_of_the_models_own_parameters_is_trained[]": "O2 split",
+    "test_a_scaled_gradient_from_before_it_joined_is_never_stepped[False]": "O1 O2 split",
+    "test_a_scaled_gradient_from_before_it_joined_is_never_stepped[True]": "O1 O2 split",
+    "test_a_scaled_gradient_of_another_optimizer_is_never_stepped[]": "O1 split",
+    "test_a_schedule_free_optimizers_eval_reaches_the_model[]": "float16 bfloat16",
+    "test_a_write_that_changes_nothing_changes_nothing[clamp_]": "split",
+    "test_a_write_that_changes_nothing_changes_nothing[copy_]": "split",
+    "test_a_write_that_changes_nothing_changes_nothing[foreach]": "split",
+    "test_a_write_that_changes_nothing_changes_nothing[mul_(1)]": "split",
+    "test_a_write_to_a_master_reaches_its_weight[forward-copy_]": "float16 bfloat16",
+    "test_a_write_to_a_master_reaches_its_weight[forward-data =]": "float16 bfloat16",
+    "test_a_write_to_a_master_reaches_its_weight[forward-data.copy_]": "float16 bfloat16",
+    "test_a_write_to_a_master_reaches_its_weight[forward-foreach]": "float16 bfloat16",
+    "test_a_write_to_a_master_reaches_its_weight[forward-numpy]": "float16 bfloat16",
+    "test_a_write_to_a_weight_is_what_the_step_starts_from[numpy]": "float16 bfloat16 split",
+    "test_an_embedding_that_renorms_a_row_leaves_the_far_ones[]": "split",
+    "test_an_embedding_that_renorms_nothing_changes_nothing[]": "split",
+    "test_an_entry_that_was_exchanged_is_trained[]": "O1 O2 split",
+    "test_another_memory_format_changes_nothing[memory_format0]": "split",
+    "test_both_changed_differently_is_refused_by_name[dropped-clip_grad_norm_]": "float16 bfloat16 split",
+    "test_both_changed_differently_is_refused_by_name[dropped-master_params]": "float16 bfloat16 split",
+    "test_both_changed_differently_is_refused_by_name[dropped-scale_loss]": "float16 bfloat16 split",
+    "test_both_changed_differently_is_refused_by_name[dropped-step]": "float16 bfloat16 split",
+    "test_both_changed_differently_is_refused_by_name[replaced-clip_grad_norm_]": "float16 bfloat16 split",
+    "test_both_changed_differently_is_refused_by_name[replaced-master_params]": "float16 bfloat16 split",
+    "test_both_changed_differently_is_refused_by_name[replaced-scale_loss]": "float16 bfloat16 split",
+    "test_both_changed_differently_is_refused_by_name[replaced-step]": "float16 bfloat16 split",
+    "test_clipping_over_the_groups_clips[]": "split",
+    "test_the_groups_show_gradients_after_a_backward_pass[]": "split",
+    "test_the_models_own_parameter_put_back_keeps_its_master[]": "float16 bfloat16 split",
+    "test_what_a_step_hook_writes_to_a_weight_stays[after]": "float16 bfloat16 split",
+    "test_what_a_step_hook_writes_to_a_weight_stays[before]": "float16 bfloat16 split",
+    "test_what_an_optimizers_own_list_holds_reaches_the_model[]": "float16 bfloat16",
+    "test_what_is_accumulated_adds_to_the_gradient_that_was_put_there[in_groups]": "float16 bfloat16 split",
+    "test_what_is_accumulated_adds_to_the_gradient_that_was_put_there[in_model]": "split",
+    "test_what_is_accumulated_adds_to_the_gradient_that_was_put_there[on_master_params]": "float16 bfloat16 split",
+    "test_what_is_accumulated_after_a_gradient_was_dropped_is_all_there_is[in_groups]": "float16 bfloat16 split",
+    "test_what_is_accumulated_after_a_gradient_was_dropped_is_all_there_is[on_master_params]": "float16 bfloat16",
+    "test_what_is_frozen_through_the_groups_stays[]": "float16 bfloat16 split",
+    "test_what_was_put_there_is_what_clip_grad_norm_clips[in_groups]": "float16 bfloat16 split",
+    "test_what_was_put_there_is_what_clip_grad_norm_clips[in_model]": "float16 bfloat16",
+    "test_what_was_put_there_is_what_clip_grad_norm_clips[on_master_params]": "float16 bfloat16",
+    "test_what_was_removed_stays_and_is_float32_after_an_undo[]": "float16 bfloat16 split",
+}
+# Those that leave behind what no test after them can live with.
+NOT_RUN = ("test_one_weight_of_two_optimizers_has_one_number",)
+
+
 def masters_of(setup: Setup) -> str:
     """ "split", "full" or "none"."""
     return "split" if setup.splits else ("full" if setup.has_masters else "none")
@@ -61,3 +123,10 @@ def is_open(kind: str, setup: Setup) -> bool:
     if os.environ.get("LAW_OPEN"):
         return False
     return any(kind.startswith(name) and where in ("any", masters_of(setup)) for name, where in OPEN)
+
+
+def is_open_case(name: str) -> bool:
+    """Whether this test is known to fail; ``name`` has its parameters."""
+    test, _, parameters = name.rstrip("]").partition("[")
+    rest, _, last = parameters.rpartition("-")
+    return test in NOT_RUN or last in OPEN_CASES.get(f"{test}[{rest}]", "").split()
