@@ -42,8 +42,11 @@ def report(files: Sequence[str]) -> int:
     for name in files:
         try:
             uses = find_uses(Path(name).read_bytes(), name)
-        except (OSError, SyntaxError, ValueError) as error:
-            print(f"{name}: cannot be read: {error}", file=sys.stderr)
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            # The parser's own stack is small: an expression may be too deep for it that Python would never meet.
+            too_deep = isinstance(error, (RecursionError, MemoryError))
+            reason = "an expression in it is nested too deeply to be parsed" if too_deep else error
+            print(f"{name}: cannot be read: {reason}", file=sys.stderr)
             status = 2
             continue
         _print_table(name, uses)

@@ -72,3 +72,20 @@ def test_report_and_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_our_own_recipes_are_covered(capsys: pytest.CaptureFixture[str]) -> None:
     scripts = Path(__file__).with_name("scripts")
     assert main(["check-apex", *map(str, sorted(scripts.glob("*.py")))]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "deep",
+    ["x = " + "-" * 100_000 + "1", "x = " + "(" * 100_000, "x = 1" + " + 1" * 100_000, "x = a" + ".b" * 100_000],
+    ids=["signs", "brackets", "sum", "attributes"],
+)
+def test_a_file_too_deep_to_parse_is_reported_and_the_others_are_still_read(
+    deep: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "deep.py", tmp_path / "bad.py"
+    first.write_text(deep)
+    second.write_text("import apex.contrib.sparsity\n")
+    assert main(["check-apex", str(first), str(second)]) == 2
+    said = capsys.readouterr()
+    assert f"{first}: cannot be read: " in said.err and "nested" in said.err
+    assert "apex.contrib.sparsity  NOT COVERED" in said.out
