@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -127,3 +129,22 @@ def test_sync_batchnorm_adds_and_rectifies() -> None:
 
 def test_a_group_size_of_zero_means_everybody() -> None:
     assert parallel.create_syncbn_process_group(0) is None
+
+
+def test_it_can_be_imported_where_torchs_own_was_replaced() -> None:
+    """A launcher that puts a subclass with **kwargs in torch's place, and the same with torch's own arguments."""
+    code = """
+import torch
+
+class Replaced(torch.nn.parallel.DistributedDataParallel):
+    def __init__(self, module, **kwargs):
+        super().__init__(module, **kwargs)
+
+torch.nn.parallel.DistributedDataParallel = Replaced
+from mpinit.compat.apex.parallel import DistributedDataParallel, distributed
+assert issubclass(DistributedDataParallel, Replaced)
+print(distributed.buffers_option(Replaced))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == parallel.distributed.buffers_option(nn.parallel.DistributedDataParallel)

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 _LOGGER = logging.getLogger("mpinit")
 
 
-# torch is renaming the option that broadcasts buffers at each forward.
-_BUFFERS_OPTION = next(
-    name
-    for name in ("forward_sync_buffers", "broadcast_buffers")
-    if name in inspect.signature(nn.parallel.DistributedDataParallel).parameters
-)
+def buffers_option(kind: Any) -> str:
+    """What a kind of DistributedDataParallel calls its option to broadcast buffers at each forward.
+
+    torch is renaming it. A subclass put in torch's place may take it among ``**kwargs``: then its bases say.
+    """
+    taken = [name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters]
+    return "forward_sync_buffers" if "forward_sync_buffers" in taken else "broadcast_buffers"
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -72,7 +73,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         megabytes = max(message_size * _element_bytes(module) / 2**20, 1e-3)
         super().__init__(
             module,
-            **{_BUFFERS_OPTION: False},  # type: ignore[arg-type]
+            **{buffers_option(nn.parallel.DistributedDataParallel): False},  # type: ignore[arg-type]
             bucket_cap_mb=megabytes,
             find_unused_parameters=delay_allreduce,
         )
