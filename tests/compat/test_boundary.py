@@ -62,3 +62,41 @@ def test_no_quirk_leaks_out(path: Path) -> None:
 def test_importing_mpinit_does_not_import_it() -> None:
     code = "import sys, mpinit; sys.exit(any('compat' in name.split('.') for name in sys.modules if 'mpinit' in name))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
+# What the faces take from the rooms below: what users can use, which session an object belongs to, and these.
+FACE = sorted(path for path in (PACKAGE / "compat").rglob("*.py") if "bootstrap" not in path.parts)
+SHORT_LIST = {
+    "amp": "the functions users call",
+    "registry": "which session an object belongs to",
+    "basics": "dtypes and trees, which know nothing of sessions",
+    "functions.cast_lists": "the lists that scripts read and edit are printed from the policy",
+    "plan": "the rule of a scaler that a script makes by itself",
+    "scaling.scaler": "that scaler",
+    "optimizer.state": "whether a fused kernel of torch is in order, for apex's FusedSGD",
+    "optimizer.control": "the type of what _amp_stash shows",
+}
+
+
+def taken(path: Path) -> set[str]:
+    """The package's own modules outside of compat that a file of the face imports."""
+    own = [*path.relative_to(PACKAGE).with_suffix("").parts[:-1]]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = own[: len(own) - node.level + 1]
+            if "compat" not in base:
+                found |= {".".join([*base, node.module] if node.module else [*base, a.name]) for a in node.names}
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            assert not [name for name in names if name.split(".")[0] == "mpinit"], "imports inside are relative"
+    return found
+
+
+def test_the_faces_take_what_users_can_use_and_little_else() -> None:
+    everything = set().union(*(taken(path) for path in FACE))
+    beyond = {name for name in everything if name not in SHORT_LIST and name.split(".")[0] not in ("amp", "basics")}
+    assert not beyond, f"mpinit/compat takes {beyond} from the rooms below"
+    assert {"amp", "registry"} <= everything
+    unused = {name for name in SHORT_LIST if not any(taken_name.startswith(name) for taken_name in everything)}
+    assert not unused, f"the list can be shorter: {unused}"

@@ -10,7 +10,6 @@ import torch
 
 from .... import amp as mp
 from .... import registry
-from ....settings.properties import Properties
 from ._handles import AmpHandle, NoOpHandle
 from ._sessions import training_session, unwrapped
 from .scaler import LossScaler
@@ -35,7 +34,7 @@ class OptProperties:
         opt_level: the level's name.
     """
 
-    def __init__(self, properties: Properties | None, opt_level: str | None) -> None:
+    def __init__(self, properties: mp.Properties | None, opt_level: str | None) -> None:
         values = {name: getattr(properties, name, None) for name in _OPTIONS}
         self.options: dict[str, Any] = {"enabled": properties is not None, "opt_level": opt_level, **values}
 

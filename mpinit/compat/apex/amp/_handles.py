@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from .... import amp as mp
 from .... import registry
-from ....scaling.scaled_loss import Unscaled
 from ._sessions import unwrapped
 from .opt import OptimWrapper
 
@@ -114,7 +113,7 @@ class NoOpHandle:
 
     def scale_loss(self, loss: torch.Tensor, optimizer: Any, loss_id: int = 0) -> AbstractContextManager[torch.Tensor]:
         """A context manager that yields the loss as it is."""
-        return Unscaled(loss)
+        return nullcontext(loss)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """Wrap an optimizer without scaling anything."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 from .... import registry
-from ....session import Session
 from ..parallel.LARC import LARC
+
+_log = logging.getLogger("mpinit")
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -16,7 +19,7 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def training_session() -> Session:
+def training_session() -> Any:
     """The latest session that has optimizers, or else the latest: a teacher's has no loss of its own.
 
     Raises:
@@ -27,3 +30,25 @@ def training_session() -> Session:
     if not training:
         raise AttributeError("amp has no loss scalers before amp.initialize(...)")
     return training[-1]
+
+
+def share_scalers(optimizers: Sequence[Any]) -> None:
+    """Give the loss scalers of these optimizers' session to every earlier one: apex knows one list, the latest.
+
+    Args:
+        optimizers: what ``initialize`` was just given; without any, as a teacher has none, nothing happens.
+    """
+    session = registry.of(optimizers[0]) if optimizers else None
+    if session is None:
+        return
+    others = [
+        earlier
+        for earlier in registry.live()
+        if earlier is not session and any(hasattr(optimizer, "_amp_stash") for optimizer in earlier.optimizers)
+    ]
+    for earlier in others:
+        earlier.scalers[:] = session.scalers
+    if others and session.verbosity > 0:
+        kind = "dynamic" if session.scalers[0].rule.dynamic else "static: overflows are not looked for"
+        named = "; ".join(earlier.describe() for earlier in others)
+        _log.info("the loss scalers of %s (%s) are now those of %s too, as in apex", session.describe(), kind, named)

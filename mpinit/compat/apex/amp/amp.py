@@ -3,14 +3,6 @@
 from __future__ import annotations
 
 from .... import amp as mp
-from ....functions.registration import (
-    float_function,
-    half_function,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
 from . import lists
 from ._amp_state import _amp_state
 from ._handles import AmpHandle, NoOpHandle, UnknownModels
@@ -24,6 +16,13 @@ __all__ = [
     "register_half_function",
     "register_promote_function",
 ]
+
+float_function = mp.float_function
+half_function = mp.half_function
+promote_function = mp.promote_function
+register_float_function = mp.register_float_function
+register_half_function = mp.register_half_function
+register_promote_function = mp.register_promote_function
 
 
 def init(

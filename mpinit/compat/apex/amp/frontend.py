@@ -10,18 +10,17 @@ from typing import Any
 
 from .... import amp as mp
 from .... import registry
-from ....scaling.scaler import check_state
-from ....settings.opt_levels import OPT_LEVELS
-from ....settings.properties import Properties
 from . import lists
 from ._amp_state import _amp_state
+from ._sessions import share_scalers, training_session
 from .stash import attach
 
 __all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
 
 _log = logging.getLogger("mpinit")
 
-opt_levels = OPT_LEVELS
+Properties = mp.Properties
+opt_levels = mp.OPT_LEVELS
 
 
 def initialize(
@@ -51,7 +50,7 @@ def initialize(
             level says; None leaves it.
         cast_model_outputs: dtype of the models' outputs.
         num_losses: how many losses have a scale of their own.
-        verbosity: 0 to 2.
+        verbosity: 0 to 2; False is 0, and True is 1.
         min_loss_scale, max_loss_scale: limits of a dynamic loss scale.
 
     Returns:
@@ -61,12 +60,13 @@ def initialize(
         RuntimeError: no such level.
     """
     _amp_state.disabled = not enabled
+    verbosity = int(verbosity) if isinstance(verbosity, bool) else verbosity
     _amp_state.verbosity = verbosity
     if not enabled:
         return models if optimizers is None else (models, optimizers)
-    if not isinstance(opt_level, str) or opt_level not in OPT_LEVELS:
+    if not isinstance(opt_level, str) or opt_level not in opt_levels:
         raise RuntimeError(
-            f"Unexpected optimization level {opt_level!r}. Options are {', '.join(map(repr, OPT_LEVELS))}. Note that "
+            f"Unexpected optimization level {opt_level!r}. Options are {', '.join(map(repr, opt_levels))}. Note that "
             "the prefix O is the letter O, not the number zero"
         )
     _end_earlier_sessions(_as_list(models), _as_list(optimizers))
@@ -92,6 +92,7 @@ def initialize(
         )
     for optimizer in _as_list(optimizers):
         attach(optimizer)
+    share_scalers(_as_list(optimizers))
     return result
 
 
@@ -143,17 +144,17 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """
     if _amp_state.disabled:
         return
-    scalers = _amp_state.loss_scalers
-    saved = {key: value for key, value in state_dict.items() if "loss_scaler" in key}
-    unexpected = [key for key in state_dict if key not in saved]
-    faults = [f"{key} {fault}" for key, value in saved.items() for fault in check_state(value)]
-    if unexpected or faults:
+    session = training_session()
+    saved = [value for key, value in state_dict.items() if "loss_scaler" in key]
+    unexpected = [key for key in state_dict if "loss_scaler" not in key]
+    in_use = mp.state_dict(owner := (*session.optimizers, *session.models)[0])
+    if len(saved) != len(in_use):
+        _log.warning("the saved amp state has %d loss scalers, and %d are in use", len(saved), len(in_use))
+    try:
+        if unexpected:
+            raise ValueError("; ".join(f"unexpected key {key!r}" for key in unexpected))
+        mp.load_state_dict(in_use | dict(zip(in_use, saved, strict=False)), owner)
+    except ValueError as error:
         raise RuntimeError(
-            "Error(s) in loading state_dict: "
-            + "; ".join([*(f"unexpected key {key!r}" for key in unexpected), *faults])
-            + ". Give load_state_dict what amp.state_dict() returned"
-        )
-    if len(saved) != len(scalers):
-        _log.warning("the saved amp state has %d loss scalers, and %d are in use", len(saved), len(scalers))
-    for scaler, state in zip(scalers, saved.values(), strict=False):
-        scaler.core.load_state_dict(state)
+            f"Error(s) in loading state_dict: {error}. Give load_state_dict what amp.state_dict() returned"
+        ) from None

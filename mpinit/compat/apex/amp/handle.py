@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from .... import amp as mp
 from .... import registry
-from ....amp import disable_casts
-from ....scaling.scaled_loss import Unscaled
 from ._amp_state import _amp_state
 from ._handles import AmpHandle, NoOpHandle
 from ._sessions import unwrapped
+from ._several import SeveralOptimizers
+
+disable_casts = mp.disable_casts
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 
@@ -30,7 +31,8 @@ def scale_loss(
 
     Args:
         loss: the loss.
-        optimizers: the optimizer, or a list of those whose gradients the backward pass computes.
+        optimizers: the optimizer, or a list of those whose gradients the backward pass computes; an overflow in one
+            of them skips the steps of all.
         loss_id: which of ``num_losses`` it is.
         model: accepted, unused.
         delay_unscale: more backward passes follow before the step.
@@ -40,15 +42,17 @@ def scale_loss(
         A context manager that yields the scaled loss.
     """
     if _amp_state.disabled and not _is_known(optimizers):
-        return Unscaled(loss)
+        return nullcontext(loss)
     if isinstance(optimizers, (list, tuple)):
-        optimizers = [unwrapped(optimizer) for optimizer in optimizers]
+        optimizers = list(dict.fromkeys(unwrapped(optimizer) for optimizer in optimizers))
     else:
         optimizers = unwrapped(optimizers)
     for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
         stash = getattr(optimizer, "_amp_stash", None)
         if stash is not None:
             stash.lazy_init_called = True
+    if isinstance(optimizers, list) and len(optimizers) > 1 and _is_known(optimizers):
+        return SeveralOptimizers(loss, optimizers, loss_id, delay_unscale or delay_overflow_check)
     return mp.scale_loss(
         loss,
         optimizers,

@@ -9,7 +9,9 @@ import torch
 
 from ....plan import ScalingRule
 from ....scaling.scaler import LossScaler as CoreScaler
-from ....settings.spellings import SMALLEST_SCALE
+
+# mpinit's own limit where none is given: below it a scale's reciprocal is no float32.
+_NO_MINIMUM = torch.finfo(torch.float32).tiny
 
 
 class LossScaler:
@@ -49,7 +51,7 @@ class LossScaler:
                 backoff_factor=1 / scale_factor,
                 growth_interval=scale_window,
                 hysteresis=1,
-                min_scale=SMALLEST_SCALE if min_loss_scale is None else min_loss_scale,
+                min_scale=_NO_MINIMUM if min_loss_scale is None else min_loss_scale,
                 max_scale=max_loss_scale,
                 max_consecutive_skips=64,
             )
@@ -112,11 +114,11 @@ class LossScaler:
     @property
     def _min_loss_scale(self) -> float | None:
         low = self._core.rule.min_scale
-        return None if low == SMALLEST_SCALE else low
+        return None if low == _NO_MINIMUM else low
 
     @_min_loss_scale.setter
     def _min_loss_scale(self, value: float | None) -> None:
-        low = SMALLEST_SCALE if value is None else float(value)
+        low = _NO_MINIMUM if value is None else float(value)
         self._core.rule = dataclasses.replace(self._core.rule, min_scale=low)
 
     @property

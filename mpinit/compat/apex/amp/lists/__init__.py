@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from .....functions.registration import register_float_function, register_half_function, register_promote_function
+from ..... import amp as mp
 from . import functional_overrides, tensor_overrides, torch_overrides
 
 __all__ = ["functional_overrides", "register_edits", "tensor_overrides", "torch_overrides"]
 
 _MODULES: Final = (functional_overrides, torch_overrides, tensor_overrides)
 _REGISTER: Final = {
-    "FP16_FUNCS": register_half_function,
-    "FP32_FUNCS": register_float_function,
-    "CASTS": register_promote_function,
-    "SEQUENCE_CASTS": register_promote_function,
+    "FP16_FUNCS": mp.register_half_function,
+    "FP32_FUNCS": mp.register_float_function,
+    "CASTS": mp.register_promote_function,
+    "SEQUENCE_CASTS": mp.register_promote_function,
 }
 
 

@@ -1,0 +1,266 @@
+"""Where apex's amp differs from mpinit's: one list of scalers, and one overflow for all optimizers of a loss."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpinit
+from mpinit.compat.apex import amp as face
+from mpinit.compat.apex.amp import _amp_state
+
+INF = float("inf")
+LEVELS = ["O1", "O2"]
+
+
+@pytest.fixture(autouse=True)
+def _face_as_it_was() -> Iterator[None]:
+    before = dict(vars(_amp_state))
+    yield
+    vars(_amp_state).update(before)
+
+
+def linear(seed: int, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(4, 3, bias=bias)
+
+
+def sgd(model: nn.Module, lr: float = 0.5) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def pair(level: str, **more: Any) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+    models: list[nn.Module] = [linear(0), linear(1)]
+    optimizers = [sgd(model) for model in models]
+    face.initialize(models, optimizers, opt_level=level, verbosity=0, **more)
+    return models, optimizers
+
+
+def plain_pair(level: str) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+    """The same by mpinit's own name: a session that shares nothing with others."""
+    models: list[nn.Module] = [linear(0), linear(1)]
+    optimizers = [sgd(model) for model in models]
+    mpinit.initialize(models, optimizers, level, cast_policy="apex", verbosity=0)
+    return models, optimizers
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def moved(model: nn.Module, before: list[torch.Tensor]) -> bool:
+    return not all(torch.equal(a, b) for a, b in zip(values(model), before, strict=True))
+
+
+X = torch.randn(5, 4, generator=torch.Generator().manual_seed(3))
+
+
+def mean(model: nn.Module) -> torch.Tensor:
+    out: torch.Tensor = model(X)
+    return out.float().mean()
+
+
+# -- verbosity ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("verbosity", "lines"), [(False, 0), (True, 1), (0, 0), (1, 1)])
+def test_verbosity_may_be_a_boolean(verbosity: Any, lines: int, caplog: pytest.LogCaptureFixture) -> None:
+    model = linear(0)
+    with caplog.at_level(logging.INFO, "mpinit"):
+        face.initialize(model, sgd(model), opt_level="O2", verbosity=verbosity)
+    assert len(caplog.records) == lines
+    assert face._amp_state.verbosity == int(verbosity)
+
+
+# -- one loss, several optimizers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_overflow_in_one_optimizer_skips_all_of_the_loss(level: str, bad: int) -> None:
+    models, optimizers = pair(level)
+    before = [values(model) for model in models]
+    factor = [1.0, 1.0]
+    factor[bad] = INF
+    with face.scale_loss(sum(f * mean(m) for f, m in zip(factor, models, strict=True)), optimizers) as scaled:
+        scaled.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [moved(m, b) for m, b in zip(models, before, strict=True)] == [False, False]
+    assert [mpinit.step_counts(optimizer) for optimizer in optimizers] == [(0, 1), (0, 1)]
+    assert mpinit.loss_scale(optimizers[0]) == 2.0**15, "the scale backs off once"
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    with face.scale_loss(sum(mean(model) for model in models), optimizers) as scaled:
+        scaled.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert all(moved(m, b) for m, b in zip(models, before, strict=True)), "and only once"
+
+
+def test_in_mpinit_itself_each_optimizer_decides_by_its_own_gradients() -> None:
+    models, optimizers = pair("O2")
+    before = [values(model) for model in models]
+    with mpinit.scale_loss(INF * mean(models[0]) + mean(models[1]), optimizers) as scaled:
+        scaled.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [moved(m, b) for m, b in zip(models, before, strict=True)] == [False, True]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_without_an_overflow_nothing_is_changed(level: str) -> None:
+    models, optimizers = pair(level)
+    reference, plain = plain_pair(level)
+    for scale_loss, nets, own in ((face.scale_loss, models, optimizers), (mpinit.scale_loss, reference, plain)):
+        for _ in range(2):
+            with scale_loss(mean(nets[0]) * mean(nets[1]), own) as scaled:
+                scaled.backward()
+        for optimizer in own:
+            optimizer.step()
+    for model, other in zip(models, reference, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(values(model), values(other), strict=True))
+
+
+def test_an_overflow_found_by_a_later_backward_pass_of_the_step_skips_all() -> None:
+    models, optimizers = pair("O2")
+    before = [values(model) for model in models]
+    with face.scale_loss(mean(models[0]) + mean(models[1]), optimizers, delay_unscale=True) as scaled:
+        scaled.backward()
+    with face.scale_loss(mean(models[0]) + INF * mean(models[1]), optimizers) as scaled:
+        scaled.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [moved(m, b) for m, b in zip(models, before, strict=True)] == [False, False]
+    assert mpinit.loss_scale(optimizers[0]) == 2.0**15
+
+
+def test_sparse_scalar_and_empty_gradients_take_part() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.empty = nn.Parameter(torch.zeros(0))
+            self.number = nn.Parameter(torch.tensor(2.0))
+            self.table = nn.Embedding(6, 4, sparse=True)
+
+        def forward(self, index: torch.Tensor) -> torch.Tensor:
+            return self.table(index).sum() * self.number + self.empty.sum()
+
+    for bad in (0, 1):
+        models: list[nn.Module] = [Odd(), linear(1)]
+        optimizers = [sgd(model) for model in models]
+        face.initialize(models, optimizers, opt_level="O2", verbosity=0)
+        before = [values(model) for model in models]
+        index, factors = torch.tensor([1, 4, 1]), (INF, 1.0) if bad == 0 else (1.0, INF)
+        with face.scale_loss(factors[0] * models[0](index) + factors[1] * mean(models[1]), optimizers) as scaled:
+            scaled.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert [moved(m, b) for m, b in zip(models, before, strict=True)] == [False, False]
+        mpinit.undo(models)
+
+
+def test_an_exception_in_the_block_is_the_users_and_leaves_gradients_alone() -> None:
+    models, optimizers = pair("O2")
+    with pytest.raises(KeyError, match="mine"), face.scale_loss(mean(models[0]), optimizers) as scaled:
+        scaled.backward()
+        raise KeyError("mine")
+    assert all(p.grad is None for optimizer in optimizers for p in mpinit.master_params(optimizer))
+    with face.scale_loss(mean(models[0]) + mean(models[1]), optimizers) as scaled:
+        scaled.backward()
+
+
+# -- one list of scalers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_later_initialize_gives_its_scalers_to_all_optimizers(level: str) -> None:
+    first, second = linear(0), linear(1)
+    one, two = sgd(first), sgd(second)
+    face.initialize(first, one, opt_level=level, verbosity=0)
+    face.initialize(second, two, opt_level=level, num_losses=2, verbosity=0)
+    with face.scale_loss(mean(first) * INF, one, loss_id=1) as scaled:
+        scaled.backward()
+    one.step()
+    assert [scaler.loss_scale() for scaler in face._amp_state.loss_scalers] == [2.0**16, 2.0**15]
+    assert mpinit.loss_scale(two, 1) == mpinit.loss_scale(one, 1) == 2.0**15
+    assert mpinit.step_was_skipped(one)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_one_loss_over_optimizers_of_two_initialize_calls(level: str, bad: int | None) -> None:
+    first, second = linear(0), linear(1)
+    one, two = sgd(first), sgd(second)
+    face.initialize(first, one, opt_level=level, verbosity=0)
+    face.initialize(second, two, opt_level=level, verbosity=0)
+    together, optimizers = plain_pair(level)
+    before = [values(model) for model in (first, second)]
+    factor = [INF if bad == index else 1.0 for index in range(2)]
+    for models, own, scale_loss in (
+        ((first, second), [one, two], face.scale_loss),
+        (together, optimizers, mpinit.scale_loss),
+    ):
+        loss = factor[0] * mean(models[0]) + factor[1] * mean(models[1])
+        with scale_loss(loss, own) as scaled:
+            assert torch.equal(scaled, loss * 2.0**16)
+            scaled.backward()
+        for optimizer in own:
+            optimizer.step()
+    assert mpinit.loss_scale(one) == (2.0**16 if bad is None else 2.0**15), "one update, not one a session"
+    assert mpinit.state_dict(one) == mpinit.state_dict(two) == mpinit.state_dict(optimizers[0])
+    assert [moved(m, b) for m, b in zip((first, second), before, strict=True)] == [bad is None] * 2
+    if bad is None:
+        for model, other in zip((first, second), together, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(values(model), values(other), strict=True))
+
+
+def test_a_model_without_an_optimizer_changes_no_scaler() -> None:
+    model = linear(0)
+    optimizer = sgd(model)
+    face.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    face.initialize(linear(1), opt_level="O3", verbosity=0)
+    assert mpinit.loss_scale(optimizer) == 2.0**16
+
+
+def test_scalers_that_stop_being_dynamic_are_said_to(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = linear(0), linear(1)
+    one, two = sgd(first), sgd(second)
+    face.initialize(first, one, opt_level="O2", verbosity=0)
+    with caplog.at_level(logging.INFO, "mpinit"):
+        face.initialize(second, two, opt_level="O2", loss_scale=64.0)
+    assert "static: overflows are not looked for" in caplog.text
+    assert mpinit.loss_scale(one) == 64.0
+
+
+def test_sessions_that_share_no_scaler_are_refused_as_ever() -> None:
+    first, second = linear(0), linear(1)
+    one, two = sgd(first), sgd(second)
+    mpinit.initialize(first, one, "O2", verbosity=0)
+    mpinit.initialize(second, two, "O2", verbosity=0)
+    with pytest.raises(ValueError, match="one loss cannot be scaled by"):
+        face.scale_loss(mean(first), [one, two])
+    with pytest.raises(RuntimeError, match="was not initialised"):
+        face.scale_loss(mean(first), [one, sgd(linear(2))])
+
+
+# -- states ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [{"loss_scale": 1e300, "unskipped": 0}, {"loss_scale": 8.0, "unskipped": 2**40}, 3])
+def test_a_bad_state_changes_no_scaler(state: Any) -> None:
+    _, optimizers = pair("O2", num_losses=2)
+    good = {"loss_scale": 8.0, "unskipped": 1}
+    with pytest.raises(RuntimeError, match="loss_scaler1 "):
+        face.load_state_dict({"loss_scaler0": good, "loss_scaler1": state})
+    assert face.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**16, "unskipped": 0}
+    face.load_state_dict({"loss_scaler0": good})
+    assert [scale["loss_scale"] for scale in face.state_dict().values()] == [8.0, 2.0**16]
+    face.load_state_dict({f"loss_scaler{index}": good for index in range(3)})
+    assert [scale["loss_scale"] for scale in face.state_dict().values()] == [8.0, 8.0]
+    assert mpinit.loss_scale(optimizers[0]) == 8.0
