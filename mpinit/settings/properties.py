@@ -60,7 +60,8 @@ class Properties(BaseModel):
         patch_torch_functions_type: the 16-bit dtype those functions run in. Default float16.
         keep_batchnorm_fp32: whether BatchNorm stays float32 in a 16-bit model; None where it does not apply.
         master_weights: True: the optimizer steps float32 masters of 16-bit weights; "split": the same, stored as
-            the bfloat16 weight and a 16-bit remainder; False or None: the optimizer steps the weights themselves.
+            the bfloat16 weight and a 16-bit remainder, exact to the bit; False or None: the optimizer steps the weights
+            themselves. A weight is its master rounded to nearest: ties to even with True, away from zero with "split".
         loss_scale: "dynamic" or a static positive number.
         cast_model_outputs: dtype of the model's floating outputs. Default None: float32.
         keep_fp32: module types, dotted names (wildcards allowed) or predicates ``(name, module) -> bool``: these
