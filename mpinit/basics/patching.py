@@ -23,7 +23,6 @@ def set_attribute(owner: Any, name: str, value: Any) -> Undo:
         1
     """
     before = vars(owner).get(name, _ABSENT)
-    setattr(owner, name, value)
 
     def revert() -> None:
         if before is _ABSENT:
@@ -32,11 +31,19 @@ def set_attribute(owner: Any, name: str, value: Any) -> Undo:
         else:
             setattr(owner, name, before)
 
-    return revert
+    try:
+        setattr(owner, name, value)
+        return revert
+    except BaseException:
+        revert()
+        raise
 
 
 class UndoStack:
     """Undo functions, unwound last in, first out; every one runs even when another raises.
+
+    An undo is forgotten only once it has run, so that unwinding that was interrupted anywhere goes on where it was
+    when it is asked for again. So every undo has to be right also after it ran before, in part or as a whole.
 
     As a context manager it unwinds where the block raises, and keeps everything where it does not.
     """
@@ -59,12 +66,23 @@ class UndoStack:
             self.unwind()
 
     def unwind(self) -> None:
-        """Run and forget every undo, newest first. The first error is raised after all have run."""
+        """Run and forget every undo, newest first.
+
+        One that raises is tried once more at once, since an interruption (Ctrl-C) comes only once; where it raises
+        again it is kept for the next unwinding, and the older ones run all the same. The first error is raised after
+        all have run.
+        """
         first_error: BaseException | None = None
-        while self._undos:
+        for index in reversed(range(len(self._undos))):
             try:
-                self._undos.pop()()
+                try:
+                    self._undos[index]()
+                except BaseException as error:
+                    first_error = first_error or error
+                    self._undos[index]()
             except BaseException as error:
                 first_error = first_error or error
+            else:
+                del self._undos[index]
         if first_error is not None:
             raise first_error

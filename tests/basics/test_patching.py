@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from interruptions import Interrupted, count_lines, interrupt_at
 
 from mpinit.basics.patching import UndoStack, set_attribute
 
@@ -111,5 +112,66 @@ def test_every_undo_runs_and_the_first_error_is_the_one_raised() -> None:
     stack.push(lambda: fail("first"))
     with pytest.raises(RuntimeError, match="first"):
         stack.unwind()
-    assert order == ["first", "second", "last"]
+    assert order == ["first", "first", "second", "second", "last"], "what fails is tried twice"
+    assert len(stack) == 2, "and kept for the next time"
+
+
+def test_an_undo_that_failed_runs_again_when_asked_again() -> None:
+    failures, order = iter([True, True, False]), []
+
+    def fails_twice() -> None:
+        order.append("failing")
+        if next(failures):
+            raise RuntimeError("not yet")
+
+    stack = UndoStack()
+    stack.push(lambda: order.append("old"))
+    stack.push(fails_twice)
+    with pytest.raises(RuntimeError, match="not yet"):
+        stack.unwind()
+    stack.unwind()
+    assert order == ["failing", "failing", "old", "failing"]
     assert len(stack) == 0
+
+
+def test_an_interruption_that_comes_once_leaves_nothing_behind() -> None:
+    interruptions, order = iter([True, False]), []
+
+    def interrupted() -> None:
+        if next(interruptions):
+            raise KeyboardInterrupt
+        order.append("interrupted")
+
+    stack = UndoStack()
+    stack.push(lambda: order.append("old"))
+    stack.push(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stack.unwind()
+    assert order == ["interrupted", "old"]
+    assert len(stack) == 0
+
+
+def test_unwinding_interrupted_at_any_line_goes_on_where_it_was() -> None:
+    def boxes() -> tuple[UndoStack, types.SimpleNamespace]:
+        stack, box = UndoStack(), types.SimpleNamespace(a=0)
+        for number in range(3):
+            stack.push(set_attribute(box, "a", number + 1))
+            stack.push(set_attribute(box, "b", number))
+        return stack, box
+
+    stack, _ = boxes()
+    lines = count_lines(stack.unwind)
+    for line in range(lines):
+        stack, box = boxes()
+        with pytest.raises(Interrupted):
+            interrupt_at(line, stack.unwind)
+        stack.unwind()
+        assert vars(box) == {"a": 0}, f"interrupted at line {line}"
+
+
+def test_a_patch_interrupted_at_any_line_is_either_undone_or_returned() -> None:
+    for line in range(count_lines(lambda: set_attribute(types.SimpleNamespace(a=1), "a", 2))):
+        box = types.SimpleNamespace(a=1)
+        with pytest.raises(Interrupted):
+            interrupt_at(line, lambda box=box: set_attribute(box, "a", 2))
+        assert vars(box) == {"a": 1}, f"interrupted at line {line}"
