@@ -54,3 +54,19 @@ def dtype_name(dtype: torch.dtype) -> str:
 def is_lower_precision(dtype: torch.dtype) -> bool:
     """Whether ``dtype`` is one of the two 16-bit floating types."""
     return dtype in LOWER_PRECISION
+
+
+def cast_within_range(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``values.to(dtype)`` in which no finite value becomes infinite: beyond the type's largest it is that.
+
+    Example:
+        >>> cast_within_range(torch.tensor([-1e9, float("inf"), 1.0]), torch.float16)
+        tensor([-65504.,     inf,      1.], dtype=torch.float16)
+    """
+    largest = torch.finfo(dtype).max
+    return torch.where(values.isinf(), values, values.clamp(-largest, largest)).to(dtype)
+
+
+def may_overflow(given: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether finite values of one floating type may be beyond the largest of another."""
+    return torch.finfo(given).max > torch.finfo(dtype).max
