@@ -64,6 +64,7 @@ class Session:
         self._controls: dict[Optimizer, OptimizerControl] = {}
         self._steppers: dict[Optimizer, Stepper] = {}
         self._undos = UndoStack()
+        self._casts = casting.TensorCasts([], {}, ())
         self._names: dict[torch.Tensor, str] | None = None
 
     # -- set up and undo ----------------------------------------------------------------------------------------
@@ -84,7 +85,9 @@ class Session:
         targets = selection.tensors_to_cast(self.models, plan)
         push(forward.patch_forwards(self.models, plan, self))
         if selection.will_hold_16_bit(self.models, targets):
-            push(state_dict.Float32State(self._find_master, self._load_master).install(self.models))
+            float32_state = state_dict.Float32State(self._find_master, self._load_master)
+            push(float32_state.remove)
+            float32_state.install(self.models)
         if plan.patch_functions:
             push(_undone_when_dropped(self, functions.apply(plan, verbose=self.verbosity > 1)))
         push(functools.partial(casting.rebuild_flat_weights, self.models))
@@ -95,6 +98,7 @@ class Session:
         for control in self._controls.values():
             control.targets = {}
             control.store.settle()
+        self._casts.settle()
 
     def _take_optimizer(self, optimizer: Optimizer, targets: dict[torch.Tensor, torch.dtype]) -> None:
         split = self.plan.masters is Masters.SPLIT
@@ -112,7 +116,10 @@ class Session:
         mastered = {pair.model_param for _, pair in pairs}
         others = {tensor: dtype for tensor, dtype in targets.items() if tensor not in mastered}
         self._undos.push(cast_states(self.optimizers, others))
-        self._undos.push(casting.cast_tensors(others))
+        trained = {p for opt in self.optimizers for g in opt.param_groups for p in g["params"] if p.requires_grad}
+        self._casts = casting.TensorCasts(self.models, others, trained)
+        self._undos.push(self._casts.undo)
+        self._casts.apply()
         # Without an undo of its own: giving up a master restores its weight.
         for store, pair in pairs:
             store.cast_weight(pair, targets.get(pair.model_param, pair.model_param.dtype))
@@ -169,7 +176,7 @@ class Session:
             if pair is not None:
                 control.store.adopt_if_written(pair)
                 return control.store.values(pair)
-        return None
+        return self._casts.original_values(weight)
 
     def _load_master(self, weight: torch.Tensor, values: torch.Tensor) -> bool:
         loaded = False
@@ -178,6 +185,8 @@ class Session:
             if pair is not None:
                 control.store.load(pair, values)
                 loaded = True
+        if not loaded:
+            self._casts.load(weight, values)
         return loaded
 
     def describe(self) -> str:

@@ -29,12 +29,14 @@ class Residual:
     """What :func:`encode` keeps; all on the host.
 
     Attributes:
+        length: how many elements there are.
         checksums: int64, one for each block of 16-bit values.
         differences: int16, for each element; None where ``values`` holds everything.
         places: int64, the elements kept as they are; None: every one.
         values: those, in the original's dtype.
     """
 
+    length: int
     checksums: torch.Tensor
     differences: torch.Tensor | None
     places: torch.Tensor | None
@@ -79,7 +81,7 @@ def encode(original: torch.Tensor, cast: torch.Tensor) -> Residual | None:
     if _APART * len(where) > 2 * len(original):
         return _whole(original, cast)
     values = original[where.to(original.device)].cpu()
-    return Residual(_checksums(cast), torch.cat(differences), where, values)
+    return Residual(len(original), _checksums(cast), torch.cat(differences), where, values)
 
 
 def decode(residual: Residual, present: torch.Tensor) -> torch.Tensor:
@@ -109,7 +111,7 @@ def decode(residual: Residual, present: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(original: torch.Tensor, cast: torch.Tensor) -> Residual:
-    return Residual(_checksums(cast), None, None, original.to("cpu", copy=True))
+    return Residual(len(original), _checksums(cast), None, None, original.to("cpu", copy=True))
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -134,7 +136,9 @@ def _checksums(values: torch.Tensor) -> torch.Tensor:
     """
     block = BLOCK * values.element_size() // 4
     missing = -len(values) % BLOCK
-    words = torch.nn.functional.pad(values, (0, missing)).view(torch.int32) if missing else values.view(torch.int32)
+    if missing or values.storage_offset() % 2:
+        values = torch.cat([values, values.new_zeros(missing)])
+    words = values.view(torch.int32)
     weights = _WEIGHTS[:block].to(values.device)
     step = _chunk_of(values)
     sums = [

@@ -1,50 +1,261 @@
-"""Casting parameters and buffers in place, and taking it back."""
+"""Casting parameters and buffers, and taking it back to the bit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from ..basics.patching import Undo
-from ..distributed.sharding import rebuild_groups, set_data
+from ..basics.dtypes import cast_within_range, may_overflow
+from ..basics.user_warnings import warn_user
+from ..distributed.sharding import local, rebuild_groups, set_data
+from ..masters.residual import Residual, decode, encode
 
 
-def cast_tensors(targets: dict[torch.Tensor, torch.dtype]) -> Undo:
-    """Cast parameters and buffers in place, one at a time, gradients with them.
+@dataclass(eq=False)
+class _Buffer:
+    """A buffer: the user's tensor, what stands in its place, and where."""
 
-    Whoever wants the float32 bits later holds on to the old storage: masters do. For everything else the undo casts
-    back what the 16-bit values are then.
+    original: torch.Tensor
+    cast: torch.Tensor
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+class TensorCasts:
+    """The casts of all parameters and buffers that have no masters.
+
+    A parameter stays the object it is and gets new data. A buffer is replaced, as ``module.half()`` does, in every
+    module of the models that holds it: the tensor may be the user's own, or another model's. Finite values beyond the
+    narrower type's largest become that, with a warning.
+
+    Where nobody changed the 16-bit values, :meth:`undo` gives back the original bits: buffers are the tensors they
+    were, and what was cut off of parameters is kept (on the host; nothing where nothing was). Trained parameters change
+    with every step: what was cut off of them is kept until :meth:`settle`.
 
     Args:
-        targets: tensor -> dtype.
+        models: whose tensors they are.
+        targets: tensor -> the dtype it is to have.
+        trained: parameters that an optimizer is going to change.
 
-    Returns:
-        The undo.
+    Example:
+        >>> model = nn.Linear(2, 2).requires_grad_(False)
+        >>> before = model.weight.clone()
+        >>> casts = TensorCasts([model], {model.weight: torch.float16}, trained=())
+        >>> casts.apply(); model.weight.dtype
+        torch.float16
+        >>> casts.undo(); torch.equal(model.weight, before)
+        True
     """
-    before = {tensor: tensor.dtype for tensor in targets}
 
-    def undo() -> None:
-        for tensor, dtype in before.items():
-            _cast_in_place(tensor, dtype)
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        targets: Mapping[torch.Tensor, torch.dtype],
+        trained: Collection[torch.Tensor],
+    ) -> None:
+        self._models = models
+        self._targets = {tensor: dtype for tensor, dtype in targets.items() if tensor.dtype != dtype}
+        self._trained = set(trained)
+        self._out_of_range: set[torch.Tensor] = set()
+        self._came_in: dict[torch.Tensor, torch.dtype] = {}
+        self._residuals: dict[torch.Tensor, Residual] = {}
+        # Gradients as they came in, or while their parameter changes its dtype.
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self._buffers: dict[torch.Tensor, _Buffer] = {}
+        self._restored: dict[torch.Tensor, torch.Tensor] = {}
 
-    try:
-        for tensor, dtype in targets.items():
-            _cast_in_place(tensor, dtype)
-    except BaseException:
-        undo()
-        raise
-    return undo
+    def apply(self) -> None:
+        """Cast, one tensor at a time, gradients with them. What was done until an exception is :meth:`undo`'s."""
+        self._out_of_range = out_of_range(self._targets)
+        warn_of_clamping(self._models, self._out_of_range)
+        places = _places_of_buffers(self._models)
+        for tensor, dtype in self._targets.items():
+            if isinstance(tensor, nn.Parameter) or tensor.requires_grad:
+                self._cast_parameter(tensor, dtype)
+            else:
+                self._cast_buffer(tensor, dtype, places.get(tensor, []))
+
+    def settle(self) -> None:
+        """Set-up has succeeded: forget what only a failed one would have needed."""
+        changing = self._trained - self._out_of_range
+        kept = {parameter: residual for parameter, residual in self._residuals.items() if parameter not in changing}
+        # Both at once: until here an interruption is one of the set-up.
+        self._gradients, self._residuals = {}, kept
+
+    def original_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A tensor's values before it was cast, where nobody changed them since; None where they are what it holds."""
+        if tensor in self._buffers:
+            return _unchanged_from(self._buffers[tensor], tensor)
+        residual = self._residuals.get(tensor)
+        if residual is None or tensor.dtype == self._came_in[tensor]:
+            return None
+        return _widened(tensor, self._came_in[tensor], residual)
+
+    @torch.no_grad()
+    def load(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """``values`` were written to a tensor of their shape: keep what it cannot hold."""
+        if tensor.is_meta or not (tensor in self._buffers or tensor in self._came_in):
+            return
+        values = values.detach().to(device=tensor.device)
+        if out_of_range({values: tensor.dtype}):
+            tensor.copy_(cast_within_range(values, tensor.dtype))
+        if tensor in self._buffers:
+            entry = self._buffers[tensor]
+            if not torch.equal(entry.original.to(values), values):
+                entry.original = values.to(entry.original.dtype, copy=True)
+        elif tensor not in self._trained:
+            self._keep_residual(tensor, values.to(self._came_in[tensor]), tensor.detach())
+
+    def undo(self) -> None:
+        """Give every tensor the dtype it came in with, and every bit that nobody changed. May be called again."""
+        for parameter in reversed(list(self._came_in)):
+            self._restore_parameter(parameter)
+        for entry in reversed(list(self._buffers.values())):
+            self._restore_buffer(entry)
+
+    # -- parameters ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _cast_parameter(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
+        values = parameter.detach()
+        cast = cast_within_range(values, dtype) if parameter in self._out_of_range else values.to(dtype)
+        self._came_in[parameter] = parameter.dtype
+        self._keep_residual(parameter, values, cast)
+        if parameter.grad is not None:
+            self._gradients[parameter] = parameter.grad
+        _replace_data(parameter, cast, self._gradients.get(parameter))
+
+    def _keep_residual(self, parameter: torch.Tensor, values: torch.Tensor, cast: torch.Tensor) -> None:
+        self._residuals.pop(parameter, None)
+        if values.layout is torch.strided and not values.is_meta:
+            residual = encode(_flat(values), _flat(cast))
+            if residual is not None:
+                self._residuals[parameter] = residual
+
+    @torch.no_grad()
+    def _restore_parameter(self, parameter: torch.Tensor) -> None:
+        dtype = self._came_in[parameter]
+        if parameter.dtype == dtype and parameter not in self._gradients:
+            return
+        gradient = self._gradients.get(parameter, parameter.grad)
+        if gradient is not None:
+            # An interruption between here and the end finds it there.
+            self._gradients[parameter] = gradient
+        if parameter.dtype != dtype:
+            _replace_data(parameter, _widened(parameter, dtype, self._residuals.get(parameter)), gradient)
+        elif gradient is not None:
+            parameter.grad = gradient.to(dtype)
+        self._gradients.pop(parameter, None)
+
+    # -- buffers ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _cast_buffer(self, original: torch.Tensor, dtype: torch.dtype, places: list[tuple[nn.Module, str]]) -> None:
+        values = original.detach()
+        cast = cast_within_range(values, dtype) if original in self._out_of_range else values.to(dtype)
+        self._buffers[cast] = _Buffer(original, cast, places)
+        for module, name in places:
+            module._buffers[name] = cast
+
+    @torch.no_grad()
+    def _restore_buffer(self, entry: _Buffer) -> None:
+        for module, name in entry.places:
+            present = module._buffers.get(name)
+            # What the user put there in the meantime stays, in the dtype that came in.
+            if present is None or present is entry.original or not present.is_floating_point():
+                continue
+            if present.dtype != entry.original.dtype:
+                if present not in self._restored:
+                    self._restored[present] = _unchanged_from(entry, present)
+                module._buffers[name] = self._restored[present]
 
 
-def _cast_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    if tensor.dtype == dtype:
-        return
-    gradient, tensor.grad = tensor.grad, None
-    set_data(tensor, tensor.detach().to(dtype))
+def _replace_data(tensor: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Give a tensor data of another dtype; its gradient has to go along."""
+    tensor.grad = None
+    set_data(tensor, values)
     if gradient is not None:
-        tensor.grad = gradient.to(dtype)
+        tensor.grad = gradient.to(values.dtype)
+
+
+def _widened(parameter: torch.Tensor, dtype: torch.dtype, residual: Residual | None) -> torch.Tensor:
+    present = parameter.detach()
+    values = present.to(dtype)
+    part = local(values)
+    if residual is not None and part.numel() == residual.length:
+        part.copy_(decode(residual, _flat(present)).view(part.shape))
+    return values
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return local(tensor).reshape(-1)
+
+
+def _unchanged_from(entry: _Buffer, present: torch.Tensor) -> torch.Tensor:
+    """What a buffer holds in the dtype it came in with: the original itself where nothing was changed."""
+    original = entry.original
+    if present.shape != original.shape or present.dtype != entry.cast.dtype:
+        return present.detach().to(original.dtype)
+    here = original.detach().to(present.device)
+    narrow = cast_within_range(here, present.dtype)
+    bits = torch.int16 if narrow.element_size() == 2 else torch.int32
+    changed = narrow.view(bits) != present.detach().view(bits)
+    if not changed.any():
+        return original if original.device == present.device else here
+    return torch.where(changed, present.detach().to(original.dtype), here)
+
+
+# -- values out of range ----------------------------------------------------------------------------------------------
+
+
+def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> set[torch.Tensor]:
+    """The tensors that hold finite values beyond the largest of the type they are to have."""
+    found: list[tuple[torch.Tensor, float]] = []
+    extremes: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor, dtype in targets.items():
+        part = local(tensor.detach())
+        if may_overflow(part.dtype, dtype) and part.numel() and not part.is_meta and part.layout is torch.strided:
+            found.append((tensor, torch.finfo(dtype).max))
+            extremes.setdefault(part.device, []).append(torch.stack(part.aminmax()).abs().amax().double())
+    # One wait for each device, not for each tensor.
+    largest = {device: iter(torch.stack(values).tolist()) for device, values in extremes.items()}
+    candidates = [(tensor, limit) for tensor, limit in found if not next(largest[local(tensor).device]) <= limit]
+    return {tensor for tensor, limit in candidates if _has_finite_beyond(local(tensor.detach()), limit)}
+
+
+def _has_finite_beyond(values: torch.Tensor, limit: float) -> bool:
+    return bool((values.isfinite() & (values.abs() > limit)).any())
+
+
+def warn_of_clamping(models: Sequence[nn.Module], tensors: Collection[torch.Tensor]) -> None:
+    """One warning that names all ``tensors`` whose values are about to be clamped."""
+    if not tensors:
+        return
+    names = [name for name, tensor in _named_tensors(models) if tensor in tensors]
+    warn_user(
+        f"finite values of {', '.join(names)} are beyond the largest of the narrower type they are cast to: they "
+        "become that largest instead of infinite, and mpinit.undo and state_dict() give them back as they were. Where "
+        "they have to take part in full, name their modules in keep_fp32"
+    )
+
+
+def _named_tensors(models: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    for index, model in enumerate(models):
+        prefix = f"models[{index}]." if len(models) > 1 else ""
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            yield prefix + name, tensor
+
+
+def _places_of_buffers(models: Sequence[nn.Module]) -> dict[torch.Tensor, list[tuple[nn.Module, str]]]:
+    """Buffer -> every (module, name) that holds it."""
+    places: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
+    for module in dict.fromkeys(module for model in models for module in model.modules()):
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                places.setdefault(buffer, []).append((module, name))
+    return places
 
 
 def rebuild_flat_weights(models: Sequence[nn.Module]) -> None:

@@ -2,104 +2,188 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, MutableSet, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from ..basics.dtypes import is_lower_precision
-from ..basics.patching import Undo, UndoStack
+from ..basics.user_warnings import warn_user
+from ..distributed.sharding import local
+from .custom_state import put_around_custom_methods, take_from_custom_methods
+
+Values = Callable[[torch.Tensor], torch.Tensor | None]
+Load = Callable[[torch.Tensor, torch.Tensor], bool]
 
 
 class Float32State:
     """State-dict hooks: what leaves a model is float32 (the masters' bits where there are masters), at every level.
 
+    Every module has them, so that a part's state dict is float32 as well, and every module that becomes a part of one
+    later. With ``keep_vars=True`` the caller wants the parameters themselves, which are what they are.
+
     Args:
-        find_master: model parameter -> the float32 values that stand for it, or None.
-        load_master: (model parameter, float32 values) -> whether it has a master: takes over loaded values.
+        find_master: 16-bit tensor -> the float32 values that stand for it, or None.
+        load_master: (16-bit tensor, values just loaded into it) -> whether it has a master: takes over what it cannot
+            hold itself.
     """
 
-    def __init__(
-        self,
-        find_master: Callable[[torch.Tensor], torch.Tensor | None],
-        load_master: Callable[[torch.Tensor, torch.Tensor], bool],
-    ) -> None:
-        self._find_master: Callable[[torch.Tensor], torch.Tensor | None] | None = find_master
-        self._load_master: Callable[[torch.Tensor, torch.Tensor], bool] | None = load_master
+    def __init__(self, find_master: Values, load_master: Load) -> None:
+        self._find_master: Values | None = find_master
+        self._load_master: Load | None = load_master
+        self._modules: MutableSet[nn.Module] = weakref.WeakSet()
+        self._newcomers: RemovableHandle | None = None
+        self._key = RemovableHandle(OrderedDict()).id
+        self._outermost_load: object = None
         self._arriving: dict[int, tuple[str, dict[str, torch.Tensor]]] = {}
         self._rebuilt: list[str] = []
 
-    def install(self, models: Sequence[nn.Module]) -> Undo:
-        """Hook every module of the models, so that a part's state dict is float32 as well."""
-        export, arrive, settle = _Hook(self, "export"), _Hook(self, "arrive"), _Hook(self, "settle")
-        modules: dict[Any, None] = {module: None for model in models for module in model.modules()}
-        with UndoStack() as undos:
-            for module in modules:
-                undos.push(module.register_state_dict_post_hook(export).remove)
-                undos.push(module.register_load_state_dict_pre_hook(arrive).remove)
-                undos.push(module.register_load_state_dict_post_hook(settle).remove)
-        return undos.unwind
+    def install(self, models: Sequence[nn.Module]) -> None:
+        """Hook every module of the models."""
+        self._newcomers = _follow_newcomers(self)
+        for model in models:
+            self.take_in(model)
+
+    def remove(self) -> None:
+        """Take the hooks away, however many there are by now."""
+        if self._newcomers is not None:
+            self._newcomers.remove()
+        for module in list(self._modules):
+            self._unhook(module)
+
+    def take_in(self, tree: nn.Module) -> None:
+        """Hook a module and everything below it, where it is not hooked yet."""
+        # Straight into the dicts: torch's methods make a handle for each hook, which takes many times as long.
+        key = self._key
+        for module in tree.modules():
+            if self.holds(module):
+                continue
+            self._modules.add(module)
+            module._state_dict_hooks[key] = _Hook(self, "export_rest")
+            module._load_state_dict_pre_hooks[key] = _Arrival(self, module)
+            module._load_state_dict_post_hooks[key] = _Hook(self, "settle")
+            put_around_custom_methods(module, self)
+            # Before the user's own hooks, which then see float32 values as well.
+            module._state_dict_hooks[-key] = _Hook(self, "export")
+            cast(OrderedDict[int, Any], module._state_dict_hooks).move_to_end(-key, last=False)
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether a module is hooked."""
+        return self._key in module._state_dict_hooks
+
+    def _unhook(self, module: nn.Module) -> None:
+        take_from_custom_methods(module, self)
+        for hooks in (module._load_state_dict_post_hooks, module._load_state_dict_pre_hooks, module._state_dict_hooks):
+            hooks.pop(self._key, None)
+            hooks.pop(-self._key, None)
+        self._modules.discard(module)
+
+    def float32_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The float32 values that stand for a 16-bit tensor; None where those are its own, or it is not 16-bit."""
+        if self._find_master is None or not is_lower_precision(tensor.dtype):
+            return None
+        return self._find_master(tensor)
+
+    # -- saving -------------------------------------------------------------------------------------------------
 
     def export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """After ``state_dict()``: replace this module's own 16-bit entries by float32 ones."""
+        """After ``state_dict()`` of one module: replace its own 16-bit entries by float32 ones."""
         for name, tensor in _named_own_tensors(module):
             value = state_dict.get(prefix + name)
-            # With keep_vars=True the caller wants the parameters themselves.
-            if isinstance(value, torch.Tensor) and is_lower_precision(value.dtype) and value is not tensor:
-                master = self._find_master(tensor) if self._find_master is not None else None
-                state_dict[prefix + name] = value.float() if master is None else master
+            if isinstance(value, torch.Tensor) and value is not tensor and _is_16_bit_alias(value, tensor):
+                values = self.float32_values(tensor)
+                state_dict[prefix + name] = value.float() if values is None else values.float()
 
-    def arrive(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any) -> None:
-        """Before loading: remember the float32 values that masters are to get."""
+    def export_rest(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        """After the outermost ``state_dict()``: the same for what modules or hooks saved in their own way."""
+        metadata = getattr(state_dict, "_metadata", None)
+        if not metadata or next(iter(metadata.values())) is not local_metadata:
+            return
+        left = [key for key, value in state_dict.items() if key.startswith(prefix) and _is_16_bit(value)]
+        if not left:
+            return
+        owners: dict[int, torch.Tensor] = {}
+        for part in module.modules():
+            owners.update((_storage(tensor), tensor) for _, tensor in _named_own_tensors(part) if _is_16_bit(tensor))
+        for key in left:
+            value = state_dict[key]
+            owner = owners.get(_storage(value))
+            if owner is not value:
+                state_dict[key] = value.float() if owner is None else self._view_like(value, owner)
+
+    def _view_like(self, value: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+        """The float32 values of a 16-bit view of a tensor that may have values of its own."""
+        values = self.float32_values(owner)
+        if values is None or values.stride() != owner.stride() or values.layout is not torch.strided:
+            return value.float()
+        offset = value.storage_offset() - owner.storage_offset() + values.storage_offset()
+        return values.float().as_strided(value.size(), value.stride(), offset)
+
+    # -- loading ------------------------------------------------------------------------------------------------
+
+    def arrive(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *lists: Any) -> None:
+        """Before loading: remember the values that are to arrive."""
         if self._find_master is None:
             return
+        # One list collects the errors of one load_state_dict.
+        if lists[-1] is not self._outermost_load:
+            self._outermost_load = lists[-1]
+            self._arriving.clear()
+            self._rebuilt.clear()
+            _check_way_of_loading(module, metadata)
         arriving = {
             name: state_dict[prefix + name]
-            for name, tensor in module._parameters.items()
-            if tensor is not None
-            and is_lower_precision(tensor.dtype)
-            and isinstance(state_dict.get(prefix + name), torch.Tensor)
+            for name, tensor in _named_own_tensors(module)
+            if is_lower_precision(tensor.dtype) and isinstance(state_dict.get(prefix + name), torch.Tensor)
         }
-        if arriving and local_metadata.get("assign_to_params_buffers"):
-            self._arriving.clear()
-            raise RuntimeError(
-                "load_state_dict(assign=True) would replace parameters that an optimizer has masters of; load with "
-                "assign=False, or before mpinit.initialize"
-            )
         self._arriving[id(module)] = prefix, arriving
 
     def settle(self, module: nn.Module, incompatible_keys: Any) -> None:
-        """After loading: hand the float32 values over, for every parameter they fit."""
+        """After loading: hand the values over, for every tensor they fit."""
         prefix, arrived = self._arriving.pop(id(module), ("", {}))
+        tensors = dict(_named_own_tensors(module)) if arrived else {}
         for name, value in arrived.items():
-            parameter = module._parameters[name]
-            if parameter is None or self._load_master is None or parameter.shape != value.shape:
+            tensor = tensors.get(name)
+            if tensor is None or self._load_master is None or tensor.shape != value.shape:
                 continue
-            if self._load_master(parameter, value) and is_lower_precision(value.dtype):
+            if self._load_master(tensor, value) and is_lower_precision(value.dtype):
                 self._rebuilt.append(prefix + name)
         # The outermost module settles last, and speaks for all.
-        if self._rebuilt and not self._arriving:
-            self._say_what_was_rebuilt()
+        if not self._arriving:
+            self._outermost_load = None
+            if self._rebuilt:
+                self._say_what_was_rebuilt()
+
+    def load(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Write ``values`` to a 16-bit tensor, and to its master."""
+        with torch.no_grad():
+            tensor.copy_(values)
+        if self._load_master is not None:
+            self._load_master(tensor, values)
 
     def _say_what_was_rebuilt(self) -> None:
         names, self._rebuilt = self._rebuilt, []
-        warnings.warn(
+        warn_user(
             f"the state loaded holds 16-bit values for {len(names)} weights that have float32 masters "
             f"({', '.join(names[:3])} first): their masters were rebuilt from these, without the lower bits. Save "
-            "model.state_dict() of the initialised model, which is float32, to resume exactly",
-            UserWarning,
-            stacklevel=6,
+            "model.state_dict() of the initialised model, which is float32, to resume exactly"
         )
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no masters: it exports its own weights.
-        return {"_find_master": None, "_load_master": None, "_arriving": {}, "_rebuilt": []}
+        nothing = dict.fromkeys(("_find_master", "_load_master", "_newcomers", "_outermost_load"))
+        return {**nothing, "_key": self._key, "_modules": set(), "_arriving": {}, "_rebuilt": []}
 
 
 class _Hook:
     """One of the hooks above as an object: torch marks hooks with attributes, which bound methods cannot carry."""
+
+    _from_public_api = True
 
     def __init__(self, state: Float32State, verb: str) -> None:
         self._state = state
@@ -109,6 +193,66 @@ class _Hook:
         getattr(self._state, self._verb)(*args)
 
 
+class _Arrival:
+    """:meth:`Float32State.arrive` for one module: torch does not say which one is loaded."""
+
+    def __init__(self, state: Float32State, module: nn.Module) -> None:
+        self._state = state
+        self._module = module
+
+    def __call__(self, *args: Any) -> None:
+        self._state.arrive(self._module, *args)
+
+
+def _follow_newcomers(state: Float32State) -> RemovableHandle:
+    """Hook modules that become parts of hooked ones: adapters, parametrisations. Known weakly, like every session."""
+    known = weakref.ref(state)
+
+    def take_in(module: nn.Module, name: str, newcomer: nn.Module | None) -> None:
+        alive = known()
+        if alive is not None and newcomer is not None and alive.holds(module):
+            alive.take_in(newcomer)
+
+    handle: RemovableHandle = register_module_module_registration_hook(take_in)
+    weakref.finalize(state, handle.remove).atexit = False
+    return handle
+
+
+def _check_way_of_loading(module: nn.Module, metadata: dict[str, Any]) -> None:
+    """Refuse, before anything is loaded, what would put other tensors in the place of 16-bit ones."""
+    assigns = metadata.get("assign_to_params_buffers")
+    if not assigns and not torch.__future__.get_swap_module_params_on_conversion():
+        return
+    if any(_is_16_bit(tensor) for part in module.modules() for _, tensor in _named_own_tensors(part)):
+        asked, instead = (
+            ("load_state_dict(assign=True)", "load with assign=False")
+            if assigns
+            else (
+                "load_state_dict with torch.__future__.set_swap_module_params_on_conversion(True)",
+                "set it to False while loading",
+            )
+        )
+        raise RuntimeError(
+            f"{asked} would replace tensors that mpinit.initialize has cast and an optimizer may have masters of; "
+            f"{instead}, or load before mpinit.initialize"
+        )
+
+
 def _named_own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for tensors in (module._parameters, module._buffers):
         yield from ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+
+
+def _is_16_bit(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_lower_precision(value.dtype)
+
+
+def _is_16_bit_alias(value: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a saved value is the module's tensor, and nothing that was computed from it."""
+    return is_lower_precision(value.dtype) and value.shape == tensor.shape and _storage(value) == _storage(tensor)
+
+
+def _storage(tensor: Any) -> int:
+    """Which memory a tensor is in; 0 for tensors that have none of their own kind."""
+    part = local(tensor)
+    return part.untyped_storage().data_ptr() if part.layout is torch.strided and not part.is_meta else 0

@@ -31,6 +31,7 @@ class _Lines:
         if event == "line":
             self.seen += 1
             if self.seen - 1 == self.at:
+                self.at = None
                 raise Interrupted(f"{name}:{frame.f_lineno}")
         return self.trace
 

@@ -1,0 +1,280 @@
+"""Casts leave the user's tensors alone, keep finite values finite, and are taken back to the bit wherever they stop."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from interruptions import Interrupted, count_lines, interrupt_at
+from models import quietly, sgd
+from torch import Tensor, nn
+
+import mpinit
+from mpinit.model.casting import TensorCasts
+
+LEVELS = ["O2", "O3", "O5"]
+LOWEST = torch.finfo(torch.float32).min
+
+
+class Masked(nn.Module):
+    """A mask and a constant, beside a weight."""
+
+    def __init__(self, constant: Tensor, mask: float = -1.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        self.register_buffer("constant", constant)
+        self.register_buffer("mask", torch.tensor([0.1, mask, 1 / 3]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight * self.constant
+
+
+def bits(tensor: Tensor) -> list[int]:
+    return tensor.detach().flatten().view(torch.int32).tolist()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_users_tensor_is_not_changed(level: str) -> None:
+    weights = torch.rand(3)
+    before, version = weights.clone(), weights._version
+    loss, model, bystander = nn.CrossEntropyLoss(weight=weights), Masked(weights), Masked(weights)
+    quietly(model, level)
+    mpinit.initialize(loss, opt_level=level, verbosity=0)
+    assert model.constant.dtype is loss.weight.dtype is not torch.float32
+    assert torch.equal(model.constant, before.to(model.constant.dtype))
+    assert weights.dtype is torch.float32
+    assert torch.equal(weights, before)
+    assert bystander.constant is weights, "a model that was never initialised"
+    assert bystander(torch.ones(1, 3)).dtype is torch.float32
+    mpinit.undo(model)
+    mpinit.undo(loss)
+    assert model.constant is loss.weight is weights
+    assert weights._version == version
+    assert torch.equal(weights, before)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_modules_that_share_a_buffer_share_its_cast(level: str) -> None:
+    constant = torch.rand(3)
+    first, second = Masked(constant), Masked(constant)
+    model = nn.ModuleList([first, second])
+    quietly(model, level)
+    assert first.constant is second.constant
+    first.constant.mul_(2)
+    present = first.constant.float()
+    mpinit.undo(model)
+    assert first.constant is second.constant
+    assert first.constant is not constant
+    assert bits(first.constant) == bits(present)
+
+
+def test_only_the_elements_that_were_changed_take_their_present_values() -> None:
+    model = Masked(torch.rand(3), mask=-1e9)
+    before = model.mask
+    expected = before.clone()
+    expected[0] = 0.5
+    with pytest.warns(UserWarning, match=r"mask"):
+        mpinit.initialize(model, sgd(model), "O2", verbosity=0)
+    model.mask[0] = 0.5
+    mpinit.undo(model)
+    assert bits(model.mask) == bits(expected)
+    assert before[0] == torch.tensor(0.1), "the original is not written to"
+
+
+@pytest.mark.parametrize(
+    ("put", "expected"),
+    [
+        (None, None),
+        (torch.tensor([1.0, 2.0], dtype=torch.float16), torch.tensor([1.0, 2.0])),
+        (torch.tensor([1 / 3]), torch.tensor([1 / 3])),
+        (torch.tensor([1, 2]), torch.tensor([1, 2])),
+    ],
+)
+def test_a_buffer_that_was_replaced_stays_what_the_user_put_there(put: Tensor | None, expected: Tensor | None) -> None:
+    model = quietly(Masked(torch.rand(3)))
+    model.mask = put
+    mpinit.undo(model)
+    assert (model.mask is None) if expected is None else torch.equal(model.mask, expected)
+    assert expected is None or model.mask.dtype is expected.dtype
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "split"])
+@pytest.mark.parametrize("optimised", [False, True])
+def test_frozen_weights_come_back_bit_for_bit(optimised: bool, level: str) -> None:
+    model = nn.Sequential(nn.Linear(70, 50), nn.Linear(50, 2))
+    model[0].requires_grad_(False)
+    with torch.no_grad():
+        model[0].weight[0] = torch.tensor([1e-30, 1e-8, -0.0, float("inf"), 5e-8] * 14)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    keywords = {"opt_level": "O5", "master_weights": "split"} if level == "split" else {"opt_level": level}
+    optimizer = torch.optim.SGD(model.parameters() if optimised else model[1].parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, verbosity=0, **keywords)
+    assert bits(model.state_dict()["0.weight"]) == bits(before["0.weight"]), "a checkpoint has them too"
+    model[0].bias.data[3] = 7.0
+    mpinit.undo(model)
+    assert bits(model[0].weight) == bits(before["0.weight"])
+    assert model[0].bias[3] == 7.0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_that_no_optimizer_trains_come_back_bit_for_bit(level: str) -> None:
+    model = nn.Linear(70, 50)
+    before = model.weight.clone()
+    mpinit.initialize(model, opt_level=level, verbosity=0)
+    mpinit.undo(model)
+    assert bits(model.weight) == bits(before)
+
+
+def test_nothing_is_kept_of_a_frozen_weight_that_is_a_16_bit_number_anyway() -> None:
+    model = nn.Linear(70, 50).half().float().requires_grad_(False)
+    casts = TensorCasts([model], dict.fromkeys(model.parameters(), torch.float16), ())
+    casts.apply()
+    assert not casts._residuals
+
+
+@pytest.mark.parametrize(("level", "value"), [("O2", -1e9), ("O2", LOWEST), ("O3", 1e38), ("O5", LOWEST)])
+def test_finite_values_stay_finite_and_one_warning_names_them(level: str, value: float) -> None:
+    model = nn.ModuleDict({"a": Masked(torch.rand(3), value), "b": Masked(torch.rand(3), value), "c": nn.Linear(2, 2)})
+    model["a"].mask[0] = float("-inf")
+    model["b"].weight.requires_grad_(False)[1, 1] = value
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mpinit.initialize(model, sgd(model), level, verbosity=0)
+    if value == 1e38 or level != "O5" or value == LOWEST:
+        (warning,) = caught
+        assert all(name in str(warning.message) for name in ("a.mask", "b.mask", "b.weight"))
+        assert "constant" not in str(warning.message)
+        assert warning.filename == __file__
+    largest = torch.finfo(model["a"].mask.dtype).max
+    assert model["a"].mask[0] == float("-inf"), "what is infinite stays so"
+    assert model["a"].mask[1] == model["b"].mask[1] == model["b"].weight[1, 1] == (largest if value > 0 else -largest)
+    state = model.state_dict()
+    assert all(bits(state[name]) == bits(before[name]) for name in ("a.mask", "b.mask", "b.weight"))
+    mpinit.undo(model)
+    assert all(bits(model.state_dict()[name]) == bits(before[name]) for name in ("a.mask", "b.mask", "b.weight"))
+
+
+def test_a_trained_weight_beyond_the_range_comes_back_at_o3() -> None:
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight[0, 0] = 1e6
+    before = model.weight.clone()
+    with pytest.warns(UserWarning, match="weight"):
+        mpinit.initialize(model, sgd(model), "O3", verbosity=0)
+    assert model.weight[0, 0] == 65504
+    mpinit.undo(model)
+    assert bits(model.weight) == bits(before)
+
+
+def test_no_warning_where_every_value_fits() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quietly(Masked(torch.tensor([65504.0, float("inf"), float("nan")])), "O2")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_loaded_keeps_its_bits_and_stays_finite(level: str) -> None:
+    model = Masked(torch.rand(3))
+    model.frozen = nn.Parameter(torch.randn(70), requires_grad=False)
+    quietly(model, level)
+    state = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    state["mask"][1] = state["frozen"][2] = LOWEST
+    model.load_state_dict(state)
+    largest = torch.finfo(model.mask.dtype).max
+    assert model.mask[1] == model.frozen[2] == -largest
+    for name in ("mask", "frozen", "constant"):
+        assert bits(model.state_dict()[name]) == bits(state[name]), name
+    mpinit.undo(model)
+    for name in ("mask", "frozen", "constant"):
+        assert bits(model.state_dict()[name]) == bits(state[name]), name
+
+
+# -- interruptions ----------------------------------------------------------------------------------------------------
+
+
+class Casts:
+    """A model with every kind of tensor, about to be cast."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = Masked(torch.rand(3), mask=-1e9)
+        self.model.frozen = nn.Parameter(torch.randn(70), requires_grad=False)
+        self.model.weight.grad = torch.randn(3, 3)
+        self.before = {name: (id(t), t.clone()) for name, t in self.tensors()}
+        targets = dict.fromkeys([t for _, t in self.tensors()], torch.float16)
+        self.casts = TensorCasts([self.model], targets, [self.model.weight])
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        return [*self.model.named_parameters(), *self.model.named_buffers()]
+
+    def check(self, gradient: Callable[[Tensor], Tensor] = lambda gradient: gradient) -> None:
+        for name, tensor in self.tensors():
+            number, value = self.before[name]
+            assert id(tensor) == number, name
+            assert bits(tensor) == bits(value), name
+        assert self.model.weight.grad is not None
+        torch.manual_seed(0)
+        expected = Casts.__new__(Casts)
+        torch.manual_seed(0)
+        expected.model = Masked(torch.rand(3), mask=-1e9)
+        torch.randn(70)
+        assert bits(self.model.weight.grad) == bits(gradient(torch.randn(3, 3)))
+
+
+@pytest.mark.filterwarnings("ignore:finite values")
+def test_casting_interrupted_at_any_line_is_taken_back_to_the_bit() -> None:
+    lines = count_lines(Casts().casts.apply, "model/", "masters/", "basics/", "distributed/")
+    assert lines > 100
+    for line in range(lines):
+        case = Casts()
+        with pytest.raises(Interrupted):
+            interrupt_at(line, case.casts.apply, "model/", "masters/", "basics/", "distributed/")
+        case.casts.undo()
+        case.check()
+        case.casts.undo()
+        case.check()
+
+
+@pytest.mark.filterwarnings("ignore:finite values")
+@pytest.mark.parametrize("settled", [False, True])
+def test_undo_interrupted_at_any_line_completes_when_called_again(settled: bool) -> None:
+    def cast() -> Casts:
+        case = Casts()
+        case.casts.apply()
+        if settled:
+            case.casts.settle()
+            case.before["weight"] = case.before["weight"][0], case.model.weight.float()
+        return case
+
+    def gradient(given: Tensor) -> Tensor:
+        return given.half().float() if settled else given
+
+    for line in range(count_lines(cast().casts.undo, "model/", "masters/", "distributed/")):
+        case = cast()
+        with pytest.raises(Interrupted):
+            interrupt_at(line, case.casts.undo, "model/", "masters/", "distributed/")
+        case.casts.undo()
+        case.check(gradient)
+
+
+@pytest.mark.filterwarnings("ignore:finite values")
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_initialize_interrupted_in_this_room_leaves_no_trace(level: str) -> None:
+    def initialize(case: Any) -> None:
+        mpinit.initialize(case.model, sgd(case.model), level, verbosity=0)
+
+    first = Casts()
+    rooms = ("model/casting.py", "model/state_dict.py", "model/custom_state.py")
+    for line in range(count_lines(lambda: initialize(first), *rooms)):
+        case = Casts()
+        with pytest.raises(Interrupted):
+            interrupt_at(line, lambda case=case: initialize(case), *rooms)
+        case.check()
+        assert "forward" not in vars(case.model)
+        assert not case.model._state_dict_hooks
+        assert not case.model._load_state_dict_pre_hooks
+        assert not case.model._load_state_dict_post_hooks
