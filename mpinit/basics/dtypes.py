@@ -63,6 +63,8 @@ def cast_within_range(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         >>> cast_within_range(torch.tensor([-1e9, float("inf"), 1.0]), torch.float16)
         tensor([-65504.,     inf,      1.], dtype=torch.float16)
     """
+    if not may_overflow(values.dtype, dtype):
+        return values.to(dtype)
     largest = torch.finfo(dtype).max
     return torch.where(values.isinf(), values, values.clamp(-largest, largest)).to(dtype)
 

@@ -8,13 +8,15 @@ them were changed since. Pure functions, the same for every tensor and device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from ..basics.dtypes import is_lower_precision
+
+Cast = Callable[[torch.Tensor], torch.Tensor]
 
 # Elements that share a checksum, and that take the present value together once one of them was changed.
 BLOCK: Final = 64
@@ -30,58 +32,60 @@ class Residual:
 
     Attributes:
         length: how many elements there are.
-        checksums: int64, one for each block of 16-bit values.
+        checksums: int64, one for each block of 16-bit values; None where nobody is going to change them.
         differences: int16, for each element; None where ``values`` holds everything.
         places: int64, the elements kept as they are; None: every one.
         values: those, in the original's dtype.
     """
 
     length: int
-    checksums: torch.Tensor
+    checksums: torch.Tensor | None
     differences: torch.Tensor | None
     places: torch.Tensor | None
     values: torch.Tensor
 
 
-def encode(original: torch.Tensor, cast: torch.Tensor) -> Residual | None:
-    """What ``cast`` lost of ``original``.
+def encode(original: torch.Tensor, cast: Cast, *, may_change: bool = True) -> Residual | None:
+    """What a cast is going to lose of ``original``.
 
     Args:
         original: floating, one-dimensional.
-        cast: its rounding in another floating type, the same length, on the same device.
+        cast: what rounds a part of it to another floating type.
+        may_change: whether the rounded values may have been changed when they are decoded.
 
     Returns:
-        What is needed for :func:`decode`; None where nothing was lost.
+        What is needed for :func:`decode`; None where nothing is lost.
 
     Example:
         >>> original = torch.tensor([1 / 3, 1e-30, -1e9])
-        >>> cast = original.half()
-        >>> residual = encode(original, cast)
-        >>> bool((decode(residual, cast) == original).all())
+        >>> residual = encode(original, torch.Tensor.half)
+        >>> bool((decode(residual, original.half()) == original).all())
         True
-        >>> encode(torch.tensor([0.5]), torch.tensor([0.5]).half()) is None
+        >>> encode(torch.tensor([0.5]), torch.Tensor.half) is None
         True
     """
-    if all(_same_bits(narrow.to(original.dtype), wide) for _, wide, narrow in _chunks(original, cast)):
+    if all(_same_bits(cast(part).to(original.dtype), part) for _, part in _chunks(original)):
         return None
-    if original.dtype is not torch.float32 or not is_lower_precision(cast.dtype):
-        return _whole(original, cast)
-    differences, places = [], []
-    for start, wide, narrow in _chunks(original, cast):
+    if original.dtype is not torch.float32 or not is_lower_precision(cast(original[:1]).dtype):
+        return _whole(original, cast, may_change)
+    differences = torch.empty(len(original), dtype=torch.int16)
+    places, sums = [], []
+    for start, part in _chunks(original):
+        narrow = cast(part)
+        sums.append(_checksums(narrow) if may_change else None)
+        bits = narrow.float().view(torch.int32)
         # The difference of two 32-bit integers may wrap around; what is added to get back wraps around as well.
-        difference = wide.view(torch.int32) - narrow.float().view(torch.int32)
-        fitting = difference.to(torch.int16)
+        torch.sub(part.view(torch.int32), bits, out=bits)
+        fitting = differences[start : start + len(part)].copy_(bits)
         # 0 where the difference fits into 16 bits.
-        beyond = difference.add_(0x8000).bitwise_right_shift_(16)
-        apart = beyond.nonzero().flatten()
+        apart = bits.add_(0x8000).bitwise_right_shift_(16).nonzero().flatten().cpu()
         fitting[apart] = 0
-        differences.append(fitting.cpu())
-        places.append(apart.cpu() + start)
+        places.append(apart + start)
     where = torch.cat(places)
     if _APART * len(where) > 2 * len(original):
-        return _whole(original, cast)
+        return _whole(original, cast, may_change)
     values = original[where.to(original.device)].cpu()
-    return Residual(len(original), _checksums(cast), torch.cat(differences), where, values)
+    return Residual(len(original), _joined(sums), differences, where, values)
 
 
 def decode(residual: Residual, present: torch.Tensor) -> torch.Tensor:
@@ -94,24 +98,41 @@ def decode(residual: Residual, present: torch.Tensor) -> torch.Tensor:
     Returns:
         A new tensor on ``present``'s device; blocks of which an element was changed hold their present values.
     """
-    unchanged = _checksums(present) == residual.checksums
-    dtype = residual.values.dtype
-    restored = present.to(dtype)
-    if residual.differences is not None:
-        bits = restored.view(torch.int32)
-        kept = residual.differences * unchanged.repeat_interleave(BLOCK)[: len(present)]
-        for start in range(0, len(present), _CHUNK):
-            bits[start : start + _CHUNK] += kept[start : start + _CHUNK].to(bits.device)
-    if residual.places is None:
-        here = unchanged.repeat_interleave(BLOCK)[: len(present)].to(present.device)
-        return torch.where(here, residual.values.to(present.device), restored)
-    here = unchanged[residual.places // BLOCK]
-    restored[residual.places[here].to(present.device)] = residual.values[here].to(present.device)
+    restored = present.to(residual.values.dtype)
+    for start, part in _chunks(present):
+        stop = start + len(part)
+        unchanged = _unchanged(residual, part, start)
+        if residual.differences is not None:
+            kept = residual.differences[start:stop] * unchanged
+            restored[start:stop].view(torch.int32).add_(kept.to(present.device))
+        if residual.places is None:
+            wide = residual.values[start:stop].to(present.device)
+            torch.where(unchanged.to(present.device), wide, restored[start:stop], out=restored[start:stop])
+        else:
+            first, last = torch.searchsorted(residual.places, torch.tensor([start, stop])).tolist()
+            places, values = residual.places[first:last], residual.values[first:last]
+            here = unchanged[places - start]
+            restored[places[here].to(present.device)] = values[here].to(present.device)
     return restored
 
 
-def _whole(original: torch.Tensor, cast: torch.Tensor) -> Residual:
-    return Residual(len(original), _checksums(cast), None, None, original.to("cpu", copy=True))
+def _unchanged(residual: Residual, part: torch.Tensor, start: int) -> torch.Tensor:
+    """For each element from ``start`` on whether its block is as it was, on the host."""
+    if residual.checksums is None:
+        return torch.ones(len(part), dtype=torch.bool)
+    now = _checksums(part)
+    blocks = now == residual.checksums[start // BLOCK : start // BLOCK + len(now)]
+    return blocks.repeat_interleave(BLOCK)[: len(part)]
+
+
+def _whole(original: torch.Tensor, cast: Cast, may_change: bool) -> Residual:
+    sums = [_checksums(cast(part)) if may_change else None for _, part in _chunks(original)]
+    return Residual(len(original), _joined(sums), None, None, original.to("cpu", copy=True))
+
+
+def _joined(sums: list[torch.Tensor | None]) -> torch.Tensor | None:
+    known = [part for part in sums if part is not None]
+    return torch.cat(known) if known else None
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -119,14 +140,12 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(bits), other.view(bits))
 
 
-def _chunks(original: torch.Tensor, cast: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    step = _chunk_of(original)
-    for start in range(0, len(original), step):
-        yield start, original[start : start + step], cast[start : start + step]
-
-
-def _chunk_of(tensor: torch.Tensor) -> int:
-    return _CHUNK if tensor.device.type == "cpu" else 64 * _CHUNK
+def _chunks(values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Parts of whole blocks, at most a quarter of what there is, so that temporaries stay below it."""
+    largest = _CHUNK if values.device.type == "cpu" else 64 * _CHUNK
+    step = min(largest, max(BLOCK, len(values) // 4 // BLOCK * BLOCK))
+    for start in range(0, len(values), step):
+        yield start, values[start : start + step]
 
 
 def _checksums(values: torch.Tensor) -> torch.Tensor:
@@ -138,14 +157,8 @@ def _checksums(values: torch.Tensor) -> torch.Tensor:
     missing = -len(values) % BLOCK
     if missing or values.storage_offset() % 2:
         values = torch.cat([values, values.new_zeros(missing)])
-    words = values.view(torch.int32)
-    weights = _WEIGHTS[:block].to(values.device)
-    step = _chunk_of(values)
-    sums = [
-        (words[start : start + step].to(torch.int64).view(-1, block) * weights).sum(1).cpu()
-        for start in range(0, len(words), step)
-    ]
-    return torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64)
+    words = values.view(torch.int32).to(torch.int64).view(-1, block)
+    return (words * _WEIGHTS[:block].to(values.device)).sum(1).cpu()
 
 
 def _make_weights() -> torch.Tensor:

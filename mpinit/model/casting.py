@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from torch import nn
 from ..basics.dtypes import cast_within_range, may_overflow
 from ..basics.user_warnings import warn_user
 from ..distributed.sharding import local, rebuild_groups, set_data
-from ..masters.residual import Residual, decode, encode
+from ..masters.residual import Cast, Residual, decode, encode
 
 
 @dataclass(eq=False)
@@ -106,7 +107,8 @@ class TensorCasts:
             if not torch.equal(entry.original.to(values), values):
                 entry.original = values.to(entry.original.dtype, copy=True)
         elif tensor not in self._trained:
-            self._keep_residual(tensor, values.to(self._came_in[tensor]), tensor.detach())
+            cast = functools.partial(_cast_to, tensor.dtype, True)
+            self._keep_residual(tensor, values.to(self._came_in[tensor]), cast)
 
     def undo(self) -> None:
         """Give every tensor the dtype it came in with, and every bit that nobody changed. May be called again."""
@@ -120,17 +122,18 @@ class TensorCasts:
     @torch.no_grad()
     def _cast_parameter(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
         values = parameter.detach()
-        cast = cast_within_range(values, dtype) if parameter in self._out_of_range else values.to(dtype)
+        cast = functools.partial(_cast_to, dtype, parameter in self._out_of_range)
         self._came_in[parameter] = parameter.dtype
         self._keep_residual(parameter, values, cast)
         if parameter.grad is not None:
             self._gradients[parameter] = parameter.grad
-        _replace_data(parameter, cast, self._gradients.get(parameter))
+        _replace_data(parameter, cast(values), self._gradients.get(parameter))
 
-    def _keep_residual(self, parameter: torch.Tensor, values: torch.Tensor, cast: torch.Tensor) -> None:
+    def _keep_residual(self, parameter: torch.Tensor, values: torch.Tensor, cast: Cast) -> None:
         self._residuals.pop(parameter, None)
         if values.layout is torch.strided and not values.is_meta:
-            residual = encode(_flat(values), _flat(cast))
+            changes = parameter not in self._trained or parameter in self._out_of_range
+            residual = encode(_flat(values), cast, may_change=changes)
             if residual is not None:
                 self._residuals[parameter] = residual
 
@@ -154,7 +157,7 @@ class TensorCasts:
     @torch.no_grad()
     def _cast_buffer(self, original: torch.Tensor, dtype: torch.dtype, places: list[tuple[nn.Module, str]]) -> None:
         values = original.detach()
-        cast = cast_within_range(values, dtype) if original in self._out_of_range else values.to(dtype)
+        cast = _cast_to(dtype, original in self._out_of_range, values)
         self._buffers[cast] = _Buffer(original, cast, places)
         for module, name in places:
             module._buffers[name] = cast
@@ -170,6 +173,10 @@ class TensorCasts:
                 if present not in self._restored:
                     self._restored[present] = _unchanged_from(entry, present)
                 module._buffers[name] = self._restored[present]
+
+
+def _cast_to(dtype: torch.dtype, clamps: bool, values: torch.Tensor) -> torch.Tensor:
+    return cast_within_range(values, dtype) if clamps else values.to(dtype)
 
 
 def _replace_data(tensor: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor | None) -> None:
