@@ -61,7 +61,7 @@ def cast_within_range(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     Example:
         >>> cast_within_range(torch.tensor([-1e9, float("inf"), 1.0]), torch.float16)
-        tensor([-65504.,     inf,      1.], dtype=torch.float16)
+        tensor([-6.5504e+04,         inf,  1.0000e+00], dtype=torch.float16)
     """
     if not may_overflow(values.dtype, dtype):
         return values.to(dtype)

@@ -214,7 +214,7 @@ def test_initialize_peaks_within_the_footprint_and_one_parameter(weights: str) -
         assert row["before"] / row["parameters"] == pytest.approx(2 if weights == "bfloat16" else 4, rel=0.05)
         # Splitting a float32 weight takes a second temporary of its size.
         allowed = 4 * 32 * 32 + 64 if weights == "float32" and level == "O2 split" else 0
-        # Until set-up has succeeded O3 keeps what it cuts off: 2 bytes, and the few numbers of which that is too little.
+        # Until set-up has succeeded O3 keeps what it cuts off: 2 bytes, and the numbers for which that is too little.
         allowed += row["parameters"] // 32 if weights == "float32" and level == "O3" else 0
         assert init_scale.excess(row, results) <= allowed, row
 
