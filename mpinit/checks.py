@@ -15,6 +15,7 @@ from . import registry
 from .basics.dtypes import is_lower_precision
 from .basics.user_warnings import warn_user
 from .distributed.sharding import reshard
+from .model.entry_points import check_argument_names
 from .plan import Plan
 from .settings.properties import Properties
 
@@ -36,7 +37,6 @@ def as_list(given: Any, kind: type, what: str) -> list[Any]:
 
 def check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: Properties, plan: Plan) -> None:
     """Raise a ValueError for whatever cannot be initialised; issue the warnings."""
-    reshard(models)
     _check_unique(models, "models")
     _check_unique(optimizers, "optimizers")
     for model in models:
@@ -50,6 +50,9 @@ def check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: P
                 "call mpinit.undo on it first, or pass all models and optimizers that belong together in one call"
             )
     _check_kept_names(models, props)
+    check_argument_names(models, props.entry_points, props.keep_inputs)
+    # No check comes after this, and FSDP's gathered weights are not those that the warnings are about.
+    reshard(models)
     if plan.patch_functions:
         _warn_of_16_bit_weights(models)
     for optimizer in optimizers:

@@ -10,6 +10,8 @@ import enum
 import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -18,6 +20,7 @@ from .settings.properties import Properties
 from .settings.spellings import SMALLEST_SCALE, KeepFloat32
 
 KeepPredicate = Callable[[str, torch.nn.Module], bool]
+KeepInputPredicate = Callable[[str, Any], bool]
 
 
 class Masters(enum.Enum):
@@ -77,6 +80,8 @@ class Plan:
         cast_outputs: whether floating outputs are cast.
         output_dtype: what outputs are cast to.
         keep_float32: (dotted name, module) -> whether the module stays float32 in a 16-bit model.
+        keep_inputs: (argument's name, value) -> whether the argument is passed as it is; one that says yes is enough.
+        entry_points: dotted names of methods that are called from outside beside forward.
         patch_functions: whether torch functions cast their arguments.
         function_dtype: the 16-bit type they run in.
         cast_policy: the table they follow.
@@ -93,6 +98,8 @@ class Plan:
     cast_outputs: bool
     output_dtype: torch.dtype
     keep_float32: KeepPredicate
+    keep_inputs: tuple[KeepInputPredicate, ...]
+    entry_points: tuple[str, ...]
     patch_functions: bool
     function_dtype: torch.dtype
     cast_policy: CastPolicy
@@ -121,6 +128,8 @@ def make_plan(props: Properties) -> Plan:
         cast_outputs=props.cast_model_type is not None or props.cast_model_outputs is not None or model_only,
         output_dtype=props.cast_model_outputs or torch.float32,
         keep_float32=_keep_predicate(props) if casts_weights else _keep_nothing,
+        keep_inputs=tuple(partial(_is_named, e) if isinstance(e, str) else e for e in props.keep_inputs),
+        entry_points=props.entry_points,
         patch_functions=props.patch_torch_functions,
         function_dtype=props.patch_torch_functions_type or torch.float16,
         cast_policy=CastPolicy[props.cast_policy.upper()],
@@ -169,6 +178,11 @@ def _keep_predicate(props: Properties) -> KeepPredicate:
         return any(test(name, module) for test in tests)
 
     return keeps
+
+
+def _is_named(pattern: str, name: str, value: Any) -> bool:
+    # Compared where that is enough: torch.compile warns of what fnmatch has cached.
+    return name == pattern or (not pattern.isidentifier() and fnmatch.fnmatchcase(name, pattern))
 
 
 def _one_test(entry: KeepFloat32) -> KeepPredicate:

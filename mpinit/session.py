@@ -38,6 +38,7 @@ class Session:
     Attributes:
         opt_level, properties, plan: what was asked for, and what that came to.
         models, optimizers: the objects given.
+        selection: which modules stay float32 and which tensors are cast, as of ``apply``.
         scalers: one loss scaler for each ``loss_id``.
         verbosity: how much is logged.
     """
@@ -82,9 +83,10 @@ class Session:
 
     def _apply(self) -> None:
         plan, push = self.plan, self._undos.push
-        targets = selection.tensors_to_cast(self.models, plan)
-        push(forward.patch_forwards(self.models, plan, self))
-        if selection.will_hold_16_bit(self.models, targets):
+        selected = self.selection = selection.select(self.models, plan)
+        targets = dict(selected.targets)
+        push(forward.patch_forwards(selected, plan, self))
+        if selected.holds_16_bit:
             float32_state = state_dict.Float32State(self._find_master, self._load_master)
             push(float32_state.remove)
             float32_state.install(self.models)

@@ -1,22 +1,29 @@
-"""Walking the arguments and results of a model: containers are rebuilt only where a leaf changed."""
+"""Casting what goes into a model and what comes out, whatever containers hold it, and carrying back what was written.
+
+A container is copied only where something in it changes. The caller's own objects keep the types they have; what a
+model writes into its copy of one (an entry, an attribute, an element of a tensor) is written into the caller's too.
+"""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Mapping, MutableMapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
+
+from .containers import Container, container_of, converted, rebuilt_mapping, rebuilt_tuple
+
+# Neither walked nor cast.
+_LEAVES: Final = (str, bytes, int, float, complex, torch.nn.Module, type)
 
 
 def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
     """Cast every floating tensor in a nest of containers to ``dtype``; everything else keeps its identity.
 
-    Lists, tuples, named tuples, dicts and their subclasses, other mappings and dataclasses are walked; a container
-    none of whose leaves changed is returned as it is. An object that is not a tensor but has ``.to(dtype)`` (a
-    ``PackedSequence``, a graph batch) is asked to convert itself. Integer, bool and complex tensors, numbers,
-    strings, numpy arrays and modules are left alone. Gradients flow back through the casts.
+    Lists, tuples, named tuples, dicts and their subclasses, other mappings, dataclasses, and objects that are no
+    tensors but have a ``.to`` method (batches of all kinds, torch_geometric's Data among them) are walked; a container
+    none of whose leaves changed is returned as it is, any other as a copy of its own type. Integer, bool and complex
+    tensors, numbers, strings, numpy arrays and modules are left alone. Gradients flow back through the casts.
 
     Args:
         tree: any object.
@@ -30,92 +37,151 @@ def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
         >>> cast_tree({"x": torch.ones(2), "n": 3}, torch.float16)["x"].dtype
         torch.float16
     """
+    return TreeCast(dtype)(tree)
+
+
+def first_floating_dtype(tree: Any) -> torch.dtype | None:
+    """The dtype of the first floating tensor in lists, tuples and dicts, or None where there is none.
+
+    Example:
+        >>> first_floating_dtype((torch.arange(2), {"x": torch.ones(2)}))
+        torch.float32
+    """
     if isinstance(tree, torch.Tensor):
-        return tree.to(dtype) if tree.is_floating_point() and tree.dtype != dtype else tree
-    if tree is None or isinstance(tree, (str, bytes, int, float, complex, torch.nn.Module, type)):
-        return tree
-    if isinstance(tree, dict) and type(tree) is dict:
-        return _rebuilt_if_changed(tree, {key: cast_tree(value, dtype) for key, value in tree.items()})
-    if type(tree) in (list, tuple):
-        leaves = [cast_tree(value, dtype) for value in tree]
-        changed = any(new is not old for new, old in zip(leaves, tree, strict=True))
-        return type(tree)(leaves) if changed else tree
-    return _cast_other(tree, dtype)
+        return tree.dtype if tree.is_floating_point() else None
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return next((dtype for dtype in map(first_floating_dtype, values) if dtype is not None), None)
 
 
-def _rebuilt_if_changed(old: dict[Any, Any], new: dict[Any, Any]) -> dict[Any, Any]:
-    return new if any(new[key] is not old[key] for key in old) else old
+class TreeCast:
+    """Casts of several trees that belong together, the arguments of one call say, and the way back.
 
+    What two of the trees share is shared afterwards, and a tree may hold itself.
 
-def _cast_other(tree: Any, dtype: torch.dtype) -> Any:
-    """Everything that is not a plain list, tuple or dict: rarer, and open to users' own classes."""
-    if isinstance(tree, Mapping):
-        return _cast_mapping(tree, dtype)
-    if callable(getattr(tree, "to", None)):
-        try:
-            return tree.to(dtype)
-        except (TypeError, ValueError, AttributeError, RuntimeError):
-            # A ``to`` that means something else, a device only, say: what the object holds may still be walked.
-            pass
-    if isinstance(tree, (list, tuple)):
-        leaves = [cast_tree(value, dtype) for value in tree]
-        if all(new is old for new, old in zip(leaves, tree, strict=True)):
+    Args:
+        dtype: the floating dtype that floating tensors get.
+
+    Example:
+        >>> batch = {"x": torch.ones(2)}
+        >>> cast = TreeCast(torch.float16)
+        >>> passed = cast(batch)
+        >>> passed["y"] = passed["x"] + 1
+        >>> cast.write_back(torch.float32)
+        >>> batch["x"].dtype, batch["y"]
+        (torch.float32, tensor([2., 2.]))
+    """
+
+    __slots__ = ("_by_identity", "_dtype", "_leaves", "_originals", "_seen", "_walked")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        # Compiled code cannot ask for an object's id or a tensor's version.
+        self._by_identity = not torch.compiler.is_compiling()
+        self._seen: dict[int, _Visit] = {}
+        self._leaves: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._walked: list[tuple[Container, Any, Any, dict[Any, Any]]] = []
+        # What stands for what, when results are cast: id of what was passed -> the caller's.
+        self._originals: dict[int, Any] = {}
+
+    def __call__(self, tree: Any) -> Any:
+        """The tree with its floating tensors in the dtype."""
+        if self._originals:
+            tree = self._originals.get(id(tree), tree)
+        if isinstance(tree, torch.Tensor):
+            if not tree.is_floating_point() or tree.dtype is self._dtype:
+                return tree
+            cast = tree.to(self._dtype)
+            if self._by_identity:
+                self._leaves.append((tree, cast, -1 if cast.is_inference() else cast._version))
+            else:
+                self._leaves.append((tree, cast, -1))
+            return cast
+        if tree is None or isinstance(tree, _LEAVES):
             return tree
-        return _rebuild_sequence(tree, leaves)
-    if dataclasses.is_dataclass(tree):
-        return _cast_dataclass(tree, dtype)
-    return tree
+        if isinstance(tree, tuple):
+            leaves = [self(value) for value in tree]
+            same = all(new is old for new, old in zip(leaves, tree, strict=True))
+            return tree if same else rebuilt_tuple(tree, leaves)
+        if isinstance(tree, torch.fx.Proxy):
+            return tree.to(self._dtype)
+        return self._cast_container(tree)
+
+    def _cast_container(self, tree: Any) -> Any:
+        container = container_of(tree)
+        if container is None:
+            return rebuilt_mapping(tree, self) if isinstance(tree, Mapping) else tree
+        visit = _Visit(container, tree)
+        if self._by_identity:
+            known = self._seen.setdefault(id(tree), visit)
+            if known is not visit:
+                return known.result if known.is_over else known.copied()
+        before = container.parts(tree)
+        if not before and hasattr(tree, "to"):
+            return converted(tree, self._dtype)
+        after = {key: self(value) for key, value in before.items()}
+        changed = {key: value for key, value in after.items() if value is not before[key]}
+        if changed:
+            container.write(visit.copied(), changed, ())
+            after = container.parts(visit.result)
+        visit.is_over = True
+        self._walked.append((container, tree, visit.result, after))
+        return visit.result
+
+    def write_back(self, dtype: torch.dtype) -> None:
+        """Write what was written to the trees as cast into the trees as given.
+
+        Args:
+            dtype: what floating tensors that are new in a container get.
+        """
+        originals = {}
+        for original, cast, version in self._leaves:
+            if version >= 0 and (cast._version == version or _write_elements(original, cast)):
+                originals[id(cast)] = original
+        if len(originals) == len(self._leaves):
+            # Where it is not known whether a tensor was written to, none of the caller's may stand for what was passed.
+            originals |= {id(passed): given for _, given, passed, _ in self._walked if passed is not given}
+            self._originals = originals
+        for container, given, passed, before in self._walked:
+            now = container.parts(passed)
+            new = {key: value for key, value in now.items() if key not in before or before[key] is not value}
+            dropped = [key for key in before if key not in now] if passed is not given else []
+            if new or dropped:
+                container.write(given, {key: self.back(value, dtype) for key, value in new.items()}, dropped)
+
+    def back(self, tree: Any, dtype: torch.dtype) -> Any:
+        """A result, cast: what the trees as cast hold is what the trees as given held, to the bit.
+
+        Args:
+            tree: a result of what the trees were passed to.
+            dtype: what its floating tensors get.
+        """
+        cast = TreeCast(dtype)
+        cast._originals = self._originals
+        return cast(tree)
 
 
-def _rebuild_sequence(tree: list[Any] | tuple[Any, ...], leaves: list[Any]) -> Any:
-    if isinstance(tree, list):
-        rebuilt = copy.copy(tree)
-        rebuilt[:] = leaves
-        return rebuilt
-    try:
-        # Past the subclass's own __new__: its arguments need not be the items.
-        renewed = tuple.__new__(type(tree), leaves)
-    except TypeError:
-        return type(tree)(leaves)  # torch.return_types: classes written in C insist on their own constructor
-    if hasattr(tree, "__dict__"):
-        vars(renewed).update(vars(tree))
-    return renewed
+class _Visit:
+    """One container on the walk; it is copied when something in it changes, or when it turns out to hold itself."""
+
+    __slots__ = ("_container", "_given", "is_over", "result")
+
+    def __init__(self, container: Container, given: Any) -> None:
+        self._container = container
+        self._given = given
+        self.result = given
+        self.is_over = False
+
+    def copied(self) -> Any:
+        """The copy, made once."""
+        if self.result is self._given:
+            self.result = self._container.copy(self._given)
+        return self.result
 
 
-def _cast_mapping(tree: Mapping[Any, Any], dtype: torch.dtype) -> Any:
-    changed = {}
-    for key, value in tree.items():
-        cast = cast_tree(value, dtype)
-        if cast is not value:
-            changed[key] = cast
-    if not changed:
-        return tree
-    if isinstance(tree, MutableMapping):
-        rebuilt = copy.copy(tree)
-        _own_storage(rebuilt, tree)
-        for key, value in changed.items():
-            rebuilt[key] = value
-        return rebuilt
-    return type(tree)({**tree, **changed})  # type: ignore[call-arg]
-
-
-def _own_storage(rebuilt: MutableMapping[Any, Any], tree: MutableMapping[Any, Any]) -> None:
-    """Give a shallow copy dicts of its own, or writing to it would write to the user's object."""
-    for name, value in vars(rebuilt).items() if hasattr(rebuilt, "__dict__") else ():
-        if isinstance(value, dict) and value is vars(tree).get(name):
-            vars(rebuilt)[name] = copy.copy(value)
-
-
-def _cast_dataclass(tree: Any, dtype: torch.dtype) -> Any:
-    changed = {}
-    for field in dataclasses.fields(tree):
-        value = getattr(tree, field.name, None)  # a field may never have been set
-        cast = cast_tree(value, dtype)
-        if cast is not value:
-            changed[field.name] = cast
-    if not changed:
-        return tree
-    rebuilt = copy.copy(tree)
-    for name, value in changed.items():
-        object.__setattr__(rebuilt, name, value)  # frozen dataclasses included, __post_init__ not run twice
-    return rebuilt
+def _write_elements(original: torch.Tensor, cast: torch.Tensor) -> bool:
+    """Write the elements that differ from what ``original`` was cast to; whether that is possible."""
+    if original.is_leaf and original.requires_grad and torch.is_grad_enabled():
+        return False
+    was = original.detach().to(cast.dtype)
+    original.copy_(torch.where(cast == was, original, cast.to(original.dtype)))
+    return True

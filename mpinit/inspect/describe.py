@@ -9,7 +9,6 @@ import torch
 
 from ..basics.dtypes import dtype_name
 from ..basics.logs import log
-from ..model import selection
 from ..session import Session
 
 _TOLD: Final = (
@@ -38,10 +37,10 @@ def describe(session: Session) -> str:
     lines += [f"  {name} = {getattr(session.properties, name)}" for name in _TOLD]
     for index, model in enumerate(session.models):
         lines.append(f"model {index}, {type(model).__name__}: {_counts(model.parameters())} parameters")
-        kept = selection.kept_float32([model], session.plan)
+        below = set(model.modules())
+        kept = [name for module, name in session.selection.kept.items() if module in below]
         if kept:
-            names = {module: name for name, module in model.named_modules()}
-            first = ", ".join(names[module] or "the whole model" for module in kept[:5])
+            first = ", ".join(name or "the whole model" for name in kept[:5])
             lines.append(f"  float32: {first}" + (f" and {len(kept) - 5} more" if len(kept) > 5 else ""))
     for index, optimizer in enumerate(session.optimizers):
         control, counts = session.controller_of(optimizer), session.stepper_of(optimizer).counts

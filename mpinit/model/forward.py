@@ -1,127 +1,184 @@
-"""Casts around the forwards of models.
+"""Casts around the forwards of models, of what else is called from outside, and of modules of another type inside.
 
-What is put on a model are objects of module-level classes that know their module, never closures: a copy or an
+What is put on a module are objects of module-level classes that know their module, never closures: a copy or an
 unpickled model then runs its own weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..basics.patching import Undo, UndoStack, set_attribute
-from ..basics.trees import cast_tree
+from ..basics.patching import Undo, UndoStack
 from ..plan import Plan
 from ..torch_internals.native_autocast import ForwardCasts
-from .selection import kept_float32
+from .arguments import ArgumentNames
+from .boundary import Boundary, caller_dtype, here
+from .entry_points import entry_points
+from .selection import Selection
 
 
 class PatchedForward:
-    """A module's ``forward`` with casts around it; stands at ``module.forward`` as a plain attribute.
+    """A module's method with casts around it; stands at ``module.forward`` (or another name) as a plain attribute.
 
     Args:
-        module: the module whose class's forward runs inside.
-        input_dtype: what floating inputs are cast to, or None to leave them.
-        output_dtype: what floating outputs are cast to, or None to leave them.
-        casts: switched on around the forward, or None.
+        module: the module whose method runs inside.
+        boundary: what is done to calls from outside.
+        name: the method's name.
+        is_part: whether calls from any forward that computes in the same type are passed on as they are. A model casts
+            its inputs and outputs for whoever calls it but itself.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        input_dtype: torch.dtype | None,
-        output_dtype: torch.dtype | None,
-        casts: ForwardCasts | None = None,
-    ) -> None:
+    # Without a __dict__, which functools.wraps would copy into a wrapper of the user's, session and all.
+    __slots__ = ("__weakref__", "boundary", "inner", "is_part", "is_replica", "module", "name", "names", "owner")
+
+    def __init__(self, module: nn.Module, boundary: Boundary, name: str = "forward", is_part: bool = True) -> None:
         self.module = module
-        self.input_dtype = input_dtype
-        self.output_dtype = output_dtype
-        self.casts = casts
-        # A forward that was put on the instance before this one; None: the class's own.
-        self.inner: Callable[..., Any] | None = vars(module).get("forward")
+        self.boundary = boundary
+        self.name = name
+        self.is_part = is_part
+        self.is_replica = False
+        # What stood on the instance before this one; None: the class's own.
+        self.inner: Callable[..., Any] | None = _beneath_dead_patches(vars(module).get(name))
+        self.names = ArgumentNames(self.__wrapped__) if boundary.keep_inputs else None
         self.owner: object = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.input_dtype is not None:
-            args = cast_tree(args, self.input_dtype)
-            kwargs = cast_tree(kwargs, self.input_dtype)
-        output = self._run(*args, **kwargs) if self.casts is None else self.casts.run(self._run, *args, **kwargs)
-        return output if self.output_dtype is None else cast_tree(output, self.output_dtype)
+        boundary = self.boundary
+        if here.dtype is boundary.inner_dtype and (self.is_part or here.module is self.module):
+            if self.inner is not None:
+                return self.inner(*args, **kwargs)
+            return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
+        return self._from_outside(args, kwargs)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self.inner is not None:
-            return self.inner(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+    def _from_outside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        boundary, run = self.boundary, self.__wrapped__
+        if boundary.inner_dtype is None:
+            return run(*args, **kwargs)
+        output_dtype = boundary.output_dtype
+        if self.is_part:
+            caller = caller_dtype(boundary.inner_dtype, args, kwargs, self.is_replica)
+            if caller is boundary.inner_dtype:
+                return run(*args, **kwargs)
+            output_dtype = caller or output_dtype
+        if boundary.before_forward is not None and here.dtype is None and not self.is_replica:
+            boundary.announce()
+        return boundary.cross(self.module, run, self.names, args, kwargs, output_dtype)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The forward inside, for ``inspect.signature``."""
-        return self.inner or type(self.module).forward.__get__(self.module)
+        """What runs inside; ``inspect.signature`` asks it too."""
+        if self.inner is not None:
+            return self.inner
+        method: Callable[..., Any] = getattr(type(self.module), self.name).__get__(self.module)
+        return method
 
-    def __getstate__(self) -> dict[str, Any]:
+    def for_replica(self, replica: nn.Module) -> PatchedForward:
+        """The same on a replica that DataParallel makes of the module."""
+        patched = copy.copy(self)
+        patched.module, patched.is_replica = replica, True
+        if isinstance(self.inner, PatchedForward):
+            patched.inner = self.inner.for_replica(replica)
+        return patched
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
         # A copy is no part of the session that owns the original.
-        return {**self.__dict__, "owner": None}
+        state = {name: getattr(self, name) for name in self.__slots__ if name != "__weakref__"}
+        return None, {**state, "owner": None}
 
 
 class PatchedReplicate:
     """``_replicate_for_data_parallel`` for patched modules: each replica's forward must run the replica."""
 
+    __slots__ = ("module",)
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def __call__(self) -> nn.Module:
-        replica: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)  # type: ignore[no-untyped-call]
-        forward = vars(self.module)["forward"]
-        copied = PatchedForward.__new__(PatchedForward)
-        copied.__dict__.update(forward.__dict__, module=replica)
-        replica.__dict__["forward"] = copied
+        module = self.module
+        replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
+        for name, value in vars(module).items():
+            if isinstance(value, PatchedForward):
+                replica.__dict__[name] = value.for_replica(replica)
         return replica
 
 
-def patch_forwards(models: Sequence[nn.Module], plan: Plan, owner: object) -> Undo:
-    """Put casts around the models' forwards and around those of modules that stay float32.
+def patch_forwards(
+    selection: Selection, plan: Plan, owner: object, before_forward: Callable[[], None] | None = None
+) -> Undo:
+    """Put casts around the models' forwards and entry points, and around whatever of them can be called by itself.
 
     Args:
-        models: the models, patched in place.
+        selection: the models and what of them computes in which type; patched in place.
         plan: what to do.
         owner: kept alive as long as the models are.
+        before_forward: called before every forward that comes from outside of all initialised models.
 
     Returns:
-        The undo.
+        The undo. A wrapper that was put around a patched forward later is left where it is, and casts no longer.
     """
     casts = ForwardCasts(plan.function_dtype) if plan.patch_functions else None
+    output_dtype = plan.output_dtype if plan.cast_outputs else None
+
+    def boundary(dtype: torch.dtype) -> Boundary:
+        return Boundary(dtype, plan.cast_model, output_dtype, casts, plan.keep_inputs, before_forward)
+
+    kept, cast = boundary(torch.float32), boundary(plan.model_dtype)
+    within = {module for model in selection.models for module in model.modules() if module is not model}
     with UndoStack() as undos:
-        for module in kept_float32(models, plan):
-            if module not in models and not _mixes_dtypes_itself(module):
-                _patch_forward(module, PatchedForward(module, torch.float32, plan.model_dtype), undos)
-        for model in models:
-            is_kept = plan.keep_float32("", model)
-            forward = PatchedForward(
-                model,
-                (torch.float32 if is_kept else plan.model_dtype) if plan.cast_model else None,
-                plan.output_dtype if plan.cast_outputs else None,
-                casts,
-            )
+        undos.push(kept.retire)
+        undos.push(cast.retire)
+        for module, dtype in selection.parts.items():
+            _patch_forward(PatchedForward(module, kept if dtype is torch.float32 else cast), undos)
+        for module, name in entry_points(selection.models, plan.entry_points):
+            around = kept if module in selection.float32_modules else cast
+            _patch_forward(PatchedForward(module, around, name, is_part=bool(selection.parts)), undos)
+        for model in selection.models:
+            is_part = bool(selection.parts) and model in within
+            forward = PatchedForward(model, kept if model in selection.kept else cast, is_part=is_part)
             forward.owner = owner
-            _patch_forward(model, forward, undos)
+            _patch_forward(forward, undos)
     return undos.unwind
 
 
-def _patch_forward(module: nn.Module, forward: PatchedForward, undos: UndoStack) -> None:
-    undos.push(set_attribute(module, "forward", forward))
-    undos.push(set_attribute(module, "_replicate_for_data_parallel", PatchedReplicate(module)))
+def _patch_forward(forward: PatchedForward, undos: UndoStack) -> None:
+    attributes = vars(forward.module)
+    replicate = PatchedReplicate(forward.module)
+    undos.push(_Reversion(attributes, forward, replicate))
+    attributes[forward.name] = forward
+    attributes["_replicate_for_data_parallel"] = replicate
 
 
-def _mixes_dtypes_itself(module: nn.Module) -> bool:
-    """Whether a module's kernel takes 16-bit inputs with float32 parameters and answers in the input's type.
+class _Reversion:
+    """Puts back what stood in a module before, unless somebody else has put something there since."""
 
-    torch's own BatchNorms do, in training and evaluation: casting around them would cost memory for nothing.
-    """
-    return isinstance(module, _BatchNorm) and type(module).forward in _MIXED_FORWARDS and "forward" not in vars(module)
+    __slots__ = ("_attributes", "_before", "_forward", "_replicate")
+
+    def __init__(self, attributes: dict[str, Any], forward: PatchedForward, replicate: PatchedReplicate) -> None:
+        self._attributes, self._forward, self._replicate = attributes, forward, replicate
+        self._before = attributes.get(forward.name), attributes.get("_replicate_for_data_parallel")
+
+    def __call__(self) -> None:
+        self._forward.owner = None
+        self._put_back(self._forward.name, self._forward, self._before[0])
+        self._put_back("_replicate_for_data_parallel", self._replicate, self._before[1])
+
+    def _put_back(self, name: str, ours: Any, before: Any) -> None:
+        if self._attributes.get(name) is not ours:
+            return
+        if before is None:
+            del self._attributes[name]
+        else:
+            self._attributes[name] = before
 
 
-_MIXED_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+def _beneath_dead_patches(forward: Any) -> Any:
+    """What a forward's patches run inside that belong to no session: those of a copy, or ones that were undone."""
+    while isinstance(forward, PatchedForward) and not forward.boundary.is_live:
+        forward = forward.inner
+    return forward

@@ -2,80 +2,167 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.loss import _Loss
+from torch.nn.modules.module import _forward_unimplemented
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..basics.dtypes import is_lower_precision
 from ..distributed.sharding import check_groups
 from ..plan import Plan
 
 
-def kept_float32(models: Sequence[nn.Module], plan: Plan) -> list[nn.Module]:
-    """The topmost modules that stay float32; everything below them does too."""
-    kept: list[nn.Module] = []
-    seen: set[nn.Module] = set()
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """What a plan comes to on given models, computed once by :func:`select`.
 
-    def visit(name: str, module: nn.Module) -> None:
-        if module in seen:
-            return
-        seen.add(module)
-        if plan.keep_float32(name, module):
-            kept.append(module)
-            return
-        for child_name, child in module.named_children():
-            visit(f"{name}.{child_name}" if name else child_name, child)
+    Attributes:
+        models: the models.
+        kept: the topmost modules that stay float32, with their dotted names; everything below them does too.
+        targets: every floating parameter and buffer -> the dtype it is to have, tied ones once, in the models' order.
+            Empty where the plan casts no model.
+        holds_16_bit: whether any parameter or buffer will be 16-bit once ``targets`` are cast.
+        float32_modules: all modules that stay float32: those in ``kept`` and those below them.
+        parts: modules below the models -> the dtype their forward computes in, for those that hold tensors of that
+            dtype or are in ``kept``. Empty where the plan makes no weight 16-bit.
+    """
 
-    for model in models:
-        visit("", model)
-    return kept
+    models: tuple[nn.Module, ...]
+    kept: Mapping[nn.Module, str]
+    targets: Mapping[torch.Tensor, torch.dtype]
+    holds_16_bit: bool
+    float32_modules: frozenset[nn.Module]
+    parts: Mapping[nn.Module, torch.dtype]
 
 
-def float32_tensors(models: Sequence[nn.Module], plan: Plan) -> set[torch.Tensor]:
-    """The parameters and buffers of modules that stay float32.
+def select(models: Sequence[nn.Module], plan: Plan) -> Selection:
+    """Find out what a plan comes to on ``models``.
+
+    Args:
+        models: the models.
+        plan: what is to be done.
+
+    Returns:
+        The selection.
 
     Raises:
-        ValueError: a parameter is shared between a module that stays float32 and one that does not.
+        ValueError: a parameter is shared between a module that stays float32 and one that does not, or FSDP holds
+            parameters that are to be in two dtypes in one group.
     """
-    kept_modules = {module for top in kept_float32(models, plan) for module in top.modules()}
-    kept = {tensor for module in kept_modules for tensor in own_tensors(module)}
+    walk = _Walk(plan)
     for model in models:
-        for name, module in model.named_modules():
-            if module in kept_modules:
-                continue
-            shared = [own for own, tensor in module.named_parameters(recurse=False) if tensor in kept]
-            if shared:
-                where = f"{name}.{shared[0]}" if name else shared[0]
-                raise ValueError(
-                    f"parameter {where!r} is shared with a module that keep_fp32 leaves in float32, and cannot be in "
-                    "two dtypes at once: name both modules in keep_fp32, or neither"
-                )
-    return kept
+        walk.visit("", model, False)
+    kept = {tensor for module in walk.kept_modules for tensor in own_tensors(module)}
+    if kept:
+        _check_not_shared(walk, kept)
+    tensors = [tensor for module in walk.names for tensor in own_tensors(module)]
+    targets: dict[torch.Tensor, torch.dtype] = {}
+    if plan.cast_model:
+        for tensor in tensors:
+            if tensor.is_floating_point():
+                targets[tensor] = torch.float32 if kept and tensor in kept else plan.model_dtype
+        check_groups(models, targets)
+    dtypes = targets.values() if plan.cast_model else (tensor.dtype for tensor in tensors)
+    return Selection(
+        tuple(models),
+        walk.tops,
+        targets,
+        any(map(is_lower_precision, dtypes)),
+        frozenset(walk.kept_modules),
+        _parts(models, walk, plan),
+    )
 
 
-def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    for tensors in (module._parameters, module._buffers):
-        yield from (tensor for tensor in tensors.values() if tensor is not None)
+def own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """A module's own parameters and buffers, not those of its children."""
+    own = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in own if tensor is not None]
 
 
-def tensors_to_cast(models: Sequence[nn.Module], plan: Plan) -> dict[torch.Tensor, torch.dtype]:
-    """Every floating parameter and buffer with the dtype it is to have, tied ones once, in the models' order."""
-    if not plan.cast_model:
+class _Walk:
+    """All modules with their first names, and which of them stay float32."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._keeps = plan.keep_float32
+        self.names: dict[nn.Module, str] = {}
+        self.tops: dict[nn.Module, str] = {}
+        self.kept_modules: set[nn.Module] = set()
+
+    def visit(self, name: str, module: nn.Module, below_kept: bool) -> None:
+        if module in (self.kept_modules if below_kept else self.names):
+            return
+        self.names.setdefault(module, name)
+        if not below_kept and self._keeps(name, module):
+            self.tops[module] = name
+            below_kept = True
+        if below_kept:
+            self.kept_modules.add(module)
+        for child_name, child in module._modules.items():
+            if child is not None:
+                self.visit(f"{name}.{child_name}" if name else child_name, child, below_kept)
+
+
+def _check_not_shared(walk: _Walk, kept: set[torch.Tensor]) -> None:
+    for module, name in walk.names.items():
+        if module in walk.kept_modules:
+            continue
+        shared = [own for own, tensor in module._parameters.items() if tensor in kept]
+        if shared:
+            where = f"{name}.{shared[0]}" if name else shared[0]
+            raise ValueError(
+                f"parameter {where!r} is shared with a module that keep_fp32 leaves in float32, and cannot be in "
+                "two dtypes at once: name both modules in keep_fp32, or neither"
+            )
+
+
+def _parts(models: Sequence[nn.Module], walk: _Walk, plan: Plan) -> dict[nn.Module, torch.dtype]:
+    if not (plan.cast_model and is_lower_precision(plan.model_dtype)):
         return {}
-    kept = float32_tensors(models, plan)
-    targets = {
-        tensor: torch.float32 if tensor in kept else plan.model_dtype
-        for model in models
-        for module in model.modules()
-        for tensor in own_tensors(module)
-        if tensor.is_floating_point()
-    }
-    check_groups(models, targets)
-    return targets
+    held: dict[nn.Module, bool] = {}
+
+    def holds(module: nn.Module, float32: bool) -> bool:
+        """Whether a module, or one below it that computes in the same type, holds a floating tensor."""
+        found = held.get(module)
+        if found is None:
+            found = held[module] = any(map(torch.is_floating_point, own_tensors(module))) or any(
+                holds(child, float32)
+                for child in module._modules.values()
+                if child is not None and (child in walk.kept_modules) is float32
+            )
+        return found
+
+    hidden = {below for module in walk.names if isinstance(module, _CALLED_ANYWHERE) for below in module.modules()}
+    roots, parts = set(models), {}
+    for module in walk.names:
+        float32 = module in walk.kept_modules
+        is_called = module not in hidden and holds(module, float32) and _has_forward(module)
+        if module not in roots and (is_called or module in walk.tops) and not _mixes_dtypes_itself(module):
+            parts[module] = torch.float32 if float32 else plan.model_dtype
+    return parts
 
 
-def will_hold_16_bit(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, torch.dtype]) -> bool:
-    """Whether any parameter or buffer will be 16-bit once ``targets`` are cast."""
-    tensors = (tensor for model in models for module in model.modules() for tensor in own_tensors(module))
-    return any(is_lower_precision(targets.get(tensor, tensor.dtype)) for tensor in tensors)
+def _has_forward(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    return "forward" in vars(module) or type(module).forward is not _forward_unimplemented
+
+
+def _mixes_dtypes_itself(module: nn.Module) -> bool:
+    """Whether a module's kernel takes 16-bit inputs with float32 parameters and answers in the input's type.
+
+    torch's own BatchNorms do, in training and evaluation: casting around them would cost memory for nothing.
+    """
+    return isinstance(module, _BatchNorm) and type(module).forward in _MIXED_FORWARDS and "forward" not in vars(module)
+
+
+_MIXED_FORWARDS: Final = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+# A parametrization runs whenever its weight is read, wherever that is, and gives the weight's own type. Targets given
+# to a loss would be rounded: better that a loss with 16-bit weights says that they do not fit.
+_CALLED_ANYWHERE: Final = (ParametrizationList, _Loss)

@@ -13,7 +13,9 @@ from .spellings import (
     Boolean,
     Bytes,
     Count,
+    EntryPoints,
     KeepFloat32List,
+    KeepInputs,
     LossScale,
     MasterWeights,
     OptionalBoolean,
@@ -32,6 +34,8 @@ _NOTHING_IS_A_VALUE = (
     "master_weights",
     "cast_model_outputs",
     "keep_fp32",
+    "keep_inputs",
+    "entry_points",
     "min_loss_scale",
 )
 
@@ -52,7 +56,8 @@ def is_given(name: str, value: Any) -> bool:
 class Properties(BaseModel):
     """What is asked for, in the user's words: the five properties of the level and everything that refines them.
 
-    Frozen; serialises to JSON and back (dtypes by name) unless ``keep_fp32`` holds types or functions.
+    Frozen; serialises to JSON and back (dtypes by name) unless ``keep_fp32`` or ``keep_inputs`` hold types or
+    functions.
 
     Attributes:
         cast_model_type: dtype the model's floating parameters, buffers and inputs are cast to; None: don't cast.
@@ -66,6 +71,11 @@ class Properties(BaseModel):
         cast_model_outputs: dtype of the model's floating outputs. Default None: float32.
         keep_fp32: module types, dotted names (wildcards allowed) or predicates ``(name, module) -> bool``: these
             modules stay float32.
+        keep_inputs: names of arguments (wildcards allowed) or predicates ``(name, value) -> bool``: these arguments of
+            the models' forwards and entry points are passed as they are, targets of a loss for instance. Positional
+            arguments have the names of the signature. A model with a lambda here cannot be pickled.
+        entry_points: methods beside ``forward`` that are called from outside, such as "forward_features" or
+            "backbone.forward_features": their inputs and outputs are cast like forward's.
         cast_policy: "torch" (PyTorch's CUDA autocast lists on every device) or the stricter "apex".
         cast_scope: "thread": casts are on in the calling thread; "model": only inside initialised models' forward.
         allow_banned: let functions run that the cast policy bans in float16.
@@ -95,6 +105,8 @@ class Properties(BaseModel):
     loss_scale: LossScale = 1.0
     cast_model_outputs: OptionalDtype = None
     keep_fp32: KeepFloat32List = ()
+    keep_inputs: KeepInputs = ()
+    entry_points: EntryPoints = ()
     cast_policy: Literal["torch", "apex"] = "torch"
     cast_scope: Literal["thread", "model"] = "thread"
     allow_banned: Boolean = False

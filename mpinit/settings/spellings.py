@@ -167,6 +167,32 @@ def _check_keep_fp32_entry(entry: Any) -> None:
         )
 
 
+def _parse_keep_inputs(value: Any) -> Any:
+    if is_nothing(value):
+        return ()
+    entries = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+    for entry in entries:
+        if not (isinstance(entry, str) or (callable(entry) and not isinstance(entry, (type, torch.nn.Module)))):
+            raise ValueError(
+                f"{entry!r} is neither the name of an argument of forward, such as 'targets', nor a predicate "
+                "(name, value) -> bool; give one of these, or a list of them"
+            )
+    return entries
+
+
+def _parse_entry_points(value: Any) -> Any:
+    if is_nothing(value):
+        return ()
+    entries = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+    for entry in entries:
+        if not isinstance(entry, str) or not all(part.isidentifier() or part.isdigit() for part in entry.split(".")):
+            raise ValueError(
+                f"{entry!r} is not the name of a method; give names such as 'forward_features', or "
+                "'backbone.forward_features' for a module inside, or a list of them"
+            )
+    return entries
+
+
 _DTYPE_SCHEMA = WithJsonSchema(
     {"anyOf": [{"enum": ["float16", "bfloat16", "float32"], "type": "string"}, {"type": "null"}]}
 )
@@ -186,3 +212,6 @@ Count = Annotated[int, BeforeValidator(_parse_count)]
 Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
 KeepFloat32 = type[torch.nn.Module] | str | Callable[[str, torch.nn.Module], bool]
 KeepFloat32List = Annotated[tuple[KeepFloat32, ...], BeforeValidator(_parse_keep_fp32)]
+KeepInput = str | Callable[[str, Any], bool]
+KeepInputs = Annotated[tuple[KeepInput, ...], BeforeValidator(_parse_keep_inputs)]
+EntryPoints = Annotated[tuple[str, ...], BeforeValidator(_parse_entry_points)]

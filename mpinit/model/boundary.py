@@ -1,0 +1,138 @@
+"""The boundary around an initialised model: whoever calls across it has arguments and results cast.
+
+Inside a forward everything is in one type already, and a call from one module to the next casts nothing. Which type
+that is, each thread remembers while the forward runs; outside of every forward there is none, and a call is one that
+comes from the user.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ..basics.trees import TreeCast, cast_tree, first_floating_dtype
+from ..plan import KeepInputPredicate
+from ..torch_internals.native_autocast import ForwardCasts
+from ..torch_internals.running import in_backward, is_tracing_symbolically
+from .arguments import ArgumentNames
+
+
+class _Here(threading.local):
+    """What runs in this thread.
+
+    Attributes:
+        dtype: the type that the innermost running forward computes in; None: no forward of an initialised model runs.
+        module: the module whose forward, or entry point, was called across the boundary last.
+    """
+
+    def __init__(self) -> None:
+        self.dtype: torch.dtype | None = None
+        self.module: nn.Module | None = None
+
+
+here: Final = _Here()
+
+
+class Boundary:
+    """What is done to calls that come into an initialised model from outside; one object serves many modules.
+
+    Args:
+        inner_dtype: the type that runs inside: float32 where functions cast for themselves (O1).
+        cast_inputs: whether floating inputs are cast to it.
+        output_dtype: what floating outputs are cast to for a caller outside of every forward, or None to leave them.
+        casts: switched on around the call, or None.
+        keep_inputs: (argument name, value) -> whether it stays as it is; one that says yes is enough.
+        before_forward: called first, where the caller is outside of every forward.
+    """
+
+    def __init__(
+        self,
+        inner_dtype: torch.dtype,
+        cast_inputs: bool,
+        output_dtype: torch.dtype | None,
+        casts: ForwardCasts | None,
+        keep_inputs: tuple[KeepInputPredicate, ...] = (),
+        before_forward: Callable[[], None] | None = None,
+    ) -> None:
+        self.inner_dtype: torch.dtype | None = inner_dtype
+        self.cast_inputs = cast_inputs
+        self.output_dtype = output_dtype
+        self.casts = casts
+        self.keep_inputs = keep_inputs
+        self.before_forward = before_forward
+        self.is_live = True
+
+    def retire(self) -> None:
+        """Cast nothing from now on: what a wrapper of the user's still holds becomes transparent."""
+        self.inner_dtype = self.output_dtype = self.casts = self.before_forward = None
+        self.cast_inputs = self.is_live = False
+
+    def announce(self) -> None:
+        """Say that a forward begins that comes from outside of all initialised models."""
+        if self.before_forward is not None and not torch.compiler.is_compiling():
+            self.before_forward()
+
+    def cross(
+        self,
+        module: nn.Module,
+        function: Callable[..., Any],
+        names: ArgumentNames | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output_dtype: torch.dtype | None,
+    ) -> Any:
+        """Call ``function`` from the other side.
+
+        Args:
+            module: whose forward, or entry point, it is.
+            function: what is called.
+            names: what its arguments are called; None where no input is kept as it is.
+            args, kwargs: what it is called with.
+            output_dtype: what floating outputs are cast to, or None to leave them.
+
+        Returns:
+            What it returns.
+        """
+        dtype, outer = here.dtype, here.module
+        inputs = None
+        if self.cast_inputs and self.inner_dtype is not None:
+            inputs = TreeCast(self.inner_dtype)
+            if names is None:
+                args = tuple([inputs(value) for value in args])
+                kwargs = {name: inputs(value) for name, value in kwargs.items()} if kwargs else kwargs
+            else:
+                args, kwargs = names.cast(args, kwargs, self.keep_inputs, inputs)
+        here.dtype, here.module = self.inner_dtype or dtype, module
+        try:
+            output = function(*args, **kwargs) if self.casts is None else self.casts.run(function, *args, **kwargs)
+        finally:
+            here.dtype, here.module = dtype, outer
+            if inputs is not None and output_dtype is not None:
+                inputs.write_back(output_dtype)
+        if output_dtype is None:
+            return output
+        return cast_tree(output, output_dtype) if inputs is None else inputs.back(output, output_dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is no part of the session that made the original.
+        return {**self.__dict__, "before_forward": None, "is_live": False}
+
+
+def caller_dtype(
+    inner_dtype: torch.dtype | None, args: tuple[Any, ...], kwargs: dict[str, Any], is_replica: bool
+) -> torch.dtype | None:
+    """The type that the caller of a part computes in; None: outside of every forward.
+
+    In a backward pass (activation checkpointing computes a part again there) and in a replica's thread nobody
+    remembers whether the call comes from inside: the inputs tell.
+    """
+    if is_tracing_symbolically():
+        return inner_dtype
+    if here.dtype is not None or torch.compiler.is_compiling() or not (is_replica or in_backward()):
+        return here.dtype
+    found = first_floating_dtype((args, kwargs)) or inner_dtype
+    return None if found is torch.float32 and inner_dtype is not torch.float32 else found

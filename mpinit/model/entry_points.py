@@ -1,0 +1,101 @@
+"""Methods beside forward that are called from outside: found by dotted name, or refused."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from .arguments import ArgumentNames
+
+
+def entry_points(models: Sequence[nn.Module], names: Sequence[str]) -> list[tuple[nn.Module, str]]:
+    """Find methods by dotted name, such as "forward_features" or "backbone.forward_features", in every model.
+
+    Args:
+        models: the models.
+        names: names of methods, with the dotted name of their module in front where that is not the model itself.
+
+    Returns:
+        (module, method's name), each once; ``forward`` of a model itself is left out, which is patched anyway.
+
+    Raises:
+        ValueError: no model has such a method.
+    """
+    found: dict[tuple[nn.Module, str], None] = {}
+    for name in names:
+        path, _, method = name.rpartition(".")
+        owners = [module for module in (_module_at(model, path) for model in models) if module is not None]
+        having = [module for module in owners if _is_method(module, method)]
+        if not having:
+            raise ValueError(_unknown(models, owners, name, method))
+        found |= {(module, method): None for module in having if method != "forward" or module not in models}
+    return list(found)
+
+
+def _module_at(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _is_method(module: nn.Module, name: str) -> bool:
+    if callable(vars(module).get(name)):
+        return True
+    found = inspect.getattr_static(type(module), name, None)
+    return callable(found) and not isinstance(found, (type, staticmethod, classmethod))
+
+
+def _unknown(models: Sequence[nn.Module], owners: Sequence[nn.Module], name: str, method: str) -> str:
+    if owners and hasattr(owners[0], method):
+        return f"entry_points={name!r} is no method of {type(owners[0]).__name__}: give the names of methods"
+    path = name.rpartition(".")[0]
+    known = [f"{path}.{own}" if path else own for owner in owners for own in _methods_of(owner)]
+    parts = [(at, part) for model in models for at, part in model.named_modules() if at]
+    known += [f"{at}.{method}" for at, part in parts if _is_method(part, method)]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"; near it are {', '.join(map(repr, near))}" if near else ""
+    kinds = ", ".join(type(model).__name__ for model in models)
+    return f"entry_points={name!r} names no method of {kinds}{hint}; give names such as 'encode' or 'part.encode'"
+
+
+def _methods_of(module: nn.Module) -> Iterator[str]:
+    for kind in type(module).__mro__:
+        if kind is nn.Module:
+            return
+        for name, value in vars(kind).items():
+            if callable(value) and not name.startswith("__"):
+                yield name
+
+
+def check_argument_names(models: Sequence[nn.Module], names: Sequence[str], patterns: Sequence[Any]) -> None:
+    """Refuse names of arguments that nothing which is called from outside has.
+
+    Args:
+        models: the models.
+        names: their entry points.
+        patterns: names of arguments, wildcards allowed; what is no string is passed over.
+
+    Raises:
+        ValueError: an argument of neither a forward nor an entry point.
+    """
+    calls: list[Any] = [model.forward for model in models]
+    calls += [getattr(module, name) for module, name in entry_points(models, names)]
+    known = [ArgumentNames(call) for call in calls]
+    for pattern in (pattern for pattern in patterns if isinstance(pattern, str)):
+        if any(one.takes_any or fnmatch.filter(one.all, pattern) for one in known):
+            continue
+        if any(
+            fnmatch.filter(ArgumentNames(part.forward).all, pattern) for model in models for part in model.modules()
+        ):
+            continue
+        there_are = dict.fromkeys(name for one in known for name in one.all)
+        raise ValueError(
+            f"keep_inputs={pattern!r} is no argument of forward or of an entry point; these have "
+            f"{', '.join(map(repr, there_are)) or 'none'}. What is to be kept must be an argument of its own"
+        )

@@ -1,0 +1,28 @@
+"""What torch is doing when a function is called: tracing, or computing forwards again in a backward pass."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import _symbolic_trace
+
+
+def is_tracing_symbolically() -> bool:
+    """Whether torch.fx is running code with proxies in the place of tensors.
+
+    torch.fx's own function of this meaning has one name in 2.11 and another, with a warning on the first, in 2.13.
+
+    Example:
+        >>> is_tracing_symbolically()
+        False
+    """
+    return not torch.compiler.is_compiling() and _symbolic_trace._is_fx_tracing_flag
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass: activation checkpointing runs forwards again there.
+
+    Example:
+        >>> in_backward()
+        False
+    """
+    return torch._C._current_graph_task_id() != -1

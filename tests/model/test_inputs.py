@@ -1,0 +1,533 @@
+"""What becomes of arguments: what forward writes into them, what it never casts, and what it is told to keep."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, MutableMapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from models import quietly
+from torch import Tensor, nn
+
+import mpinit
+
+F16, F32 = torch.float16, torch.float32
+
+
+class Calls(nn.Module):
+    """Runs a function of the test's as its forward."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        nn.init.eye_(self.linear.weight), nn.init.zeros_(self.linear.bias)
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.linear, *args, **kwargs)
+
+
+def at_o2(function: Callable[..., Any]) -> nn.Module:
+    return quietly(Calls(function))
+
+
+# -- what forward writes ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Record:
+    x: Tensor
+    y: Any = None
+
+
+class Moving:
+    """A batch that can go to a device, and nowhere else."""
+
+    def __init__(self, x: Tensor, ids: Tensor) -> None:
+        self.x, self.ids = x, ids
+
+    def to(self, device: Any) -> Moving:
+        return Moving(self.x.to(device), self.ids.to(device))
+
+
+class Slotted:
+    __slots__ = ("__hidden", "x", "y")
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.__hidden = x, x
+
+    def to(self, device: Any) -> Slotted:
+        raise NotImplementedError
+
+
+def set_item(box: Any, value: Any) -> None:
+    box["y"] = value
+
+
+def set_attribute(box: Any, value: Any) -> None:
+    box.y = value
+
+
+def append(box: Any, value: Any) -> None:
+    box.append(value)
+
+
+X = torch.tensor([[1.0001, 2.0]])  # which float16 cannot represent
+WRITABLE: dict[str, tuple[Callable[..., Any], ...]] = {
+    "dict": (lambda: {"x": X.clone()}, set_item, lambda b: b["x"], lambda b: b["y"]),
+    "list": (lambda: [X.clone()], append, lambda b: b[0], lambda b: b[1]),
+    "OrderedDict": (lambda: collections.OrderedDict(x=X.clone()), set_item, lambda b: b["x"], lambda b: b["y"]),
+    "UserDict": (lambda: collections.UserDict(x=X.clone()), set_item, lambda b: b["x"], lambda b: b["y"]),
+    "dataclass": (lambda: Record(X.clone()), set_attribute, lambda b: b.x, lambda b: b.y),
+    "a batch that moves": (lambda: Moving(X.clone(), torch.arange(2)), set_attribute, lambda b: b.x, lambda b: b.y),
+    "slots": (lambda: Slotted(X.clone()), set_attribute, lambda b: b.x, lambda b: b.y),
+    "deep": (lambda: ({"in": [{"x": X.clone()}]},), lambda b, v: set_item(b[0]["in"][0], v),
+             lambda b: b[0]["in"][0]["x"], lambda b: b[0]["in"][0]["y"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WRITABLE)
+def test_what_forward_writes_into_a_container_reaches_the_caller(kind: str) -> None:
+    make, write, read_x, read_y = WRITABLE[kind]
+
+    def forward(linear: nn.Module, box: Any) -> None:
+        assert read_x(box).dtype is F16
+        write(box, linear(read_x(box)))
+
+    box = make()
+    at_o2(forward)(box)
+    assert read_y(box).dtype is F32
+    assert torch.equal(read_y(box), X.half().float())
+    assert torch.equal(read_x(box), X), "what was given stays as exact as it was"
+
+
+@pytest.mark.parametrize("kind", WRITABLE)
+def test_a_container_given_back_is_the_callers_own(kind: str) -> None:
+    make, write, read_x, _ = WRITABLE[kind]
+
+    def forward(linear: nn.Module, box: Any) -> Any:
+        write(box, 3)
+        return box
+
+    box = make()
+    returned = at_o2(forward)(box)
+    assert type(returned) is type(box)
+    assert torch.equal(read_x(returned), X) and read_x(returned).dtype is F32
+    if kind != "deep":
+        assert returned is box
+    box = make()
+    assert read_x(quietly(Calls(forward), cast_model_outputs=F16)(box)).dtype is F16
+    assert read_x(box).dtype is F32
+
+
+def test_entries_replaced_deleted_renamed_and_shared() -> None:
+    inner = {"z": X.clone()}
+    batch = {"a": X.clone(), "b": X.clone(), "ids": torch.arange(2), "inner": inner, "gone": X.clone()}
+    given = dict(batch)
+
+    def forward(linear: nn.Module, box: dict[str, Any]) -> None:
+        del box["gone"]
+        box["a"] = box["a"] + 1
+        box["c"] = box["b"]
+        box["again"] = box["inner"]
+        box["inner"]["z"] = box.pop("ids")
+        box["nested"] = {"new": linear(box["b"]), "old": box["b"], "n": 1}
+
+    at_o2(forward)(batch)
+    assert set(batch) == {"a", "b", "c", "inner", "again", "nested"}
+    assert batch["a"].dtype is F32 and torch.equal(batch["a"], (X.half() + 1).float())
+    assert batch["b"] is batch["c"] is batch["nested"]["old"] is given["b"]
+    assert batch["again"] is batch["inner"] is inner
+    assert inner["z"] is given["ids"]
+    assert batch["nested"]["new"].dtype is F32
+
+
+def test_lists_are_written_back_whatever_is_done_to_them() -> None:
+    first, second, ids = X.clone(), X.clone() + 1, torch.arange(2)
+
+    def forward(linear: nn.Module, items: list[Any]) -> None:
+        items.reverse()
+        items.insert(0, linear(items[1]))
+        items.pop()
+
+    items = [first, second, ids]
+    at_o2(forward)(items)
+    assert len(items) == 3 and items[1] is ids and items[2] is second
+    assert torch.equal(items[0], second.half().float())
+    empty: list[Any] = []
+    at_o2(lambda linear, out: out.append(linear(torch.ones(1, 2, dtype=F16))))(empty)
+    assert empty[0].dtype is F32, "a list that nothing was to be cast in is written to as well"
+
+
+def test_what_was_written_before_an_exception_is_there() -> None:
+    def forward(linear: nn.Module, box: dict[str, Any]) -> None:
+        box["y"] = linear(box["x"])
+        raise KeyError
+
+    box = {"x": X.clone()}
+    with pytest.raises(KeyError):
+        at_o2(forward)(box)
+    assert box["y"].dtype is F32
+
+
+def test_elements_written_in_place_reach_the_caller_and_the_others_keep_their_bits() -> None:
+    cache, box = torch.full((4, 2), 1.0001), {"cache": torch.full((4, 2), 1.0001)}
+
+    def forward(linear: nn.Module, x: Tensor, cache: Tensor, box: dict[str, Tensor]) -> Tensor:
+        cache[1] = linear(x)[0]
+        box["cache"][2:].mul_(2)
+        return cache
+
+    returned = at_o2(forward)(torch.tensor([[3.0, 4.0]]), cache, box)
+    expected = torch.full((4, 2), 1.0001)
+    expected[1] = torch.tensor([3.0, 4.0])
+    assert torch.equal(cache, expected)
+    assert torch.equal(returned, expected)
+    expected = torch.full((4, 2), 1.0001)
+    expected[2:] = (expected[2:].half() * 2).float()
+    assert torch.equal(box["cache"], expected)
+
+
+def test_what_is_written_in_place_into_a_leaf_that_requires_grad_stays_inside() -> None:
+    x = torch.ones(1, 2, requires_grad=True)
+    out = at_o2(lambda linear, value: linear(value.mul_(2)))(x)
+    out.sum().backward()
+    assert torch.equal(x, torch.ones(1, 2)) and torch.equal(x.grad, torch.full((1, 2), 2.0))
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_writes_without_gradients(mode: Any) -> None:
+    model = at_o2(lambda linear, box: box.update(y=linear(box["x"])) or box["x"].add_(1))
+    with mode():
+        box = {"x": X.clone()}
+        out = model(box)
+    assert box["y"].dtype is F32 and torch.equal(box["y"], X.half().float())
+    assert torch.equal(out, (X.half() + 1).float())
+
+
+def test_gradients_flow_through_what_was_written() -> None:
+    x = torch.ones(1, 2, requires_grad=True)
+    box: dict[str, Tensor] = {"x": x}
+    model = at_o2(lambda linear, box: box.update(y=linear(box["x"])))
+    model(box)
+    box["y"].sum().backward()
+    assert torch.equal(x.grad, torch.ones(1, 2))
+    assert model.linear.bias.grad is not None
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code_writes_back_too(backend: str) -> None:
+    def forward(linear: nn.Module, box: dict[str, Any], items: list[Any]) -> Tensor:
+        box["y"] = linear(box["x"])
+        items.append(box["y"] + 1)
+        return box["y"]
+
+    torch._dynamo.reset()
+    box, items = {"x": X.clone()}, [X.clone()]
+    out = torch.compile(at_o2(forward), fullgraph=True, backend=backend)(box, items)
+    assert out.dtype is box["y"].dtype is items[1].dtype is F32
+    assert torch.equal(out, box["y"]) and torch.equal(items[1], (X.half() + 1).float())
+    assert torch.equal(items[0], X)
+
+
+def test_a_module_kept_in_float32_writes_back_inside() -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, box: dict[str, Tensor]) -> None:
+            assert box["x"].dtype is F32
+            box["y"] = box["x"] * self.weight
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(2, 2), Norm()
+
+        def forward(self, x: Tensor) -> Tensor:
+            box = {"x": self.linear(x)}
+            self.norm(box)
+            assert box["y"].dtype is F16
+            return box["y"]
+
+    assert quietly(Model(), keep_fp32="norm")(X).dtype is F32
+
+
+# -- batches of other libraries' kinds --------------------------------------------------------------------------------
+
+
+class AnyTo(Moving):
+    """Hands on whatever ``to`` is given, integers included."""
+
+    def to(self, *args: Any, **kwargs: Any) -> AnyTo:
+        return AnyTo(self.x.to(*args, **kwargs), self.ids.to(*args, **kwargs))
+
+
+class InPlaceTo(Moving):
+    def to(self, *args: Any, **kwargs: Any) -> InPlaceTo:
+        self.x, self.ids = self.x.to(*args, **kwargs), self.ids.to(*args, **kwargs)
+        return self
+
+
+class Encoding(collections.UserDict):  # type: ignore[type-arg]
+    """As transformers' BatchEncoding: a mapping that moves in place."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to(self, device: Any) -> Encoding:
+        self.data = {key: value.to(device) for key, value in self.data.items()}
+        return self
+
+
+class Linked(Moving):
+    """Knows itself."""
+
+    def __init__(self, x: Tensor, ids: Tensor) -> None:
+        super().__init__(x, ids)
+        self.whole = self
+
+
+BATCHES = {
+    "to a device": Moving,
+    "to anything": AnyTo,
+    "to in place": InPlaceTo,
+    "an encoding": lambda x, ids: Encoding(x=x, ids=ids),
+    "linked": Linked,
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_batchs_integers_are_never_cast_and_its_floats_are(kind: str) -> None:
+    ids = torch.arange(40_000, 40_004)  # beyond what float16 can hold
+    batch = BATCHES[kind](X.clone(), ids)
+    seen: list[Any] = []
+
+    def forward(linear: nn.Module, given: Any) -> Tensor:
+        seen.extend([type(given), given.x.dtype, given.ids])
+        return linear(given.x)
+
+    assert at_o2(forward)(batch).dtype is F32
+    assert seen == [type(batch), F16, ids] and seen[2] is ids
+    assert batch.x.dtype is F32 and torch.equal(batch.x, X) and batch.ids is ids
+
+
+def test_an_object_without_attributes_that_says_it_takes_a_dtype_converts_itself() -> None:
+    class Opaque:
+        __slots__ = ()
+        dtype = F32
+
+        def to(self, dtype: torch.dtype) -> Any:
+            return SimpleNamespace(dtype=dtype)
+
+    assert at_o2(lambda linear, box: box.dtype)(Opaque()) is F16
+
+
+class Store(MutableMapping[str, Any]):
+    """As torch_geometric keeps a graph's tensors: a mapping that knows its graph."""
+
+    def __init__(self, parent: Any, key: str | None) -> None:
+        self.__dict__["_mapping"], self.__dict__["_parent"], self._key = {}, parent, key
+
+    def __getitem__(self, key: str) -> Any:
+        return self._mapping[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._mapping[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._mapping[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._mapping)
+
+    def __len__(self) -> int:
+        return len(self._mapping)
+
+    def __copy__(self) -> Store:
+        twin = Store(self._parent, self._key)
+        twin._mapping.update(self._mapping)
+        return twin
+
+
+class Graph:
+    """As torch_geometric's Data: attributes are entries of a store, and ``to`` moves in place."""
+
+    def __init__(self, **entries: Any) -> None:
+        self.__dict__["_store"] = Store(self, None)
+        self._store.update(entries)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_store":
+            raise AttributeError(name)
+        try:
+            return self._store[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._store[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        del self._store[name]
+
+    def __copy__(self) -> Graph:
+        twin = Graph.__new__(Graph)
+        twin.__dict__["_store"] = copy.copy(self._store)
+        twin._store.__dict__["_parent"] = twin
+        return twin
+
+    @property
+    def stores(self) -> list[Store]:
+        return [self._store]
+
+    def to(self, device: Any) -> Graph:
+        for key, value in self._store.items():
+            self._store[key] = value.to(device=device)
+        return self
+
+
+def through_a_graph(graph: Any) -> None:
+    edges = graph.edge_index
+
+    def forward(linear: nn.Module, given: Any) -> Any:
+        assert type(given) is type(graph)
+        assert given.x.dtype is F16 and given.edge_index is edges
+        given.out = linear(given.x)
+        del given.extra
+        return given.out
+
+    out = at_o2(forward)(graph)
+    assert out.dtype is graph.out.dtype is F32
+    assert torch.equal(graph.x, X) and graph.edge_index is edges and not hasattr(graph, "extra")
+
+
+def test_a_graph_that_keeps_its_tensors_in_stores() -> None:
+    through_a_graph(Graph(x=X.clone(), edge_index=torch.tensor([[0], [0]]), extra=torch.ones(1)))
+
+
+def test_torch_geometrics_own_graphs() -> None:
+    data = pytest.importorskip("torch_geometric.data")
+    parts = {"x": X.clone(), "edge_index": torch.tensor([[0], [0]]), "extra": torch.ones(1)}
+    through_a_graph(data.Data(**parts))
+    batch = data.Batch.from_data_list([data.Data(**parts), data.Data(**parts)])
+    seen: list[Any] = []
+    at_o2(lambda linear, b: seen.extend([b.x.dtype, b.batch.dtype, b.num_graphs, b[1].x.dtype]))(batch)
+    assert seen == [F16, torch.int64, 2, F16] and batch.x.dtype is F32
+    hetero = data.HeteroData()
+    hetero["a"].x, hetero["a", "to", "a"].edge_index = X.clone(), torch.tensor([[0], [0]])
+
+    def forward(linear: nn.Module, graph: Any) -> None:
+        graph["a"].y = linear(graph["a"].x)
+        graph["b"].z = graph["a"].y
+
+    at_o2(forward)(hetero)
+    assert hetero["a"].x.dtype is hetero["a"].y.dtype is hetero["b"].z.dtype is F32
+    assert hetero["a", "to", "a"].edge_index.dtype is torch.int64
+
+
+def test_trees_that_hold_themselves() -> None:
+    items: list[Any] = [X.clone()]
+    items.append(items)
+    box: dict[str, Any] = {"items": items, "x": X.clone()}
+    box["box"] = box
+
+    def forward(linear: nn.Module, given: dict[str, Any]) -> Any:
+        assert given["box"] is given and given["items"][1] is given["items"]
+        assert given["x"].dtype is given["box"]["items"][1][0].dtype is F16
+        given["y"] = linear(given["x"])
+        return given
+
+    returned = at_o2(forward)(box)
+    assert box["y"].dtype is F32 and box["box"] is box and box["items"][1] is items
+    assert returned["x"].dtype is F32 and returned["box"] is returned
+
+
+# -- keep_inputs ------------------------------------------------------------------------------------------------------
+
+
+class Detector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, images: Tensor, targets: Any = None, *more: Any, scale: Any = None, **rest: Any) -> Any:
+        return SimpleNamespace(images=images, targets=targets, more=more, scale=scale, rest=rest)
+
+    def predict(self, images: Tensor, anchors: Tensor) -> Any:
+        return SimpleNamespace(images=images, anchors=anchors)
+
+
+BOXES = torch.tensor([1203.9])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m, t: m(X, t),
+        lambda m, t: m(X, targets=t),
+        lambda m, t: m(targets=t, images=X),
+        lambda m, t: m.forward(X, t),
+    ],
+)
+@pytest.mark.parametrize(
+    "keep", ["targets", "targ*", ["scale", "targets"], lambda name, value: name == "targets", [lambda n, v: n > "j"]]
+)
+@pytest.mark.parametrize("boxes", [BOXES, [{"boxes": BOXES}]], ids=["tensor", "nested"])
+def test_arguments_named_are_passed_as_they_are(keep: Any, call: Callable[..., Any], boxes: Any) -> None:
+    got = call(quietly(Detector(), keep_inputs=keep), boxes)
+    assert got.images.dtype is F16
+    assert got.targets is boxes
+
+
+def test_without_it_targets_are_rounded() -> None:
+    assert quietly(Detector())(X, BOXES).targets.item() == 1204.0
+
+
+def test_the_rest_of_the_arguments_have_the_names_of_the_signature() -> None:
+    seen: dict[str, Any] = {}
+    model = quietly(Detector(), keep_inputs=lambda name, value: bool(seen.setdefault(name, value) is None))
+    model(X, None, 1, 2, scale=3, other=4)
+    assert seen == {"images": X, "targets": None, "more": 1, "scale": 3, "other": 4}
+
+
+def test_arguments_of_entry_points_and_of_parts_called_by_themselves() -> None:
+    model = nn.Sequential(Detector())
+    quietly(model, keep_inputs=["anchors", "targets"], entry_points="0.predict")
+    assert model[0].predict(X, BOXES).anchors is BOXES
+    assert model[0](X, BOXES).targets is BOXES
+    twin = copy.deepcopy(model)
+    assert twin[0].predict(X, anchors=BOXES).anchors is BOXES
+
+
+def test_loss_inside_of_forward_is_that_of_the_targets_given() -> None:
+    class WithLoss(Detector):
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+            return nn.functional.mse_loss(self.linear(x).float(), target)
+
+    target = torch.tensor([[1203.9, 1203.9]])
+    model = quietly(WithLoss(), keep_inputs="target")
+    expected = nn.functional.mse_loss(model.linear(X.half()).float(), target)
+    assert torch.equal(model(X, target), expected)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(model, fullgraph=True, backend="eager")(X, target), expected)
+
+
+@pytest.mark.parametrize(
+    ("keep", "says"), [("target", "'input'"), (3, "argument"), (Tensor, "predicate"), ([None], "")]
+)
+def test_what_is_no_argument_is_refused_before_anything_changes(keep: Any, says: str) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=rf"keep_inputs.*{says}"):
+        quietly(model, keep_inputs=keep)
+    assert model.weight.dtype is F32 and "forward" not in vars(model)
+    assert mpinit.Properties(keep_inputs="None").keep_inputs == ()
