@@ -126,8 +126,9 @@ class Number:
     def lose_master(self) -> None:
         """It is in no optimizer any more: what it steps from is 16-bit again, though its number may be kept."""
         if self.has_master:
-            weight = self.weight
-            self.value, self.other, self.has_master = weight, self.value, False
+            weight, other = self.weight, self.value if self.other is None else self.other
+            self.other = np.where(self.value == weight, other, self.value)
+            self.value, self.has_master = weight, False
 
     def load(self, values: Array) -> None:
         """Loaded from a checkpoint."""

@@ -152,10 +152,10 @@ class Run:
         done = self.law.step(optimizer)
         self.looked_at(optimizer)
         if done:
-            self.settle_split()
+            self.settle()
 
-    def settle_split(self) -> None:
-        """After a step, find out where the law left room."""
+    def settle(self) -> None:
+        """Where the law left room, look what it came to: after a step, and before a master is written to."""
         if any(number.other is not None and number.has_master for number in self.law.numbers.values()):
             self.save()
 

@@ -27,6 +27,8 @@ def _ready(run: Run, pick: Pick, side: str) -> Number | None:
         return None  # between steps there is no master to write to
     if number.stale == side:
         run.forward()
+    if side == "group":
+        run.settle()
     return number
 
 
@@ -161,6 +163,7 @@ def shrink(run: Run, pick: Pick) -> None:
     if run.setup.splits or run.fresh_entries:
         return
     run.forward()
+    run.settle()
     run.optimizers[index].shrink()
     for number in numbers:
         if number.has_master:
@@ -182,6 +185,8 @@ def _step_with_hook(run: Run, pick: Pick, when: str, side: str) -> None:
     run.calm()
     run.look()
     run.forward()
+    if side == "group":
+        run.settle()
     index = pick.of(range(len(run.optimizers)))
     names = [name for name in run.law.members(index) if name in run.members()]
     if not names:
@@ -214,7 +219,7 @@ def _step_with_hook(run: Run, pick: Pick, when: str, side: str) -> None:
     run.looked_at(index)
     if when == "after":
         take_down()
-    run.settle_split()
+    run.settle()
 
 
 WEIGHT_KINDS: dict[str, Kind] = {
