@@ -167,8 +167,8 @@ class Run:
                 number.frozen = None
         self.clear_all()
 
-    def begin_again(self) -> None:
-        """Undo, look at the float32 weights, and initialise again."""
+    def undo(self) -> None:
+        """``mpinit.undo``, and a look at the float32 weights."""
         self.thaw()
         mpinit.undo(self.model)
         for name, number in self.law.numbers.items():
@@ -179,6 +179,10 @@ class Run:
             for owner in self.law.owners(name):
                 assert self.entry(name, owner) is weight, f"undo left something else than {name} in the groups"
         self.fresh_entries.clear()
+
+    def begin_again(self) -> None:
+        """Undo, and initialise again."""
+        self.undo()
         self.world.initialize()
         begin(self.law, self.setup)
 
