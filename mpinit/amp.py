@@ -126,11 +126,13 @@ def initialize(
         given["max_loss_scale"] = None
     model_list = checks.as_list(models, nn.Module, "models")
     optimizer_list = [] if optimizers is None else checks.as_list(optimizers, Optimizer, "optimizers")
-    if is_enabled(enabled):
+    on, settings = is_enabled(enabled), read_settings(config, num_losses, verbosity)
+    resolved = resolve(opt_level, given, settings.pop("config"))
+    if on:
+        _set_up(model_list, optimizer_list, resolved, **settings)
         registry.disabled.difference_update([*model_list, *optimizer_list])
-        settings = read_settings(config, num_losses, verbosity)
-        _set_up(model_list, optimizer_list, resolve(opt_level, given, settings.pop("config")), **settings)
     else:
+        checks.check_free(model_list, optimizer_list)
         registry.disabled.update([*model_list, *optimizer_list])
     return models if optimizers is None else (models, optimizers)
 

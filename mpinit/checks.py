@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -16,10 +16,11 @@ from .basics.dtypes import is_lower_precision
 from .basics.user_warnings import warn_user
 from .distributed.sharding import reshard
 from .model.entry_points import check_argument_names
+from .model.selection import own_tensors
 from .plan import Plan
 from .settings.properties import Properties
 
-_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+_WRAPPERS: Final = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
 
 def as_list(given: Any, kind: type, what: str) -> list[Any]:
@@ -37,18 +38,13 @@ def as_list(given: Any, kind: type, what: str) -> list[Any]:
 
 def check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: Properties, plan: Plan) -> None:
     """Raise a ValueError for whatever cannot be initialised; issue the warnings."""
-    _check_unique(models, "models")
-    _check_unique(optimizers, "optimizers")
+    check_free(models, optimizers)
     for model in models:
         _check_not_wrapped(model)
         _check_not_lazy(model)
-    for owner in (*models, *optimizers):
-        owning = registry.of(owner)
-        if owning is not None:
-            raise ValueError(
-                f"{type(owner).__name__} was initialised already, in {owning.describe()}: "
-                "call mpinit.undo on it first, or pass all models and optimizers that belong together in one call"
-            )
+    if plan.cast_model and is_lower_precision(plan.model_dtype):
+        _check_no_part_wrapped(models)
+    _check_not_shared(models, plan)
     _check_kept_names(models, props)
     check_argument_names(models, props.entry_points, props.keep_inputs)
     # No check comes after this, and FSDP's gathered weights are not those that the warnings are about.
@@ -57,6 +53,19 @@ def check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: P
         _warn_of_16_bit_weights(models)
     for optimizer in optimizers:
         _warn_of_orphans(models, optimizer)
+
+
+def check_free(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    """Raise a ValueError where an object is given twice, or is in a session already."""
+    _check_unique(models, "models")
+    _check_unique(optimizers, "optimizers")
+    for owner in (*models, *optimizers):
+        owning = registry.of(owner)
+        if owning is not None:
+            raise ValueError(
+                f"{type(owner).__name__} was initialised already, in {owning.describe()}: "
+                "call mpinit.undo on it first, or pass all models and optimizers that belong together in one call"
+            )
 
 
 def _check_unique(objects: Sequence[Any], what: str) -> None:
@@ -68,11 +77,63 @@ def _check_unique(objects: Sequence[Any], what: str) -> None:
 
 
 def _check_not_wrapped(model: nn.Module) -> None:
-    if type(model).__name__ in _WRAPPERS:
+    kind = type(model).__name__
+    if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(
-            f"the model is wrapped in {type(model).__name__} already, which has taken the parameters' dtypes down; "
-            f"call mpinit.initialize on the model inside first, and wrap what it returns in {type(model).__name__}"
+            f"the model is a torch.jit.ScriptModule ({kind}), whose forward is compiled and cannot have casts put "
+            "around it: call mpinit.initialize on the module that it was made from, and torch.jit.trace that"
         )
+    wrapper = _wrapper(model)
+    if wrapper is not None:
+        raise ValueError(
+            f"the model is wrapped in {wrapper} already, which has taken the parameters' dtypes down; "
+            f"call mpinit.initialize on the model inside first, and wrap what it returns in {wrapper}"
+        )
+    # What Lightning Fabric's setup and Accelerate's prepare leave behind.
+    if "_forward_module" in model._modules:
+        raise ValueError(
+            f"the model was wrapped by Lightning Fabric already ({kind}), which casts for itself: call "
+            "mpinit.initialize on the module and the optimizer first, and hand both to fabric.setup, with "
+            "Fabric(precision='32-true')"
+        )
+    if "_original_forward" in vars(model):
+        raise ValueError(
+            f"{kind} was prepared for mixed precision by Accelerate already, which casts for itself (its "
+            "_original_forward is inside): prepare it with Accelerator(mixed_precision='no'), or call "
+            "mpinit.initialize before prepare does"
+        )
+
+
+def _wrapper(module: nn.Module) -> str | None:
+    return next((base.__name__ for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None)
+
+
+def _check_no_part_wrapped(models: Sequence[nn.Module]) -> None:
+    """Parts in DataParallel are no trouble: it takes the dtypes down anew in every forward."""
+    for name, module in (named for model in models for named in model.named_modules()):
+        wrapper = _wrapper(module)
+        if wrapper not in (None, "DataParallel"):
+            raise ValueError(
+                f"{name!r} is wrapped in {wrapper} already, which has taken the parameters' dtypes down; call "
+                f"mpinit.initialize first, and wrap {name!r} in {wrapper} afterwards"
+            )
+
+
+def _check_not_shared(models: Sequence[nn.Module], plan: Plan) -> None:
+    """Two sessions cannot cast one tensor: the undo of one would break the other."""
+    for session in registry.live():
+        casts = any(each.cast_model and is_lower_precision(each.model_dtype) for each in (plan, session.plan))
+        if not casts:
+            continue
+        taken = {tensor for other in session.models for module in other.modules() for tensor in own_tensors(module)}
+        for name, module in (named for model in models for named in model.named_modules()):
+            if any(tensor in taken for tensor in own_tensors(module)):
+                which = f"{name!r}, a {type(module).__name__}," if name else f"the {type(module).__name__} given"
+                raise ValueError(
+                    f"{which} shares tensors with a model of {session.describe()}, and one of the two sessions casts "
+                    "them: pass all models and optimizers that belong together in one call of mpinit.initialize, or "
+                    "call mpinit.undo on the other first"
+                )
 
 
 def _check_not_lazy(model: nn.Module) -> None:

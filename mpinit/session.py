@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from .optimizer.step import Stepper
 from .plan import Masters, Plan
 from .scaling.scaler import LossScaler
 from .settings.properties import Properties
+from .torch_internals.compiling_with_gradients import hide_gradients
 
 _dropped: list[Undo] = []
 _numbers = itertools.count()
@@ -90,6 +91,7 @@ class Session:
             float32_state = state_dict.Float32State(self._find_master, self._load_master)
             push(float32_state.remove)
             float32_state.install(self.models)
+            push(hide_gradients(self, _weights))
         if plan.patch_functions:
             push(_undone_when_dropped(self, functions.apply(plan, verbose=self.verbosity > 1)))
         push(functools.partial(casting.rebuild_flat_weights, self.models))
@@ -196,6 +198,10 @@ class Session:
         models = ", ".join(type(model).__name__ for model in self.models) or "no model"
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers) or "no optimizer"
         return f"session {self.number} ({self.opt_level}: {models}; {optimizers})"
+
+
+def _weights(session: Session) -> Iterator[torch.Tensor]:
+    return itertools.chain.from_iterable(model.parameters() for model in session.models)
 
 
 def _undone_when_dropped(session: Session, undo: Undo) -> Undo:

@@ -7,6 +7,7 @@ unpickled model then runs its own weights.
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,10 @@ from .arguments import ArgumentNames
 from .boundary import Boundary, caller_dtype, here
 from .entry_points import entry_points
 from .selection import Selection
+
+
+class _CannotBeScripted(RuntimeError, AttributeError):
+    """Both, so that ``hasattr`` goes on saying no."""
 
 
 class PatchedForward:
@@ -76,6 +81,21 @@ class PatchedForward:
             return self.inner
         method: Callable[..., Any] = getattr(type(self.module), self.name).__get__(self.module)
         return method
+
+    @property
+    def __code__(self) -> types.CodeType:
+        """That of what runs inside: torch.export names its inputs' source by it."""
+        code: types.CodeType = self.__wrapped__.__code__
+        return code
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        # torch.jit.script asks for these first of all.
+        raise _CannotBeScripted(
+            f"torch.jit.script compiles source, and would leave out the casts around {type(self.module).__name__}."
+            f"{self.name}, which mpinit.initialize put there: use torch.jit.trace or torch.export.export, which record "
+            "them, or call mpinit.undo on the model first"
+        )
 
     def for_replica(self, replica: nn.Module) -> PatchedForward:
         """The same on a replica that DataParallel makes of the module."""

@@ -152,6 +152,8 @@ def read_settings(config: Config, num_losses: Any, verbosity: Any) -> dict[str, 
         in_force = rest.pop(name, value) if from_config else value
         rest.pop(name, None)
         smallest, largest = _SETTINGS[name]
+        if name == "verbosity" and isinstance(in_force, bool):
+            in_force = int(in_force)
         try:
             given[name] = parse_whole_number(in_force, smallest, largest)
         except ValueError as error:

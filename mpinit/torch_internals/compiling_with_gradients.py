@@ -1,0 +1,66 @@
+"""torch.compile while 16-bit weights hold float32 gradients: the gradients are out of sight as long as it looks.
+
+The fault: torch.compile looks at the gradient of every weight a graph takes in, and refuses one of another dtype than
+its weight's, though ``Tensor.grad_dtype`` allows it ("dtype mismatch between tensor and its gradient"). So a model that
+is compiled anew between a backward pass and ``zero_grad``, for inputs of another shape or in evaluation, would fail.
+Upstream: https://github.com/pytorch/pytorch/issues/111317, in torch 2.11 to 2.13. It can go when dynamo's
+``VariableBuilder.wrap_tensor`` reads ``grad_dtype``.
+
+``torch._dynamo.reset()`` forgets who wants to know of compilations: the next :func:`hide_gradients` says it again.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import torch
+
+from ..basics.patching import Undo
+from .running import in_backward
+
+_owners: Final[weakref.WeakKeyDictionary[Any, Callable[[Any], Iterable[torch.Tensor]]]] = weakref.WeakKeyDictionary()
+_hidden: Final[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+
+def hide_gradients(owner: Any, weights_of: Callable[[Any], Iterable[torch.Tensor]]) -> Undo:
+    """Take gradients of another dtype than their weight's away whenever a function is compiled, and put them back.
+
+    Args:
+        owner: whose weights they are; held weakly.
+        weights_of: owner -> the weights it has then.
+
+    Returns:
+        The undo.
+    """
+    _owners[owner] = weights_of
+    # Made with the first optimizer of a process; before there is one there are no gradients of another dtype either.
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is not None and _hide not in dynamo.callback_handler.start_callbacks:
+        dynamo.callback_handler.register_start_callback(_hide)
+        dynamo.callback_handler.register_end_callback(_put_back)
+
+    def undo() -> None:
+        _owners.pop(owner, None)
+
+    return undo
+
+
+def _hide(_: Any) -> None:
+    if in_backward():
+        return  # gradients are being added to
+    for owner, weights_of in list(_owners.items()):
+        for weight in weights_of(owner):
+            gradient = weight.grad if weight.is_leaf else None
+            if gradient is not None and gradient.dtype is not weight.dtype:
+                _hidden.append((weight, gradient))
+                weight.grad = None
+
+
+def _put_back(_: Any) -> None:
+    while _hidden:
+        weight, gradient = _hidden.pop()
+        if weight.grad is None:
+            weight.grad = gradient

@@ -1,0 +1,218 @@
+"""What initialize refuses: models that others have wrapped, sessions that would share weights; and in which order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import quietly, sgd
+from torch import nn
+
+import mpinit
+from mpinit import registry
+
+F16, F32 = torch.float16, torch.float32
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+
+
+class _FabricModule(nn.Module):
+    """As Lightning Fabric's: forwards every attribute to the module inside."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._forward_module = module
+        self._original_module = module
+
+    def forward(self, *args: Any) -> Any:
+        return self._forward_module(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("_original_module"), name)
+
+
+class DistributedDataParallel(nn.Module):
+    """Stands for torch's, apex's and others' of the name, which need a process group."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
+
+
+class FullyShardedDataParallel(DistributedDataParallel):
+    pass
+
+
+class Subclassed(DistributedDataParallel):
+    pass
+
+
+def prepared(model: nn.Module) -> nn.Module:
+    """As Accelerate's prepare does with mixed_precision="bf16"."""
+    model._original_forward = model.forward  # type: ignore[assignment]
+    forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    model.forward = lambda *args: forward(*args).float()  # type: ignore[method-assign]
+    return model
+
+
+WRAPPED: dict[str, tuple[Callable[[nn.Module], nn.Module], list[str]]] = {
+    "fabric": (_FabricModule, ["Fabric", "fabric.setup"]),
+    "accelerate": (prepared, ["Accelerate", "mixed_precision='no'"]),
+    "ddp": (DistributedDataParallel, ["wrapped in DistributedDataParallel", "inside first"]),
+    "a subclass of ddp": (Subclassed, ["wrapped in DistributedDataParallel"]),
+    "fsdp1": (FullyShardedDataParallel, ["wrapped in FullyShardedDataParallel"]),
+    "dp": (nn.DataParallel, ["wrapped in DataParallel"]),
+    "script": (torch.jit.script, ["ScriptModule", "torch.jit.trace"]),
+    "trace": (lambda model: torch.jit.trace(model, torch.ones(1, 2)), ["ScriptModule", "made from"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_a_wrapped_model_is_refused_with_the_way_out(kind: str, level: str) -> None:
+    wrap, says = WRAPPED[kind]
+    model = wrap(net())
+    with pytest.raises(ValueError) as caught:
+        quietly(model, level)
+    assert all(part in str(caught.value) for part in says), str(caught.value)
+    assert {p.dtype for p in model.parameters()} == {F32} and registry.of(model) is None
+
+
+@pytest.mark.parametrize("kind", ["ddp", "a subclass of ddp", "fsdp1"])
+def test_a_part_that_is_wrapped_is_refused_where_weights_are_cast(kind: str) -> None:
+    model = net()
+    model[1] = WRAPPED[kind][0](model[1])
+    for level in ("O2", "O3", "O5"):
+        with pytest.raises(ValueError, match=r"'1' is wrapped in \w+DataParallel already.*afterwards"):
+            quietly(model, level)
+    quietly(model, "O1")(torch.ones(1, 2))
+
+
+def test_a_part_in_data_parallel_is_no_trouble() -> None:
+    model = net()
+    model[1] = nn.DataParallel(model[1])
+    assert quietly(model)(torch.ones(1, 2)).dtype is F32
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, of what a part is given
+@pytest.mark.parametrize("what", ["the model", "a part"])
+def test_compiled_models_and_parts_work_as_they_are(what: str) -> None:
+    plain, model = net(), net()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(4, 2)
+    quietly(plain)
+    expected = plain(x)
+    torch._dynamo.reset()
+    given: Any = model
+    if what == "the model":
+        given = torch.compile(model, backend="eager", fullgraph=True)
+    else:
+        model[1] = torch.compile(model[1], backend="eager", fullgraph=True)
+    given(x)
+    quietly(given)
+    assert torch.equal(given(x), expected)
+    assert torch.equal(model[1](x), plain[1](x))
+    mpinit.undo(given)
+    assert given(x).dtype is F32 and {p.dtype for p in model.parameters()} == {F32}
+
+
+# -- sessions that share ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def refused(*parts: str) -> Iterator[None]:
+    with pytest.raises(ValueError) as caught:
+        yield
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+@pytest.mark.parametrize(("one", "other"), [("O2", "O2"), ("O2", "O1"), ("O1", "O3"), ("O0", "O5"), ("O5", "O0")])
+def test_sessions_that_share_a_module_are_refused_where_one_of_them_casts_it(one: str, other: str) -> None:
+    shared = nn.Linear(2, 2)
+    first, second = nn.Sequential(nn.Linear(2, 2), shared), nn.Sequential(nn.Sequential(shared), nn.Linear(2, 2))
+    quietly(first, one)
+    before = {name: value.clone() for name, value in second.state_dict().items()}
+    with refused("'0.0'", "Linear", f"({one}: Sequential; SGD)", "one call", "mpinit.undo"):
+        quietly(second, other)
+    assert registry.of(second) is None and "forward" not in vars(second)
+    assert all(torch.equal(before[name], value) for name, value in second.state_dict().items())
+    with refused("the Linear given"):
+        quietly(shared, other)
+    mpinit.undo(first)
+    quietly(second, other)
+
+
+def test_a_shared_parameter_in_modules_of_their_own() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    quietly(first)
+    with refused("the Linear given"):
+        quietly(second)
+
+
+def test_sessions_at_o1_may_share() -> None:
+    shared = nn.Linear(2, 2)
+    first, second = nn.Sequential(shared), nn.Sequential(shared, nn.Linear(2, 2))
+    quietly(first, "O1")
+    quietly(second, "O4")
+    mpinit.undo(first)
+    assert second(torch.ones(1, 2)).dtype is torch.bfloat16
+    mpinit.undo(second)
+
+
+# -- parse, check, then change ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    "bad",
+    [{"loss_scale": -1}, {"num_losses": 0}, {"config": {"nonsense": 1}}, {"opt_level": "O9"}, {"entry_points": "x"}],
+)
+def test_bad_values_do_not_change_who_is_disabled(enabled: bool, bad: dict[str, Any]) -> None:
+    model = net()
+    optimizer = sgd(model)
+    mpinit.initialize(model, optimizer, enabled=not enabled, verbosity=0)
+    if not enabled:
+        mpinit.undo(model)
+    if not enabled and "entry_points" in bad:
+        return  # which methods there are is asked where something is to be done
+    with pytest.raises(ValueError):
+        mpinit.initialize(model, optimizer, **{"opt_level": "O2", "enabled": enabled, "verbosity": 0} | bad)
+    assert (optimizer in registry.disabled) is enabled and (model in registry.disabled) is enabled
+    assert "forward" not in vars(model)
+
+
+def test_what_is_initialised_cannot_be_disabled_before_it_is_undone() -> None:
+    model = quietly(net())
+    with refused("initialised already", "undo"):
+        mpinit.initialize(model, enabled=False)
+    assert model not in registry.disabled
+
+
+def test_a_failing_check_does_not_reshard(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr("mpinit.checks.reshard", lambda models: calls.append(1))
+    with pytest.raises(ValueError):
+        quietly(net(), keep_fp32="nowhere")
+    assert not calls
+    quietly(net())
+    assert calls
+
+
+@pytest.mark.parametrize("verbosity", [True, False])
+def test_verbosity_as_a_boolean(verbosity: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "mpinit"):
+        mpinit.initialize(net(), opt_level="O2", verbosity=verbosity)
+    assert bool(caplog.records) is verbosity
