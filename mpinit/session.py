@@ -88,7 +88,7 @@ class Session:
         targets = dict(selected.targets)
         push(forward.patch_forwards(selected, plan, self))
         if selected.holds_16_bit:
-            float32_state = state_dict.Float32State(self._find_master, self._load_master)
+            float32_state = state_dict.Float32State(self._find_master, self._load_master, self._has_masters)
             push(float32_state.remove)
             float32_state.install(self.models)
             push(hide_gradients(self, _weights))
@@ -181,6 +181,9 @@ class Session:
                 control.store.adopt_if_written(pair)
                 return control.store.values(pair)
         return self._casts.original_values(weight)
+
+    def _has_masters(self) -> bool:
+        return any(control.store.pairs for control in self._controls.values())
 
     def _load_master(self, weight: torch.Tensor, values: torch.Tensor) -> bool:
         loaded = False

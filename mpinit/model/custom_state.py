@@ -61,10 +61,10 @@ def put_around_custom_methods(module: nn.Module, values: Float32Values) -> None:
 
 
 def take_from_custom_methods(module: nn.Module, values: Float32Values) -> None:
-    """Take them away again."""
+    """Take them away again, also from a copy."""
     for name in (*_OWN, *_WHOLE):
         method = vars(module).get(name)
-        if isinstance(method, CustomMethod) and method.values is values:
+        if isinstance(method, CustomMethod) and method.values in (values, None):
             del vars(module)[name]
 
 

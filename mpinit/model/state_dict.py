@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, MutableSet, Sequence
+from collections.abc import Callable, MutableSet, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,10 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ..basics.dtypes import is_lower_precision
 from ..basics.user_warnings import warn_user
-from ..distributed.sharding import local
+from . import averages, copies
+from .aliases import Aliases, Values, is_16_bit, named_own_tensors, owners_of_memory, same_view, storage_of
 from .custom_state import put_around_custom_methods, take_from_custom_methods
 
-Values = Callable[[torch.Tensor], torch.Tensor | None]
 Load = Callable[[torch.Tensor, torch.Tensor], bool]
 
 
@@ -31,13 +31,16 @@ class Float32State:
         find_master: 16-bit tensor -> the float32 values that stand for it, or None.
         load_master: (16-bit tensor, values just loaded into it) -> whether it has a master: takes over what it cannot
             hold itself.
+        has_masters: whether any tensor has a master. Copies of the models are float32 then.
     """
 
-    def __init__(self, find_master: Values, load_master: Load) -> None:
+    def __init__(self, find_master: Values, load_master: Load, has_masters: Callable[[], bool]) -> None:
         self._find_master: Values | None = find_master
         self._load_master: Load | None = load_master
         self._modules: MutableSet[nn.Module] = weakref.WeakSet()
         self._newcomers: RemovableHandle | None = None
+        self._has_masters: Callable[[], bool] | None = has_masters
+        self._aliases: Aliases | None = Aliases(self._modules, self.float32_values)
         self._key = RemovableHandle(OrderedDict()).id
         self._outermost_load: object = None
         self._arriving: dict[int, tuple[str, dict[str, torch.Tensor]]] = {}
@@ -46,6 +49,7 @@ class Float32State:
     def install(self, models: Sequence[nn.Module]) -> None:
         """Hook every module of the models."""
         self._newcomers = _follow_newcomers(self)
+        averages.follow_masters(self)
         for model in models:
             self.take_in(model)
 
@@ -53,8 +57,10 @@ class Float32State:
         """Take the hooks away, however many there are by now."""
         if self._newcomers is not None:
             self._newcomers.remove()
+        averages.forget_masters(self)
         for module in list(self._modules):
-            self._unhook(module)
+            self.leave(module)
+            self._modules.discard(module)
 
     def take_in(self, tree: nn.Module) -> None:
         """Hook a module and everything below it, where it is not hooked yet."""
@@ -68,6 +74,7 @@ class Float32State:
             module._load_state_dict_pre_hooks[key] = _Arrival(self, module)
             module._load_state_dict_post_hooks[key] = _Hook(self, "settle")
             put_around_custom_methods(module, self)
+            copies.put_on(module, self)
             # Before the user's own hooks, which then see float32 values as well.
             module._state_dict_hooks[-key] = _Hook(self, "export")
             cast(OrderedDict[int, Any], module._state_dict_hooks).move_to_end(-key, last=False)
@@ -76,12 +83,21 @@ class Float32State:
         """Whether a module is hooked."""
         return self._key in module._state_dict_hooks
 
-    def _unhook(self, module: nn.Module) -> None:
+    def leave(self, module: nn.Module) -> None:
+        """Take everything off a module again, or off a copy of it."""
+        copies.take_off(module, self)
         take_from_custom_methods(module, self)
         for hooks in (module._load_state_dict_post_hooks, module._load_state_dict_pre_hooks, module._state_dict_hooks):
             hooks.pop(self._key, None)
             hooks.pop(-self._key, None)
-        self._modules.discard(module)
+
+    def has_masters(self) -> bool:
+        """Whether any tensor has a master."""
+        return self._has_masters is not None and self._has_masters()
+
+    def float32_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The float32 values of a 16-bit tensor of the models or of a view of one; None of any other."""
+        return self._aliases.float32_of(tensor) if self._aliases is not None and self.has_masters() else None
 
     def float32_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The float32 values that stand for a 16-bit tensor; None where those are its own, or it is not 16-bit."""
@@ -93,7 +109,7 @@ class Float32State:
 
     def export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """After ``state_dict()`` of one module: replace its own 16-bit entries by float32 ones."""
-        for name, tensor in _named_own_tensors(module):
+        for name, tensor in named_own_tensors(module):
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor) and value is not tensor and _is_16_bit_alias(value, tensor):
                 values = self.float32_values(tensor)
@@ -104,25 +120,15 @@ class Float32State:
         metadata = getattr(state_dict, "_metadata", None)
         if not metadata or next(iter(metadata.values())) is not local_metadata:
             return
-        left = [key for key, value in state_dict.items() if key.startswith(prefix) and _is_16_bit(value)]
+        left = [key for key, value in state_dict.items() if key.startswith(prefix) and is_16_bit(value)]
         if not left:
             return
-        owners: dict[int, torch.Tensor] = {}
-        for part in module.modules():
-            owners.update((_storage(tensor), tensor) for _, tensor in _named_own_tensors(part) if _is_16_bit(tensor))
+        owners = owners_of_memory(module.modules())
         for key in left:
             value = state_dict[key]
-            owner = owners.get(_storage(value))
+            owner = owners.get(storage_of(value))
             if owner is not value:
-                state_dict[key] = value.float() if owner is None else self._view_like(value, owner)
-
-    def _view_like(self, value: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
-        """The float32 values of a 16-bit view of a tensor that may have values of its own."""
-        values = self.float32_values(owner)
-        if values is None or values.stride() != owner.stride() or values.layout is not torch.strided:
-            return value.float()
-        offset = value.storage_offset() - owner.storage_offset() + values.storage_offset()
-        return values.float().as_strided(value.size(), value.stride(), offset)
+                state_dict[key] = value.float() if owner is None else same_view(value, owner, self.float32_values)
 
     # -- loading ------------------------------------------------------------------------------------------------
 
@@ -138,7 +144,7 @@ class Float32State:
             _check_way_of_loading(module, metadata)
         arriving = {
             name: state_dict[prefix + name]
-            for name, tensor in _named_own_tensors(module)
+            for name, tensor in named_own_tensors(module)
             if is_lower_precision(tensor.dtype) and isinstance(state_dict.get(prefix + name), torch.Tensor)
         }
         self._arriving[id(module)] = prefix, arriving
@@ -146,7 +152,7 @@ class Float32State:
     def settle(self, module: nn.Module, incompatible_keys: Any) -> None:
         """After loading: hand the values over, for every tensor they fit."""
         prefix, arrived = self._arriving.pop(id(module), ("", {}))
-        tensors = dict(_named_own_tensors(module)) if arrived else {}
+        tensors = dict(named_own_tensors(module)) if arrived else {}
         for name, value in arrived.items():
             tensor = tensors.get(name)
             if tensor is None or self._load_master is None or tensor.shape != value.shape:
@@ -176,8 +182,15 @@ class Float32State:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no masters: it exports its own weights.
-        nothing = dict.fromkeys(("_find_master", "_load_master", "_newcomers", "_outermost_load"))
-        return {**nothing, "_key": self._key, "_modules": set(), "_arriving": {}, "_rebuilt": []}
+        nothing = dict.fromkeys(("_find_master", "_load_master", "_has_masters", "_aliases", "_newcomers"))
+        ours: dict[str, Any] = {
+            "_key": self._key,
+            "_outermost_load": None,
+            "_modules": set(),
+            "_arriving": {},
+            "_rebuilt": [],
+        }
+        return nothing | ours
 
 
 class _Hook:
@@ -223,7 +236,7 @@ def _check_way_of_loading(module: nn.Module, metadata: dict[str, Any]) -> None:
     assigns = metadata.get("assign_to_params_buffers")
     if not assigns and not torch.__future__.get_swap_module_params_on_conversion():
         return
-    if any(_is_16_bit(tensor) for part in module.modules() for _, tensor in _named_own_tensors(part)):
+    if any(is_16_bit(tensor) for part in module.modules() for _, tensor in named_own_tensors(part)):
         asked, instead = (
             ("load_state_dict(assign=True)", "load with assign=False")
             if assigns
@@ -238,21 +251,6 @@ def _check_way_of_loading(module: nn.Module, metadata: dict[str, Any]) -> None:
         )
 
 
-def _named_own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for tensors in (module._parameters, module._buffers):
-        yield from ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
-
-
-def _is_16_bit(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and is_lower_precision(value.dtype)
-
-
 def _is_16_bit_alias(value: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether a saved value is the module's tensor, and nothing that was computed from it."""
-    return is_lower_precision(value.dtype) and value.shape == tensor.shape and _storage(value) == _storage(tensor)
-
-
-def _storage(tensor: Any) -> int:
-    """Which memory a tensor is in; 0 for tensors that have none of their own kind."""
-    part = local(tensor)
-    return part.untyped_storage().data_ptr() if part.layout is torch.strided and not part.is_meta else 0
+    return is_lower_precision(value.dtype) and value.shape == tensor.shape and storage_of(value) == storage_of(tensor)

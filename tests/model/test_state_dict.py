@@ -400,7 +400,7 @@ def test_hooking_a_thousand_modules_is_quick() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2, dtype=torch.float16) for _ in range(1000)))
 
     def seconds() -> float:
-        state = Float32State(lambda tensor: None, lambda tensor, values: False)
+        state = Float32State(lambda tensor: None, lambda tensor, values: False, lambda: False)
         begin = time.process_time()
         state.install([model])
         took = time.process_time() - begin

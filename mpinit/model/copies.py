@@ -1,0 +1,143 @@
+"""Copies and conversions of initialised models: ``copy.deepcopy`` gives a float32 model, ``.half()`` is refused.
+
+A copy is there to be averaged into, or to be evaluated: it gets the masters' bits, and no session. Where there are no
+masters (O3) it is 16-bit, as the model is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..distributed.sharding import is_sharded
+from .aliases import is_16_bit, named_own_tensors
+from .averages import AveragedParameter, AveragedTensor
+from .forward import PatchedForward
+
+
+class Owner(Protocol):
+    """What is asked of a session here."""
+
+    def has_masters(self) -> bool:
+        """Whether any weight has a float32 master."""
+
+    def float32_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The float32 values that stand for a 16-bit tensor, or None."""
+
+    def leave(self, module: nn.Module) -> None:
+        """Take off a copy what was put on the original."""
+
+
+class _OfModule:
+    """Something that stands on a module and knows it; in copies and files it does what the module's class does."""
+
+    def __init__(self, module: nn.Module, owner: Owner | None) -> None:
+        self.module = module
+        self.owner = owner
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module, "owner": None}
+
+
+class DeepCopy(_OfModule):
+    """A module's ``__deepcopy__``."""
+
+    def __call__(self, memo: dict[int, Any]) -> nn.Module:
+        owner = self.owner
+        if owner is None or not owner.has_masters():
+            return self._as_it_is(memo)
+        for _, tensor in named_own_tensors(self.module):
+            if is_16_bit(tensor) and id(tensor) not in memo and not is_sharded(tensor):
+                memo[id(tensor)] = _float32_copy(tensor, owner.float32_values(tensor))
+        copied = self._as_it_is(memo)
+        owner.leave(copied)
+        _take_casts_off(copied, is_model=vars(self.module).get("forward"))
+        return copied
+
+    def _as_it_is(self, memo: dict[int, Any]) -> nn.Module:
+        own: Callable[..., nn.Module] | None = getattr(type(self.module), "__deepcopy__", None)
+        if own is not None:
+            return own(self.module, memo)
+        # What copy.deepcopy does with an object that has no method for it.
+        copied: nn.Module = copy._reconstruct(self.module, memo, *self.module.__reduce_ex__(4))  # type: ignore[attr-defined]
+        return copied
+
+
+def _float32_copy(tensor: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
+    wide = (tensor if values is None else values).detach().to(torch.float32, copy=True)
+    if isinstance(tensor, nn.Parameter):
+        return AveragedParameter(wide, tensor.requires_grad)
+    return wide.as_subclass(AveragedTensor)
+
+
+def _take_casts_off(copied: nn.Module, is_model: Any) -> None:
+    """Everything is float32 now: of the casts only that of a model's inputs and outputs is left."""
+    forward = vars(copied).get("forward")
+    if not isinstance(forward, PatchedForward):
+        return
+    if isinstance(is_model, PatchedForward) and is_model.owner is not None:
+        forward.input_dtype = torch.float32
+        return
+    vars(copied).pop("_replicate_for_data_parallel", None)
+    if forward.inner is None:
+        del vars(copied)["forward"]
+    else:
+        vars(copied)["forward"] = forward.inner
+
+
+class Conversion(_OfModule):
+    """A module's ``_apply``, which ``.float()``, ``.half()``, ``.to(...)`` and the like all come down to."""
+
+    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        if self.owner is not None:
+            _check_conversion(self.module, fn)
+        converted: nn.Module = type(self.module)._apply(self.module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+        return converted
+
+
+def _check_conversion(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Refuse what would change dtypes under masters' feet, or put other parameters in the place of those they know."""
+    tensors = [tensor for part in module.modules() for _, tensor in named_own_tensors(part)]
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    changed = [dtype for dtype in dtypes if _converted(fn, dtype) != dtype]
+    if changed:
+        raise RuntimeError(
+            f"{type(module).__name__} belongs to a model that mpinit.initialize has cast, and cannot be converted to "
+            f"{_converted(fn, changed[0])}: its float32 masters would go on without it. To keep a part in float32 give "
+            "mpinit.initialize keep_fp32; for a float32 copy use copy.deepcopy(model); to convert the model itself "
+            "call mpinit.undo(model) first"
+        )
+    for flag in ("swap_module_params_on_conversion", "overwrite_module_params_on_conversion"):
+        if getattr(torch.__future__, f"get_{flag}")() and any(map(is_16_bit, tensors)):
+            raise RuntimeError(
+                f"torch.__future__.set_{flag}(True) replaces parameters where {type(module).__name__} is moved, and "
+                "mpinit.initialize has given them float32 masters: set it to False, or move the model before "
+                "mpinit.initialize"
+            )
+
+
+def _converted(fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> torch.dtype:
+    """What becomes of a tensor of ``dtype``, asked with an empty one; whatever raises is left to raise in earnest."""
+    try:
+        with torch.no_grad():
+            return fn(torch.empty(0, dtype=dtype)).dtype
+    except Exception:
+        return dtype
+
+
+def put_on(module: nn.Module, owner: Owner) -> None:
+    """Let copies of a module be float32, and conversions of it be refused."""
+    for name, kind in (("__deepcopy__", DeepCopy), ("_apply", Conversion)):
+        vars(module).setdefault(name, kind(module, owner))
+
+
+def take_off(module: nn.Module, owner: Owner) -> None:
+    """Take off what :func:`put_on` put on, here or on what this is a copy of."""
+    for name, kind in (("__deepcopy__", DeepCopy), ("_apply", Conversion)):
+        found = vars(module).get(name)
+        if isinstance(found, kind) and found.owner in (owner, None):
+            del vars(module)[name]
