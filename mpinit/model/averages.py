@@ -36,7 +36,8 @@ _OUT_OF_PLACE: Final = (
 # What gives the same numbers under another name, or a multiple of them, still averages what comes next.
 _PASSED_ON: Final = (
     *("detach", "clone", "to", "float", "cpu", "cuda", "contiguous", "view", "view_as", "reshape", "flatten", "mul"),
-    *("multiply", "div", "neg", "__mul__", "__rmul__", "__truediv__", "__neg__"),
+    *("multiply", "div", "neg", "__mul__", "__rmul__", "__truediv__", "__neg__", "__getitem__", "select", "narrow"),
+    *("split", "chunk", "unbind", "t", "transpose", "permute", "squeeze", "unsqueeze"),
 )
 
 
@@ -65,9 +66,8 @@ class AveragedTensor(torch.Tensor):
             if func in _AVERAGES:
                 args, kwargs = _with_masters(func, args, kwargs or {})
             result = func(*args, **(kwargs or {}))
-            if func in _KEEPS_KIND and isinstance(result, torch.Tensor) and not any(map(_is_plain, args[1:])):
-                return result.as_subclass(AveragedTensor) if type(result) is torch.Tensor else result
-            return result
+            keeps_kind = func in _KEEPS_KIND and not any(map(_is_plain, args[1:]))
+            return _of_our_kind(result) if keeps_kind else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # In files it is what it is: a tensor.
@@ -97,19 +97,29 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().as_subclass(torch.Tensor)
 
 
+def _of_our_kind(result: Any) -> Any:
+    if type(result) in (tuple, list):
+        return type(result)(map(_of_our_kind, result))
+    return result.as_subclass(AveragedTensor) if type(result) is torch.Tensor else result
+
+
 def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and not isinstance(value, AveragedTensor)
 
 
 def _with_masters(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     first = 1 if func in _AVERAGES_INTO_FIRST else 0
-    into = _flattened(args[:1])
-    shapes = {tensor.shape for tensor in _flattened((args, *kwargs.values())) if isinstance(tensor, AveragedTensor)}
-    if first and not any(isinstance(tensor, AveragedTensor) for tensor in into):
+    averages = [tensor for tensor in _flattened(args[:1] if first else (args, *kwargs.values())) if _is_average(tensor)]
+    if not averages:
         # An average that goes back into a model.
         return args, kwargs
+    shapes = {tensor.shape for tensor in averages}
     changed = tuple(_float32(arg, shapes) for arg in args[first:])
     return (*args[:first], *changed), {name: _float32(value, shapes) for name, value in kwargs.items()}
+
+
+def _is_average(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, AveragedTensor) and tensor.dtype is torch.float32
 
 
 def _flattened(values: Any) -> list[torch.Tensor]:

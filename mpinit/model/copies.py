@@ -15,7 +15,7 @@ from torch import nn
 
 from ..distributed.sharding import is_sharded
 from .aliases import is_16_bit, named_own_tensors
-from .averages import AveragedParameter, AveragedTensor
+from .averages import AveragedParameter
 from .forward import PatchedForward
 
 
@@ -55,7 +55,7 @@ class DeepCopy(_OfModule):
                 memo[id(tensor)] = _float32_copy(tensor, owner.float32_values(tensor))
         copied = self._as_it_is(memo)
         owner.leave(copied)
-        _take_casts_off(copied, is_model=vars(self.module).get("forward"))
+        _take_casts_off(copied)
         return copied
 
     def _as_it_is(self, memo: dict[int, Any]) -> nn.Module:
@@ -69,24 +69,19 @@ class DeepCopy(_OfModule):
 
 def _float32_copy(tensor: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
     wide = (tensor if values is None else values).detach().to(torch.float32, copy=True)
-    if isinstance(tensor, nn.Parameter):
-        return AveragedParameter(wide, tensor.requires_grad)
-    return wide.as_subclass(AveragedTensor)
+    # A buffer's 16-bit value is all there is of it.
+    return AveragedParameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
 
 
-def _take_casts_off(copied: nn.Module, is_model: Any) -> None:
-    """Everything is float32 now: of the casts only that of a model's inputs and outputs is left."""
+def _take_casts_off(copied: nn.Module) -> None:
+    """Everything is float32 now: it runs as its class does."""
     forward = vars(copied).get("forward")
-    if not isinstance(forward, PatchedForward):
-        return
-    if isinstance(is_model, PatchedForward) and is_model.owner is not None:
-        forward.input_dtype = torch.float32
-        return
-    vars(copied).pop("_replicate_for_data_parallel", None)
-    if forward.inner is None:
-        del vars(copied)["forward"]
-    else:
-        vars(copied)["forward"] = forward.inner
+    if isinstance(forward, PatchedForward):
+        vars(copied).pop("_replicate_for_data_parallel", None)
+        if forward.inner is None:
+            del vars(copied)["forward"]
+        else:
+            vars(copied)["forward"] = forward.inner
 
 
 class Conversion(_OfModule):

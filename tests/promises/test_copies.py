@@ -55,14 +55,23 @@ def test_a_copy_runs_its_own_weights(way: str, level: str, dtype: torch.dtype) -
     twin = COPIES[way](model)
     expected = model(x)
     assert type(twin) is type(model)
-    assert torch.equal(twin(x), expected)
-    assert torch.equal(twin.forward(x), expected)
+    # A deep copy of weights that have masters is the masters' float32 model; everything else copies what there is.
+    is_float32 = way == "deepcopy" and level == "O2"
+    if is_float32:
+        reference = case.build().eval()
+        reference.load_state_dict(model.state_dict())
+        assert torch.equal(twin(x), reference(x))
+        torch.testing.assert_close(twin(x), expected, atol=0.05, rtol=0.05)
+    else:
+        assert torch.equal(twin(x), expected)
+    assert torch.equal(twin.forward(x), twin(x))
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.zero_()
     assert not twin(x).any()
     assert torch.equal(model(x), expected), "the original does not notice"
-    assert {name: t.dtype for name, t in twin.named_parameters()} == {n: t.dtype for n, t in model.named_parameters()}
+    for name, parameter in twin.named_parameters():
+        assert parameter.dtype is (torch.float32 if is_float32 else model.get_parameter(name).dtype)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import linecache
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -107,7 +107,8 @@ class Loop:
 
     def gradient(self, index: int) -> list[torch.Tensor]:
         """What the gradient has to be at the weights as they are, by a copy and without mpinit."""
-        twin = copy.deepcopy(self.model)
+        # A file's copy: in 16 bit where the model is.
+        twin = pickle.loads(pickle.dumps(self.model))
         scale = mpinit.loss_scale(self.optimizer)
         found = torch.autograd.grad(mse(twin, DATA[index]) * scale, list(twin.parameters()))
         return [gradient.float() / scale for gradient in found]
