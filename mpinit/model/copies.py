@@ -75,13 +75,14 @@ def _float32_copy(tensor: torch.Tensor, values: torch.Tensor | None) -> torch.Te
 
 def _take_casts_off(copied: nn.Module) -> None:
     """Everything is float32 now: it runs as its class does."""
-    forward = vars(copied).get("forward")
-    if isinstance(forward, PatchedForward):
-        vars(copied).pop("_replicate_for_data_parallel", None)
-        if forward.inner is None:
-            del vars(copied)["forward"]
-        else:
-            vars(copied)["forward"] = forward.inner
+    for name, patched in list(vars(copied).items()):
+        if isinstance(patched, PatchedForward):
+            patched.boundary.retire()
+            vars(copied).pop("_replicate_for_data_parallel", None)
+            if patched.inner is None:
+                del vars(copied)[name]
+            else:
+                vars(copied)[name] = patched.inner
 
 
 class Conversion(_OfModule):
