@@ -71,6 +71,10 @@ class Boundary:
         self.inner_dtype = self.output_dtype = self.casts = self.before_forward = None
         self.cast_inputs = self.is_live = False
 
+    def become_float32(self) -> None:
+        """Compute in float32 from now on: the modules inside were copied into it."""
+        self.inner_dtype = torch.float32
+
     def announce(self) -> None:
         """Say that a forward begins that comes from outside of all initialised models."""
         if self.before_forward is not None and not torch.compiler.is_compiling():

@@ -55,7 +55,7 @@ class DeepCopy(_OfModule):
                 memo[id(tensor)] = _float32_copy(tensor, owner.float32_values(tensor))
         copied = self._as_it_is(memo)
         owner.leave(copied)
-        _take_casts_off(copied)
+        _compute_in_float32(copied)
         return copied
 
     def _as_it_is(self, memo: dict[int, Any]) -> nn.Module:
@@ -73,16 +73,11 @@ def _float32_copy(tensor: torch.Tensor, values: torch.Tensor | None) -> torch.Te
     return AveragedParameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
 
 
-def _take_casts_off(copied: nn.Module) -> None:
-    """Everything is float32 now: it runs as its class does."""
-    for name, patched in list(vars(copied).items()):
+def _compute_in_float32(copied: nn.Module) -> None:
+    """What is called across the boundary of a copy is cast to float32, as around a module that keep_fp32 names."""
+    for patched in vars(copied).values():
         if isinstance(patched, PatchedForward):
-            patched.boundary.retire()
-            vars(copied).pop("_replicate_for_data_parallel", None)
-            if patched.inner is None:
-                del vars(copied)[name]
-            else:
-                vars(copied)[name] = patched.inner
+            patched.boundary.become_float32()
 
 
 class Conversion(_OfModule):

@@ -280,6 +280,7 @@ def test_a_copy_is_a_float32_model(kind: str) -> None:
     plain.load_state_dict(model.state_dict())
     x = torch.randn(3, 8)
     assert torch.equal(twin(x), plain(x))
+    assert torch.equal(twin(x.half()), plain(x.half().float()))
     assert not twin.frozen.requires_grad
     assert twin.norm.weight is not model.norm.weight
     twin.half()
