@@ -22,6 +22,16 @@ def set_attribute(owner: Any, name: str, value: Any) -> Undo:
         >>> revert(); box.a
         1
     """
+    revert = _reverting(owner, name)
+    try:
+        setattr(owner, name, value)
+        return revert
+    except BaseException:
+        revert()
+        raise
+
+
+def _reverting(owner: Any, name: str) -> Undo:
     before = vars(owner).get(name, _ABSENT)
 
     def revert() -> None:
@@ -31,12 +41,7 @@ def set_attribute(owner: Any, name: str, value: Any) -> Undo:
         else:
             setattr(owner, name, before)
 
-    try:
-        setattr(owner, name, value)
-        return revert
-    except BaseException:
-        revert()
-        raise
+    return revert
 
 
 class UndoStack:
@@ -54,6 +59,19 @@ class UndoStack:
     def push(self, undo: Undo) -> None:
         """Remember one undo function."""
         self._undos.append(undo)
+
+    def set_attribute(self, owner: Any, name: str, value: Any) -> None:
+        """:func:`set_attribute`, with the way back on the stack before anything is changed.
+
+        Example:
+            >>> import types
+            >>> box, undos = types.SimpleNamespace(a=1), UndoStack()
+            >>> undos.set_attribute(box, "a", 2)
+            >>> undos.unwind(); box.a
+            1
+        """
+        self._undos.append(_reverting(owner, name))
+        setattr(owner, name, value)
 
     def __len__(self) -> int:
         return len(self._undos)

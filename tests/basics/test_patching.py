@@ -175,3 +175,12 @@ def test_a_patch_interrupted_at_any_line_is_either_undone_or_returned() -> None:
         with pytest.raises(Interrupted):
             interrupt_at(line, lambda box=box: set_attribute(box, "a", 2))
         assert vars(box) == {"a": 1}, f"interrupted at line {line}"
+
+
+def test_the_way_back_is_on_the_stack_before_anything_changes() -> None:
+    for line in range(count_lines(lambda: UndoStack().set_attribute(types.SimpleNamespace(a=1), "a", 2))):
+        box, stack = types.SimpleNamespace(a=1), UndoStack()
+        with pytest.raises(Interrupted):
+            interrupt_at(line, lambda stack=stack, box=box: stack.set_attribute(box, "a", 2))
+        stack.unwind()
+        assert vars(box) == {"a": 1}, f"interrupted at line {line}"
