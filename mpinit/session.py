@@ -27,6 +27,7 @@ from .optimizer.step import Stepper
 from .plan import Masters, Plan
 from .scaling.scaler import LossScaler
 from .settings.properties import Properties
+from .torch_internals import encoder_fast_path
 from .torch_internals.compiling_with_gradients import hide_gradients
 
 _dropped: list[Undo] = []
@@ -87,6 +88,8 @@ class Session:
         selected = self.selection = selection.select(self.models, plan)
         targets = dict(selected.targets)
         push(forward.patch_forwards(selected, plan, self))
+        if encoder_fast_path.is_bypassed(selected.kept, self.models):
+            encoder_fast_path.keep_off(lambda: True, self._undos)
         if selected.holds_16_bit:
             float32_state = state_dict.Float32State(self._find_master, self._load_master, self._has_masters)
             push(float32_state.remove)

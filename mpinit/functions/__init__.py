@@ -14,14 +14,15 @@ def apply(plan: Plan, verbose: bool = False) -> Undo:
     """Make torch's functions follow the cast policy, and switch casts on for this thread where the plan says so.
 
     The engine is torch's own autocast; wrappers are put only around names that a device present does not have on its
-    own list. They are shared by all live sessions: the namespaces are as they were when the last one is undone.
+    own list. They are shared by all live sessions: the namespaces are as they were when the last one is undone. An
+    exception on the way, Ctrl-C at any line included, leaves everything as it was.
 
     Args:
         plan: what to do; called only where ``plan.patch_functions``.
         verbose: log the first cast of each kind, and how many there were, at the level DEBUG.
 
     Returns:
-        The undo, to be called in the same thread; calling it again does nothing.
+        The undo, to be called in the same thread; calling it again does nothing, or completes what was interrupted.
 
     Example:
         >>> from mpinit.settings.opt_levels import OPT_LEVELS
@@ -29,8 +30,12 @@ def apply(plan: Plan, verbose: bool = False) -> Undo:
         >>> undo = apply(make_plan(OPT_LEVELS["O1"]))
         >>> undo()
     """
-    with UndoStack() as undos:
-        undos.push(INSTALLATION.add(plan, verbose))
+    undos = UndoStack()
+    try:
+        INSTALLATION.add(plan, verbose, undos)
         if plan.cast_scope is CastScope.THREAD:
-            undos.push(switch_thread_on(plan.function_dtype))
-    return undos.unwind
+            switch_thread_on(plan.function_dtype, undos)
+        return undos.unwind
+    except BaseException:
+        undos.unwind()
+        raise

@@ -107,10 +107,8 @@ def _fp32(
     return _row(Cast.FP32, name, wraps, reaches, native, casts_off=casts_off)
 
 
-def _promote(
-    name: str, wraps: str, reaches: str = "", native: frozenset[str] = _LISTED, casts_off: bool = False
-) -> CastRow:
-    return _row(Cast.PROMOTE, name, wraps, reaches, native, casts_off=casts_off)
+def _promote(name: str, wraps: str, reaches: str = "", native: frozenset[str] = _NOWHERE) -> CastRow:
+    return _row(Cast.PROMOTE, name, wraps, reaches, native, casts_off=True)
 
 
 _LOWER_PRECISION_ROWS: Final = (
@@ -183,7 +181,9 @@ _FP32_ROWS: Final = (
     _fp32("layer_norm", "t:layer_norm t:native_layer_norm", "F:layer_norm"),
     _fp32("group_norm", "t:group_norm", "F:group_norm"),
     _fp32("rms_norm", "t:rms_norm", "F:rms_norm"),
-    _fp32("norm", "L:vector_norm L:matrix_norm L:norm t:nuclear_norm t:frobenius_norm", "tT:norm F:normalize"),
+    _fp32(
+        "norm", "L:vector_norm L:matrix_norm L:norm t:nuclear_norm t:frobenius_norm F:normalize", "tT:norm", _NOWHERE
+    ),
     _fp32("renorm", "tT:renorm"),
     _fp32("dist", "tT:dist"),
     _fp32("pdist", "tF:pdist"),
@@ -213,19 +213,23 @@ _FP32_ROWS: Final = (
     ),
 )
 
+_STACKS: Final = "t:concat t:concatenate t:hstack t:vstack t:row_stack t:dstack t:column_stack"
+
+# torch's own promotion raises for tensors of the other 16-bit type; cat and stack need none.
 _PROMOTE_ROWS: Final = (
-    _promote("addcdiv", "tT:addcdiv", native=_EVERYWHERE),
-    _promote("addcmul", "tT:addcmul", native=_EVERYWHERE),
-    _promote("atan2", "tT:atan2 tT:arctan2", native=_EVERYWHERE),
+    _promote("addcdiv", "tT:addcdiv"),
+    _promote("addcmul", "tT:addcmul"),
+    _promote("atan2", "tT:atan2 tT:arctan2"),
     _promote("bilinear", "tF:bilinear"),
-    _promote("cross", "tT:cross"),
+    _promote("cross", "tT:cross L:cross"),
     _promote("dot", "tT:dot"),
     _promote("vdot", "tT:vdot"),
     _promote("index_put", "tT:index_put"),
+    _promote("index_copy", "tT:index_copy"),
     _promote("scatter_add", "tT:scatter_add"),
-    _promote("tensordot", "V:tensordot", "t:tensordot", casts_off=True),
-    _promote("grid_sample", "t:grid_sampler", "F:grid_sample", casts_off=True),
-    _promote("cat", "t:cat", "t:concat t:concatenate t:hstack t:vstack", _EVERYWHERE),
+    _promote("tensordot", "V:tensordot", "t:tensordot"),
+    _promote("grid_sample", "t:grid_sampler", "F:grid_sample"),
+    _promote("cat", "t:cat", _STACKS, native=_EVERYWHERE),
     _promote("stack", "t:stack", native=_EVERYWHERE),
 )
 

@@ -73,8 +73,10 @@ def _fp32(row: CastRow, name: str, original: Function, body: Function, device: s
     is_on, tensor_type, lower_types = torch.is_autocast_enabled, torch.Tensor, LOWER_PRECISION
 
     def fp32_function(*args: Any, **kwargs: Any) -> Any:
-        if not is_on(device) or "out" in kwargs:
+        if not is_on(device):
             return original(*args, **kwargs)
+        if kwargs and left_alone(kwargs):
+            return call_without_casts(original, *args, **kwargs)
         cast = [
             value.float()
             if isinstance(value, tensor_type) and value.dtype in lower_types and value.device.type == device
@@ -86,6 +88,15 @@ def _fp32(row: CastRow, name: str, original: Function, body: Function, device: s
         return body(*cast, **{key: to_float(value, device) for key, value in kwargs.items()})
 
     return fp32_function
+
+
+def left_alone(kwargs: dict[str, Any]) -> bool:
+    """Whether a call says what type its result has: by ``out=``, or by a 16-bit ``dtype=``.
+
+    It runs as it would without casts, also inside: a product in its body would not fit into ``out``, and a norm
+    refuses to answer in less than it was given.
+    """
+    return kwargs.get("out") is not None or kwargs.get("dtype") in LOWER_PRECISION
 
 
 def to_float(value: Any, device: str) -> Any:
@@ -109,8 +120,10 @@ def _lower(row: CastRow, name: str, original: Function, body: Function, device: 
     leading = row.arguments
 
     def lower_precision_function(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_autocast_enabled(device) or "out" in kwargs:
+        if not torch.is_autocast_enabled(device):
             return original(*args, **kwargs)
+        if kwargs and left_alone(kwargs):
+            return call_without_casts(original, *args, **kwargs)
         dtype = torch.get_autocast_dtype(device)
         if leading:
             args = tuple(
@@ -144,8 +157,10 @@ def widest(found: list[torch.dtype]) -> torch.dtype | None:
 
 def _promote(row: CastRow, name: str, original: Function, body: Function, device: str, allow_banned: bool) -> Function:
     def promoting_function(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_autocast_enabled(device) or "out" in kwargs:
+        if not torch.is_autocast_enabled(device):
             return original(*args, **kwargs)
+        if kwargs and left_alone(kwargs):
+            return call_without_casts(original, *args, **kwargs)
         found: list[torch.dtype] = []
         found_dtypes((*args, *kwargs.values()), device, found)
         dtype = widest(found)

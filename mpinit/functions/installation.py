@@ -11,13 +11,14 @@ from typing import Any, Final
 
 import torch
 
-from ..basics.patching import Undo, UndoStack, set_attribute
+from ..basics.patching import UndoStack
 from ..plan import CastPolicy, Plan
-from ..torch_internals.native_autocast import device_types
+from ..torch_internals import cpu_autocast_list, encoder_fast_path
+from ..torch_internals.native_autocast import device_types, is_on
 from .cast_lists import APEX_POLICY, TORCH_POLICY, wrapped_on
 from .casters import wrapper
 from .earlier_imports import warn_of_torch_names
-from .engine import keep_casts_out_of_backward, keep_casts_out_of_fused_layers
+from .engine import keep_casts_out_of_backward
 from .observing import log_counts, observer
 from .user_functions import REGISTERED, Registration, user_wrapper
 
@@ -56,61 +57,62 @@ class Installation:
         """What stands at ``owner.name``, or stood there before it was wrapped; None where there is nothing."""
         return self._originals.get((id(owner), name), getattr(owner, name, None))
 
-    def add(self, plan: Plan, verbose: bool) -> Undo:
+    def add(self, plan: Plan, verbose: bool, undos: UndoStack) -> None:
         """Serve one more session; the undo may come in any order among several."""
         token = object()
         with self._lock:
+            undos.push(lambda: self._remove(token))
             self._sessions[token] = _Needs(plan.cast_policy, plan.allow_banned, verbose)
-            try:
-                self._refresh()
-            except BaseException:
-                del self._sessions[token]
-                self._refresh()
-                raise
+            self._refresh()
             if len(self._sessions) == 1:
                 warn_of_torch_names(self._wrapped_functions())
 
-        def undo() -> None:
-            with self._lock:
-                if self._sessions.pop(token, None) is not None:
-                    self._refresh()
-
-        return undo
+    def _remove(self, token: object) -> None:
+        with self._lock:
+            self._sessions.pop(token, None)
+            self._refresh_for_all()
 
     def refresh_registrations(self) -> None:
         """Install anew for a changed list of registered functions."""
         with self._lock:
-            self._refresh(even_if_same=True)
+            self._installed = None
+            self._refresh_for_all()
 
-    def _refresh(self, even_if_same: bool = False) -> None:
+    def _refresh_for_all(self) -> None:
+        """:meth:`_refresh`; an interrupt does not leave the sessions that live on without their wrappers."""
+        try:
+            self._refresh()
+        except BaseException:
+            self._refresh()
+            raise
+
+    def _refresh(self) -> None:
+        """Make what stands in torch's namespaces what the live sessions need; begun anew after an interrupt."""
         needs: _Needs | None = None
         for session in self._sessions.values():
             needs = session if needs is None else needs.joined(session)
-        if needs == self._installed and not even_if_same:
+        if needs == self._installed and (needs is not None or not self._undos):
             return
-        verbose_before = self._installed is not None and self._installed.verbose
         self._installed = None
-        self._originals.clear()
         self._undos.unwind()
-        if verbose_before and not (needs is not None and needs.verbose):
+        self._originals.clear()
+        if needs is None or not needs.verbose:
             log_counts()
         if needs is not None:
             self._install(needs)
             self._installed = needs
 
     def _install(self, needs: _Needs) -> None:
-        try:
-            self._undos.push(_mark_compile_caches())
-            self._undos.push(keep_casts_out_of_backward())
-            self._undos.push(keep_casts_out_of_fused_layers())
-            for registration in REGISTERED:
-                self._set(registration.owner, registration.name, _registered_wrapper(registration))
-            for owner, name, function in _wrappers(needs):
-                if (id(owner), name) not in self._originals:  # a registration has the last word
-                    self._set(owner, name, function)
-        except BaseException:
-            self._undos.unwind()
-            raise
+        """Put everything in; what an interrupt leaves half done, the next :meth:`_refresh` takes out."""
+        _mark_compile_caches(self._undos)
+        keep_casts_out_of_backward(self._undos)
+        encoder_fast_path.keep_off(is_on, self._undos)
+        cpu_autocast_list.follow_cuda(self._undos)
+        for registration in REGISTERED:
+            self._set(registration.owner, registration.name, _registered_wrapper(registration))
+        for owner, name, function in _wrappers(needs):
+            if (id(owner), name) not in self._originals:  # a registration has the last word
+                self._set(owner, name, function)
 
     def _wrapped_functions(self) -> dict[int, str]:
         """id of the original -> dotted name, for the functions (methods aside) that stand behind a wrapper now."""
@@ -125,8 +127,8 @@ class Installation:
     def _set(self, owner: Any, name: str, function: Any) -> None:
         original = getattr(owner, name)
         self._originals[id(owner), name] = original
-        self._undos.push(_tell_torchscript(function, original))
-        self._undos.push(set_attribute(owner, name, function))
+        _tell_torchscript(function, original, self._undos)
+        self._undos.set_attribute(owner, name, function)
 
 
 def _wrappers(needs: _Needs) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
@@ -178,42 +180,42 @@ def _standing(owner: Any, name: str) -> Any:
     return getattr(owner, name)
 
 
-def _mark_compile_caches() -> Undo:
+def _mark_compile_caches(undos: UndoStack) -> None:
     """Tell torch.compile that names mean other functions now.
 
     Its caches on disk know ``exp`` by name, and its table of functions that may stand in a graph is built once, from
     what the names mean at that moment.
     """
     config: Any = torch.compiler.config
-    config.cache_key_tag = config.cache_key_tag.removesuffix(_MARK) + _MARK
-    _forget_function_tables()
 
     def revert() -> None:
         # torch keeps its settings per thread: in another thread than the one that installed there is no mark.
         config.cache_key_tag = config.cache_key_tag.removesuffix(_MARK)
         _forget_function_tables()
 
-    return revert
+    undos.push(revert)
+    config.cache_key_tag = config.cache_key_tag.removesuffix(_MARK) + _MARK
+    _forget_function_tables()
 
 
-def _tell_torchscript(function: Any, original: Any) -> Undo:
+def _tell_torchscript(function: Any, original: Any, undos: UndoStack) -> None:
     """Let TorchScript take a wrapper for what it stands for: it compiles by its own table, and casts nothing.
 
     torch scripts functions of its own for forward-mode derivatives, so this matters to those who never script.
     """
     table: dict[int, str] = torch.jit._builtins._get_builtin_table()  # type: ignore[no-untyped-call]
     before = table.get(id(function))
-    if id(original) in table:
-        table[id(function)] = table[id(original)]
-    elif isinstance(function, types.FunctionType):
-        function.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]
 
     def revert() -> None:
         table.pop(id(function), None)
         if before is not None:
             table[id(function)] = before
 
-    return revert
+    undos.push(revert)
+    if id(original) in table:
+        table[id(function)] = table[id(original)]
+    elif isinstance(function, types.FunctionType):
+        function.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]
 
 
 def _forget_function_tables() -> None:

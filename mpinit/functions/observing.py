@@ -16,7 +16,7 @@ import torch
 
 from ..basics.dtypes import dtype_name
 from .cast_lists import Cast, CastRow
-from .casters import found_dtypes, widest
+from .casters import found_dtypes, left_alone, widest
 
 _log: Final = logging.getLogger("mpinit")
 
@@ -39,7 +39,7 @@ def observer(row: CastRow, name: str, function: Callable[..., Any], devices: tup
     @functools.wraps(function)
     def observed(*args: Any, **kwargs: Any) -> Any:
         # Inside a graph there is nothing to count, and a log call would break the graph.
-        if not torch.compiler.is_compiling() and "out" not in kwargs:
+        if not torch.compiler.is_compiling() and not left_alone(kwargs):
             for device in devices:
                 if torch.is_autocast_enabled(device):
                     _look(row, name, args, kwargs, device)

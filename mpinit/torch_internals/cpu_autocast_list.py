@@ -1,0 +1,94 @@
+"""The CPU's own autocast list where it departs from CUDA's, and how to make it follow.
+
+Beside what the two lists share, the CPU's names functions that CUDA's leaves alone. It casts some to float32 although
+their kernels take 16-bit tensors by now, and has ``cat``, ``stack`` and ``index_copy`` promote: that kernel raises
+"Unexpected floating ScalarType in at::autocast::prioritize" for any tensor of the other 16-bit type, one alone
+included, and inside ``roll``, ``matrix_exp``, ``gradient`` as well. Without it ``cat`` and ``stack`` promote by
+themselves.
+
+Upstream: https://github.com/pytorch/pytorch/pull/191125 (the promotion), https://github.com/pytorch/pytorch/pull/63534
+and .../pull/77623 (the CPU's list). All versions since 1.10, 2.13 included. :data:`RUNS_AS_GIVEN` can go, name by name,
+when the CPU's list no longer has it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Final
+
+import torch
+
+from ..basics.patching import UndoStack
+
+__all__ = ["RUNS_AS_GIVEN", "RUNS_IN_FLOAT32", "follow_cuda", "listed_on_cpu_only"]
+
+# Kernels that take 16-bit tensors on a CPU: cast by its list, and not by CUDA's.
+RUNS_AS_GIVEN: Final = (
+    *("cat", "stack", "index_copy"),
+    *("adaptive_avg_pool3d", "adaptive_max_pool3d", "max_pool3d", "fractional_max_pool2d", "fractional_max_pool3d"),
+    *("max_unpool2d", "max_unpool3d", "reflection_pad1d", "reflection_pad2d"),
+    *("replication_pad1d", "replication_pad2d", "replication_pad3d"),
+    *(
+        "grid_sampler_2d",
+        "_grid_sampler_2d_cpu_fallback",
+        "grid_sampler_3d",
+        "trace",
+        "fake_quantize_per_tensor_affine",
+    ),
+)
+
+# Kernels that take no 16-bit tensors on a CPU, by the names they have in Python. What CUDA does with 16-bit tensors is
+# its own: it computes avg_pool3d and short FFTs, and raises for most of linear algebra.
+RUNS_IN_FLOAT32: Final = (
+    *("torch.nn.functional.avg_pool3d", "torch.nn.functional.ctc_loss", "torch.ctc_loss"),
+    *("torch.quantile", "torch.nanquantile", "torch.polar", "torch.view_as_complex", "torch.stft"),
+    *(f"torch.fft.{way}{kind}fft{dims}" for way in ("", "i") for kind in ("", "r") for dims in ("", "2", "n")),
+    *("torch.fft.hfft", "torch.fft.ihfft"),
+    *("torch.cholesky", "torch.cholesky_inverse", "torch.cholesky_solve", "torch.geqrf", "torch.inverse", "torch.lu"),
+    *("torch.lu_solve", "torch.orgqr", "torch.ormqr", "torch.pinverse", "torch.qr", "torch.svd"),
+    "torch.triangular_solve",
+    *("torch.linalg.cholesky", "torch.linalg.cholesky_ex", "torch.linalg.cond", "torch.linalg.eig"),
+    *("torch.linalg.eigh", "torch.linalg.eigvals", "torch.linalg.eigvalsh", "torch.linalg.householder_product"),
+    *("torch.linalg.inv", "torch.linalg.inv_ex", "torch.linalg.lstsq", "torch.linalg.matrix_rank"),
+    *("torch.linalg.qr", "torch.linalg.solve", "torch.linalg.svd", "torch.linalg.svdvals"),
+    *("torch.linalg.tensorinv", "torch.linalg.tensorsolve"),
+)
+
+_KEY: Final = "AutocastCPU"
+
+
+def follow_cuda(undos: UndoStack) -> None:
+    """Take :data:`RUNS_AS_GIVEN` off the CPU's autocast list, for the process, until undone.
+
+    Their kernels then see the tensors as they are given, as CUDA's do; nothing stands between, in eager mode or in a
+    compiled graph.
+
+    Example:
+        >>> undos = UndoStack()
+        >>> follow_cuda(undos)
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     torch.cat([torch.ones(1, dtype=torch.float16)] * 2).dtype
+        torch.float16
+        >>> undos.unwind()
+    """
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    undos.push(library._destroy)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        for name in RUNS_AS_GIVEN:
+            if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", _KEY):
+                library.impl(name, torch.library.fallthrough_kernel, _KEY)  # type: ignore[no-untyped-call]
+
+
+def listed_on_cpu_only() -> set[str]:
+    """The kernels on the CPU's autocast list that are not on CUDA's, without their overloads' names.
+
+    Example:
+        >>> "linalg_inv" in listed_on_cpu_only()
+        True
+    """
+    registered: Any = torch._C._dispatch_get_registrations_for_dispatch_key
+    cpu, cuda = (
+        {name.removeprefix("aten::").partition(".")[0] for name in registered(key)} for key in (_KEY, "AutocastCUDA")
+    )
+    return cpu - cuda

@@ -1,0 +1,85 @@
+"""torch's fast path for nn.TransformerEncoderLayer and nn.MultiheadAttention, and how to keep it off.
+
+In evaluation without gradients torch computes a whole encoder layer in one kernel, in one type, from the weights of
+the modules inside, whose own ``forward`` is not called. Casts around those forwards, and modules in another type than
+the rest of the layer, are ignored or make the kernel raise. torch leaves the path by itself under CUDA's autocast flag
+and for a layer whose modules have hooks, but not under the flags of other devices, not for a patched forward, and
+nn.TransformerEncoder builds nested tensors for it without looking at hooks.
+
+Upstream: https://github.com/pytorch/pytorch/issues/107663 and .../issues/191796 (flags of other devices),
+.../issues/128413 (modules inside are not called). All versions since 1.12, 2.13 included. This file can go when the
+layer asks for the flag of its input's device and looks for a ``forward`` on its modules' instances.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable
+from typing import Final
+
+import torch
+from torch import nn
+
+from ..basics.patching import UndoStack
+
+__all__ = ["is_bypassed", "keep_off"]
+
+_FUSED: Final = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+# Who keeps the path off, and when. One patch serves all: patches undone in any order would leave one behind.
+_reasons: Final[dict[object, Callable[[], bool]]] = {}
+_patch: Final = UndoStack()
+
+
+def keep_off(when: Callable[[], bool], undos: UndoStack) -> None:
+    """Keep the fast path off, for every layer of the process, while ``when()`` is true.
+
+    Args:
+        when: asked at each forward of such a layer that is not being compiled.
+        undos: gets the undo; those of several callers may come in any order.
+
+    Example:
+        >>> undos = UndoStack()
+        >>> keep_off(lambda: True, undos)
+        >>> torch.backends.mha.get_fastpath_enabled()
+        False
+        >>> undos.unwind(); torch.backends.mha.get_fastpath_enabled()
+        True
+    """
+    reason = object()
+
+    def undo() -> None:
+        _reasons.pop(reason, None)
+        if not _reasons:
+            _patch.unwind()
+
+    undos.push(undo)
+    _reasons[reason] = when
+    if not len(_patch):
+        _patch.set_attribute(torch.backends.mha, "get_fastpath_enabled", _asking(torch.backends.mha))
+
+
+def _asking(module: object) -> Callable[[], bool]:
+    original: Callable[[], bool] = module.get_fastpath_enabled  # type: ignore[attr-defined]
+
+    @functools.wraps(original)
+    def get_fastpath_enabled() -> bool:
+        # torch.compile makes kernels of its own, and cannot trace the original.
+        if torch.compiler.is_dynamo_compiling():
+            return False
+        return not any(when() for when in _reasons.values()) and original()
+
+    return get_fastpath_enabled
+
+
+def is_bypassed(modules: Collection[nn.Module], models: Iterable[nn.Module]) -> bool:
+    """Whether one of these modules lies in a layer of the models that the fast path may compute without calling it.
+
+    Example:
+        >>> layer = nn.TransformerEncoderLayer(4, 2)
+        >>> is_bypassed([layer.norm1], [nn.Sequential(layer)])
+        True
+    """
+    wanted = set(modules)
+    layers = (layer for model in models for layer in model.modules() if isinstance(layer, _FUSED))
+    return bool(wanted) and any(module in wanted for layer in layers for module in layer.modules())
