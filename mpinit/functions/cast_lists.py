@@ -107,8 +107,10 @@ def _fp32(
     return _row(Cast.FP32, name, wraps, reaches, native, casts_off=casts_off)
 
 
-def _promote(name: str, wraps: str, reaches: str = "", native: frozenset[str] = _NOWHERE) -> CastRow:
-    return _row(Cast.PROMOTE, name, wraps, reaches, native, casts_off=True)
+def _promote(
+    name: str, wraps: str, reaches: str = "", native: frozenset[str] = _NOWHERE, casts_off: bool = False
+) -> CastRow:
+    return _row(Cast.PROMOTE, name, wraps, reaches, native, casts_off=casts_off)
 
 
 _LOWER_PRECISION_ROWS: Final = (
@@ -169,12 +171,12 @@ _FP32_ROWS: Final = (
     _fp32("rsqrt", "tT:rsqrt"),
     _fp32("sinh", "tT:sinh"),
     _fp32("tan", "tT:tan"),
-    _fp32("pow", "tT:pow T:__pow__ T:__rpow__ tT:square"),
+    _fp32("pow", "tT:pow T:__pow__ T:__rpow__ tT:square tT:ldexp"),
     _fp32("softplus", "F:softplus"),
     _fp32("softmax", "tTS:softmax", "F:softmax F:softmin F:gumbel_softmax"),
     _fp32("log_softmax", "tTS:log_softmax", "F:log_softmax"),
     _fp32("logsumexp", "tTS:logsumexp"),
-    _fp32("sum", "tT:sum"),
+    _fp32("sum", "tT:sum T:sum_to_size t:trapezoid t:trapz t:cumulative_trapezoid tT:mvlgamma S:multigammaln"),
     _fp32("prod", "tT:prod", native=_EVERYWHERE),
     _fp32("cumsum", "tT:cumsum"),
     _fp32("cumprod", "tT:cumprod"),
@@ -220,15 +222,16 @@ _PROMOTE_ROWS: Final = (
     _promote("addcdiv", "tT:addcdiv"),
     _promote("addcmul", "tT:addcmul"),
     _promote("atan2", "tT:atan2 tT:arctan2"),
-    _promote("bilinear", "tF:bilinear"),
+    _promote("bilinear", "tF:bilinear", casts_off=True),
     _promote("cross", "tT:cross L:cross"),
     _promote("dot", "tT:dot"),
     _promote("vdot", "tT:vdot"),
+    _promote("inner", "tT:inner", casts_off=True),
     _promote("index_put", "tT:index_put"),
     _promote("index_copy", "tT:index_copy"),
     _promote("scatter_add", "tT:scatter_add"),
-    _promote("tensordot", "V:tensordot", "t:tensordot"),
-    _promote("grid_sample", "t:grid_sampler", "F:grid_sample"),
+    _promote("tensordot", "V:tensordot", "t:tensordot", casts_off=True),
+    _promote("grid_sample", "t:grid_sampler", "F:grid_sample", casts_off=True),
     _promote("cat", "t:cat", _STACKS, native=_EVERYWHERE),
     _promote("stack", "t:stack", native=_EVERYWHERE),
 )

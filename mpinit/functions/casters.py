@@ -141,8 +141,9 @@ def _lower(row: CastRow, name: str, original: Function, body: Function, device: 
 def found_dtypes(value: Any, device: str, found: list[torch.dtype]) -> None:
     """Collect the castable dtypes of the device's tensors, also inside lists and tuples."""
     if isinstance(value, torch.Tensor):
-        if value.dtype in _CASTABLE and value.device.type == device and value.dtype not in found:
-            found.append(value.dtype)
+        dtype = value.dtype
+        if dtype not in found and dtype in _CASTABLE and value.device.type == device:
+            found.append(dtype)
     elif type(value) in _CONTAINERS:
         for leaf in value:
             found_dtypes(leaf, device, found)
@@ -161,15 +162,33 @@ def _promote(row: CastRow, name: str, original: Function, body: Function, device
             return original(*args, **kwargs)
         if kwargs and left_alone(kwargs):
             return call_without_casts(original, *args, **kwargs)
+        if not kwargs and _is_uniform(args, torch.get_autocast_dtype(device)):
+            return body(*args)
         found: list[torch.dtype] = []
         found_dtypes((*args, *kwargs.values()), device, found)
-        dtype = widest(found)
-        if dtype is not None and len(found) > 1:
-            args = tuple(_cast(value, dtype, device) for value in args)
-            kwargs = {key: _cast(value, dtype, device) for key, value in kwargs.items()}
+        if len(found) > 1:
+            args = tuple(_cast(value, torch.float32, device) for value in args)
+            kwargs = {key: _cast(value, torch.float32, device) for key, value in kwargs.items()}
+        elif found and found[0] is not torch.float32 and found[0] is not torch.get_autocast_dtype(device):
+            # A device's own promotion raises for the other 16-bit type.
+            return call_without_casts(body, *args, **kwargs)
         return body(*args, **kwargs)
 
     return promoting_function
+
+
+def _is_uniform(args: tuple[Any, ...], lower: torch.dtype) -> bool:
+    """Whether these are clearly all float32, or all of the 16-bit type: the common case, told quickly."""
+    dtype: torch.dtype | None = None
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            if dtype is None:
+                dtype = value.dtype
+            elif value.dtype is not dtype:
+                return False
+        elif type(value) in _CONTAINERS:
+            return False
+    return dtype is lower or dtype is torch.float32
 
 
 def _banned(row: CastRow, name: str, original: Function, body: Function, device: str, allow_banned: bool) -> Function:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+from ..torch_internals.cpu_autocast_list import RUNS_AS_GIVEN
 from .cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
+from .unlisted import FLOAT32_ON_CPU, MADE_OF_OTHERS
 
 _DEVICES: Final = ("cpu", "cuda", "xpu")
 
@@ -28,8 +31,11 @@ mpinit/docs/cast_policy.md`; a test compares the two.
 What O1 (`patch_torch_functions=True`) does to the arguments of a function, on every device, in float16 and bfloat16.
 **native**: the device's own autocast kernels do it. **wrapped**: a thin wrapper stands at the names printed first; the
 names in parentheses end in one of them. A device that is not listed here gets every wrapper. float64, integer, bool
-and complex tensors are never cast; a call with `out=` and an in-place function are left alone; `softmax(x, dtype=...)`
-gives what was asked for. Functions in no row run in the type they are given.
+and complex tensors are never cast; a call with `out=` and an in-place function are left
+alone; `softmax(x, dtype=...)` gives what was asked for, as a norm with a 16-bit `dtype=` does.
+`interpolate(mode="area")` is pooling, in no row. Functions in no row run in the type they are given, on every device,
+but for those listed at the end: some are made of functions that have a row, and the CPU has no 16-bit kernels for
+others.
 
 ## Where casts are on
 
@@ -59,6 +65,40 @@ registration warns. The same goes for torch's own functions that are wrapped: `f
 """
 
 
+_UNLISTED: Final = """\
+## Functions in no row that do not run in the type they are given
+
+Found by running torch's own database of operators through O1; a test compares. The method of the same name does the
+same.
+
+- Made of matrix products, which run in 16 bits: float32 arguments come back in 16 bits, on every device. Put
+  `mpinit.disable_casts()` around them where that is not wanted.
+{products}
+- Made of powers, logarithms and sums, which run in float32: the result is float32, though not every step inside is, on
+  every device.
+{powers}
+- **On the CPU only**, in float32, because it has no 16-bit kernel. Other devices are given the type that the arguments
+  have, and torch raises there where they have no such kernel either.
+{on_cpu}
+
+Whatever else is written in Python, in torch or elsewhere, follows the functions that it calls.
+
+The CPU's own autocast list, which a bare `torch.autocast("cpu")` follows, names more. While a session with O1 is live
+these kernels are off that list, so that they do on the CPU what they do on CUDA.
+
+{as_given}
+"""
+
+
+def _named(cast: Cast) -> list[str]:
+    return [name for name, found in MADE_OF_OTHERS.items() if found is cast]
+
+
+def _listing(names: Iterable[str], indent: str = "  ") -> str:
+    listed = ", ".join(f"`{name}`" for name in names)
+    return textwrap.fill(listed, 119, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
 def markdown() -> str:
     """The whole page.
 
@@ -74,6 +114,12 @@ def markdown() -> str:
         *_sections(TORCH_POLICY),
         '## `cast_policy="apex"`: the rows above, and instead or besides\n',
         *_sections(stricter),
+        _UNLISTED.format(
+            products=_listing(_named(Cast.LOWER_PRECISION)),
+            powers=_listing(_named(Cast.FP32)),
+            on_cpu=_listing(sorted(FLOAT32_ON_CPU)),
+            as_given=_listing((name for name in RUNS_AS_GIVEN if not name.startswith("_")), indent=""),
+        ),
     ]
     return "\n".join(parts)
 

@@ -94,11 +94,18 @@ class _Walk:
         self.tops: dict[nn.Module, str] = {}
         self.kept_modules: set[nn.Module] = set()
 
+    def _is_kept(self, name: str, module: nn.Module) -> bool:
+        if self._keeps(name, module):
+            return True
+        # Attention reads the weights of its output layer without calling it: both are in one dtype.
+        attention = isinstance(module, nn.MultiheadAttention)
+        return attention and self._keeps(f"{name}.out_proj" if name else "out_proj", module.out_proj)
+
     def visit(self, name: str, module: nn.Module, below_kept: bool) -> None:
         if module in (self.kept_modules if below_kept else self.names):
             return
         self.names.setdefault(module, name)
-        if not below_kept and self._keeps(name, module):
+        if not below_kept and self._is_kept(name, module):
             self.tops[module] = name
             below_kept = True
         if below_kept:

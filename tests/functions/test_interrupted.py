@@ -1,0 +1,134 @@
+"""Ctrl-C at any line of O1's set-up or undo: set-up leaves torch as it was, an undo called again completes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from casts import BF16, FP32, HALF, o1_plan
+from test_functions import differences, snapshot
+
+import mpinit
+from mpinit.functions import apply
+from mpinit.functions.installation import INSTALLATION
+from mpinit.torch_internals.cpu_autocast_list import listed_on_cpu_only
+
+PACKAGE = str(Path(mpinit.__file__).parent) + "/"
+TRACED = ("functions/", "basics/patching.py", "torch_internals/")
+# A line, and which of its runs: the first or the last.
+Where = tuple[str, int, int]
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt before one run of one line; counts the runs of all."""
+
+    def __init__(self, at: Where | None = None) -> None:
+        self.at = at
+        self.runs: dict[tuple[str, int], int] = {}
+
+    def _trace(self, frame: Any, event: str, _: Any) -> Any:
+        name = frame.f_code.co_filename.removeprefix(PACKAGE)
+        if not name.startswith(TRACED):
+            return None
+        if event == "line":
+            line = (name, frame.f_lineno)
+            self.runs[line] = self.runs.get(line, 0) + 1
+            if self.at == (*line, self.runs[line]):
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._trace
+
+    def run(self, action: Callable[[], Any]) -> Any:
+        before = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            return action()
+        finally:
+            sys.settrace(before)
+
+
+def everywhere(action: Callable[[], Any]) -> Iterator[Where]:
+    """The first and the last run of every line that ``action`` runs."""
+    interrupter = Interrupter()
+    interrupter.run(action)
+    for (name, number), count in interrupter.runs.items():
+        yield from ((name, number, run) for run in sorted({1, count}))
+
+
+def state() -> dict[str, Any]:
+    """What :func:`snapshot` sees, and besides the CPU's own autocast list and TorchScript's table."""
+    table = torch.jit._builtins._get_builtin_table()  # type: ignore[no-untyped-call]
+    own_list = torch.tensor([1.0], dtype=HALF)
+    with torch.autocast("cpu", BF16):
+        try:
+            torch.cat([own_list])
+            cat = "follows CUDA"
+        except RuntimeError:
+            cat = "its own"
+    return snapshot() | {"tag": (torch.compiler.config.cache_key_tag, len(table), cat, len(listed_on_cpu_only()))}
+
+
+def scale(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@pytest.fixture(params=["alone", "beside another"])
+def live(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What is live beside the session under test; a function is registered in both cases."""
+    mpinit.register_float_function(sys.modules[__name__], "scale")
+    undo = apply(o1_plan(patch_torch_functions_type=BF16)) if request.param == "beside another" else None
+    yield request.param
+    if undo is not None:
+        undo()
+
+
+# The other session has the other policy: all wrappers are made anew when this one comes and when it goes.
+PLAN = o1_plan(cast_policy="apex")
+
+
+def check(live: str, before: dict[str, Any], where: Where) -> None:
+    """Everything is as it was; a session beside the interrupted one has all its casts, by wrappers made anew."""
+    now = state()
+    if live == "beside another":
+        before, now = flags(before), flags(now)
+        x = torch.ones(2, 2, dtype=BF16)
+        assert [(x @ x).dtype, x.exp().dtype, torch.nn.functional.gelu(x).dtype] == [BF16, FP32, BF16], where
+        assert torch.cat([x.half(), x.half()]).dtype is HALF
+        assert scale(x).dtype is FP32
+    assert differences(before, now) == [], (where, before["tag"], now["tag"])
+
+
+def test_an_interrupted_setup_leaves_torch_as_it_was(live: str) -> None:
+    before, count = state(), 0
+    for where in everywhere(lambda: apply(PLAN)()):
+        try:
+            undo = Interrupter(where).run(lambda: apply(PLAN))
+            undo()  # it was a line of the undo
+        except KeyboardInterrupt:
+            count += 1
+        check(live, before, where)
+    assert count > 100
+
+
+def flags(seen: dict[str, Any]) -> dict[str, Any]:
+    """Without the wrappers, which are made anew for those who stay."""
+    return {key: value for key, value in seen.items() if key in ("state", "cache", "tag")}
+
+
+def test_an_interrupted_undo_completes_when_called_again(live: str) -> None:
+    before, count = state(), 0
+    for where in everywhere(lambda: apply(PLAN)()):
+        undo = apply(PLAN)
+        try:
+            Interrupter(where).run(undo)
+        except KeyboardInterrupt:
+            count += 1
+        undo()
+        undo()
+        check(live, before, where)
+    assert count > 30
+    assert len(INSTALLATION._sessions) == (live == "beside another")
