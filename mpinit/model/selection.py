@@ -98,8 +98,8 @@ class _Walk:
         if self._keeps(name, module):
             return True
         # Attention reads the weights of its output layer without calling it: both are in one dtype.
-        attention = isinstance(module, nn.MultiheadAttention)
-        return attention and self._keeps(f"{name}.out_proj" if name else "out_proj", module.out_proj)
+        output = module._modules.get("out_proj") if isinstance(module, nn.MultiheadAttention) else None
+        return output is not None and self._keeps(f"{name}.out_proj" if name else "out_proj", output)
 
     def visit(self, name: str, module: nn.Module, below_kept: bool) -> None:
         if module in (self.kept_modules if below_kept else self.names):

@@ -178,7 +178,8 @@ def test_a_patch_interrupted_at_any_line_is_either_undone_or_returned() -> None:
 
 
 def test_the_way_back_is_on_the_stack_before_anything_changes() -> None:
-    for line in range(count_lines(lambda: UndoStack().set_attribute(types.SimpleNamespace(a=1), "a", 2))):
+    first = UndoStack()
+    for line in range(count_lines(lambda: first.set_attribute(types.SimpleNamespace(a=1), "a", 2))):
         box, stack = types.SimpleNamespace(a=1), UndoStack()
         with pytest.raises(Interrupted):
             interrupt_at(line, lambda stack=stack, box=box: stack.set_attribute(box, "a", 2))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from casts import BF16, FP32, HALF, o1_plan
+from casts import BF16, FP32, HALF, in_thread, o1_plan
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mpinit.functions import apply
@@ -124,7 +124,9 @@ def calls(shard: int, samples: int | None) -> Iterator[Call]:
                 if samples is not None and lower is (HALF, BF16)[number % 2]:
                     continue
                 other = BF16 if lower is HALF else HALF
-                for given in ((FP32,), (lower,), (other,), (lower, FP32), (other, FP32)):
+                mixed = ((other,), (lower, FP32))
+                all_kinds = samples is None or name == f"torch.{op.name}"
+                for given in ((FP32,), (lower,), (other, FP32), *mixed) if all_kinds else mixed:
                     yield Call(name, (sample.input, *sample.args), dict(sample.kwargs), lower, given)
 
 
@@ -195,10 +197,11 @@ def wrong(shard: int, samples: int | None) -> list[str]:
     operators()  # imported before there is a wrapper that it could hold on to
     undo = apply(o1_plan(cast_scope="model", allow_banned=True))
     try:
-        found = [check(call, casts) for call in calls(shard, samples)]
+        # In a thread, because its stack is short: the database looks at the whole stack for every sample it makes.
+        found = in_thread(lambda: [check(call, casts) for call in calls(shard, samples)])
     finally:
         undo()
-    assert len(found) > 2000
+    assert len(found) > 1500
     return [what for what in found if what is not None]
 
 
