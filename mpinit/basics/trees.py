@@ -60,6 +60,7 @@ class TreeCast:
 
     Args:
         dtype: the floating dtype that floating tensors get.
+        originals: what stands for what in results: the id of what was passed -> the caller's own.
 
     Example:
         >>> batch = {"x": torch.ones(2)}
@@ -73,15 +74,14 @@ class TreeCast:
 
     __slots__ = ("_by_identity", "_dtype", "_leaves", "_originals", "_seen", "_walked")
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, originals: dict[int, Any] | None = None) -> None:
         self._dtype = dtype
         # Compiled code cannot ask for an object's id or a tensor's version.
         self._by_identity = not torch.compiler.is_compiling()
         self._seen: dict[int, _Visit] = {}
         self._leaves: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._walked: list[tuple[Container, Any, Any, dict[Any, Any]]] = []
-        # What stands for what, when results are cast: id of what was passed -> the caller's.
-        self._originals: dict[int, Any] = {}
+        self._originals: dict[int, Any] = originals or {}
 
     def __call__(self, tree: Any) -> Any:
         """The tree with its floating tensors in the dtype."""
@@ -135,7 +135,7 @@ class TreeCast:
         """
         originals = {}
         for original, cast, version in self._leaves:
-            if version >= 0 and (cast._version == version or _write_elements(original, cast)):
+            if version >= 0 and (cast._version == version or write_elements(original, cast)):
                 originals[id(cast)] = original
         if len(originals) == len(self._leaves):
             # Where it is not known whether a tensor was written to, none of the caller's may stand for what was passed.
@@ -155,9 +155,7 @@ class TreeCast:
             tree: a result of what the trees were passed to.
             dtype: what its floating tensors get.
         """
-        cast = TreeCast(dtype)
-        cast._originals = self._originals
-        return cast(tree)
+        return TreeCast(dtype, self._originals)(tree)
 
 
 class _Visit:
@@ -178,8 +176,19 @@ class _Visit:
         return self.result
 
 
-def _write_elements(original: torch.Tensor, cast: torch.Tensor) -> bool:
-    """Write the elements that differ from what ``original`` was cast to; whether that is possible."""
+def write_elements(original: torch.Tensor, cast: torch.Tensor) -> bool:
+    """Write the elements of a copy that was cast and written to into what it was made of.
+
+    Elements that are still what the cast made of them keep their bits.
+
+    Returns:
+        Whether it could be done: a leaf that requires a gradient cannot be written to.
+
+    Example:
+        >>> original, cast = torch.tensor([0.1, 0.1]), torch.tensor([0.1, 0.5]).half()
+        >>> write_elements(original, cast), original
+        (True, tensor([0.1000, 0.5000]))
+    """
     if original.is_leaf and original.requires_grad and torch.is_grad_enabled():
         return False
     was = original.detach().to(cast.dtype)
