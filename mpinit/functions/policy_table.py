@@ -71,8 +71,8 @@ _UNLISTED: Final = """\
 Found by running torch's own database of operators through O1; a test compares. The method of the same name does the
 same.
 
-- Made of matrix products, which run in 16 bits: float32 arguments come back in 16 bits, on every device. Put
-  `mpinit.disable_casts()` around them where that is not wanted.
+- Made of matrix products, which run in 16 bits: float32 arguments come back in 16 bits, on every device, and
+  `out=` is computed in 16 bits or refused. Put `mpinit.disable_casts()` around them where that is not wanted.
 {products}
 - Made of powers, logarithms and sums, which run in float32: the result is float32, though not every step inside is, on
   every device.
