@@ -22,6 +22,8 @@ Cast = Callable[[torch.Tensor], torch.Tensor]
 BLOCK: Final = 64
 # Elements worked on at a time: temporaries stay small, on a CPU within its cache.
 _CHUNK: Final = 1 << 16
+# Elements of which the original itself is kept: a model's many small tensors are not worth a second look.
+_SMALL: Final = 4 * BLOCK
 # An element kept apart takes 4 bytes for its place and 4 for its value.
 _APART: Final = 8
 
@@ -54,7 +56,7 @@ def encode(original: torch.Tensor, cast: Cast, *, may_change: bool = True) -> Re
         may_change: whether the rounded values may have been changed when they are decoded.
 
     Returns:
-        What is needed for :func:`decode`; None where nothing is lost.
+        What is needed for :func:`decode`; None where nothing is lost (but of a few numbers that nobody may change).
 
     Example:
         >>> original = torch.tensor([1 / 3, 1e-30, -1e9])
@@ -64,15 +66,20 @@ def encode(original: torch.Tensor, cast: Cast, *, may_change: bool = True) -> Re
         >>> encode(torch.tensor([0.5]), torch.Tensor.half) is None
         True
     """
+    if len(original) <= _SMALL and not may_change:
+        return _whole(original, cast, may_change)
     if all(_same_bits(cast(part).to(original.dtype), part) for _, part in _chunks(original)):
         return None
-    if original.dtype is not torch.float32 or not is_lower_precision(cast(original[:1]).dtype):
+    is_usual = original.dtype is torch.float32 and is_lower_precision(cast(original[:1]).dtype)
+    if len(original) <= _SMALL or not is_usual:
         return _whole(original, cast, may_change)
     differences = torch.empty(len(original), dtype=torch.int16)
-    places, sums = [], []
+    places: list[torch.Tensor] = []
+    sums: list[torch.Tensor] = []
     for start, part in _chunks(original):
         narrow = cast(part)
-        sums.append(_checksums(narrow) if may_change else None)
+        if may_change:
+            sums.append(_checksums(narrow))
         bits = narrow.float().view(torch.int32)
         # The difference of two 32-bit integers may wrap around; what is added to get back wraps around as well.
         torch.sub(part.view(torch.int32), bits, out=bits)
@@ -126,13 +133,12 @@ def _unchanged(residual: Residual, part: torch.Tensor, start: int) -> torch.Tens
 
 
 def _whole(original: torch.Tensor, cast: Cast, may_change: bool) -> Residual:
-    sums = [_checksums(cast(part)) if may_change else None for _, part in _chunks(original)]
+    sums = [_checksums(cast(part)) for _, part in _chunks(original)] if may_change else []
     return Residual(len(original), _joined(sums), None, None, original.to("cpu", copy=True))
 
 
-def _joined(sums: list[torch.Tensor | None]) -> torch.Tensor | None:
-    known = [part for part in sums if part is not None]
-    return torch.cat(known) if known else None
+def _joined(sums: list[torch.Tensor]) -> torch.Tensor | None:
+    return torch.cat(sums) if sums else None
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

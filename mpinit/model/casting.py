@@ -219,17 +219,20 @@ def _unchanged_from(entry: _Buffer, present: torch.Tensor) -> torch.Tensor:
 
 def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> set[torch.Tensor]:
     """The tensors that hold finite values beyond the largest of the type they are to have."""
-    found: list[tuple[torch.Tensor, float]] = []
-    extremes: dict[torch.device, list[torch.Tensor]] = {}
+    groups: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for tensor, dtype in targets.items():
         part = local(tensor.detach())
         if may_overflow(part.dtype, dtype) and part.numel() and not part.is_meta and part.layout is torch.strided:
-            found.append((tensor, torch.finfo(dtype).max))
-            extremes.setdefault(part.device, []).append(torch.stack(part.aminmax()).abs().amax().double())
-    # One wait for each device, not for each tensor.
-    largest = {device: iter(torch.stack(values).tolist()) for device, values in extremes.items()}
-    candidates = [(tensor, limit) for tensor, limit in found if not next(largest[local(tensor).device]) <= limit]
-    return {tensor for tensor, limit in candidates if _has_finite_beyond(local(tensor.detach()), limit)}
+            groups.setdefault((part.device, part.dtype, dtype), []).append((tensor, part))
+    found = set()
+    for (_, _, dtype), members in groups.items():
+        limit = torch.finfo(dtype).max
+        # One call and one wait for many tensors; what is infinite or nan itself has to be looked at more closely.
+        norms = torch._foreach_norm([part for _, part in members], float("inf"))
+        for (tensor, part), norm in zip(members, torch.stack(norms).tolist(), strict=True):
+            if not norm <= limit and _has_finite_beyond(part, limit):
+                found.add(tensor)
+    return found
 
 
 def _has_finite_beyond(values: torch.Tensor, limit: float) -> bool:

@@ -49,7 +49,7 @@ def there_and_back(
 
 
 @given(
-    arrays.arrays("int32", st.integers(1, 3 * BLOCK), elements=st.integers(-(2**31), 2**31 - 1)),
+    arrays.arrays("int32", st.integers(1, 9 * BLOCK), elements=st.integers(-(2**31), 2**31 - 1)),
     st.sampled_from(DTYPES),
     st.sampled_from([torch.Tensor.to, cast_within_range]),
 )
@@ -86,8 +86,8 @@ def test_nothing_is_kept_of_what_loses_nothing(dtype: torch.dtype) -> None:
 
 
 @given(
-    st.integers(1, 4 * BLOCK),
-    st.lists(st.tuples(st.integers(0, 4 * BLOCK - 1), st.integers(1, 2**16 - 1)), max_size=5),
+    st.integers(1, 9 * BLOCK),
+    st.lists(st.tuples(st.integers(0, 9 * BLOCK - 1), st.integers(1, 2**16 - 1)), max_size=5),
     st.sampled_from(DTYPES),
     st.booleans(),
 )
