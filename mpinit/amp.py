@@ -202,8 +202,7 @@ def scale_loss(
         return Unscaled(loss)
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"the loss must be a tensor, not {type(loss).__name__}")
-    controls = [session.controller_of(optimizer) for optimizer in many]
-    return ScaledLoss(loss, session.scaler(loss_id), controls, delay_unscale or delay_overflow_check)
+    return session.scaled(loss, many, loss_id, delay_unscale or delay_overflow_check)
 
 
 def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
@@ -221,10 +220,7 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
         for group in optimizer.param_groups:
             yield from group["params"]
         return
-    control = session.controller_of(optimizer)
-    control.refresh()
-    control.store.drop_cleared()
-    yield from control.gradient_holders()
+    yield from session.controller_of(optimizer).gradient_holders()
 
 
 def clip_grad_norm_(
@@ -289,7 +285,7 @@ def loss_scale(optimizer: Optimizer, loss_id: int = 0) -> float:
 def step_was_skipped(optimizer: Optimizer) -> bool:
     """Whether the last ``optimizer.step()`` was skipped because of an overflow."""
     session = registry.session_meant(optimizer)
-    return session is not None and session.stepper_of(optimizer).was_skipped
+    return session is not None and session.controller_of(optimizer).counts.consecutive > 0
 
 
 def step_counts(optimizer: Optimizer) -> tuple[int, int]:
@@ -297,7 +293,7 @@ def step_counts(optimizer: Optimizer) -> tuple[int, int]:
     session = registry.session_meant(optimizer)
     if session is None:
         return 0, 0
-    counts = session.stepper_of(optimizer).counts
+    counts = session.controller_of(optimizer).counts
     return counts.good, counts.skipped
 
 

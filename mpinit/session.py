@@ -16,15 +16,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import functions
+from .basics.logs import log
 from .basics.patching import Undo, UndoStack
 from .distributed.sharding import reshard
 from .masters.full import FullMasters
+from .masters.none import NoMasters
 from .masters.split import SplitMasters
+from .masters.store import MasterStore
+from .masters.two_copies import TwoCopies
 from .model import casting, forward, selection, state_dict
+from .optimizer.bystanders import OtherParameters
 from .optimizer.control import OptimizerControl
 from .optimizer.state import cast_states
-from .optimizer.step import Stepper
 from .plan import Masters, Plan
+from .scaling.scaled_loss import ScaledLoss, TakesPart
 from .scaling.scaler import LossScaler
 from .settings.properties import Properties
 from .torch_internals import encoder_fast_path
@@ -64,11 +69,14 @@ class Session:
         self.scalers = [LossScaler(plan.scaling) for _ in range(num_losses)]
         self.number = next(_numbers)
         self.is_live = False
+        self._store = _store_for(plan)
+        self._bystanders = OtherParameters(self._other_parameters)
         self._controls: dict[Optimizer, OptimizerControl] = {}
-        self._steppers: dict[Optimizer, Stepper] = {}
         self._undos = UndoStack()
         self._casts = casting.TensorCasts([], {}, ())
+        self._is_ending = False
         self._names: dict[torch.Tensor, str] | None = None
+        self._loose: tuple[tuple[int, ...], list[nn.Parameter]] = ((-1,), [])
 
     # -- set up and undo ----------------------------------------------------------------------------------------
 
@@ -76,6 +84,7 @@ class Session:
         """Carry the plan out. If anything raises, everything done so far is undone, newest first."""
         while _dropped:
             _dropped.pop()()
+        self._store.check(self.optimizers)
         try:
             self._apply()
         except BaseException:
@@ -87,7 +96,7 @@ class Session:
         plan, push = self.plan, self._undos.push
         selected = self.selection = selection.select(self.models, plan)
         targets = dict(selected.targets)
-        push(forward.patch_forwards(selected, plan, self))
+        push(forward.patch_forwards(selected, plan, self, self.before_forward))
         if encoder_fast_path.is_bypassed(selected.kept, self.models):
             encoder_fast_path.keep_off(lambda: True, self._undos)
         if selected.holds_16_bit:
@@ -98,50 +107,71 @@ class Session:
         if plan.patch_functions:
             push(_undone_when_dropped(self, functions.apply(plan, verbose=self.verbosity > 1)))
         push(functools.partial(casting.rebuild_flat_weights, self.models))
+        push(self._give_masters_up)
         for optimizer in self.optimizers:
             self._take_optimizer(optimizer, targets)
         # Last, because it is what cannot be taken back bit for bit where there are no masters.
         self._cast(targets)
         for control in self._controls.values():
-            control.targets = {}
-            control.store.settle()
+            control.groups.finish()
         self._casts.settle()
+        # First to be undone: weights that got a master later are among what was cast without one.
+        push(self._give_masters_up)
 
     def _take_optimizer(self, optimizer: Optimizer, targets: dict[torch.Tensor, torch.dtype]) -> None:
-        split = self.plan.masters is Masters.SPLIT
-        store = SplitMasters(optimizer, self.plan.split_bucket_bytes) if split else FullMasters()
-        control = OptimizerControl(optimizer, self.plan, store, targets)
-        control.scalers = self.scalers
+        control = OptimizerControl(
+            *(optimizer, self.plan, self._store, targets, self.scalers, self._bystanders, self.name_of),
+            original_values=lambda weight: self._casts.original_values(weight),
+        )
         self._controls[optimizer] = control
-        self._undos.push(control.restore_parameters)
-        control.put_masters()
-        stepper = self._steppers[optimizer] = Stepper(control, self.name_of)
-        self._undos.push(stepper.install())
+        control.groups.put_masters()
+        self._undos.push(control.install())
 
     def _cast(self, targets: dict[torch.Tensor, torch.dtype]) -> None:
-        pairs = [(control.store, pair) for control in self._controls.values() for pair in control.store.pairs]
-        mastered = {pair.model_param for _, pair in pairs}
+        mastered = {pair.model_param for pair in self._store.pairs}
         others = {tensor: dtype for tensor, dtype in targets.items() if tensor not in mastered}
         self._undos.push(cast_states(self.optimizers, others))
-        trained = {p for opt in self.optimizers for g in opt.param_groups for p in g["params"] if p.requires_grad}
+        trained = {p for control in self._controls.values() for p in control.groups.plain if p.requires_grad}
         self._casts = casting.TensorCasts(self.models, others, trained)
         self._undos.push(self._casts.undo)
         self._casts.apply()
         # Without an undo of its own: giving up a master restores its weight.
-        for store, pair in pairs:
-            store.cast_weight(pair, targets.get(pair.model_param, pair.model_param.dtype))
+        for pair in self._store.pairs:
+            gradient, pair.model_param.grad = pair.model_param.grad, None
+            pair.cast(targets.get(pair.model_param, pair.model_param.dtype))
+            pair.model_param.grad = None if gradient is None else gradient.to(pair.model_param.dtype)
         casting.rebuild_flat_weights(self.models)
 
-    def undo(self) -> None:
-        """Take back everything ``apply`` did; the session ends."""
-        reshard(self.models)
+    def _give_masters_up(self) -> None:
+        """Weights get their masters' bits, and their places in the optimizers back; called again it goes on."""
+        for pair in self._store.pairs:
+            # A 16-bit weight keeps its master's bits, unless the set-up failed: then it is left as it came.
+            pair.restore(torch.float32 if self.is_live else pair.came_in)
         for control in self._controls.values():
-            control.refresh()
-            control.store.adopt_external_writes()
-            # Before weights are cast back: half of a split master is the weight, also of one that was added later.
-            control.restore_parameters()
-        self.is_live = False
+            control.groups.restore_weights()
+        self._store.close()
+
+    def undo(self) -> None:
+        """Take back everything ``apply`` did; the session ends. Interrupted, it can be called again and goes on."""
+        if not self._is_ending:
+            reshard(self.models)
+            for control in self._controls.values():
+                control.backward.abandon_backward()
+            differing = [name for copies in self._all_copies() for name in copies.end()]
+            if differing:
+                log.warning(
+                    "undo: %s and their float32 masters had been written to, differently; the masters' numbers count, "
+                    "and gradients that differed are gone",
+                    ", ".join(differing),
+                )
+            self._is_ending = True
         self._undos.unwind()
+        self.is_live = False
+
+    def before_forward(self) -> None:
+        """A model is about to be run: its weights follow what was written to their masters."""
+        for control in self._controls.values():
+            control.before_forward()
 
     # -- looking things up --------------------------------------------------------------------------------------
 
@@ -149,9 +179,14 @@ class Session:
         """What is kept for one of the session's optimizers."""
         return self._controls[optimizer]
 
-    def stepper_of(self, optimizer: Optimizer) -> Stepper:
-        """The step counters of one of the session's optimizers."""
-        return self._steppers[optimizer]
+    def scaled(self, loss: torch.Tensor, optimizers: Sequence[Optimizer], loss_id: int, delay: bool) -> ScaledLoss:
+        """The context of a backward pass of ``loss``.
+
+        Raises:
+            ValueError: there is no loss ``loss_id``.
+        """
+        parts = [self._controls[optimizer].backward for optimizer in optimizers]
+        return ScaledLoss(loss, self.scaler(loss_id), parts, self._bystanders, delay)
 
     def scaler(self, loss_id: int) -> LossScaler:
         """The scaler of a loss.
@@ -177,27 +212,42 @@ class Session:
             }
         return self._names.get(parameter, f"a parameter of shape {tuple(parameter.shape)} outside of the models")
 
-    def _find_master(self, weight: torch.Tensor) -> torch.Tensor | None:
+    def _other_parameters(self, parts: Sequence[TakesPart]) -> Iterator[nn.Parameter]:
+        """What a loss may reach without anybody unscaling it: the other optimizers' parameters, and nobody's."""
         for control in self._controls.values():
-            pair = control.store.pair_of(weight)
-            if pair is not None:
-                control.store.adopt_if_written(pair)
-                return control.store.values(pair)
-        return self._casts.original_values(weight)
+            if control.backward not in parts:
+                yield from control.groups.model_params()
+        controls = self._controls.values()
+        key = tuple(control.groups.generation for control in controls)
+        if self._loose[0] != key:
+            taken = {id(parameter) for control in controls for parameter in control.groups.model_params()}
+            everything = dict.fromkeys(p for model in self.models for p in model.parameters())
+            self._loose = key, [parameter for parameter in everything if id(parameter) not in taken]
+        yield from self._loose[1]
+
+    def _find_master(self, weight: torch.Tensor) -> torch.Tensor | None:
+        pair = self._store.pairs.of(weight)
+        if pair is None or not self.is_live:
+            return self._casts.original_values(weight)
+        for copies in self._all_copies():
+            copies.look_at_weight(pair)
+        return pair.values()
 
     def _has_masters(self) -> bool:
         return any(control.store.pairs for control in self._controls.values())
 
     def _load_master(self, weight: torch.Tensor, values: torch.Tensor) -> bool:
-        loaded = False
-        for control in self._controls.values():
-            pair = control.store.pair_of(weight)
-            if pair is not None:
-                control.store.load(pair, values)
-                loaded = True
-        if not loaded:
+        pair = self._store.pairs.of(weight)
+        if pair is None:
             self._casts.load(weight, values)
-        return loaded
+            return False
+        pair.load(values)
+        for copies in self._all_copies():
+            copies.note_one(pair)
+        return True
+
+    def _all_copies(self) -> list[TwoCopies]:
+        return [*(control.groups.copies for control in self._controls.values()), self._store.idle]
 
     def describe(self) -> str:
         """One line that names the session: its number, level, models and optimizers."""
@@ -208,6 +258,12 @@ class Session:
 
 def _weights(session: Session) -> Iterator[torch.Tensor]:
     return itertools.chain.from_iterable(model.parameters() for model in session.models)
+
+
+def _store_for(plan: Plan) -> MasterStore:
+    if plan.masters is Masters.SPLIT:
+        return SplitMasters(plan.split_bucket_bytes)
+    return FullMasters() if plan.masters is Masters.FULL else NoMasters()
 
 
 def _undone_when_dropped(session: Session, undo: Undo) -> Undo:

@@ -43,8 +43,8 @@ def describe(session: Session) -> str:
             first = ", ".join(name or "the whole model" for name in kept[:5])
             lines.append(f"  float32: {first}" + (f" and {len(kept) - 5} more" if len(kept) > 5 else ""))
     for index, optimizer in enumerate(session.optimizers):
-        control, counts = session.controller_of(optimizer), session.stepper_of(optimizer).counts
-        masters = f"{len(control.store.pairs)} float32 masters" if control.store.pairs else "no masters"
+        control, counts = session.controller_of(optimizer), session.controller_of(optimizer).counts
+        masters = f"{len(control.groups.copies.pairs)} float32 masters" if control.groups.copies.pairs else "no masters"
         lines.append(
             f"optimizer {index}, {type(optimizer).__name__}: {masters}; {counts.good} steps done, {counts.skipped} "
             f"skipped, {counts.consecutive} of them just now"

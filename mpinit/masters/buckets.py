@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import enum
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from sys import getrefcount
 from typing import Final
 
 import torch
 
+from ..basics.checksum import BLOCK, checksums
 from ..basics.dtypes import is_lower_precision
 from ..basics.gradients import as_float32
-from ..torch_internals.data_watching import TENSOR_DATA
+from ..basics.interrupts import InterruptsHeld
+from ..torch_internals.devices import bucket_bytes_at_most
+from ..torch_internals.parameter_watching import TENSOR_DATA, TENSOR_DETACH
 from .float_split import add_remainder_, flat, take_remainder_
-from .full import Pair
+from .split_pair import SplitPair, placeholder
 
-# On a CPU, memory past this size goes back to the system after every step and is faulted in again by the next:
-# buckets of 16 MiB were measured to step twice as fast as ones of 64.
-_CPU_BUCKET_BYTES: Final = 16 * 2**20
 # A buffer up to this size stays from step to step, laid out: for small weights that takes longer than the step.
 _KEPT_BYTES: Final = 4 * 2**20
 _HELD_ONCE: Final = next(map(getrefcount, [torch.empty(0)]))
+
+
+class _Stage(enum.Enum):
+    """Where a bucket's float32 numbers are: in weights and remainders, in the buffer, or on their way back."""
+
+    AT_REST = enum.auto()
+    MATERIALISED = enum.auto()
+    TAKEN_APART = enum.auto()
 
 
 @dataclass
@@ -29,7 +38,8 @@ class _Layout:
 
     buffer: torch.Tensor
     bits: torch.Tensor
-    parts: tuple[torch.Tensor, ...]
+    parts: list[torch.Tensor]
+    gaps: list[torch.Tensor]
     masters: list[torch.Tensor]
     gradients: list[torch.Tensor]
     strides: list[tuple[int, ...]]
@@ -47,63 +57,94 @@ def _storage_holders(tensor: torch.Tensor) -> int:
 
 
 class Bucket:
-    """Pairs on one device that are materialised together; their remainders lie in one tensor."""
+    """Split pairs on one device that are materialised together; their remainders and checksums lie in one tensor each.
 
-    def __init__(self, pairs: list[Pair], remainders: list[torch.Tensor]) -> None:
-        self.pairs = pairs
-        self.sizes = [pair.model_param.numel() for pair in pairs]
-        self.remainder = torch.cat(remainders)
+    Args:
+        pairs: each with a remainder and checksums in whole blocks, which become parts of the bucket's.
+    """
+
+    def __init__(self, pairs: Sequence[SplitPair]) -> None:
+        self.pairs = list(pairs)
+        self._weights = [pair.model_param for pair in pairs]
+        self._sizes = [pair.model_param.numel() for pair in pairs]
+        self._rooms = [pair.remainder.numel() for pair in pairs]
+        self.remainder = torch.cat([pair.remainder for pair in pairs])
+        self._checksums = torch.cat([pair.checksums for pair in pairs])
+        blocks = [room // BLOCK for room in self._rooms]
+        parts = self.remainder.split_with_sizes(self._rooms), self._checksums.split_with_sizes(blocks)
+        for pair, remainder, sums in zip(pairs, *parts, strict=True):
+            pair.remainder, pair.checksums, pair.bucket = remainder, sums, self
         self.device = self.remainder.device
-        self._placeholders = [placeholder(pair.model_param) for pair in pairs]
+        self.numel = self.remainder.numel()
+        self._placeholders = [placeholder(weight) for weight in self._weights]
+        self._views: list[torch.Tensor] = []
+        self._addresses: list[int] = []
         self._layout: _Layout | None = None
-        self._weights: list[torch.Tensor] = []
-
-    @property
-    def numel(self) -> int:
-        """Elements of all its weights."""
-        return self.remainder.numel()
+        self._stage = _Stage.AT_REST
 
     def _laid_out(self, buffer: torch.Tensor) -> _Layout:
-        strides = [pair.model_param.stride() for pair in self.pairs]
+        strides = [weight.stride() for weight in self._weights]
         if self._layout is None or self._layout.buffer is not buffer or self._layout.strides != strides:
             masters, gradients = (
-                buffer[start : start + self.numel].split_with_sizes(self.sizes) for start in (0, self.numel)
+                buffer[begin : begin + self.numel].split_with_sizes(self._rooms) for begin in (0, self.numel)
             )
             bits = buffer[: self.numel].view(torch.int32)
-            parts = bits.split_with_sizes(self.sizes)
+            rooms = bits.split_with_sizes(self._rooms)
+            parts = [room[:size] for room, size in zip(rooms, self._sizes, strict=True)]
+            gaps = [room[size:] for room, size in zip(rooms, self._sizes, strict=True) if room.numel() > size]
             shaped = self._shaped(masters, strides), self._shaped(gradients, strides)
-            del masters, gradients
-            self._layout = _Layout(buffer, bits, parts, *shaped, strides, holders=0)
+            del masters, gradients, rooms
+            self._layout = _Layout(buffer, bits, parts, gaps, *shaped, strides, holders=0)
             self._layout.holders = _storage_holders(buffer)
         return self._layout
 
     def _shaped(self, spaces: tuple[torch.Tensor, ...], strides: list[tuple[int, ...]]) -> list[torch.Tensor]:
-        shapes = (pair.model_param.size() for pair in self.pairs)
+        shapes = (weight.size() for weight in self._weights)
         return [space.as_strided(size, stride) for space, size, stride in zip(spaces, shapes, strides, strict=True)]
+
+    def _flat_weights(self) -> list[torch.Tensor]:
+        """The weights' memory as int16; laid out anew only where some of it is elsewhere now."""
+        addresses = [weight.data_ptr() for weight in self._weights]
+        if addresses != self._addresses or not self._views:
+            self._views = [flat(TENSOR_DETACH(weight)).view(torch.int16) for weight in self._weights]
+            self._addresses = addresses
+        return self._views
 
     @torch.no_grad()
     def materialise(self, buffer: torch.Tensor) -> None:
         """Lay masters and gradients into ``buffer`` (float32, at least twice ``numel`` long)."""
         layout = self._laid_out(buffer)
-        self._weights = [flat(pair.model_param.detach()).view(torch.int16) for pair in self.pairs]
-        torch._foreach_copy_(layout.parts, self._weights)
+        torch._foreach_copy_(layout.parts, self._flat_weights())
+        if layout.gaps:
+            torch._foreach_zero_(layout.gaps)
         add_remainder_(layout.bits, self.remainder)
-        gradients = _widened(layout.gradients, [pair.model_param.grad for pair in self.pairs])
-        for pair, master, gradient in zip(self.pairs, layout.masters, gradients, strict=True):
-            TENSOR_DATA.__set__(pair.master_param, master)
+        gradients = _widened(layout.gradients, [weight.grad for weight in self._weights])
+        self._stage = _Stage.MATERIALISED
+        for pair, values, gradient in zip(self.pairs, layout.masters, gradients, strict=True):
+            TENSOR_DATA.__set__(pair.master_param, values)
             pair.master_param.grad = gradient
 
     @torch.no_grad()
     def write_back(self) -> bool:
-        """Take the stepped masters apart again; returns whether the buffer may be written to again."""
+        """Take the stepped masters apart again; called again after a failure, it goes on where it was.
+
+        Returns:
+            Whether the buffer may be written to again.
+        """
         layout = self._layout
         assert layout is not None, "materialise comes first"
-        take_remainder_(layout.bits, self.remainder)
-        torch._foreach_copy_(self._weights, layout.parts)
-        self._weights = []
-        for pair, placeholder in zip(self.pairs, self._placeholders, strict=True):
-            pair.master_param.grad = None
-            TENSOR_DATA.__set__(pair.master_param, placeholder)
+        with InterruptsHeld():
+            if self._stage is _Stage.MATERIALISED:
+                take_remainder_(layout.bits, self.remainder)
+                self._stage = _Stage.TAKEN_APART
+            if self._stage is _Stage.TAKEN_APART:
+                torch._foreach_copy_(self._flat_weights(), layout.parts)
+                self._checksums.copy_(checksums(layout.bits))
+                self._stage = _Stage.AT_REST
+        for pair, empty in zip(self.pairs, self._placeholders, strict=True):
+            master = pair.master_param
+            master.grad = None
+            TENSOR_DATA.__set__(master, empty)
         return layout.is_ours_alone()
 
     def forget_layout(self, unless_in: torch.Tensor | None) -> None:
@@ -134,17 +175,27 @@ class Buffers:
         """Materialise one bucket after the other, and write each back before the next."""
         try:
             for bucket in buckets:
-                bucket.materialise(self._for(bucket))
+                buffer = self._for(bucket)
                 try:
+                    bucket.materialise(buffer)
                     yield None
                 finally:
-                    if not bucket.write_back():
-                        del self._buffers[bucket.device]
+                    self._write_back(bucket)
         finally:
             kept = {device: buffer for device, buffer in self._buffers.items() if buffer.nbytes <= _KEPT_BYTES}
             self._buffers = kept
             for bucket in buckets:
                 bucket.forget_layout(unless_in=kept.get(bucket.device))
+
+    def _write_back(self, bucket: Bucket) -> None:
+        try:
+            alone = bucket.write_back()
+        except BaseException:
+            # Half of a master is the weight: an exception from outside must not part the two.
+            bucket.write_back()
+            raise
+        if not alone:
+            self._buffers.pop(bucket.device, None)
 
     def _for(self, bucket: Bucket) -> torch.Tensor:
         buffer = self._buffers.get(bucket.device)
@@ -154,22 +205,23 @@ class Buffers:
         return buffer
 
 
-def grouped(pairs: list[Pair], bucket_bytes: int) -> list[list[Pair]]:
-    """Pairs by device, in order, as many together as ``bucket_bytes`` of float32 allow for, at least one."""
-    groups: list[list[Pair]] = []
-    open_groups: dict[torch.device, list[Pair]] = {}
+def grouped(pairs: Sequence[SplitPair], bucket_bytes: int) -> list[list[SplitPair]]:
+    """Pairs by device, in order, as many together as ``bucket_bytes`` of float32 allow for, at least one.
+
+    A pair that several optimizers step is alone: each of them steps it with others of its own.
+    """
+    groups: list[list[SplitPair]] = []
+    open_groups: dict[torch.device, list[SplitPair]] = {}
     room: dict[torch.device, int] = {}
     for pair in pairs:
+        if len(pair.holders) > 1:
+            groups.append([pair])
+            continue
         device, size = pair.model_param.device, 8 * pair.model_param.numel()
         if device not in open_groups or room[device] < size:
             open_groups[device] = []
             groups.append(open_groups[device])
-            room[device] = min(bucket_bytes, _CPU_BUCKET_BYTES if device.type == "cpu" else bucket_bytes)
+            room[device] = bucket_bytes_at_most(device, bucket_bytes)
         open_groups[device].append(pair)
         room[device] -= size
     return groups
-
-
-def placeholder(weight: torch.Tensor) -> torch.Tensor:
-    """What stands for a master between steps: its shape and dtype, and no memory."""
-    return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)

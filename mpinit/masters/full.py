@@ -1,333 +1,190 @@
-"""Float32 masters: for each 16-bit weight a float32 parameter that the optimizer steps in its place.
+"""Full masters: for each 16-bit weight a float32 parameter that the optimizer steps in its place.
 
-A store keeps the pairs. Outside of a backward pass ``model_param.grad`` and ``master_param.grad`` are one and the same
-float32 tensor, so that whoever looks at, clips or clears the one has done it to the other.
+Outside of a backward pass ``model_param.grad`` and ``master_param.grad`` are one and the same float32 tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from operator import is_
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..basics.dtypes import is_lower_precision
 from ..basics.gradients import all_dense, are_plain, as_float32
-from ..distributed.sharding import is_distributed, locals_of, set_data
-from ..torch_internals.allocator import highest, large_on_cpu
-from ..torch_internals.data_watching import TENSOR_DATA, Watcher
+from ..distributed.exchange import arriving_gradient_dtype
+from ..distributed.sharding import is_distributed, local, locals_of, set_data
+from ..torch_internals.parameter_watching import TENSOR_DATA, TENSOR_DETACH
+from .pairs import Pair, give_gradient
+from .store import Gradients, MasterStore
+from .two_copies import TwoCopies
 
 
-@dataclass(slots=True)
-class Pair:
-    """A 16-bit weight and the float32 parameter that stands for it in the optimizer."""
-
-    model_param: nn.Parameter
-    master_param: nn.Parameter
-    came_in: torch.dtype = torch.float32
-    index: int = -1
-
-
-class FullMasters:
-    """Masters kept as float32 tensors of their own: 4 bytes a parameter beside the weight's 2.
+@final
+class FullPair(Pair):
+    """A weight and a float32 tensor of its own beside it: 4 bytes a parameter and the weight's 2.
 
     Example:
-        >>> store = FullMasters()
-        >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-        >>> store.add(weight).dtype
-        torch.float32
+        >>> pair = FullPair(nn.Parameter(torch.tensor([1.0001])))
+        >>> pair.cast(torch.bfloat16)
+        >>> pair.model_param.dtype, pair.values()
+        (torch.bfloat16, tensor([1.0001]))
     """
 
-    def __init__(self, watcher: Watcher | None = None) -> None:
-        self.pairs: list[Pair] = []
-        self._by_weight: dict[int, Pair] = {}
-        self._by_master: dict[int, Pair] = {}
-        # The pairs' columns, for the loops that every step runs.
-        self._weights: list[torch.Tensor] = []
-        self._masters: list[torch.Tensor] = []
-        self._linked: list[torch.Tensor | None] = []
-        self._versions: list[int] = []
-        self._master_versions: list[int] = []
-        self._large: list[int] | None = None
-        self._device: torch.device | None = None
-        self._highest: torch.Tensor | None = None
-        self._watcher = watcher or Watcher()
-        self._settled = False
+    __slots__ = ("_before",)
 
-    def pair_of(self, parameter: torch.Tensor) -> Pair | None:
-        """The pair ``parameter`` belongs to, as its weight or as its master."""
-        return self._by_weight.get(id(parameter)) or self._by_master.get(id(parameter))
-
-    def add(self, weight: nn.Parameter) -> nn.Parameter:
-        """Make a master of ``weight``, with its gradient so far.
-
-        A float32 weight hands its storage over without a copy: it is about to be cast, and gets new storage then.
-        """
-        pair = Pair(weight, self._make_master(weight), came_in=weight.dtype)
-        gradient, weight.grad = weight.grad, None
-        self._by_weight[id(weight)] = self._by_master[id(pair.master_param)] = pair
-        pair.index = len(self.pairs)
-        self.pairs.append(pair)
-        self._weights.append(weight)
-        self._masters.append(pair.master_param)
-        self._versions.append(weight._version)
-        self._master_versions.append(pair.master_param._version)
-        self._linked.append(None)
-        self._large = None
-        self._watcher.watch(weight)
-        self.gradient_holder(pair).grad = None if gradient is None else self.gradient_for(pair, gradient)
-        if self._settled:
-            self._settle(pair)
-        return pair.master_param
-
-    def settle(self) -> None:
-        """Set-up is over and weights are 16-bit: split or link what had to wait for that."""
-        for pair in self.pairs:
-            self._settle(pair)
-        self._settled = True
-
-    def _settle(self, pair: Pair) -> None:
-        self.set_gradient_dtype(pair.model_param)
-        self.put_gradient(pair, self.gradient_holder(pair).grad)
-        self.note_version(pair)
-
-    def cast_weight(self, pair: Pair, dtype: torch.dtype) -> None:
-        """Cast the weight; the master holds the old storage."""
-        set_data(pair.model_param, pair.model_param.detach().to(dtype))
-
-    def gradient_for(self, pair: Pair, gradient: torch.Tensor) -> torch.Tensor:
-        """``gradient`` in the dtype its holder takes."""
-        return as_float32(gradient)
-
-    def _make_master(self, weight: nn.Parameter) -> nn.Parameter:
+    def __init__(self, weight: nn.Parameter) -> None:
+        self._before: torch.Tensor | None = None
         # Not detach(): that would share the weight's version, and a change of one would look like one of the other.
-        return nn.Parameter(TENSOR_DATA.__get__(weight).to(torch.float32), requires_grad=True)
-
-    def set_gradient_dtype(self, weight: nn.Parameter) -> None:
-        """Let autograd accumulate float32 gradients on the weight, or any where the ranks' buckets are 16-bit."""
-        weight.grad_dtype = None if is_distributed() else torch.float32
-
-    def check_gradient_dtype(self) -> None:
-        """Follow a process group that was set up after the masters were made."""
-        if self.pairs and self.pairs[0].model_param.grad_dtype is not None and is_distributed():
-            for pair in self.pairs:
-                pair.model_param.grad_dtype = None
-
-    def release(self, pair: Pair) -> None:
-        """Forget a pair; the weight stays 16-bit and becomes a plain parameter again."""
-        del self._by_weight[id(pair.model_param)], self._by_master[id(pair.master_param)]
-        index = pair.index
-        columns = (self.pairs, self._weights, self._masters, self._linked, self._versions, self._master_versions)
-        for column in columns:
-            del column[index]
-        for later in self.pairs[index:]:
-            later.index -= 1
-        self._watcher.unwatch(pair.model_param)
-        self._large = self._highest = None
-        pair.model_param.grad = None
-        if pair.model_param.grad_dtype != pair.model_param.dtype:
-            # torch has no way back to "the tensor's own dtype"; None takes gradients as autograd makes them.
-            pair.model_param.grad_dtype = None
-
-    def remove(self, pair: Pair) -> None:
-        """Forget a pair and give the weight its master's float32 bits and gradient."""
-        gradient, values = self.gradient_holder(pair).grad, self.values(pair)
-        self.release(pair)
-        # A 16-bit weight keeps its master's bits, unless the set-up failed: then it is left as it came.
-        dtype = torch.float32 if self._settled and is_lower_precision(pair.came_in) else pair.came_in
-        set_data(pair.model_param, values.to(dtype))
-        pair.model_param.grad = None if gradient is None else gradient.to(dtype)
-
-    # -- gradients ----------------------------------------------------------------------------------------------
-
-    def gradient_holder(self, pair: Pair) -> nn.Parameter:
-        """Whose ``.grad`` the next step uses."""
-        return pair.master_param
-
-    def held_gradients(self) -> list[torch.Tensor | None]:
-        """What was accumulated so far, in the pairs' order.
-
-        A weight whose gradient was cleared behind the master's back (``model.zero_grad()``) has cleared both.
-        """
-        return self.relink()
-
-    def fresh_gradients(self) -> list[torch.Tensor | None]:
-        """What a backward pass has just left on the weights, in the pairs' order."""
-        return [weight.grad for weight in self._weights]
-
-    def are_usual(self, gradients: list[torch.Tensor | None], device: torch.device) -> bool:
-        """Whether :func:`~mpinit.gradients.are_plain` holds of the pairs' gradients: asked on every step."""
-        self._look_at_weights()
-        if self._device != device or not self.accumulates_natively:
-            return are_plain(gradients, device)
-        # Weights on one device whose grad_dtype is float32 take float32 gradients on it and no others.
-        return all_dense(gradients)
-
-    def _look_at_weights(self) -> None:
-        if self._large is None:
-            self._large = large_on_cpu(self._weights)
-            devices = {weight.device for weight in self._weights}
-            self._device = devices.pop() if len(devices) == 1 else None
-
-    def ready(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Gradients as they are to be put: float32, sparse ones coalesced."""
-        return [None if gradient is None else as_float32(gradient) for gradient in gradients]
-
-    def put_gradients(self, gradients: list[torch.Tensor | None], weights_have_them: bool = False) -> None:
-        """Give each pair its gradient, float32, in the pairs' order."""
-        for master, gradient in zip(self._masters, gradients, strict=True):
-            master.grad = gradient
-        if not weights_have_them:
-            for weight, gradient in zip(self._weights, gradients, strict=True):
-                weight.grad = gradient
-        self._linked = gradients
-        self._keep_highest(gradients)
-
-    def _keep_highest(self, gradients: list[torch.Tensor | None]) -> None:
-        self._look_at_weights()
-        if self._large:
-            # Gradients cleared leave the last one kept where it is.
-            kept = highest(gradients[index] for index in self._large)
-            self._highest = self._highest if kept is None else kept
-
-    def put_gradient(self, pair: Pair, gradient: torch.Tensor | None) -> None:
-        """Make ``gradient``, float32, the gradient of both."""
-        pair.master_param.grad = pair.model_param.grad = self._linked[pair.index] = gradient
-
-    def unlinked(self) -> Iterator[Pair]:
-        """The pairs whose weight carries a gradient that its master does not."""
-        for pair in self.pairs:
-            gradient = pair.model_param.grad
-            if gradient is not None and gradient is not pair.master_param.grad:
-                yield pair
+        super().__init__(weight, nn.Parameter(TENSOR_DATA.__get__(weight).to(torch.float32), weight.requires_grad))
 
     @property
-    def accumulates_natively(self) -> bool:
-        """Whether autograd itself can add float32 gradients onto what a pair holds, when nothing is to be unscaled."""
-        return not self.pairs or self.pairs[0].model_param.grad_dtype is torch.float32
+    def readable_param(self) -> nn.Parameter:
+        """The master."""
+        return self.master_param
 
-    def relink(self) -> list[torch.Tensor | None]:
-        """Make each pair's two gradients one again: one cleared or replaced on the weight counts for the master.
+    def cast(self, dtype: torch.dtype) -> None:
+        """Cast the weight; the master holds the old storage."""
+        set_data(self.model_param, TENSOR_DATA.__get__(self.model_param).to(dtype))
 
-        Returns:
-            The gradients.
-        """
-        ours, theirs = [m.grad for m in self._masters], [w.grad for w in self._weights]
-        if all(map(is_, ours, theirs)):
-            return ours
-        for pair, mine, other in zip(self.pairs, ours, theirs, strict=True):
-            if other is not mine:
-                cleared = other is None and mine is self._linked[pair.index]
-                kept = mine if other is None else other
-                self.put_gradient(pair, None if cleared or kept is None else as_float32(kept))
-        return [master.grad for master in self._masters]
+    def values(self) -> torch.Tensor:
+        """The master, without its graph."""
+        values: torch.Tensor = TENSOR_DETACH(self.master_param)
+        return values
 
-    def drop_cleared(self) -> None:
-        """Where only the weight's gradient was cleared (``model.zero_grad()``), clear the master's too."""
-        for pair, weight, linked in zip(self.pairs, self._weights, self._linked, strict=True):
-            if linked is not None and weight.grad is None and pair.master_param.grad is linked:
-                self.put_gradient(pair, None)
+    @torch.no_grad()
+    def load(self, values: torch.Tensor) -> None:
+        """Copy to the master, and round into the weight."""
+        self.master_param.copy_(values)
+        self.model_param.copy_(self.master_param)
 
-    def follow_cleared(self, set_to_none: bool) -> None:
-        """After the optimizer's ``zero_grad``: the weights' gradients go the masters' way."""
-        self.put_gradients([master.grad for master in self._masters])
+    @torch.no_grad()
+    def follow_weight(self) -> None:
+        """Elements that are their master's rounding, or were, have the master's bits."""
+        weight, master = self.model_param, self.master_param
+        before = self._before
+        if before is None:
+            self._before = TENSOR_DETACH(master).clone()
+        values = weight.float()
+        for known in (before, master) if before is not None else (master,):
+            values = torch.where(_is_rounding(weight, known), known, values)
+        master.copy_(values)
 
-    # -- weights ------------------------------------------------------------------------------------------------
+    def forget_before(self) -> None:
+        """Let go of the copy."""
+        self._before = None
+
+    @torch.no_grad()
+    def follow_master(self) -> None:
+        """Round the master into the weight."""
+        self.model_param.copy_(self.master_param)
+
+    @torch.no_grad()
+    def agree(self) -> bool:
+        """Whether every element of the weight is its master's rounding."""
+        return bool(_is_rounding(local(self.model_param), local(self.master_param)).all())
+
+    def restore(self, dtype: torch.dtype) -> None:
+        """The master's bits."""
+        weight, gradient = self.model_param, self.master_param.grad
+        if weight.dtype != dtype:
+            weight.grad = None
+            set_data(weight, TENSOR_DATA.__get__(self.master_param).to(dtype))
+        give_gradient(weight, gradient)
+
+
+def _is_rounding(weight: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    rounded = master.to(weight.dtype)
+    return (rounded == weight) | (rounded.isnan() & weight.isnan())
+
+
+@final
+class FullMasters(MasterStore):
+    """The store of ``master_weights=True``."""
+
+    def check(self, optimizers: Sequence[Optimizer]) -> None:
+        """Every optimizer can step float32 parameters."""
+
+    def make(self, weight: nn.Parameter, dtype: torch.dtype) -> Pair | None:
+        """A float32 master for a 16-bit weight."""
+        if not is_lower_precision(dtype):
+            return None
+        pair = FullPair(weight)
+        gradient, weight.grad = weight.grad, None
+        pair.master_param.grad = None if gradient is None else as_float32(gradient)
+        return pair
+
+    def finish(self, pairs: Sequence[Pair]) -> None:
+        """Let autograd add up float32 gradients on the weights."""
+        for pair in pairs:
+            gradient = pair.master_param.grad
+            pair.model_param.grad = None
+            pair.model_param.grad_dtype = arriving_gradient_dtype()
+            pair.model_param.grad = gradient
+
+    def as_held(self, gradients: Gradients) -> Gradients:
+        """Float32, sparse ones coalesced."""
+        return [None if gradient is None else as_float32(gradient) for gradient in gradients]
+
+    def are_plain(self, copies: TwoCopies, gradients: Gradients, device: torch.device) -> bool:
+        """On one device, a weight whose ``grad_dtype`` is float32 takes float32 gradients on it and no others."""
+        if copies.device != device or not self.adds_up_natively():
+            return are_plain(gradients, device)
+        return all_dense(gradients)
+
+    def adds_up_natively(self) -> bool:
+        """Whether weights take float32 gradients; follows a process group set up after the masters were made."""
+        first = next(iter(self.pairs), None)
+        if first is None or first.model_param.grad_dtype is None:
+            return first is None
+        if arriving_gradient_dtype() is not None:
+            return True
+        for pair in self.pairs:
+            pair.model_param.grad_dtype = None
+        return False
 
     @contextmanager
-    def stepping(self, rounds_itself: bool = False) -> Iterator[Iterator[None]]:
-        """Around the optimizer's steps: iterate over the inside, one step an iteration.
-
-        Weights follow their masters also where a step fails half way, so that the two agree again.
-
-        Args:
-            rounds_itself: the step inside rounds the masters into the weights.
-        """
+    def stepping(
+        self, optimizer: Optimizer, copies: TwoCopies, rounds_itself: bool = False
+    ) -> Iterator[Iterator[None]]:
+        """One step on all masters, which are then rounded into the weights, in one call."""
         failed = True
         try:
-            yield iter((None,))
+            with self.watcher:
+                yield iter((None,))
             failed = False
         finally:
             if failed or not rounds_itself:
-                self.round_into_weights()
+                round_into_weights(copies)
             # The copy is one version more for each weight. Where the step inside wrote to weights too, they are taken
             # for written to from outside next time, and found to be their masters' rounding.
-            usual = not (failed or rounds_itself or is_distributed())
-            self.note_versions([version + 1 for version in self._versions] if usual else None)
+            copies.note_all(copied_once=not (failed or rounds_itself or is_distributed()))
 
-    def step_with_closure(self, step: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Run an optimizer's step that evaluates the closure itself."""
-        return step(closure, *args, **kwargs)
+    def step_with_closure(
+        self, optimizer: Optimizer, copies: TwoCopies, step: Callable[[Callable[[], Any] | None], Any], closure: Any
+    ) -> Any:
+        """The optimizer evaluates the closure itself, as often as it likes, on weights that are their masters."""
 
-    @torch.no_grad()
-    def copy_back(self) -> None:
-        """Round every master into its weight, in one call."""
-        self.round_into_weights()
-        self.note_versions()
+        def evaluate() -> Any:
+            round_into_weights(copies)
+            copies.note_all()
+            with self.watcher.listening():
+                loss = closure()
+            copies.look_at_weights()
+            return loss
 
-    def follow_masters(self) -> None:
-        """Where a master was changed outside of ``step()``, by hand or by an optimizer of two steps, round it again."""
-        if [master._version for master in self._masters] != self._master_versions:
-            self.copy_back()
+        with self.watcher:
+            result = step(evaluate)
+        round_into_weights(copies)
+        copies.note_all()
+        return result
 
-    @torch.no_grad()
-    def round_into_weights(self) -> None:
-        """The copy alone, without taking down that it was ours."""
-        if self.pairs:
-            torch._foreach_copy_(locals_of(self._weights), locals_of(self._masters))
 
-    def note_versions(self, known: list[int] | None = None) -> None:
-        """From here on, a change of a weight is somebody else's.
-
-        Args:
-            known: the weights' versions, where they need not be read.
-        """
-        self._versions = [weight._version for weight in self._weights] if known is None else known
-        self._master_versions = [master._version for master in self._masters]
-        self._watcher.forget_all()
-
-    def note_version(self, pair: Pair) -> None:
-        """:meth:`note_versions` for one pair."""
-        self._versions[pair.index] = pair.model_param._version
-        self._master_versions[pair.index] = pair.master_param._version
-        self._watcher.forget(pair.model_param)
-
-    def adopt_external_writes(self) -> None:
-        """Where somebody wrote to a weight since the last copy, the master follows."""
-        versions = [weight._version for weight in self._weights]
-        if versions == self._versions and not self._watcher.handed_out:
-            return
-        for pair in self.pairs:
-            self.adopt_if_written(pair)
-
-    def adopt_if_written(self, pair: Pair) -> None:
-        """:meth:`adopt_external_writes` for one pair."""
-        weight = pair.model_param
-        if weight._version != self._versions[pair.index] or weight in self._watcher.handed_out:
-            self.adopt(pair)
-            self.note_version(pair)
-
-    @torch.no_grad()
-    def adopt(self, pair: Pair) -> None:
-        """Let the weight's elements that changed replace the master's.
-
-        Elements that still are their master's rounding leave the master its lower bits.
-        """
-        weight, master = pair.model_param, pair.master_param
-        differs = master.to(weight.dtype) != weight
-        master.copy_(torch.where(differs, weight.float(), master))
-
-    def values(self, pair: Pair) -> torch.Tensor:
-        """The master's float32 values, shared, not copied."""
-        return pair.master_param.detach()
-
-    @torch.no_grad()
-    def load(self, pair: Pair, values: torch.Tensor) -> None:
-        """Set master and weight from float32 values of the same shape."""
-        pair.master_param.copy_(values)
-        pair.model_param.copy_(pair.master_param)
-        self.note_version(pair)
+@torch.no_grad()
+def round_into_weights(copies: TwoCopies) -> None:
+    """Round every master into its weight, in one call."""
+    if copies.pairs:
+        torch._foreach_copy_(locals_of(copies.weights), locals_of(copies.masters))

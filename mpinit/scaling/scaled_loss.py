@@ -2,94 +2,157 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, final
 
 import torch
 
 from ..basics.logs import log
-from ..distributed.sharding import is_distributed
+from ..torch_internals.devices import is_read_freely
 from .scaler import LossScaler
 
+Done = set[int]
 
+
+class TakesPart(ABC):
+    """Who owns gradients that a scaled backward pass computes."""
+
+    @abstractmethod
+    def before_backward(self, block: object, scaler: LossScaler) -> None:
+        """Set the gradients accumulated so far aside; the block is open from here on.
+
+        Args:
+            block: the context that asks; a block that is dropped without having ended is abandoned.
+            scaler: what the loss is scaled by.
+
+        Raises:
+            RuntimeError: another block is open.
+        """
+
+    @abstractmethod
+    def after_backward(self, scaler: LossScaler, done: Done | None) -> torch.Tensor | None:
+        """Unscale and check what the backward pass left, add it to what was set aside, and close the block.
+
+        Args:
+            scaler: what the loss was scaled by.
+            done: where several take part: the ids of gradients that are unscaled already.
+
+        Returns:
+            The outcome of the check (0-dimensional, above 0 where inf or nan was found), or None where nothing was.
+        """
+
+    @abstractmethod
+    def abandon_backward(self) -> None:
+        """After an exception: put back what was set aside, and close the block; harmless where none is open."""
+
+    @abstractmethod
+    def start_over(self) -> None:
+        """Drop every gradient and close the block: some may be unscaled by now and others not."""
+
+    @abstractmethod
+    def update_later(self, scaler: LossScaler) -> None:
+        """The scale is to move at the next step."""
+
+    @property
+    @abstractmethod
+    def ranks_may_differ(self) -> bool:
+        """Whether other processes may find another overflow before the step."""
+
+
+@final
 class ScaledLoss:
-    """The context ``scale_loss`` returns: the scaled loss going in, sound float32 gradients coming out.
+    """The context ``scale_loss`` returns.
 
     Args:
         loss: the loss.
         scaler: what scales it.
-        controls: the optimizers whose gradients the backward pass inside computes.
+        parts: whose gradients the backward pass inside computes.
+        bystanders: who must not get gradients of a scaled loss without taking part.
         delay_update: leave the scale as it is until a later backward pass or step.
     """
 
-    def __init__(self, loss: torch.Tensor, scaler: LossScaler, controls: Sequence[Any], delay_update: bool) -> None:
+    def __init__(
+        self,
+        loss: torch.Tensor,
+        scaler: LossScaler,
+        parts: Sequence[TakesPart],
+        bystanders: Bystanders,
+        delay_update: bool,
+    ) -> None:
         self._loss = loss
         self._scaler = scaler
-        self._controls = controls
+        self._parts = parts
+        self._bystanders = bystanders
         self._delay_update = delay_update
-        self._kept: list[list[torch.Tensor | None] | None] = []
 
     def __enter__(self) -> torch.Tensor:
-        for control in self._controls:
-            control.check_no_block_is_open()
+        begun: list[TakesPart] = []
         try:
-            for control in self._controls:
-                self._kept.append(control.before_backward(self._scaler))
+            for part in self._parts:
+                part.before_backward(self, self._scaler)
+                begun.append(part)
+            self._bystanders.before_backward(self._parts, self._scaler)
             return self._scaler.scale(self._loss)
         except BaseException:
-            self._abandon()
-            for control in self._controls:
-                control.aside = None
+            for part in reversed(begun):
+                part.abandon_backward()
             raise
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
+            self._bystanders.after_backward()
             self._finish() if exc_type is None else self._abandon()
         except BaseException:
-            # Some gradients may be unscaled and added by now and others not: the cycle starts over.
-            for control in self._controls:
-                control.clear_gradients()
-                control.aside = None
+            for part in self._parts:
+                part.start_over()
             raise
-        finally:
-            self._kept = []
 
     def _abandon(self) -> None:
         # Newest first: a parameter of two optimizers is kept by the one that took its gradient, the first.
-        while self._kept:
-            gradients = self._kept.pop()
-            self._controls[len(self._kept)].abandon_backward(gradients)
+        for part in reversed(self._parts):
+            part.abandon_backward()
 
     def _finish(self) -> None:
-        controls = self._controls
-        done: dict[int, torch.Tensor | None] | None = {} if len(controls) > 1 else None
-        found = [
-            control.after_backward(gradients, self._scaler, done)
-            for control, gradients in zip(controls, self._kept, strict=True)
-        ]
+        parts, scaler = self._parts, self._scaler
+        done: Done | None = set() if len(parts) > 1 else None
+        found = [part.after_backward(scaler, done) for part in parts]
         for found_inf in found:
             if found_inf is not None:
-                self._scaler.note(found_inf)
+                scaler.note(found_inf)
         # Before the step, ranks may have seen different overflows (no_sync), and their scales must not part.
-        if not self._delay_update and not is_distributed():
-            self._scaler.update()
-        elif self._scaler.has_notes:
+        if not self._delay_update and not any(part.ranks_may_differ for part in parts):
+            scaler.update()
+        elif scaler.has_notes:
             # Whichever of them steps first.
-            for control in controls:
-                control.pending.append(self._scaler)
+            for part in parts:
+                part.update_later(scaler)
         self._log_overflow(found)
 
     def _log_overflow(self, found: list[torch.Tensor | None]) -> None:
         # Only where looking costs no wait for the device.
-        if any(f is not None and f.device.type == "cpu" and f.item() > 0 for f in found):
+        if any(f is not None and is_read_freely(f.device) and f.item() > 0 for f in found):
             log.info(
                 "Gradient overflow: the next optimizer.step() is skipped; loss scale now %s", self._scaler.loss_scale()
             )
 
 
+class Bystanders(ABC):
+    """Parameters that a scaled loss may reach without anybody unscaling their gradients."""
+
+    @abstractmethod
+    def before_backward(self, parts: Sequence[TakesPart], scaler: LossScaler) -> None:
+        """Take down the gradients of all who do not take part."""
+
+    @abstractmethod
+    def after_backward(self) -> None:
+        """Take down which of them have been reached: their gradients must not come to a step."""
+
+
+@final
 class Unscaled:
     """The context ``scale_loss`` returns where mixed precision is disabled: the loss as it is."""
 

@@ -15,6 +15,24 @@ import torch
 _SMALL: Final = 2**15  # elements: 128 KiB, up to which a C library serves memory from blocks of its own
 
 
+class HighestGradient:
+    """Keeps the gradient at the highest address of those whose memory may go back to the system.
+
+    Args:
+        weights: whose gradients are meant.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        self._large = large_on_cpu(weights)
+        self._kept: torch.Tensor | None = None
+
+    def keep(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Keep the highest of these; gradients cleared leave the last one kept where it is."""
+        if self._large:
+            kept = highest(gradients[index] for index in self._large)
+            self._kept = self._kept if kept is None else kept
+
+
 def large_on_cpu(weights: Sequence[torch.Tensor]) -> list[int]:
     """The indices of those whose gradients take memory that may go back to the system."""
     return [

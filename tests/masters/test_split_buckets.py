@@ -54,7 +54,7 @@ def test_a_large_buffer_is_given_back_after_the_step(monkeypatch: pytest.MonkeyP
             with mpinit.scale_loss(model(torch.ones(1, 64)).sum(), optimizer) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
-        store = registry.of(model).controller_of(optimizer).store  # type: ignore[union-attr]
+        store = registry.of(model).controller_of(optimizer).groups.store  # type: ignore[union-attr]
         held.append(len(store._buffers._buffers))  # type: ignore[attr-defined]
         mpinit.undo(model)
     assert held == [0, 1]
@@ -106,7 +106,7 @@ def test_buffers_outgrown_are_given_back() -> None:
         with mpinit.scale_loss(sum(p.float().sum() for p in model), optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
-    store: Any = registry.of(model).controller_of(optimizer).store  # type: ignore[union-attr]
-    held = {b._layout.buffer.data_ptr() for b in store._buckets if b._layout is not None}
+    store: Any = registry.of(model).controller_of(optimizer).groups.store  # type: ignore[union-attr]
+    held = {b._layout.buffer.data_ptr() for _, found in store._buckets.values() for b in found if b._layout is not None}
     assert held <= {buffer.data_ptr() for buffer in store._buffers._buffers.values()}
     mpinit.undo(model)

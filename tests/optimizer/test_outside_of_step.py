@@ -117,8 +117,8 @@ def test_versions_reckoned_are_the_versions() -> None:
     with mpinit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
-    store = registry.of(model).controller_of(optimizer).store  # type: ignore[union-attr]
-    assert store._versions == [pair.model_param._version for pair in store.pairs]
+    store = registry.of(model).controller_of(optimizer).groups.copies  # type: ignore[union-attr]
+    assert store._weight_versions == [pair.model_param._version for pair in store.pairs]
     mpinit.undo(model)
 
 

@@ -5,8 +5,7 @@ model's side and from the optimizer's. After every action everything that must b
 :mod:`law_numbers` says, which keeps one float32 number and one gradient a weight.
 
 ``LAW_RUNS`` sets the nightly number. ``LAW_KINDS`` plays only the kinds of action that its words begin, and
-``LAW_SETUPS`` only some of the set-ups: ``LAW_KINDS="step backward write:weight" LAW_SETUPS=split``. With
-``LAW_OPEN=1`` what is listed in :mod:`law_open` is played too.
+``LAW_SETUPS`` only some of the set-ups: ``LAW_KINDS="step backward write:weight" LAW_SETUPS=split``.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from law_gradients import GRADIENT_KINDS
 from law_membership import OTHER_KINDS
-from law_open import is_open, masters_of
 from law_run import Kind, Pick, Run
 from law_weights import WEIGHT_KINDS
-from law_world import SETUPS, Setup
+from law_world import SETUPS, Setup, masters_of
 
 import mpinit
 
@@ -47,9 +45,8 @@ def play(setup: Setup, actions: list[tuple[str, int]]) -> None:
         run = Run(setup)
         try:
             for kind, seed in actions:
-                if not is_open(kind, setup):
-                    KINDS[kind](run, Pick(seed))
-                    run.check()
+                KINDS[kind](run, Pick(seed))
+                run.check()
             run.save()
             run.undo()
         finally:

@@ -15,8 +15,8 @@ from torch import nn
 import mpinit
 from mpinit import registry
 from mpinit.functions.installation import INSTALLATION
-from mpinit.torch_internals import data_watching as watching
 from mpinit.torch_internals import native_autocast
+from mpinit.torch_internals import parameter_watching as watching
 
 LEVELS = ["O0", "O1", "O2", "O3"]
 
@@ -58,7 +58,8 @@ def test_an_overflow_in_one_session_leaves_the_other_alone() -> None:
 
 
 def test_states_are_each_sessions_own() -> None:
-    (_, first), (_, second) = pair(opt_level="O2", loss_scale=4.0), pair(opt_level="O2", loss_scale=16.0, num_losses=2)
+    (_, first) = pair(opt_level="O2", loss_scale="dynamic", init_loss_scale=4.0)
+    (_, second) = pair(opt_level="O2", loss_scale=16.0, num_losses=2)
     assert mpinit.state_dict(first) == {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 0}}
     assert set(mpinit.state_dict(second)) == {"loss_scaler0", "loss_scaler1"}
     mpinit.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 7}}, first)

@@ -124,11 +124,7 @@ class Number:
             self.value, self.other = real, None
 
     def lose_master(self) -> None:
-        """It is in no optimizer any more: what it steps from is 16-bit again, though its number may be kept."""
-        if self.has_master:
-            weight, other = self.weight, self.value if self.other is None else self.other
-            self.other = np.where(self.value == weight, other, self.value)
-            self.value, self.has_master = weight, False
+        """It is in no optimizer any more; what it was stays its number."""
 
     def load(self, values: Array) -> None:
         """Loaded from a checkpoint."""

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 from law_numbers import Law, Number
-from law_open import is_open
 from law_world import Setup, World, begin, read
 from random_world import DTYPES
 from reference_loop import F32, stored
@@ -98,10 +97,12 @@ class Run:
     # -- looks --------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Everything that was done to gradients by hand is seen."""
+        """Everything that was done by hand is seen."""
         for index, optimizer in enumerate(self.optimizers):
             list(mpinit.master_params(optimizer))
             self.looked_at(index)
+        for number in self.law.numbers.values():
+            number.stale = None
 
     def looked_at(self, optimizer: int) -> None:
         """An optimizer has looked at its gradients."""
@@ -110,13 +111,12 @@ class Run:
         self.fresh_entries = {(name, index) for name, index in self.fresh_entries if index != optimizer}
 
     def forward(self) -> dict[str, torch.Tensor]:
-        """A forward shows every number: every write is seen by then; returns what comes out."""
+        """A forward shows every number: every write to a master is seen by then; returns what comes out."""
         names = list(self.law.numbers)
         outputs = dict(zip(names, self.model(torch.ones(1, 1), names), strict=True))
         kind = self.setup.half
         for name, number in self.law.numbers.items():
-            if number.stale == "weight" or not is_open("see:master after forward", self.setup):
-                number.stale = None
+            number.stale = None if number.stale == "weight" else number.stale
             _same(outputs[name], stored(number.weight, kind), f"forward of {name}")
         return outputs
 
@@ -211,7 +211,7 @@ class Run:
             assert entry is not self.world.weight(name), f"no master of {name} in optimizer {owner}"
             if not number.split and number.stale != "group" and number.other is None:
                 _same(entry, number.value, f"master of {name}")
-        if number.pending is None and not number.frozen and not is_open("see:groups", self.setup):
+        if number.pending is None and not number.frozen:
             _same(entry.grad, number.gradient, f"gradient of {name} in the groups of optimizer {owner}")
         moment = self.optimizers[owner].state.get(entry, {}).get("momentum_buffer")
         _same(moment, number.moments.get(owner), f"momentum of {name} in optimizer {owner}")

@@ -26,7 +26,7 @@ def _ready(run: Run, pick: Pick, side: str) -> Number | None:
     if side == "group" and number.split and number.has_master:
         return None  # between steps there is no master to write to
     if number.stale == side:
-        run.forward()
+        run.look()
     if side == "group":
         run.settle()
     return number
@@ -162,7 +162,7 @@ def shrink(run: Run, pick: Pick) -> None:
     numbers = [run.number(name) for name in run.law.members(index)]
     if run.setup.splits or run.fresh_entries:
         return
-    run.forward()
+    run.look()
     run.settle()
     run.optimizers[index].shrink()
     for number in numbers:

@@ -195,3 +195,8 @@ SETUPS = [
     # Patching torch's functions takes longer than all the rest of a run.
     if level != "O1" or (momentum and scale != 1.0)
 ]
+
+
+def masters_of(setup: Setup) -> str:
+    """ "split", "full" or "none"."""
+    return "split" if setup.splits else ("full" if setup.has_masters else "none")

@@ -7,7 +7,7 @@ import gc
 import torch
 from torch import nn
 
-from mpinit.torch_internals.data_watching import Watcher
+from mpinit.torch_internals.parameter_watching import Watcher
 
 
 def test_reading_and_replacing_data_is_noticed_for_watched_parameters_only() -> None:

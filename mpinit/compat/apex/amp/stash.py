@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from .... import registry
 from ....basics.dtypes import is_lower_precision
+from ....masters.pairs import PairTable
 from ....optimizer.control import OptimizerControl
 from .scaler import LossScaler
 
@@ -30,7 +31,6 @@ class AmpStash:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._kept: list[torch.Tensor | None] | None = None
         self._in_backward = False
         self.lazy_init_called = False
         self.already_patched = True
@@ -51,16 +51,19 @@ class AmpStash:
     def _groups(self) -> list[Params]:
         return [group["params"] for group in self.control().optimizer.param_groups]
 
+    def _pairs(self) -> PairTable:
+        return self.control().groups.store.pairs
+
     def _weights_with_masters(self, params: Params) -> Params:
-        pairs = (self.control().store.pair_of(p) for p in params)
+        pairs = (self._pairs().of(p) for p in params)
         return [pair.model_param for pair in pairs if pair is not None]
 
     def _masters(self, params: Params) -> Params:
-        return [p for p in params if self.control().store.pair_of(p) is not None]
+        return [p for p in params if self._pairs().of(p) is not None]
 
     def _plain(self, params: Params, lower_precision: bool) -> Params:
-        store = self.control().store
-        return [p for p in params if store.pair_of(p) is None and is_lower_precision(p.dtype) == lower_precision]
+        pairs = self._pairs()
+        return [p for p in params if pairs.of(p) is None and is_lower_precision(p.dtype) == lower_precision]
 
     @property
     def fp16_groups(self) -> list[Params]:
@@ -101,22 +104,23 @@ class AmpStash:
         """Set gradients accumulated so far aside."""
         if not self._in_backward:
             self._in_backward = True
-            self._kept = self.control().before_backward(self._scalers()[0])
+            self.control().backward.before_backward(self, self._scalers()[0])
 
     def after_backward(self, scaler: LossScaler | None) -> None:
         """Bring fresh gradients into the masters, unscaled and checked, onto those set aside."""
         core = self._scalers()[0] if scaler is None else scaler.core
         if not self._in_backward:
             raise RuntimeError("_post_amp_backward needs a _prepare_amp_backward before the backward pass")
-        self._in_backward, kept, self._kept = False, self._kept, None
-        found_inf = self.control().after_backward(kept, core)
+        self._in_backward = False
+        found_inf = self.control().backward.after_backward(core)
         if found_inf is not None:
             core.note(found_inf)
             if scaler is not None:
                 scaler._has_overflow = bool(found_inf.item() > 0)
 
     def _scalers(self) -> list[Any]:
-        return self.control().scalers
+        session = registry.of(self._optimizer())
+        return [] if session is None else session.scalers
 
 
 def attach(optimizer: Optimizer) -> None:
@@ -133,7 +137,7 @@ def _lazy_init(self: Any) -> None:
 
 def _lazy_init_masters(self: Any) -> None:
     """Masters are there since ``initialize``; groups added behind the optimizer's back get theirs."""
-    self._amp_stash.control().refresh()
+    self._amp_stash.control().groups.refresh()
 
 
 def _prepare(self: Any) -> None:
@@ -146,7 +150,7 @@ def _post(self: Any, scaler: LossScaler | None = None) -> None:
 
 
 def _copy_back(self: Any) -> None:
-    self._amp_stash.control().store.copy_back()
+    self._amp_stash.control().follow_masters()
 
 
 _METHODS = {

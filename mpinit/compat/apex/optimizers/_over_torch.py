@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ....optimizer.state import stepped_unsoundly, unfused
+from ....torch_internals.fused_sgd import stepped_wrongly, unfused
 from ._steps import ClearsAsTold, loss_of, without_decay
 
 
@@ -38,7 +38,7 @@ class DecaysApart(OverTorch):
         """
         plain_step = _without_hooks(super().step)
         if not self._decays_apart:
-            with unfused(stepped_unsoundly(self, {})):
+            with unfused(stepped_wrongly((self,), self.param_groups, {})):
                 return plain_step(self, closure)
         loss = loss_of(closure)
         with without_decay(self.param_groups) as decays:

@@ -1,0 +1,73 @@
+"""Checksums of small blocks of memory: 4 bytes for 64 numbers, to see later which blocks somebody has written to.
+
+A block's checksum is the sum of its 32-bit words, each times an odd weight of its own, modulo 2**32: a change of one
+word never goes unseen, two words exchanged do not either, and any other change does with a chance of 2**-32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+BLOCK: Final = 64
+
+_weights: dict[torch.device, torch.Tensor] = {}
+
+
+def _weights_on(device: torch.device) -> torch.Tensor:
+    if device not in _weights:
+        # Odd, so that no change of a word is multiplied away, and far apart, so that they do not cancel one another.
+        factors = [(2 * index + 1) * 0x9E3779B1 % 2**32 | 1 for index in range(BLOCK)]
+        signed = [factor - 2**32 if factor >= 2**31 else factor for factor in factors]
+        _weights[device] = torch.tensor(signed, dtype=torch.int32, device="cpu").to(device)
+    return _weights[device]
+
+
+def checksums(words: torch.Tensor) -> torch.Tensor:
+    """One checksum a block.
+
+    Args:
+        words: int32, one-dimensional, contiguous; as many as fill whole blocks.
+
+    Returns:
+        int32, ``words.numel() // BLOCK`` of them.
+
+    Example:
+        >>> words = torch.zeros(128, dtype=torch.int32)
+        >>> before = checksums(words)
+        >>> words[3] = 1
+        >>> (checksums(words) != before).tolist()
+        [True, False]
+    """
+    blocks = words.view(-1, BLOCK)
+    weights = _weights_on(words.device)
+    if words.device.type == "cpu":
+        return torch.mv(blocks, weights)
+    # No other device multiplies matrices of whole numbers.
+    return (blocks * weights).sum(1, dtype=torch.int32)
+
+
+def padded(size: int) -> int:
+    """``size`` rounded up to whole blocks.
+
+    Example:
+        >>> padded(1), padded(64), padded(65)
+        (64, 64, 128)
+    """
+    return -(-size // BLOCK) * BLOCK
+
+
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's numbers as int32 words in whole blocks, one word a number of 2 or 4 bytes; the rest is 0.
+
+    Args:
+        tensor: of 2 or 4 bytes a number, any shape.
+
+    Returns:
+        int32, one-dimensional, new.
+    """
+    words = torch.zeros(padded(tensor.numel()), dtype=torch.int32, device=tensor.device)
+    kind: Any = torch.int16 if tensor.element_size() == 2 else torch.int32
+    words[: tensor.numel()].copy_(tensor.detach().reshape(-1).view(kind))
+    return words

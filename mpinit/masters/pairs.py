@@ -1,0 +1,111 @@
+"""Pairs of a 16-bit weight and the float32 master that stands for it in optimizers, and a session's table of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Pair(ABC):
+    """A weight and its master: one number in two places.
+
+    Args:
+        model_param: the weight, as it comes in.
+        master_param: what stands for it in the groups of optimizers.
+
+    Attributes:
+        came_in: the weight's dtype before it was cast.
+        holders: those who look at the pair, one for each optimizer that has the master in its groups.
+        trained: what ``requires_grad`` of both sides was at the last look.
+    """
+
+    __slots__ = ("came_in", "holders", "master_param", "model_param", "trained")
+
+    def __init__(self, model_param: nn.Parameter, master_param: nn.Parameter) -> None:
+        self.model_param = model_param
+        self.master_param = master_param
+        self.came_in = model_param.dtype
+        self.holders: set[Any] = set()
+        self.trained = model_param.requires_grad
+
+    @property
+    @abstractmethod
+    def readable_param(self) -> nn.Parameter:
+        """The side whose numbers can be looked at between steps, and whose gradient the next step uses."""
+
+    @abstractmethod
+    def cast(self, dtype: torch.dtype) -> None:
+        """Cast the weight; no bit of what it held is lost to the pair."""
+
+    @abstractmethod
+    def values(self) -> torch.Tensor:
+        """The master's float32 numbers; not to be written to."""
+
+    @abstractmethod
+    def load(self, values: torch.Tensor) -> None:
+        """Set both sides from float32 numbers of the weight's shape."""
+
+    @abstractmethod
+    def follow_weight(self) -> None:
+        """Somebody wrote to the weight: what changed in it replaces the master's, what did not keeps its low bits.
+
+        What is again as it was before the first of several such calls gets its low bits back.
+        """
+
+    @abstractmethod
+    def forget_before(self) -> None:
+        """From here on what the master holds is what it was: a step has been done."""
+
+    @abstractmethod
+    def follow_master(self) -> None:
+        """Somebody wrote to the master: round it into the weight."""
+
+    @abstractmethod
+    def agree(self) -> bool:
+        """Whether the weight is its master's rounding."""
+
+    @abstractmethod
+    def restore(self, dtype: torch.dtype) -> None:
+        """Give the weight its master's numbers and gradient in ``dtype``; harmless where it has them already."""
+
+
+class PairTable:
+    """A session's pairs, found from either side: one weight has one master, in however many optimizers."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Pair] = {}
+        self._pairs: dict[Pair, None] = {}
+
+    def __iter__(self) -> Iterator[Pair]:
+        return iter(list(self._pairs))
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def of(self, parameter: torch.Tensor) -> Pair | None:
+        """The pair ``parameter`` belongs to, as its weight or as its master."""
+        return self._of.get(id(parameter))
+
+    def add(self, pair: Pair) -> None:
+        """Take a pair in."""
+        self._of[id(pair.model_param)] = self._of[id(pair.master_param)] = pair
+        self._pairs[pair] = None
+
+    def discard(self, pair: Pair) -> None:
+        """Forget a pair; harmless where it is forgotten already."""
+        self._pairs.pop(pair, None)
+        for parameter in (pair.model_param, pair.master_param):
+            self._of.pop(id(parameter), None)
+
+
+def give_gradient(weight: nn.Parameter, gradient: torch.Tensor | None) -> None:
+    """Make a gradient a plain parameter's own, in the parameter's dtype."""
+    if weight.grad_dtype is not None and weight.grad_dtype != weight.dtype:
+        weight.grad = None
+        # torch has no way back to "the tensor's own dtype"; None takes any.
+        weight.grad_dtype = None
+    weight.grad = None if gradient is None else gradient.to(weight.dtype)

@@ -1,0 +1,148 @@
+"""A bfloat16 weight and the 16 bits that complete it to its float32 master."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from ..basics.checksum import BLOCK, checksums, padded, words_of
+from ..basics.interrupts import InterruptsHeld
+from ..distributed.sharding import set_data
+from ..torch_internals.parameter_watching import TENSOR_DETACH
+from .float_split import flat, join, split_
+from .pairs import Pair, give_gradient
+
+
+@final
+class SplitPair(Pair):
+    """A weight that is the upper half of its master; the master in the groups holds no memory between steps.
+
+    Attributes:
+        remainder: int16, the lower halves, in the order of the weight's memory, in whole blocks.
+        checksums: int32, of the weight's blocks as they were when the remainder was.
+        bucket: what the two are parts of, or None.
+
+    Example:
+        >>> pair = SplitPair(nn.Parameter(torch.tensor([1.0001])))
+        >>> pair.cast(torch.bfloat16)
+        >>> pair.model_param.dtype, pair.values()
+        (torch.bfloat16, tensor([1.0001]))
+    """
+
+    __slots__ = ("_before", "_strides", "bucket", "checksums", "remainder")
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        master = nn.Parameter(placeholder(weight), weight.requires_grad)
+        # It shows the weight's own gradient, which is 16-bit.
+        master.grad_dtype = None
+        super().__init__(weight, master)
+        self.remainder: torch.Tensor
+        self.checksums: torch.Tensor
+        self.bucket: Any = None
+        self._before: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._strides = weight.stride()
+
+    @property
+    def readable_param(self) -> nn.Parameter:
+        """The weight: the master holds no numbers."""
+        return self.model_param
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Split the incoming float32 weight; a 16-bit one has nothing to remember."""
+        incoming = TENSOR_DETACH(self.model_param)
+        self.remainder = torch.zeros(padded(incoming.numel()), dtype=torch.int16, device=incoming.device)
+        if incoming.dtype != torch.bfloat16:
+            weight = torch.empty_like(incoming, dtype=torch.bfloat16)
+            split_(flat(incoming.float()), flat(weight), self._own(self.remainder))
+            set_data(self.model_param, weight)
+        del incoming
+        self._strides = self.model_param.stride()
+        self.checksums = self._checksums_now()
+
+    def _own(self, padded_tensor: torch.Tensor) -> torch.Tensor:
+        return padded_tensor[: self.model_param.numel()]
+
+    def _checksums_now(self) -> torch.Tensor:
+        return checksums(words_of(flat(TENSOR_DETACH(self.model_param))))
+
+    def values(self) -> torch.Tensor:
+        """Weight and remainder put together, in a new tensor."""
+        weight = TENSOR_DETACH(self.model_param)
+        self._lay_remainder_out_as(weight)
+        return join(flat(weight), self._own(self.remainder)).as_strided(weight.size(), weight.stride())
+
+    @torch.no_grad()
+    def load(self, values: torch.Tensor) -> None:
+        """Take the numbers apart."""
+        weight = TENSOR_DETACH(self.model_param)
+        dense = torch.empty_like(weight, dtype=torch.float32).copy_(values)
+        with InterruptsHeld():
+            split_(flat(dense), flat(weight), self._own(self.remainder))
+            self._strides = weight.stride()
+            self.checksums.copy_(self._checksums_now())
+
+    @torch.no_grad()
+    def follow_weight(self) -> None:
+        """A block that is not what it was is its own master: its remainders belong to other numbers."""
+        weight = TENSOR_DETACH(self.model_param)
+        before = weight
+        if weight.stride() != self._strides:
+            # Laid out anew (channels_last, say) and compared as it lay.
+            before = torch.empty_strided(weight.size(), self._strides, dtype=weight.dtype, device=weight.device)
+            before.copy_(weight)
+        now = checksums(words_of(flat(before)))
+        if self._before is None:
+            self._before = self.remainder.clone(), self.checksums.clone()
+        remainder, sums = self._before
+        changed, as_before = now != self.checksums, (now == sums).repeat_interleave(BLOCK)
+        self.remainder.masked_fill_(changed.repeat_interleave(BLOCK), 0)
+        self.remainder.copy_(torch.where(as_before, remainder, self.remainder))
+        self._lay_remainder_out_as(weight)
+        self.checksums.copy_(self._checksums_now())
+
+    def forget_before(self) -> None:
+        """Let go of the copies."""
+        self._before = None
+
+    def _lay_remainder_out_as(self, weight: torch.Tensor) -> None:
+        if weight.stride() == self._strides:
+            return
+        own = self._own(self.remainder)
+        laid_out = torch.empty_like(weight, dtype=torch.int16)
+        laid_out.copy_(own.clone().as_strided(weight.size(), self._strides))
+        own.copy_(flat(laid_out))
+        self._before = None
+        self._strides = weight.stride()
+
+    def follow_master(self) -> None:
+        """Refuse: there is no memory to write to.
+
+        Raises:
+            RuntimeError: somebody gave the master memory of its own between steps.
+        """
+        raise RuntimeError(
+            'with master_weights="split" the parameters in optimizer.param_groups hold no numbers between steps, and '
+            "one of them was given some: write to the model's weights, or use master_weights=True"
+        )
+
+    def agree(self) -> bool:
+        """Whether nobody wrote to the weight: the master has nothing to differ with."""
+        return bool(torch.equal(self._checksums_now(), self.checksums))
+
+    def restore(self, dtype: torch.dtype) -> None:
+        """Weight and remainder put together."""
+        weight, gradient = self.model_param, self.master_param.grad
+        if weight.dtype != dtype and hasattr(self, "remainder"):
+            weight.grad = None
+            set_data(weight, self.values().to(dtype))
+        give_gradient(weight, gradient)
+
+
+def placeholder(weight: torch.Tensor) -> torch.Tensor:
+    """What stands for a master between steps: its shape and dtype, and no memory.
+
+    Its numbers are nan: whoever reads them in the optimizer's groups shall notice that they are not there.
+    """
+    return torch.full((), torch.nan, dtype=torch.float32, device=weight.device).expand(weight.shape)

@@ -1,0 +1,92 @@
+"""What every kind of masters can do. An optimizer's rooms speak to this interface alone."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..torch_internals.parameter_watching import Watcher
+from .pairs import Pair, PairTable
+from .two_copies import TwoCopies
+
+Gradients = list[torch.Tensor | None]
+
+
+class MasterStore(ABC):
+    """A session's masters.
+
+    Attributes:
+        pairs: the weights that have masters.
+        watcher: who takes down writes that leave no trace, on either side.
+        idle: pairs in no optimizer's groups, for now.
+    """
+
+    def __init__(self) -> None:
+        self.pairs = PairTable()
+        self.watcher = Watcher()
+        # Pairs that no optimizer steps at the moment: their numbers stay, as other parameters' do.
+        self.idle = TwoCopies(self.watcher, self.as_held, lambda parameter: f"a parameter of shape {parameter.shape}")
+
+    def close(self) -> None:
+        """Forget every pair: weights are what their masters were."""
+        self.watcher.close()
+        self.idle.hold([])
+        for pair in self.pairs:
+            self.pairs.discard(pair)
+
+    @abstractmethod
+    def check(self, optimizers: Sequence[Optimizer]) -> None:
+        """Before anything is changed: whether these optimizers can be stepped with masters of this kind.
+
+        Raises:
+            ValueError: one of them cannot; the message says why and what to do.
+        """
+
+    @abstractmethod
+    def make(self, weight: nn.Parameter, dtype: torch.dtype) -> Pair | None:
+        """A pair for a weight that is, or is about to be cast to, ``dtype``; None where it needs no master.
+
+        A float32 weight hands its storage over without a copy: it is about to be cast, and gets new storage then.
+        """
+
+    @abstractmethod
+    def finish(self, pairs: Sequence[Pair]) -> None:
+        """These pairs' weights are 16-bit now: what had to wait for that."""
+
+    @abstractmethod
+    def as_held(self, gradients: Gradients) -> Gradients:
+        """Gradients in the form in which pairs hold them between a backward pass and a step."""
+
+    @abstractmethod
+    def are_plain(self, copies: TwoCopies, gradients: Gradients, device: torch.device) -> bool:
+        """Whether all gradients are there, dense, float32 and on ``device``: asked on every step."""
+
+    @abstractmethod
+    def adds_up_natively(self) -> bool:
+        """Whether autograd itself can add onto the gradients that pairs hold, when nothing is to be unscaled."""
+
+    @abstractmethod
+    def stepping(
+        self, optimizer: Optimizer, copies: TwoCopies, rounds_itself: bool = False
+    ) -> AbstractContextManager[Iterator[None]]:
+        """Around the optimizer's steps: iterate over the inside, one step an iteration.
+
+        Weights and masters agree again afterwards, also where a step fails half way.
+
+        Args:
+            optimizer: whose step runs inside.
+            copies: its pairs.
+            rounds_itself: the step inside rounds the masters into the weights.
+        """
+
+    @abstractmethod
+    def step_with_closure(
+        self, optimizer: Optimizer, copies: TwoCopies, step: Callable[[Callable[[], Any] | None], Any], closure: Any
+    ) -> Any:
+        """Run an optimizer's step that evaluates ``closure``."""

@@ -1,0 +1,191 @@
+"""Noticing what leaves no trace in torch: writes through a parameter's ``.data``, or a numpy view of ``.detach()``.
+
+torch counts in-place writes in a tensor's version, but not those through ``.data`` or numpy. While anything is
+watched, ``torch.nn.Parameter`` has a ``data`` property and a ``detach`` of its own that take down who asked, with
+checksums of what the parameter held then; and a ``grad`` whose setter brings gradients of other floating types into
+the type that the parameter takes. The parameters themselves stay what they are; reading ``.grad`` costs what it did.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ..basics.checksum import checksums, words_of
+
+TENSOR_DATA: Final[Any] = torch.Tensor.data
+TENSOR_GRAD: Final[Any] = torch.Tensor.grad
+TENSOR_DETACH: Final[Any] = torch.Tensor.detach
+
+_watchers: dict[int, weakref.ref[Watcher]] = {}
+_lock = threading.RLock()  # the garbage collector may drop a watcher while one is being set up
+
+
+class Watcher:
+    """A set of parameters, and which of them somebody got hold of in a way that leaves no trace of writes.
+
+    Example:
+        >>> watcher, weight = Watcher(), nn.Parameter(torch.ones(2))
+        >>> watcher.watch(weight)
+        >>> _ = weight.data.mul_(2)
+        >>> watcher.was_written(weight)
+        True
+        >>> watcher.close()
+    """
+
+    def __init__(self) -> None:
+        self.handed_out: dict[torch.Tensor, torch.Tensor | None] = {}
+        # Parameters whose gradient somebody assigned, by id; autograd assigns without being noticed.
+        self.assigned: set[int] = set()
+        self._paused = False
+        self._held: dict[torch.Tensor, list[weakref.ref[torch.Tensor]]] = {}
+        self._ids: set[int] = set()
+        # A watcher that is dropped without being closed leaves nothing behind.
+        weakref.finalize(self, _forget, self._ids)
+
+    def watch(self, parameter: nn.Parameter) -> None:
+        """Watch one parameter."""
+        with _lock:
+            _watchers[id(parameter)] = weakref.ref(self)
+            self._ids.add(id(parameter))
+            if "data" not in vars(nn.Parameter):
+                for name, member in _MEMBERS.items():
+                    setattr(nn.Parameter, name, member)
+
+    def unwatch(self, parameter: nn.Parameter) -> None:
+        """Stop watching one parameter."""
+        self._ids.discard(id(parameter))
+        self.handed_out.pop(parameter, None)
+        self._held.pop(parameter, None)
+        _forget({id(parameter)})
+
+    def __enter__(self) -> Watcher:
+        """Inside the block whoever asks is not taken down: an optimizer may use ``.data`` in its step."""
+        self._paused = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._paused = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside the block whoever asks is taken down again: a closure of the user's runs in an optimizer's step."""
+        paused, self._paused = self._paused, False
+        try:
+            yield
+        finally:
+            self._paused = paused
+
+    def hand_out(self, parameter: torch.Tensor, view: Callable[[Any], Any]) -> torch.Tensor:
+        """A view of the parameter's memory; as long as somebody holds it, writes through it are expected."""
+        if not self._paused:
+            self.take_down(parameter)
+        seen: torch.Tensor = view(parameter)
+        if not self._paused:
+            self._held.setdefault(parameter, []).append(weakref.ref(seen))
+        return seen
+
+    def forget(self, parameter: torch.Tensor) -> None:
+        """What was written has been seen to; whoever still holds what was handed out is watched from here on."""
+        self.handed_out.pop(parameter, None)
+        held = [view for view in self._held.pop(parameter, ()) if view() is not None]
+        if held:
+            self._held[parameter] = held
+            self.take_down(parameter)
+
+    def forget_all(self, ids: Collection[int]) -> None:
+        """:meth:`forget` for every parameter with one of these ids."""
+        for parameter in list(self.handed_out):
+            if id(parameter) in ids:
+                self.forget(parameter)
+
+    def take_down(self, parameter: torch.Tensor) -> None:
+        """Note that somebody has access; what the parameter is at the first time is what counts."""
+        if parameter not in self.handed_out:
+            self.handed_out[parameter] = _checksums_of(parameter)
+
+    def was_written(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter that was handed out is not what it was then. Waits for the device."""
+        if parameter not in self.handed_out:
+            return False
+        before, now = self.handed_out[parameter], _checksums_of(parameter)
+        if before is None or now is None:
+            return before is not now
+        return before.shape != now.shape or before.device != now.device or not torch.equal(before, now)
+
+    def close(self) -> None:
+        """Stop watching everything."""
+        self.handed_out.clear()
+        self._held.clear()
+        _forget(self._ids)
+        self._ids.clear()
+
+
+def _checksums_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """None where nothing can be written: on the meta device, and to what holds no memory for its numbers."""
+    values = TENSOR_DETACH(parameter)
+    values = getattr(values, "_local_tensor", values)  # a shard knows of the writes to its part
+    if values.device.type == "meta" or 0 in values.stride():
+        return None
+    return checksums(words_of(values))
+
+
+def _forget(ids: set[int]) -> None:
+    with _lock:
+        for number in ids:
+            _watchers.pop(number, None)
+        if not _watchers and "data" in vars(nn.Parameter):
+            for name in _MEMBERS:
+                delattr(nn.Parameter, name)
+
+
+def _watcher_of(parameter: torch.Tensor) -> Watcher | None:
+    reference = _watchers.get(id(parameter))
+    return None if reference is None else reference()
+
+
+def _get_data(parameter: torch.Tensor) -> Any:
+    watcher = _watcher_of(parameter)
+    return TENSOR_DATA.__get__(parameter) if watcher is None else watcher.hand_out(parameter, TENSOR_DATA.__get__)
+
+
+def _set_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    watcher = _watcher_of(parameter)
+    if watcher is not None:
+        watcher.take_down(parameter)
+    TENSOR_DATA.__set__(parameter, value)
+
+
+def _detach(parameter: torch.Tensor) -> Any:
+    watcher = None if torch.compiler.is_compiling() else _watcher_of(parameter)
+    return TENSOR_DETACH(parameter) if watcher is None else watcher.hand_out(parameter, TENSOR_DETACH)
+
+
+_detach.__name__, _detach.__doc__ = "detach", torch.Tensor.detach.__doc__
+
+
+def _set_grad(parameter: torch.Tensor, value: Any) -> None:
+    watcher = _watcher_of(parameter) if isinstance(value, torch.Tensor) else None
+    if watcher is not None:
+        watcher.assigned.add(id(parameter))
+        wanted = parameter.grad_dtype
+        if wanted is not None and value.dtype != wanted and value.is_floating_point():
+            value = value.to(wanted)
+    TENSOR_GRAD.__set__(parameter, value)
+
+
+def _delete_grad(parameter: torch.Tensor) -> None:
+    TENSOR_GRAD.__delete__(parameter)
+
+
+_MEMBERS: Final[dict[str, Any]] = {
+    "data": property(_get_data, _set_data, doc=torch.Tensor.data.__doc__),
+    "grad": property(TENSOR_GRAD.__get__, _set_grad, _delete_grad, doc=torch.Tensor.grad.__doc__),
+    "detach": _detach,
+}

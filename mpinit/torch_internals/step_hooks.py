@@ -1,0 +1,66 @@
+"""Step hooks, run once around everything that a step is.
+
+``Optimizer.step`` of torch runs the optimizer's hooks, and those registered for all, inside itself. There they come
+between a master's step and its rounding, and once for every part of a step that is done in parts.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, Final
+
+from torch.optim import Optimizer
+from torch.optim import optimizer as module
+
+_OWN: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_GLOBAL: Final = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether any hook would run."""
+    return any(getattr(optimizer, name, None) for name in _OWN) or any(getattr(module, name, None) for name in _GLOBAL)
+
+
+class StepHooks:
+    """The hooks of one step: inside the block the optimizer's own step runs none of them.
+
+    Args:
+        optimizer: whose.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer: Any = optimizer
+        everything = [[*getattr(module, g).values(), *getattr(optimizer, o).values()] for g, o in _pairs()]
+        self._before, self._after = everything
+        self._held: list[tuple[Any, str, Any]] = []
+
+    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Run what comes before a step; each may return other arguments."""
+        for hook in self._before:
+            result = hook(self._optimizer, args, kwargs)
+            if result is not None:
+                if not isinstance(result, tuple) or len(result) != 2:
+                    raise RuntimeError(f"{hook} must return None or a tuple of (new_args, new_kwargs), not {result}")
+                args, kwargs = result
+        return args, kwargs
+
+    def after(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run what comes after it."""
+        for hook in self._after:
+            hook(self._optimizer, args, kwargs)
+
+    def __enter__(self) -> StepHooks:
+        for owner, names in ((module, _GLOBAL), (self._optimizer, _OWN)):
+            for name in names:
+                self._held.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, OrderedDict())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._held:
+            owner, name, hooks = self._held.pop()
+            setattr(owner, name, hooks)
+
+
+def _pairs() -> tuple[tuple[str, str], ...]:
+    return tuple(zip(_GLOBAL, _OWN, strict=True))
