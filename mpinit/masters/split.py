@@ -7,6 +7,7 @@ where full masters round half to even.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, final
@@ -169,7 +170,9 @@ class SplitMasters(MasterStore):
 
 def _check_optimizer(optimizer: Optimizer) -> None:
     known = (getattr(torch.optim, name, None) for name in _PER_PARAMETER)
-    if any(cls is not None and isinstance(optimizer, cls) and type(optimizer).step is cls.step for cls in known):
+    step = inspect.unwrap(type(optimizer).step)
+    # torch wraps the step of a class when it is first made use of.
+    if any(cls is not None and isinstance(optimizer, cls) and step is inspect.unwrap(cls.step) for cls in known):
         return
     if getattr(optimizer, "steps_per_parameter", False):
         return

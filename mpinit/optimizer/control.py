@@ -120,11 +120,18 @@ class OptimizerControl:
         methods += [self._followed(name) for name in _methods_that_may_write(optimizer)]
         with UndoStack() as undos:
             undos.push(self._deactivate)
+            undos.push(optimizer.register_state_dict_pre_hook(self._drop_what_reading_left).remove)
             for function in methods:
                 method = types.MethodType(function, optimizer)
                 name = function.__name__
                 undos.push(_revert_if_ours(optimizer, name, method, set_attribute(optimizer, name, method)))
         return undos.unwind
+
+    def _drop_what_reading_left(self, optimizer: Optimizer) -> None:
+        """``optimizer.state[weight]`` makes an empty entry, which torch's ``state_dict()`` then knows no place for."""
+        for pair in self.groups.copies.pairs:
+            if pair.model_param in optimizer.state and not optimizer.state[pair.model_param]:
+                del optimizer.state[pair.model_param]
 
     def _deactivate(self) -> None:
         self._active = False

@@ -1,0 +1,142 @@
+"""Optimizers that wrap others, hold lists of their own, or step in two halves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loops import backward, batches, masters, mlp, mse, same
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+
+import mpinit
+
+
+class Halves(Optimizer):
+    """Two optimizers with groups of their own behind one, as kinds that split a model between them have."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params, {"lr": 0.1})
+        self.optimizers = [SGD(params[::2], lr=0.1, momentum=0.9), Adam(params[1::2], lr=0.01)]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+class OwnList(Optimizer):
+    """Steps what it was given, whatever is in the groups."""
+
+    def __init__(self, params: Any) -> None:
+        self.mine = list(params)
+        self.by_name = {"all": tuple(self.mine)}
+        super().__init__(self.mine, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert all(a is b for a, b in zip(self.mine, self.by_name["all"], strict=True))
+        for parameter in self.mine:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+
+class Sharpness(SGD):
+    """Climbs first and descends then."""
+
+    def first_step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["climb"] = parameter.grad.clone()
+                parameter.add_(parameter.grad, alpha=0.05)
+
+    def second_step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(self.state[parameter]["climb"], alpha=0.05)
+        self.step()
+
+
+MAKERS: dict[str, Callable[[Any], Optimizer]] = {"halves": Halves, "own list": OwnList}
+
+
+def by_hand(make: Callable[[Any], Optimizer], steps: int) -> list[torch.Tensor]:
+    """Float32 masters of a bfloat16 model, written out."""
+    model, reference = mlp().bfloat16(), mlp()
+    optimizer = make(reference.parameters())
+    for batch in batches(steps):
+        for weight, master in zip(model.parameters(), reference.parameters(), strict=True):
+            weight.data.copy_(master.data)
+            weight.grad = None
+        loss = nn.functional.mse_loss(model(batch[0].bfloat16()).float(), batch[1])
+        loss.backward()
+        for weight, master in zip(model.parameters(), reference.parameters(), strict=True):
+            assert weight.grad is not None
+            master.grad = weight.grad.float()
+        optimizer.step()
+    return [master.detach() for master in reference.parameters()]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_place_that_holds_a_weight_gets_its_master(name: str) -> None:
+    model = mlp()
+    optimizer = MAKERS[name](model.parameters())
+    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    for batch in batches(4):
+        optimizer.zero_grad()
+        backward(mse(model, batch), optimizer)
+        optimizer.step()
+    same(masters(optimizer), by_hand(MAKERS[name], 4))
+    weights = list(model.parameters())
+    mpinit.undo(model)
+    held = [p for o in getattr(optimizer, "optimizers", []) for g in o.param_groups for p in g["params"]]
+    held += list(getattr(optimizer, "mine", []))
+    assert {id(p) for p in held} == {id(weight) for weight in weights}
+    for each in getattr(optimizer, "optimizers", []):
+        assert all(any(key is weight for weight in weights) for key in each.state), "state went back as well"
+
+
+def test_a_step_in_two_halves_is_right_in_bfloat16_and_refused_with_a_dynamic_scale() -> None:
+    model = mlp()
+    optimizer = Sharpness(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"first_step and second_step.*bfloat16"):
+        mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    same(model.parameters(), before)
+    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    batch = batches(1)[0]
+    backward(mse(model, batch), optimizer)
+    start = masters(optimizer)
+    gradients = [p.grad.clone() for p in mpinit.master_params(optimizer)]  # type: ignore[union-attr]
+    optimizer.first_step()
+    for weight, value, gradient in zip(model.parameters(), start, gradients, strict=True):
+        assert torch.equal(weight, (value + 0.05 * gradient).bfloat16()), "the model is where the first half went"
+    optimizer.zero_grad()
+    backward(mse(model, batch), optimizer)
+    climbed = [p.grad.clone() for p in mpinit.master_params(optimizer)]  # type: ignore[union-attr]
+    optimizer.second_step()
+    for master, value, gradient in zip(masters(optimizer), start, climbed, strict=True):
+        torch.testing.assert_close(master, value - 0.1 * gradient, rtol=1e-6, atol=1e-7)
+    mpinit.undo(model)
+
+
+def test_split_masters_take_subclasses_that_step_as_torch_does() -> None:
+    class Mine(SGD):
+        pass
+
+    model = mlp()
+    mpinit.initialize(model, Mine(model.parameters(), lr=0.1), "O5", master_weights="split", verbosity=0)
+    mpinit.undo(model)
+
+
+def test_looking_a_weights_state_up_does_not_break_state_dict() -> None:
+    model = mlp()
+    optimizer = Adam(model.parameters())
+    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    backward(mse(model, batches(1)[0]), optimizer)
+    optimizer.step()
+    assert not optimizer.state[model[0].weight]
+    assert len(optimizer.state_dict()["state"]) == 4
+    mpinit.undo(model)
