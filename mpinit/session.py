@@ -236,7 +236,7 @@ class Session:
         return pair.values()
 
     def _has_masters(self) -> bool:
-        return any(control.store.pairs for control in self._controls.values())
+        return len(self._store.pairs) > 0
 
     def _load_master(self, weight: torch.Tensor, values: torch.Tensor) -> bool:
         pair = self._store.pairs.of(weight)

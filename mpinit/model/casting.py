@@ -205,6 +205,8 @@ def _unchanged_from(entry: _Buffer, present: torch.Tensor) -> torch.Tensor:
     original = entry.original
     if present.shape != original.shape or present.dtype != entry.cast.dtype:
         return present.detach().to(original.dtype)
+    if present.is_meta:
+        return original  # there are no numbers that could have changed
     here = original.detach().to(present.device)
     narrow = cast_within_range(here, present.dtype)
     bits = torch.int16 if narrow.element_size() == 2 else torch.int32
