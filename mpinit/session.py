@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import functions
+from .basics.dtypes import is_lower_precision
 from .basics.logs import log
 from .basics.patching import Undo, UndoStack
 from .distributed.sharding import reshard
@@ -148,7 +149,8 @@ class Session:
         """Weights get their masters' bits, and their places in the optimizers back; called again it goes on."""
         for pair in self._store.pairs:
             # A 16-bit weight keeps its master's bits, unless the set-up failed: then it is left as it came.
-            pair.restore(torch.float32 if self.is_live else pair.came_in)
+            keeps_bits = self.is_live and is_lower_precision(pair.came_in)
+            pair.restore(torch.float32 if keeps_bits else pair.came_in)
         for control in self._controls.values():
             control.groups.restore_weights()
         self._store.close()
@@ -167,8 +169,11 @@ class Session:
                     ", ".join(differing),
                 )
             self._is_ending = True
-        self._undos.unwind()
-        self.is_live = False
+        try:
+            self._undos.unwind()
+        finally:
+            # What has failed and could not be done again is kept for the next call.
+            self.is_live = len(self._undos) > 0
 
     def before_forward(self) -> None:
         """A model is about to be run: its weights follow what was written to their masters."""

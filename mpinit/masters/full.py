@@ -92,6 +92,8 @@ class FullPair(Pair):
         weight, gradient = self.model_param, self.master_param.grad
         if weight.dtype != dtype:
             weight.grad = None
+            # torch has no way back to "the tensor's own dtype"; None takes any.
+            weight.grad_dtype = None
             set_data(weight, TENSOR_DATA.__get__(self.master_param).to(dtype))
         give_gradient(weight, gradient)
 

@@ -104,8 +104,5 @@ class PairTable:
 
 def give_gradient(weight: nn.Parameter, gradient: torch.Tensor | None) -> None:
     """Make a gradient a plain parameter's own, in the parameter's dtype."""
-    if weight.grad_dtype is not None and weight.grad_dtype != weight.dtype:
-        weight.grad = None
-        # torch has no way back to "the tensor's own dtype"; None takes any.
-        weight.grad_dtype = None
-    weight.grad = None if gradient is None else gradient.to(weight.dtype)
+    if gradient is not None or weight.grad is not None:
+        weight.grad = None if gradient is None else gradient.to(weight.dtype)

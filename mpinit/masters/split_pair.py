@@ -133,7 +133,8 @@ class SplitPair(Pair):
 
     def restore(self, dtype: torch.dtype) -> None:
         """Weight and remainder put together."""
-        weight, gradient = self.model_param, self.master_param.grad
+        weight = self.model_param
+        gradient = weight.grad if self.master_param.grad is None else self.master_param.grad
         if weight.dtype != dtype and hasattr(self, "remainder"):
             weight.grad = None
             set_data(weight, self.values().to(dtype))

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import mpinit
 from mpinit import registry, session
-from mpinit.masters import full as masters
+from mpinit.masters import full
 from mpinit.model import casting, forward, state_dict
-from mpinit.optimizer import step as stepping
+from mpinit.optimizer import control
 from mpinit.torch_internals import native_autocast
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -188,19 +188,19 @@ PHASES: dict[str, tuple[Any, str, int, str]] = {
     "the end of a second forward": (forward, "_patch_forward", 2, "after"),
     "a second module's state hook": (state_dict, "put_around_custom_methods", 2, "before"),
     "the end of the state hooks": (state_dict.Float32State, "install", 1, "after"),
-    "a second master": (masters.FullMasters, "add", 2, "before"),
-    "the end of a second master": (masters.FullMasters, "add", 2, "after"),
-    "the optimizer's second method": (stepping, "set_attribute", 2, "before"),
+    "a second master": (full.FullPair, "__init__", 2, "before"),
+    "the end of a second master": (full.FullPair, "__init__", 2, "after"),
+    "the optimizer's second method": (control, "set_attribute", 2, "before"),
     "the optimizer's states": (session, "cast_states", 1, "before"),
     "the casts": (casting.TensorCasts, "apply", 1, "before"),
     "a second cast": (casting, "_replace_data", 2, "before"),
     "the end of a second cast": (casting, "_replace_data", 2, "after"),
     "the end of the casts": (casting.TensorCasts, "apply", 1, "after"),
-    "a second weight": (masters.FullMasters, "cast_weight", 2, "before"),
-    "the end of a second weight": (masters.FullMasters, "cast_weight", 2, "after"),
+    "a second weight": (full.FullPair, "cast", 2, "before"),
+    "the end of a second weight": (full.FullPair, "cast", 2, "after"),
     "the flat weights": (casting, "rebuild_flat_weights", 1, "before"),
-    "the last thing": (masters.FullMasters, "settle", 1, "before"),
-    "the very end": (masters.FullMasters, "settle", 1, "after"),
+    "the last thing": (full.FullMasters, "finish", 1, "before"),
+    "the very end": (full.FullMasters, "finish", 1, "after"),
 }
 
 
