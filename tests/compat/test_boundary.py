@@ -73,8 +73,9 @@ SHORT_LIST = {
     "functions.cast_lists": "the lists that scripts read and edit are printed from the policy",
     "plan": "the rule of a scaler that a script makes by itself",
     "scaling.scaler": "that scaler",
-    "optimizer.state": "whether a fused kernel of torch is in order, for apex's FusedSGD",
+    "torch_internals.fused_sgd": "whether a fused kernel of torch is in order, for apex's FusedSGD",
     "optimizer.control": "the type of what _amp_stash shows",
+    "masters.pairs": "the type of what it shows that in",
 }
 
 
