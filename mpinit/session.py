@@ -137,11 +137,13 @@ class Session:
         trained = {p for control in self._controls.values() for p in control.groups.plain if p.requires_grad}
         self._casts = casting.TensorCasts(self.models, others, trained)
         self._undos.push(self._casts.undo)
-        self._casts.apply()
+        to_16_bit: dict[torch.Tensor, torch.dtype] = {w: targets.get(w, w.dtype) for w in mastered}
+        beyond = casting.out_of_range(to_16_bit)
+        self._casts.apply(beyond)
         # Without an undo of its own: giving up a master restores its weight.
         for pair in self._store.pairs:
             gradient, pair.model_param.grad = pair.model_param.grad, None
-            pair.cast(targets.get(pair.model_param, pair.model_param.dtype))
+            pair.cast(to_16_bit[pair.model_param], clamps=pair.model_param in beyond)
             pair.model_param.grad = None if gradient is None else gradient.to(pair.model_param.dtype)
         casting.rebuild_flat_weights(self.models)
 

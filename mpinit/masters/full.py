@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..basics.dtypes import is_lower_precision
+from ..basics.dtypes import cast_within_range, is_lower_precision
 from ..basics.gradients import all_dense, are_plain, as_float32
 from ..distributed.exchange import arriving_gradient_dtype
 from ..distributed.sharding import is_distributed, local, locals_of, set_data
@@ -46,9 +46,10 @@ class FullPair(Pair):
         """The master."""
         return self.master_param
 
-    def cast(self, dtype: torch.dtype) -> None:
+    def cast(self, dtype: torch.dtype, clamps: bool = False) -> None:
         """Cast the weight; the master holds the old storage."""
-        set_data(self.model_param, TENSOR_DATA.__get__(self.model_param).to(dtype))
+        values = TENSOR_DATA.__get__(self.model_param)
+        set_data(self.model_param, cast_within_range(values, dtype) if clamps else values.to(dtype))
 
     def values(self) -> torch.Tensor:
         """The master, without its graph."""

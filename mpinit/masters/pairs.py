@@ -38,8 +38,13 @@ class Pair(ABC):
         """The side whose numbers can be looked at between steps, and whose gradient the next step uses."""
 
     @abstractmethod
-    def cast(self, dtype: torch.dtype) -> None:
-        """Cast the weight; no bit of what it held is lost to the pair."""
+    def cast(self, dtype: torch.dtype, clamps: bool = False) -> None:
+        """Cast the weight; no bit of what it held is lost to the pair.
+
+        Args:
+            dtype: the weight's new dtype.
+            clamps: whether it holds finite numbers beyond the largest of ``dtype``, which become that largest.
+        """
 
     @abstractmethod
     def values(self) -> torch.Tensor:

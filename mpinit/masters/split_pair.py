@@ -49,8 +49,8 @@ class SplitPair(Pair):
         """The weight: the master holds no numbers."""
         return self.model_param
 
-    def cast(self, dtype: torch.dtype) -> None:
-        """Split the incoming float32 weight; a 16-bit one has nothing to remember."""
+    def cast(self, dtype: torch.dtype, clamps: bool = False) -> None:
+        """Split the incoming float32 weight; a 16-bit one has nothing to remember, and bfloat16 has float32's range."""
         incoming = TENSOR_DETACH(self.model_param)
         self.remainder = torch.zeros(padded(incoming.numel()), dtype=torch.int16, device=incoming.device)
         if incoming.dtype != torch.bfloat16:

@@ -67,10 +67,14 @@ class TensorCasts:
         self._buffers: dict[torch.Tensor, _Buffer] = {}
         self._restored: dict[torch.Tensor, torch.Tensor] = {}
 
-    def apply(self) -> None:
-        """Cast, one tensor at a time, gradients with them. What was done until an exception is :meth:`undo`'s."""
+    def apply(self, others_out_of_range: Collection[torch.Tensor] = ()) -> None:
+        """Cast, one tensor at a time, gradients with them. What was done until an exception is :meth:`undo`'s.
+
+        Args:
+            others_out_of_range: weights with masters that the one warning of clamping has to name as well.
+        """
         self._out_of_range = out_of_range(self._targets)
-        warn_of_clamping(self._models, self._out_of_range)
+        warn_of_clamping(self._models, self._out_of_range | set(others_out_of_range))
         places = _places_of_buffers(self._models)
         for tensor, dtype in self._targets.items():
             if isinstance(tensor, nn.Parameter) or tensor.requires_grad:

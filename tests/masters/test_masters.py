@@ -109,6 +109,20 @@ def test_weight_and_master_share_one_float32_gradient() -> None:
         assert weight.grad is master.grad is not None and weight.grad.dtype == torch.float32
 
 
+def test_finite_weights_beyond_float16_are_clamped_with_one_warning_and_come_back() -> None:
+    model = mlp()
+    with torch.no_grad():
+        model[0].weight[0, 0], model[0].weight[0, 1] = 1e6, float("inf")
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.warns(UserWarning, match=r"0\.weight are beyond") as caught:
+        start(model, "O2", torch.float16)
+    assert len(caught) == 1
+    assert model[0].weight[0, :2].tolist() == [65504.0, float("inf")]
+    same(model.state_dict().values(), before)
+    mpinit.undo(model)
+    same(model.parameters(), before)
+
+
 # -- writes from outside --------------------------------------------------------------------------------------------
 
 Write = Callable[[nn.Module, list[torch.Tensor]], None]
