@@ -131,6 +131,34 @@ def test_split_masters_take_subclasses_that_step_as_torch_does() -> None:
     mpinit.undo(model)
 
 
+class Counting(SGD):
+    """Counts its steps in its groups, as kinds with a warm-up of their own do."""
+
+    steps_per_parameter = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        super().step()
+
+
+def test_what_an_optimizer_counts_it_counts_once_a_step_and_hooks_run_once() -> None:
+    model = mlp()
+    optimizer = Counting(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["count"] = 0
+    mpinit.initialize(model, optimizer, "O5", master_weights="split", split_bucket_bytes=4, verbosity=0)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    for batch in batches(3):
+        optimizer.zero_grad()
+        backward(mse(model, batch), optimizer)
+        optimizer.step()
+    assert optimizer.param_groups[0]["count"] == 3
+    assert calls == ["before", "after"] * 3
+    mpinit.undo(model)
+
+
 def test_looking_a_weights_state_up_does_not_break_state_dict() -> None:
     model = mlp()
     optimizer = Adam(model.parameters())
