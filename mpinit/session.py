@@ -29,7 +29,6 @@ from .model import casting, forward, selection, state_dict
 from .optimizer.bystanders import OtherParameters
 from .optimizer.control import OptimizerControl
 from .optimizer.state import cast_states
-from .optimizer.suitability import check_optimizers
 from .plan import Masters, Plan
 from .scaling.scaled_loss import ScaledLoss, TakesPart
 from .scaling.scaler import LossScaler
@@ -86,7 +85,6 @@ class Session:
         """Carry the plan out. If anything raises, everything done so far is undone, newest first."""
         while _dropped:
             _dropped.pop()()
-        check_optimizers(self.optimizers, self.plan)
         self._store.check(self.optimizers)
         try:
             self._apply()

@@ -135,8 +135,8 @@ class Bucket:
         assert layout is not None, "materialise comes first"
         with InterruptsHeld():
             if self._stage is _Stage.MATERIALISED:
-                take_remainder_(layout.bits, self.remainder)
-                self._stage = _Stage.TAKEN_APART
+                # In one line, so that nothing comes between the two.
+                self._stage = _Stage.TAKEN_APART if take_remainder_(layout.bits, self.remainder) else self._stage
             if self._stage is _Stage.TAKEN_APART:
                 torch._foreach_copy_(self._flat_weights(), layout.parts)
                 self._checksums.copy_(checksums(layout.bits))

@@ -47,11 +47,16 @@ def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.float32)
 
 
-def take_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Turn float32 bits into those of the rounded upper half; ``remainder`` gets the lower half as a signed number."""
+def take_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> bool:
+    """Turn float32 bits into those of the rounded upper half; ``remainder`` gets the lower half as a signed number.
+
+    Returns:
+        True: it is done, and must not be done again.
+    """
     for part, rest in _chunks(bits, remainder):
         rest.copy_(part)
         part.add_(_HALF).bitwise_right_shift_(16)
+    return True
 
 
 def add_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> None:

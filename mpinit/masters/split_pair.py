@@ -117,11 +117,14 @@ class SplitPair(Pair):
         self._strides = weight.stride()
 
     def follow_master(self) -> None:
-        """Refuse: there is no memory to write to.
+        """Refuse what cannot be followed: there is no memory for a master's numbers to be written to.
 
         Raises:
             RuntimeError: somebody gave the master memory of its own between steps.
         """
+        held = TENSOR_DETACH(self.master_param)
+        if held.untyped_storage().nbytes() == held.element_size() and bool(held.isnan().all()):
+            return  # the placeholder, as it was
         raise RuntimeError(
             'with master_weights="split" the parameters in optimizer.param_groups hold no numbers between steps, and '
             "one of them was given some: write to the model's weights, or use master_weights=True"

@@ -120,7 +120,9 @@ class OptimizerControl:
         methods += [self._followed(name) for name in _methods_that_may_write(optimizer)]
         with UndoStack() as undos:
             undos.push(self._deactivate)
-            undos.push(optimizer.register_state_dict_pre_hook(self._drop_what_reading_left).remove)
+            # Wrappers that were never initialised as optimizers have no hooks.
+            if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
+                undos.push(optimizer.register_state_dict_pre_hook(self._drop_what_reading_left).remove)
             for function in methods:
                 method = types.MethodType(function, optimizer)
                 name = function.__name__

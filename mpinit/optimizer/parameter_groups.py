@@ -117,6 +117,7 @@ class ParameterGroups:
                 original = self._original_values(pair.model_param)
                 if original is not None:
                     pair.load(original)
+                    self.copies.note_one(pair)
             self.copies.hold(self.copies.pairs)
 
     def _pair_for(self, parameter: nn.Parameter, fresh: list[Pair]) -> Pair | None:

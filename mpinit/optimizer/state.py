@@ -41,15 +41,18 @@ def _collect(optimizer: Optimizer, found: dict[Optimizer, None]) -> None:
                 _collect(item, found)
 
 
-def cast_state(state: Any, shape: torch.Size, old: torch.dtype, new: torch.dtype) -> Any:
+def cast_state(state: Any, shape: torch.Size | None, old: torch.dtype, new: torch.dtype) -> Any:
     """Cast what follows a parameter's dtype in its state: floating tensors of its dtype and shape, and no others.
 
-    Counters, tables of codes, factored statistics and what is in another type on purpose stay as they are.
+    Counters, tables of codes, factored statistics and what is in another type on purpose stay as they are. Without a
+    shape, any but numbers: an optimizer that steps the cast parameter itself computes in its type.
     """
     if not isinstance(state, dict) or not old.is_floating_point:
         return state
     for key, value in state.items():
-        if key != "step" and isinstance(value, torch.Tensor) and value.shape == shape and value.dtype == old:
+        if key == "step" or not isinstance(value, torch.Tensor) or value.dtype != old:
+            continue
+        if value.shape == shape or (shape is None and value.dim() > 0):
             state[key] = value.to(new)
     return state
 
@@ -65,8 +68,8 @@ def cast_states(optimizers: list[Optimizer], targets: Mapping[torch.Tensor, torc
                 old, new = casts[parameter]
                 state = optimizer.state[parameter]
                 before = dict(state)
-                cast_state(state, parameter.shape, old, new)
-                undos.push(_restorer(state, before, parameter.shape, new, old))
+                cast_state(state, None, old, new)
+                undos.push(_restorer(state, before, new, old))
     return undos.unwind
 
 
@@ -76,18 +79,16 @@ def _cast_newer_states(
     for parameter, state in optimizer.state.items():
         if parameter in casts and parameter not in known:
             old, new = casts[parameter]
-            cast_state(state, parameter.shape, new, old)
+            cast_state(state, None, new, old)
 
 
-def _restorer(
-    state: dict[str, Any], before: dict[str, Any], shape: torch.Size, old: torch.dtype, new: torch.dtype
-) -> Callable[[], None]:
+def _restorer(state: dict[str, Any], before: dict[str, Any], old: torch.dtype, new: torch.dtype) -> Callable[[], None]:
     cast = dict(state)
 
     def restore() -> None:
         # What no step has replaced since goes back bit for bit; the rest follows the parameter's dtype.
         untouched = {key: value for key, value in before.items() if state.get(key) is cast[key]}
-        cast_state(state, shape, old, new)
+        cast_state(state, None, old, new)
         state.update(untouched)
 
     return restore

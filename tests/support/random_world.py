@@ -241,8 +241,7 @@ def _leaf(config: Config, name: str, values: Any, frozen: bool) -> Leaf:
         split=config.splits and cast,
         frozen=frozen,
     )
-    if name in LATE or frozen or weight_type == master_type:
-        # Nobody asked for a master while the model was cast.
+    if weight_type == master_type:
         leaf.master = stored(values, weight_type)
     leaf.follow()
     return leaf
