@@ -241,7 +241,8 @@ def _leaf(config: Config, name: str, values: Any, frozen: bool) -> Leaf:
         split=config.splits and cast,
         frozen=frozen,
     )
-    if weight_type == master_type:
+    if name in LATE or frozen or weight_type == master_type:
+        # Nobody asked for a master while the model was cast.
         leaf.master = stored(values, weight_type)
     leaf.follow()
     return leaf
