@@ -117,8 +117,10 @@ class Leaf:
 
     def adopt(self) -> None:
         """The master takes what somebody else wrote."""
-        if self.written and self.split and not self.handed_out:
-            self.master = self.weight.copy()
+        if self.written and self.split:
+            # One block: where any of it was changed, all of it is its own master.
+            if (stored(self.master, self.weight_type, half_away=True) != self.weight).any():
+                self.master = self.weight.copy()
         elif self.written:
             same = stored(self.master, self.weight_type, half_away=self.split) == self.weight
             self.master = np.where(same, self.master, self.weight)
