@@ -59,15 +59,20 @@ def padded(size: int) -> int:
 
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's numbers as int32 words in whole blocks, one word a number of 2 or 4 bytes; the rest is 0.
+    """A tensor's numbers as int32 words in whole blocks, one word for up to 4 bytes of a number; the rest is 0.
 
     Args:
-        tensor: of 2 or 4 bytes a number, any shape.
+        tensor: of any dtype and shape.
 
     Returns:
         int32, one-dimensional, new.
+
+    Example:
+        >>> words_of(torch.ones(2, dtype=torch.float64))[:5].tolist()
+        [0, 1072693248, 0, 1072693248, 0]
     """
-    words = torch.zeros(padded(tensor.numel()), dtype=torch.int32, device=tensor.device)
-    kind: Any = torch.int16 if tensor.element_size() == 2 else torch.int32
-    words[: tensor.numel()].copy_(tensor.detach().reshape(-1).view(kind))
+    kind: Any = {1: torch.int8, 2: torch.int16}.get(tensor.element_size(), torch.int32)
+    numbers = tensor.detach().reshape(-1).view(kind)
+    words = torch.zeros(padded(numbers.numel()), dtype=torch.int32, device=tensor.device)
+    words[: numbers.numel()].copy_(numbers)
     return words

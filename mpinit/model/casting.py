@@ -13,6 +13,7 @@ from ..basics.dtypes import cast_within_range, may_overflow
 from ..basics.user_warnings import warn_user
 from ..distributed.sharding import local, rebuild_groups, set_data
 from ..masters.residual import Cast, Residual, decode, encode
+from ..torch_internals.parameter_watching import TENSOR_DETACH
 
 
 @dataclass(eq=False)
@@ -125,7 +126,7 @@ class TensorCasts:
 
     @torch.no_grad()
     def _cast_parameter(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
-        values = parameter.detach()
+        values = TENSOR_DETACH(parameter)
         cast = functools.partial(_cast_to, dtype, parameter in self._out_of_range)
         self._came_in[parameter] = parameter.dtype
         self._keep_residual(parameter, values, cast)
@@ -192,7 +193,7 @@ def _replace_data(tensor: torch.Tensor, values: torch.Tensor, gradient: torch.Te
 
 
 def _widened(parameter: torch.Tensor, dtype: torch.dtype, residual: Residual | None) -> torch.Tensor:
-    present = parameter.detach()
+    present = TENSOR_DETACH(parameter)
     values = present.to(dtype)
     part = local(values)
     if residual is not None and part.numel() == residual.length:
@@ -227,7 +228,7 @@ def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> set[torch.Tenso
     """The tensors that hold finite values beyond the largest of the type they are to have."""
     groups: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for tensor, dtype in targets.items():
-        part = local(tensor.detach())
+        part = local(TENSOR_DETACH(tensor))  # a look of our own, of which no watcher has to know
         if may_overflow(part.dtype, dtype) and part.numel() and not part.is_meta and part.layout is torch.strided:
             groups.setdefault((part.device, part.dtype, dtype), []).append((tensor, part))
     found = set()
