@@ -6,7 +6,7 @@ is compiled anew between a backward pass and ``zero_grad``, for inputs of anothe
 Upstream: https://github.com/pytorch/pytorch/issues/111317, in torch 2.11 to 2.13. It can go when dynamo's
 ``VariableBuilder.wrap_tensor`` reads ``grad_dtype``.
 
-``torch._dynamo.reset()`` forgets who wants to know of compilations: the next :func:`hide_gradients` says it again.
+``torch._dynamo.reset()`` forgets who wants to know of compilations, and is told again at once.
 """
 
 from __future__ import annotations
@@ -38,14 +38,29 @@ def hide_gradients(owner: Any, weights_of: Callable[[Any], Iterable[torch.Tensor
     _owners[owner] = weights_of
     # Made with the first optimizer of a process; before there is one there are no gradients of another dtype either.
     dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is not None and _hide not in dynamo.callback_handler.start_callbacks:
-        dynamo.callback_handler.register_start_callback(_hide)
-        dynamo.callback_handler.register_end_callback(_put_back)
+    if dynamo is not None:
+        _tell_of_compilations(dynamo.callback_handler)
 
     def undo() -> None:
         _owners.pop(owner, None)
 
     return undo
+
+
+def _tell_of_compilations(handler: Any) -> None:
+    if _hide in handler.start_callbacks:
+        return
+    handler.register_start_callback(_hide)
+    handler.register_end_callback(_put_back)
+    if "clear" in vars(handler):
+        return
+
+    def clear() -> None:
+        type(handler).clear(handler)
+        if len(_owners):
+            _tell_of_compilations(handler)
+
+    handler.clear = clear
 
 
 def _hide(_: Any) -> None:

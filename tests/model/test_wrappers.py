@@ -197,6 +197,19 @@ def test_a_model_is_compiled_and_recompiled_while_it_has_gradients(level: str, b
         torch.testing.assert_close(fast(x), model(x), atol=2e-2, rtol=2e-2)
 
 
+def test_a_model_that_has_gradients_is_compiled_after_a_reset() -> None:
+    model = trained("O5")
+    for _ in range(2):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            fast = torch.compile(model, backend="eager", fullgraph=True)(X)
+        torch.testing.assert_close(fast, model(X), atol=2e-2, rtol=2e-2)
+    mpinit.undo(model)
+    del model
+    torch._dynamo.reset()
+    assert not torch._dynamo.callback_handler.start_callbacks, "nobody is left who wants to know"
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_loop_that_compiles_anew_between_backward_and_step(level: str) -> None:
     results = []
