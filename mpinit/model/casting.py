@@ -193,7 +193,7 @@ def _replace_data(tensor: torch.Tensor, values: torch.Tensor, gradient: torch.Te
 
 
 def _widened(parameter: torch.Tensor, dtype: torch.dtype, residual: Residual | None) -> torch.Tensor:
-    present = TENSOR_DETACH(parameter)
+    present: torch.Tensor = TENSOR_DETACH(parameter)
     values = present.to(dtype)
     part = local(values)
     if residual is not None and part.numel() == residual.length:

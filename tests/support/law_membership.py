@@ -89,8 +89,6 @@ def _leave(run: Run, name: str, index: int) -> tuple[int, int]:
             del names[place], optimizer.param_groups[group]["params"][place]
             break
     run.fresh_entries.discard((name, index))
-    if not run.law.owners(name):
-        number.lose_master()
     return group, place
 
 

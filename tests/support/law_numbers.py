@@ -123,9 +123,6 @@ class Number:
         if self.has_master:
             self.value, self.other = real, None
 
-    def lose_master(self) -> None:
-        """It is in no optimizer any more; what it was stays its number."""
-
     def load(self, values: Array) -> None:
         """Loaded from a checkpoint."""
         self.value = stored(values, self.stepped_type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -19,16 +20,12 @@ def has_nonfinite_gradient(params: Iterable[Tensor]) -> bool:
     return any(p.grad is not None and not bool(torch.isfinite(p.grad).all()) for p in params)
 
 
-class LossScaler:
-    """A loss scale that never moves.
-
-    Args:
-        scale: the factor.
-    """
+class _Scaler(ABC):
+    """What the two kinds share: a factor, and what is done with it."""
 
     _saved: ClassVar[tuple[str, ...]] = ("cur_scale",)
 
-    def __init__(self, scale: float = 1.0) -> None:
+    def __init__(self, scale: float) -> None:
         self.cur_scale = float(scale)
 
     @property
@@ -36,12 +33,13 @@ class LossScaler:
         """The factor the loss is multiplied by."""
         return self.cur_scale
 
+    @abstractmethod
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Never: a static scale doesn't look."""
-        return False
+        """Whether gradients are found to hold inf or nan."""
 
+    @abstractmethod
     def update_scale(self, overflow: bool) -> None:
-        """Nothing to do for a static scale."""
+        """Move the scale after a step whose gradients overflowed, or did not."""
 
     def scale_gradient(self, module: Any, grad_in: Any, grad_out: Any) -> tuple[Any, ...]:
         """A backward hook that multiplies incoming gradients by the scale."""
@@ -63,7 +61,25 @@ class LossScaler:
                 setattr(self, name, values[name])
 
 
-class DynamicLossScaler(LossScaler):
+class LossScaler(_Scaler):
+    """A loss scale that never moves.
+
+    Args:
+        scale: the factor.
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__(scale)
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """False: a static scale is not checked."""
+        return False
+
+    def update_scale(self, overflow: bool) -> None:
+        """A static scale stays."""
+
+
+class DynamicLossScaler(_Scaler):
     """A loss scale that backs off on overflow and grows after a row of good steps.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -135,8 +136,9 @@ class _Fused(nn.Module):
         """Normalise ``input``; the result has its dtype, a Mixed norm's has the weight's."""
         return self._function(input, *self._options())
 
+    @abstractmethod
     def _options(self) -> tuple[Any, ...]:
-        raise NotImplementedError
+        """What the function takes beside its input."""
 
 
 class FusedLayerNorm(_Fused, nn.LayerNorm):

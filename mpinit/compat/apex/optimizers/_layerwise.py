@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -44,10 +45,10 @@ class LayerwiseOptimizer(ClearsAsTold):
                 grad = grad * shrink.to(grad.device)
             p.copy_(weight - self._change(group, self.state[p], weight, grad))
 
+    @abstractmethod
     def _shrink(self) -> Tensor | None:
         """The factor that brings all gradients down to a limit; None where there is no limit."""
-        return None
 
+    @abstractmethod
     def _change(self, group: dict[str, Any], state: dict[str, Tensor], weight: Tensor, grad: Tensor) -> Tensor:
         """What this step subtracts from a weight: the update times the learning rate."""
-        raise NotImplementedError

@@ -66,6 +66,9 @@ class FusedNovoGrad(LayerwiseOptimizer):
         self.reg_inside_moment = reg_inside_moment
         self.set_grad_none = set_grad_none
 
+    def _shrink(self) -> None:
+        """No limit."""
+
     def _change(self, group: dict[str, Any], state: dict[str, Tensor], weight: Tensor, grad: Tensor) -> Tensor:
         mean, norm = self._moments(group, state, grad)
         update: Tensor = group["lr"] * self._update(group, weight, grad, mean, norm)

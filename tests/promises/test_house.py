@@ -1,0 +1,63 @@
+"""The sizes of the house, and that what implements an interface is final."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mpinit
+
+SOURCES = sorted(Path(mpinit.__file__).parent.rglob("*.py"))
+# Stand-ins for apex's modules are packages that only importing scripts load; scripts to run end the process.
+NOT_IMPORTED = ("mpinit.__main__",)
+
+
+def classes() -> Iterator[type]:
+    for info in pkgutil.walk_packages(mpinit.__path__, "mpinit."):
+        if info.name in NOT_IMPORTED:
+            continue
+        module = importlib.import_module(info.name)
+        for _, cls in inspect.getmembers(module, inspect.isclass):
+            if cls.__module__ == info.name:
+                yield cls
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.name))
+def test_files_and_functions_stay_small(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 350
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+            # The signature and the docstring are what a reader of the function's page sees, not work.
+            statements = node.body[1:] if ast.get_docstring(node) else node.body
+            length = node.end_lineno - statements[0].lineno + 1 if statements else 0
+            assert length <= 40, f"{node.name} has {length} lines"
+
+
+def test_no_class_has_more_than_15_public_methods() -> None:
+    large = {}
+    for cls in classes():
+        methods = [n for n, m in vars(cls).items() if not n.startswith("_") and inspect.isroutine(m)]
+        if len(methods) > 15:
+            large[cls.__qualname__] = methods
+    assert not large
+
+
+def test_no_method_overrides_a_concrete_one() -> None:
+    found = []
+    for cls in classes():
+        for base in cls.__mro__[1:]:
+            if not base.__module__.startswith("mpinit."):
+                continue
+            for name, method in vars(base).items():
+                defined = getattr(method, "__qualname__", None) == f"{base.__qualname__}.{name}"
+                concrete = defined and not getattr(method, "__isabstractmethod__", False)
+                if concrete and name in vars(cls) and not name.startswith("__"):
+                    found.append(f"{cls.__qualname__}.{name} overrides {base.__qualname__}'s")
+    assert not found
