@@ -17,10 +17,12 @@ from ..masters.store import MasterStore
 from ..masters.two_copies import NameOf
 from ..plan import Plan
 from ..scaling.scaler import LossScaler
+from ..torch_internals.optimizer_state_by_name import show_weights
 from .backward import BackwardPass
 from .bystanders import OtherParameters
 from .gradient_cycle import GradientCycle
 from .parameter_groups import ParameterGroups
+from .state_by_name import StateByName
 from .step import Step
 from .step_counts import StepCounts
 
@@ -66,6 +68,7 @@ class OptimizerControl:
         self._inner_step: Callable[..., Any] = optimizer.step
         scales = not all(scaler.is_identity for scaler in scalers)
         self._step = Step(self.groups, self._cycle, self.backward, bystanders, plan, scales, name_of, self._inner_step)
+        self._by_name = StateByName(self.groups, self._cycle, self.backward, self._step)
         own = getattr(self._inner_zero_grad, "__func__", None)
         self._zeroes_as_torch_does = own is torch.optim.Optimizer.zero_grad
         self._takes_set_to_none, self._sets_to_none = _set_to_none_of(self._inner_zero_grad)
@@ -120,6 +123,7 @@ class OptimizerControl:
         methods += [self._followed(name) for name in _methods_that_may_write(optimizer)]
         with UndoStack() as undos:
             undos.push(self._deactivate)
+            undos.push(show_weights(self._by_name))
             # Wrappers that were never initialised as optimizers have no hooks.
             if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
                 undos.push(optimizer.register_state_dict_pre_hook(self._drop_what_reading_left).remove)

@@ -89,11 +89,23 @@ class Step:
         groups.optimizer._opt_called = True  # type: ignore[attr-defined]
         if not has_step_hooks(groups.optimizer):
             return self._step(closure, *args, **kwargs)
-        return self._step_with_hooks(closure, *args, **kwargs)
-
-    def _step_with_hooks(self, closure: Closure | None, *args: Any, **kwargs: Any) -> Any:
         if closure is None and self._is_to_be_skipped():
             return self._skip()
+        return self._with_hooks(self._step, closure, *args, **kwargs)
+
+    def make_state(self) -> None:
+        """Let the optimizer make its state of the gradients there are: no step that is counted, checked or skipped."""
+
+        def step(closure: None) -> None:
+            self._run(self._step_soundly)
+
+        self._groups.copies.look_at_gradients()
+        if has_step_hooks(self._groups.optimizer):
+            self._with_hooks(step, None)
+        else:
+            step(None)
+
+    def _with_hooks(self, step: Callable[..., Any], closure: Closure | None, *args: Any, **kwargs: Any) -> Any:
         hooks = StepHooks(self._groups.optimizer)
         given = (closure, *args) if closure is not None else args
         given, kwargs = hooks.before(given, kwargs)
@@ -101,7 +113,7 @@ class Step:
         with hooks:
             self._groups.refresh()
             self._groups.copies.look_at_weights()
-            result = self._step(closure, *rest, **kwargs)
+            result = step(closure, *rest, **kwargs)
         hooks.after(given, kwargs)
         self._groups.copies.look_at_both()
         return result
@@ -115,7 +127,7 @@ class Step:
             return self._step_in_kernel(found_inf, *args, **kwargs)
         if found_inf is not None and found_inf.item() > 0:
             return self._skip()
-        result = self._run(*args, **kwargs)
+        result = self._run(self._compiled or self._step_soundly, *args, **kwargs)
         self.counter.count(skipped=False)
         return result
 
@@ -124,13 +136,13 @@ class Step:
         found_inf = self._cycle.found_inf
         return found_inf is not None and not self._skips_in_kernel(found_inf) and found_inf.item() > 0
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        result = None
-        groups, compiled = self._groups, self._compiled
-        stepping = groups.store.stepping(groups.optimizer, groups.copies, rounds_itself=compiled is not None)
+    def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result, groups = None, self._groups
+        rounds_itself = step is self._compiled
+        stepping = groups.store.stepping(groups.optimizer, groups.copies, rounds_itself)
         with CastsOff(), stepping as parts:
             for _ in parts:
-                result = (compiled or self._step_soundly)(*args, **kwargs)
+                result = step(*args, **kwargs)
         return result
 
     def _step_soundly(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +196,7 @@ class Step:
         undos.push(set_attribute(optimizer, "found_inf", found_inf))
         undos.push(set_attribute(optimizer, "grad_scale", None))
         try:
-            result = self._run(*args, **kwargs)
+            result = self._run(self._compiled or self._step_soundly, *args, **kwargs)
         finally:
             undos.unwind()
         self.counter.count_on_device(found_inf)
