@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import distributed_by_name
 import torch
 import torch.distributed as dist
 from models import CASES, level_arguments, train
@@ -289,6 +290,10 @@ def split_masters_of_a_sharded_model_are_refused() -> None:
         raise AssertionError("split masters of DTensors were accepted")
     assert {parameter.dtype for parameter in model.parameters()} == {F32}
     copy.copy(optimizer).step()
+
+
+check(*distributed_by_name.DDP_CASES)(distributed_by_name.ddp_states_by_name)
+check(*distributed_by_name.FSDP_CASES)(distributed_by_name.fsdp_states_by_name)
 
 
 def outcome_of(run: Callable[[], None]) -> str:

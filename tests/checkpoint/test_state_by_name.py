@@ -1,0 +1,359 @@
+"""torch.distributed.checkpoint: model and optimizer states by name, as those of a float32 model, at every level."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from loops import backward, batches, keywords, masters, mlp, momentum, mse, same, train, train_plainly
+from torch import nn
+from torch.distributed.checkpoint import state_dict as by_name
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+import mpinit
+
+LEVELS: dict[str, dict[str, Any]] = {
+    "O0": keywords("O0"),
+    "O1": keywords("O1"),
+    "O2": keywords("O2"),
+    "O5": {"opt_level": "O5", "verbosity": 0},
+    "split": {"opt_level": "O5", "verbosity": 0, "master_weights": "split"},
+}
+WITH_MASTERS = ("O2", "O5", "split")
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adam": functools.partial(Adam, lr=0.01),
+    "adamw": functools.partial(AdamW, lr=0.01, amsgrad=True),
+    "momentum": momentum,
+}
+OPTIONS = {
+    "plain": StateDictOptions(),
+    "full": StateDictOptions(full_state_dict=True),
+    "full, offload": StateDictOptions(full_state_dict=True, cpu_offload=True),
+    "flat": StateDictOptions(flatten_optimizer_state_dict=True),
+    "flat, full": StateDictOptions(flatten_optimizer_state_dict=True, full_state_dict=True),
+}
+State = tuple[dict[str, Any], dict[str, Any]]
+
+
+class Net(nn.Module):
+    """A weight used twice under two names, and a frozen bias."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(6, 3)
+        self.second.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(x).tanh()).tanh())
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    first = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    return [{"params": first}, {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 0.02}]
+
+
+def build(level: str | None, name: str = "adam", seed: int = 0) -> tuple[nn.Module, Optimizer]:
+    model = Net(seed)
+    optimizer = OPTIMIZERS[name](groups(model))
+    if level is not None:
+        mpinit.initialize(model, optimizer, **LEVELS[level])
+    return model, optimizer
+
+
+def entries(state: Any, where: str = "") -> dict[str, Any]:
+    """A state, flat, so that two can be compared."""
+    if isinstance(state, (dict, list, tuple)):
+        items = state.items() if isinstance(state, dict) else enumerate(state)
+        return {key: value for name, part in items for key, value in entries(part, f"{where}.{name}").items()}
+    return {where: state}
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    ours, theirs = entries(ours), entries(theirs)
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == theirs[key].dtype == torch.float32, key
+            assert torch.equal(value, theirs[key]), key
+        else:
+            assert value == theirs[key], key
+
+
+def saved(model: nn.Module, optimizer: Any, options: str = "plain") -> State:
+    return copy.deepcopy(get_state_dict(model, optimizer, options=OPTIONS[options]))
+
+
+def load(state: State, model: nn.Module, optimizer: Any, options: str = "plain") -> None:
+    ours, theirs = copy.deepcopy(state)
+    set_state_dict(model, optimizer, model_state_dict=ours, optim_state_dict=theirs, options=OPTIONS[options])
+
+
+# -- what is saved, and where it loads ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_state_is_a_float32_models_and_holds_the_masters_bits(level: str, options: str) -> None:
+    model, optimizer = build(level)
+    train(model, optimizer, batches(3))
+    state = saved(model, optimizer, options)
+    plain, plain_optimizer = build(None, seed=5)
+    train_plainly(plain, plain_optimizer, batches(1))
+    assert entries(saved(plain, plain_optimizer, options)).keys() == entries(state).keys()
+    # torch cannot load a flat state as a full one.
+    load(state, plain, plain_optimizer, options.replace("flat, full", "flat"))
+    assert_same(saved(plain, plain_optimizer, options), state)
+    mpinit.undo(model)
+    same(model.parameters(), plain.parameters())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("options", ["plain", "full", "flat"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_resuming_changes_no_bit(level: str, options: str, name: str) -> None:
+    data = batches(6)
+    model, optimizer = build(level, name)
+    train(model, optimizer, data[:3])
+    state, scalers = saved(model, optimizer, options), mpinit.state_dict(optimizer)
+    train(model, optimizer, data[3:])
+    end = saved(model, optimizer)
+    mpinit.undo(model)
+    again, resumed = build(level, name, seed=9)
+    load(state, again, resumed, options)
+    mpinit.load_state_dict(scalers, resumed)
+    train(again, resumed, data[3:])
+    assert_same(saved(again, resumed), end)
+
+
+@pytest.mark.parametrize("options", ["plain", "flat"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_a_state_goes_through_every_level_and_back(level: str, options: str) -> None:
+    model, optimizer = build(None)
+    train_plainly(model, optimizer, batches(3))
+    state = first = saved(model, optimizer, options)
+    for other in (level, *LEVELS, level):
+        model, optimizer = build(other, seed=7)
+        load(state, model, optimizer, options)
+        state = saved(model, optimizer, options)
+        assert_same(state, first)
+        mpinit.undo(model)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_model_and_optimizer_by_themselves(level: str) -> None:
+    model, optimizer = build(level)
+    train(model, optimizer, batches(3))
+    ours, theirs = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    again, resumed = build(level, seed=3)
+    set_model_state_dict(again, copy.deepcopy(ours))
+    set_optimizer_state_dict(again, resumed, copy.deepcopy(theirs))
+    assert_same(saved(again, resumed), (ours, theirs))
+    mpinit.undo(again)
+
+
+@pytest.mark.parametrize("options", ["plain", "flat"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_several_optimizers_in_a_list(level: str, options: str) -> None:
+    def pair(seed: int) -> tuple[nn.Module, list[Optimizer]]:
+        model = mlp(seed)
+        optimizers = [momentum(model[0].parameters()), Adam(model[3].parameters(), lr=0.01)]
+        return mpinit.initialize(model, optimizers, **LEVELS[level])
+
+    def run(model: nn.Module, optimizers: list[Optimizer], seed: int) -> None:
+        for batch in batches(2, seed):
+            backward(mse(model, batch), optimizers)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    model, optimizers = pair(0)
+    run(model, optimizers, 1)
+    state, scalers = saved(model, optimizers, options), mpinit.state_dict(optimizers[0])
+    run(model, optimizers, 2)
+    end = saved(model, optimizers)
+    mpinit.undo(model)
+    again, resumed = pair(4)
+    load(state, again, resumed, options)
+    mpinit.load_state_dict(scalers, resumed[0])
+    run(again, resumed, 2)
+    assert_same(saved(again, resumed), end)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_files_are_read_into_the_state_of_a_fresh_model(level: str, tmp_path: Path) -> None:
+    model, optimizer = build(level)
+    train(model, optimizer, batches(3))
+    written = saved(model, optimizer)
+    files = {"checkpoint_id": tmp_path / "checkpoint", "no_dist": True}
+    dcp.save(dict(zip(("model", "optimizer"), written, strict=True)), **files)
+    again, resumed = build(level, seed=6)
+    # dcp.load writes into these, which is into full masters themselves.
+    ours, theirs = get_state_dict(again, resumed)
+    dcp.load({"model": ours, "optimizer": theirs}, **files)
+    set_state_dict(again, resumed, model_state_dict=ours, optim_state_dict=theirs)
+    assert_same(saved(again, resumed), written)
+    train(model, optimizer, batches(2, seed=8))
+    end = saved(model, optimizer)
+    mpinit.load_state_dict(mpinit.state_dict(optimizer), resumed)
+    train(again, resumed, batches(2, seed=8))
+    assert_same(saved(again, resumed), end)
+
+
+# -- an optimizer without state ---------------------------------------------------------------------------------------
+
+
+def assert_entered(optimizer: Optimizer, entered: list[list[nn.Parameter]]) -> None:
+    assert [[*map(id, group["params"])] for group in optimizer.param_groups] == [[*map(id, group)] for group in entered]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "sgd"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_state_is_made_as_in_torch_and_nothing_else_moves(level: str, name: str) -> None:
+    make = (OPTIMIZERS | {"sgd": functools.partial(SGD, lr=0.1, weight_decay=0.1)})[name]
+    model, plain = Net(), Net()
+    optimizer, theirs = make(groups(model)), make(groups(plain))
+    mpinit.initialize(model, optimizer, **LEVELS[level])
+    weights, ours = copy.deepcopy([*model.parameters()]), copy.deepcopy(model.state_dict())
+    entered = [list(group["params"]) for group in optimizer.param_groups]
+    scalers, calls = mpinit.state_dict(optimizer), []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    assert_same(saved(model, optimizer), saved(plain, theirs))
+    assert len(calls) == 1
+    assert mpinit.step_counts(optimizer) == (0, 0)
+    assert mpinit.state_dict(optimizer) == scalers
+    same(model.parameters(), weights)
+    same(model.state_dict().values(), ours.values())
+    assert all(p.grad is None for p in [*model.parameters(), *itertools.chain(*entered)])
+    assert_entered(optimizer, entered)
+    train(model, optimizer, batches(1))
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_an_overflow_before_counts_for_nothing(level: str) -> None:
+    model, optimizer = build(level)
+    backward(mse(model, batches(1)[0]) * float("inf"), optimizer)
+    model.zero_grad()
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    assert {entry["step"].item() for entry in state.values()} == {1.0}
+    assert mpinit.step_counts(optimizer) == (0, 0)
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_inside_of_a_scaled_loss_it_is_refused(level: str) -> None:
+    model, optimizer = build(level)
+    if mpinit.loss_scale(optimizer) == 1.0:
+        pytest.skip("nothing is scaled")
+    with (
+        pytest.raises(RuntimeError, match=r"inside `with mpinit\.scale_loss"),
+        mpinit.scale_loss(mse(model, batches(1)[0]), optimizer),
+    ):
+        get_optimizer_state_dict(model, optimizer)
+
+
+class Failing(Adam):
+    """Makes its state and part of a step, and fails."""
+
+    steps_per_parameter = True
+    fails = True
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        if self.fails:
+            raise ArithmeticError
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_failure_while_state_is_made_leaves_everything_as_it_was(level: str) -> None:
+    model = Net()
+    optimizer = Failing(groups(model), lr=0.01)
+    mpinit.initialize(model, optimizer, **LEVELS[level])
+    before = copy.deepcopy(model.state_dict())
+    entered = [list(group["params"]) for group in optimizer.param_groups]
+    with pytest.raises(ArithmeticError):
+        get_optimizer_state_dict(model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.02]
+    assert not optimizer.state
+    assert all(p.grad is None for p in [*model.parameters(), *itertools.chain(*entered)])
+    assert_entered(optimizer, entered)
+    same(model.state_dict().values(), before.values())
+    optimizer.fails = False
+    get_optimizer_state_dict(model, optimizer)
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_a_state_that_does_not_fit_is_refused_as_in_torch(level: str) -> None:
+    model, optimizer = build(level)
+    train(model, optimizer, batches(1))
+    before = saved(model, optimizer)
+    state = copy.deepcopy(before[1])
+    del state["state"]["head.weight"]
+    entered = masters(optimizer)
+    with pytest.raises(RuntimeError, match=r"head\.weight"):
+        set_optimizer_state_dict(model, optimizer, state)
+    assert_same(saved(model, optimizer), before)
+    same(masters(optimizer), entered)
+    train(model, optimizer, batches(1))
+
+
+# -- the patches ------------------------------------------------------------------------------------------------------
+
+
+def test_torch_is_patched_while_an_optimizer_needs_it() -> None:
+    names = ("_get_optim_state_dict", "_load_optim_state_dict", "_init_optim_state")
+    before, finders = [getattr(by_name, name) for name in names], list(sys.meta_path)
+    model, _ = build("O2")
+    other, _ = build("O2")
+    assert all(getattr(by_name, name).__wrapped__ is inner for name, inner in zip(names, before, strict=True))
+    mpinit.undo(model)
+    assert by_name._init_optim_state is not before[2]
+    mpinit.undo(other)
+    assert [getattr(by_name, name) for name in names] == before
+    assert sys.meta_path == finders
+
+
+LATER = """
+import sys, torch, mpinit
+module = "torch.distributed.checkpoint"
+before = list(sys.meta_path)
+def pair():
+    model = torch.nn.Linear(2, 2)
+    return mpinit.initialize(model, torch.optim.Adam(model.parameters()), opt_level="O5", verbosity=0)
+model, optimizer = pair()
+mpinit.undo(model)
+assert sys.meta_path == before
+model, optimizer = pair()
+assert module not in sys.modules
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+assert list(get_optimizer_state_dict(model, optimizer)["state"]) == ["weight", "bias"]
+mpinit.undo(model)
+assert sys.meta_path == before
+assert not hasattr(sys.modules[module + ".state_dict"]._init_optim_state, "__wrapped__")
+"""
+
+
+def test_whoever_imports_the_module_later_finds_it_patched() -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", LATER], check=True, timeout=100)
