@@ -98,7 +98,8 @@ def initialize(
         master_weights: True, False, or "split" (bfloat16 only): see :class:`Properties`.
         loss_scale: "dynamic" or a positive number. Default the level's; 1.0 where the 16-bit type is bfloat16.
         cast_model_outputs: dtype of floating outputs. Default float32.
-        keep_fp32: module types, dotted names with wildcards, or a predicate (name, module) -> bool: left in float32.
+        keep_fp32: module types, dotted names with wildcards (of modules, or else of parameters and buffers), or a
+            predicate (name, module) -> bool: left in float32.
         num_losses: how many losses have a scaler of their own (``loss_id`` of :func:`scale_loss`).
         min_loss_scale, max_loss_scale: limits of dynamic scaling. Default none and 2**24.
         config: a TOML file's path or a mapping with the same keys; keywords beat it, it beats the level.

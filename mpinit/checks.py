@@ -16,7 +16,7 @@ from .basics.dtypes import is_lower_precision
 from .basics.user_warnings import warn_user
 from .distributed.sharding import reshard
 from .model.entry_points import check_argument_names
-from .model.selection import own_tensors
+from .model.selection import named_tensors, own_tensors
 from .plan import Plan
 from .settings.properties import Properties
 
@@ -146,12 +146,16 @@ def _check_not_lazy(model: nn.Module) -> None:
 
 
 def _check_kept_names(models: Sequence[nn.Module], props: Properties) -> None:
-    names = [name for model in models for name, _ in model.named_modules() if name]
+    modules = [name for model in models for name, _ in model.named_modules(remove_duplicate=False) if name]
+    names = [*modules, *dict(named_tensors(models))]
     for pattern in props.keep_fp32:
         if isinstance(pattern, str) and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
             hint = f"; near it are {', '.join(map(repr, near))}" if near else ""
-            raise ValueError(f"keep_fp32={pattern!r} matches no module{hint}. Names are those of model.named_modules()")
+            raise ValueError(
+                f"keep_fp32={pattern!r} matches no module{hint}. Names are those of model.named_modules(), "
+                "or of parameters and buffers"
+            )
 
 
 def names_in_16_bit(models: Iterable[nn.Module]) -> list[str]:

@@ -80,6 +80,7 @@ class Plan:
         cast_outputs: whether floating outputs are cast.
         output_dtype: what outputs are cast to.
         keep_float32: (dotted name, module) -> whether the module stays float32 in a 16-bit model.
+        kept_names: patterns of dotted names among what stays float32: of modules, or else of parameters and buffers.
         keep_inputs: (argument's name, value) -> whether the argument is passed as it is; one that says yes is enough.
         entry_points: dotted names of methods that are called from outside beside forward.
         patch_functions: whether torch functions cast their arguments.
@@ -98,6 +99,7 @@ class Plan:
     cast_outputs: bool
     output_dtype: torch.dtype
     keep_float32: KeepPredicate
+    kept_names: tuple[str, ...]
     keep_inputs: tuple[KeepInputPredicate, ...]
     entry_points: tuple[str, ...]
     patch_functions: bool
@@ -128,6 +130,7 @@ def make_plan(props: Properties) -> Plan:
         cast_outputs=props.cast_model_type is not None or props.cast_model_outputs is not None or model_only,
         output_dtype=props.cast_model_outputs or torch.float32,
         keep_float32=_keep_predicate(props) if casts_weights else _keep_nothing,
+        kept_names=tuple(entry for entry in props.keep_fp32 if isinstance(entry, str)) if casts_weights else (),
         keep_inputs=tuple(partial(_is_named, e) if isinstance(e, str) else e for e in props.keep_inputs),
         entry_points=props.entry_points,
         patch_functions=props.patch_torch_functions,

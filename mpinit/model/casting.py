@@ -14,6 +14,7 @@ from ..basics.user_warnings import warn_user
 from ..distributed.sharding import local, rebuild_groups, set_data
 from ..masters.residual import Cast, Residual, decode, encode
 from ..torch_internals.parameter_watching import TENSOR_DETACH
+from .lasting_losses import warn_of_lasting_losses
 
 
 @dataclass(eq=False)
@@ -75,7 +76,9 @@ class TensorCasts:
             others_out_of_range: weights with masters that the one warning of clamping has to name as well.
         """
         self._out_of_range = out_of_range(self._targets)
-        warn_of_clamping(self._models, self._out_of_range | set(others_out_of_range))
+        clamped = self._out_of_range | set(others_out_of_range)
+        warn_of_clamping(self._models, clamped)
+        warn_of_lasting_losses(self._models, self._targets, but_for=clamped)
         places = _places_of_buffers(self._models)
         for tensor, dtype in self._targets.items():
             if isinstance(tensor, nn.Parameter) or tensor.requires_grad:
@@ -254,7 +257,7 @@ def warn_of_clamping(models: Sequence[nn.Module], tensors: Collection[torch.Tens
     warn_user(
         f"finite values of {', '.join(names)} are beyond the largest of the narrower type they are cast to: they "
         "become that largest instead of infinite, and mpinit.undo and state_dict() give them back as they were. Where "
-        "they have to take part in full, name their modules in keep_fp32"
+        f"they have to take part in full, give keep_fp32=[{', '.join(map(repr, names))}], or their modules"
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -61,6 +62,7 @@ def select(models: Sequence[nn.Module], plan: Plan) -> Selection:
     kept = {tensor for module in walk.kept_modules for tensor in own_tensors(module)}
     if kept:
         _check_not_shared(walk, kept)
+    kept |= _kept_by_name(models, plan.kept_names)
     tensors = [tensor for module in walk.names for tensor in own_tensors(module)]
     targets: dict[torch.Tensor, torch.dtype] = {}
     if plan.cast_model:
@@ -77,6 +79,31 @@ def select(models: Sequence[nn.Module], plan: Plan) -> Selection:
         frozenset(walk.kept_modules),
         _parts(models, walk, plan),
     )
+
+
+def tensor_patterns(models: Sequence[nn.Module], patterns: Sequence[str]) -> list[str]:
+    """Those of the patterns in ``keep_fp32`` that match no module, and so are meant for parameters and buffers.
+
+    Example:
+        >>> tensor_patterns([nn.Sequential(nn.Linear(2, 2))], ["0", "0.bias"])
+        ['0.bias']
+    """
+    names = [name for model in models for name, _ in model.named_modules(remove_duplicate=False)]
+    return [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(name, pattern) for name in names)]
+
+
+def named_tensors(models: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer under each of its dotted names, without the model's index."""
+    for model in models:
+        yield from model.named_parameters(remove_duplicate=False)
+        yield from model.named_buffers(remove_duplicate=False)
+
+
+def _kept_by_name(models: Sequence[nn.Module], patterns: Sequence[str]) -> set[torch.Tensor]:
+    own = tensor_patterns(models, patterns) if patterns else []
+    if not own:
+        return set()
+    return {t for name, t in named_tensors(models) if any(fnmatch.fnmatchcase(name, pattern) for pattern in own)}
 
 
 def own_tensors(module: nn.Module) -> list[torch.Tensor]:

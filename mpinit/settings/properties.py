@@ -70,7 +70,8 @@ class Properties(BaseModel):
         loss_scale: "dynamic" or a static positive number.
         cast_model_outputs: dtype of the model's floating outputs. Default None: float32.
         keep_fp32: module types, dotted names (wildcards allowed) or predicates ``(name, module) -> bool``: these
-            modules stay float32.
+            modules stay float32. A name that matches no module is one of parameters or buffers: these tensors stay
+            float32 in a module that computes in 16 bits, whose code has to cast what it makes of them.
         keep_inputs: names of arguments (wildcards allowed) or predicates ``(name, value) -> bool``: these arguments of
             the models' forwards and entry points are passed as they are, targets of a loss for instance. Positional
             arguments have the names of the signature. A model with a lambda here cannot be pickled.

@@ -1,0 +1,213 @@
+"""What a cast spoils for good is named at set-up, with the entry that keeps it; what only loses lower bits is not."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import CASES, quietly
+from torch import Tensor, nn
+
+import mpinit
+from mpinit.model.lasting_losses import loss_of
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+BOTH = (F16, BF16)
+
+
+def inverse_frequencies(dim: int = 64, base: float = 10000.0) -> Tensor:
+    return 1.0 / base ** (torch.arange(0, dim, 2).float() / dim)
+
+
+def llama3_frequencies() -> Tensor:
+    """As Llama 3.1 scales them: the high ones stay, the low ones are divided by 8, some in between."""
+    plain = inverse_frequencies(128, 500000.0)
+    wavelength = 2 * math.pi / plain
+    smooth = (8192 / wavelength - 1) / (4 - 1)
+    between = (1 - smooth) * plain / 8 + smooth * plain
+    scaled = torch.where(wavelength > 8192, plain / 8, plain)
+    return torch.where((wavelength <= 8192) & (wavelength >= 2048), between, scaled)
+
+
+def sinusoidal(length: int = 600, dim: int = 32) -> Tensor:
+    angles = torch.arange(length)[:, None] * inverse_frequencies(dim)
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def kept(tensor: Tensor, name: str = "table") -> nn.Module:
+    """A buffer beside a weight."""
+    module = nn.Linear(2, 2)
+    module.register_buffer(name, tensor)
+    return module
+
+
+SPOILT: dict[str, tuple[Callable[[], Tensor], tuple[torch.dtype, ...], str]] = {
+    "position ids": (lambda: torch.arange(4096.0)[None], BOTH, "whole numbers up to 4,095"),
+    "few position ids": (lambda: torch.arange(512.0), (BF16,), "whole numbers up to 511"),
+    "a counter": (lambda: torch.tensor(4097.0), BOTH, "whole numbers up to 4,097"),
+    "rotary": (inverse_frequencies, BOTH, "frequencies"),
+    "rotary of a small head": (lambda: inverse_frequencies(8), BOTH, "frequencies"),
+    "rotary as Llama 3.1 scales it": (llama3_frequencies, BOTH, "frequencies"),
+    "Fourier features": (lambda: torch.logspace(0, 3, 16), BOTH, "frequencies"),
+    "a noise schedule": (lambda: torch.linspace(1e-4, 0.02, 1000), (BF16,), "neighbours"),
+    "what is left of the signal": (lambda: (1 - torch.linspace(1e-4, 0.02, 1000)).cumprod(0), BOTH, "neighbours"),
+    "small numbers": (lambda: torch.linspace(1.01e-7, 7e-6, 64), (F16,), "table"),
+}
+
+WHOLE: dict[str, Callable[[], Tensor]] = {
+    "mean of a data set": lambda: torch.tensor([0.485, 0.456, 0.406]),
+    "mean in bytes": lambda: torch.tensor([123.675, 116.28, 103.53]),
+    "largest byte": lambda: torch.tensor(255.0),
+    "embedding of positions": sinusoidal,
+    "cosines of a rotary table": lambda: sinusoidal()[None, None, :, :16],
+    "causal mask": lambda: torch.full((8, 8), float("-inf")).triu(1),
+    "mask of -10000": lambda: torch.full((8, 8), -10000.0).triu(1),
+    "mask of 10001": lambda: torch.full((8, 8), 10001.0).triu(1),
+    "zeros": lambda: torch.zeros(64),
+    "random": lambda: torch.randn(512, generator=torch.Generator().manual_seed(0)),
+    "variances": lambda: torch.rand(512, generator=torch.Generator().manual_seed(0)) * 1e-3 + 1e-6,
+    "support of a distribution": lambda: torch.linspace(-10, 10, 51),
+    "a grid": lambda: torch.linspace(0, 1, 33),
+    "a window": lambda: torch.hann_window(400),
+    "powers of two": lambda: 2.0 ** torch.arange(8),
+    "slopes of eight heads": lambda: 2.0 ** -torch.arange(1, 9),
+    "strides": lambda: torch.tensor([8.0, 16.0, 32.0, 64.0]),
+    "nan": lambda: torch.tensor([float("nan"), 5000.0]),
+    "nothing": lambda: torch.empty(0),
+    "one": lambda: torch.tensor([0.1]),
+}
+
+
+@pytest.mark.parametrize(("make", "dtypes", "words"), SPOILT.values(), ids=SPOILT)
+def test_what_a_cast_spoils_is_found(make: Callable[[], Tensor], dtypes: tuple[torch.dtype, ...], words: str) -> None:
+    for dtype in BOTH:
+        found = loss_of(make(), dtype)
+        assert (found is not None and words in found) is (dtype in dtypes), (dtype, found)
+
+
+@pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
+def test_what_only_loses_lower_bits_is_no_alarm(make: Callable[[], Tensor]) -> None:
+    assert [loss_of(make(), dtype) for dtype in BOTH] == [None, None]
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("case", CASES)
+def test_no_alarm_on_models_that_have_been_trained(case: str, level: str) -> None:
+    model = CASES[case].build()
+    model(CASES[case].batches(1)[0][0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quietly(model, level)
+
+
+class Rotary(nn.Module):
+    """Angles for positions, from a table of frequencies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", inverse_frequencies())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.outer(torch.arange(x.shape[0]).to(self.inv_freq), self.inv_freq).cos()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary = Rotary()
+        self.layer = kept(torch.arange(1.0, 3001.0), "ids")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.rotary(x)[:, :2])
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_one_warning_names_them_and_its_entries_keep_them(level: str) -> None:
+    x, model = torch.randn(1000, 32), Model()
+    expected = model.rotary(x)
+    with pytest.warns(UserWarning, match="lose what cannot come back") as caught:
+        quietly(model, level)
+    (warning,) = caught
+    words = str(warning.message)
+    assert "keep_fp32=['rotary', 'layer.ids']" in words
+    assert "rotary.inv_freq holds frequencies" in words
+    mpinit.undo(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quietly(model, level, keep_fp32=["rotary", "layer.ids"])
+    assert model.rotary.inv_freq.dtype is model.layer.ids.dtype is F32
+    assert model.layer.weight.dtype is not F32
+    assert torch.equal(model.rotary(x), expected), "the angles are those of float32"
+    assert model(x).isfinite().all()
+
+
+def test_o1_casts_no_buffer_and_warns_of_none() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quietly(Model(), "O1")
+
+
+def test_frozen_parameters_are_tables_too_and_trained_ones_are_not() -> None:
+    model = nn.Module()
+    model.frozen = nn.Parameter(inverse_frequencies(), requires_grad=False)
+    model.trained = nn.Parameter(inverse_frequencies())
+    with pytest.warns(UserWarning, match=r"frozen holds frequencies[^;]*keep_fp32=\['frozen'\]"):
+        quietly(model, "O5")
+
+
+# -- keep_fp32 with the names of tensors -------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.full((4,), 1 / 3))
+        self.register_buffer("shift", torch.full((4,), 1 / 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.second((x.float() * self.gain + self.shift).to(x.dtype))
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ("shift", {"shift"}),
+        ("gain", {"gain"}),
+        (["gain", "shift"], {"gain", "shift"}),
+        ("*.bias", {"first.bias", "second.bias"}),
+        ("first*", {"first.weight", "first.bias"}),
+        (["second", "shift"], {"second.weight", "second.bias", "shift"}),
+    ],
+)
+def test_names_of_parameters_and_buffers_keep_them_float32(level: str, entry: str, expected: set[str]) -> None:
+    model = Scaled()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, level, keep_fp32=entry, verbosity=0, loss_scale=1.0)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert {name for name, tensor in tensors.items() if tensor.dtype is F32} == expected
+    if entry != "*.bias":  # there the code would have to cast
+        for _ in range(2):
+            optimizer.zero_grad()
+            with mpinit.scale_loss(model(torch.randn(3, 4)).square().sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        assert not torch.equal(model.gain, before["gain"])
+        model.load_state_dict(before)
+    mpinit.undo(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if name in expected)
+    assert model.shift.dtype is model.gain.dtype is F32
+
+
+def test_a_name_of_a_module_means_the_module_and_no_tensor_besides() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(3, 4), "rest": nn.Linear(2, 2)})
+    model.embed_scale = nn.Parameter(torch.ones(2))
+    quietly(model, "O2", keep_fp32="embed*")
+    assert model["embed"].weight.dtype is F32
+    assert model.embed_scale.dtype is F16
