@@ -41,7 +41,8 @@ class Float32State:
         self._newcomers: RemovableHandle | None = None
         self._has_masters: Callable[[], bool] | None = has_masters
         self._aliases: Aliases | None = Aliases(self._modules, self.float32_values)
-        self._key = RemovableHandle(OrderedDict()).id
+        # Its negative is the other hook's key, which a process's first handle, 0, has not.
+        self._key = RemovableHandle(OrderedDict()).id or RemovableHandle(OrderedDict()).id
         self._outermost_load: object = None
         self._arriving: dict[int, tuple[str, dict[str, torch.Tensor]]] = {}
         self._rebuilt: list[str] = []
@@ -120,6 +121,7 @@ class Float32State:
         metadata = getattr(state_dict, "_metadata", None)
         if not metadata or next(iter(metadata.values())) is not local_metadata:
             return
+        self.take_in(module)  # ModuleList.insert and Sequential.insert tell nobody of newcomers
         left = [key for key, value in state_dict.items() if key.startswith(prefix) and is_16_bit(value)]
         if not left:
             return
@@ -142,6 +144,7 @@ class Float32State:
             self._arriving.clear()
             self._rebuilt.clear()
             _check_way_of_loading(module, metadata)
+            self.take_in(module)
         arriving = {
             name: state_dict[prefix + name]
             for name, tensor in named_own_tensors(module)

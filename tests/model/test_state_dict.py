@@ -322,15 +322,33 @@ def test_modules_added_later_save_and_load_the_masters_bits(into: str, kind: str
     name = next(name for name, parameter in model.named_parameters() if parameter is late.weight)
     whole = model.state_dict()
     assert not torch.equal(whole[name], late.weight.float()), "more bits than the weight has"
-    if into != "insert":
-        assert torch.equal(late.state_dict()["weight"], whole[name])
+    assert torch.equal(late.state_dict()["weight"], whole[name])
     late.load_state_dict({"weight": torch.full((3, 3), 1 / 3), "bias": torch.zeros(3)})
-    if into != "insert":
-        assert torch.equal(model.state_dict()[name], torch.full((3, 3), 1 / 3))
+    assert torch.equal(model.state_dict()[name], torch.full((3, 3), 1 / 3))
     whole = model.state_dict()
     assert torch.equal(whole[name], master_of(model, name))
     assert not late._state_dict_hooks
     assert not late._load_state_dict_pre_hooks
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_an_inserted_module_takes_all_bits_that_its_model_loads(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = stepped(kind, model)
+    late = nn.Linear(3, 3).to(model[0].weight.dtype)
+    model.insert(0, late)
+    optimizer.add_param_group({"params": list(late.parameters())})
+    model.load_state_dict({name: torch.full(p.shape, 1 / 3) for name, p in model.named_parameters()})
+    assert all(bool((values == 1 / 3).all()) for values in model.state_dict().values())
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_a_process_that_has_no_hooks_yet_saves_the_masters_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    model.register_state_dict_post_hook(lambda m, saved, prefix, metadata: saved.update(twice=m[0].weight.detach()))
+    monkeypatch.setattr(torch.utils.hooks.RemovableHandle, "next_id", 0)
+    stepped(kind, model)
+    assert torch.equal(model.state_dict()["twice"], master_of(model, "0.weight"))
 
 
 @pytest.mark.parametrize("kind", MASTERS)
