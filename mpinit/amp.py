@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,28 +18,17 @@ from .functions.registration import (
     register_half_function,
     register_promote_function,
 )
-from .inspect.describe import announce
+from .initialization import add_optimizers, initialize, undo
 from .inspect.describe import describe as describing
-from .plan import make_plan
 from .scaling.scaled_loss import ScaledLoss, Unscaled
-from .session import Session
 from .settings.opt_levels import OPT_LEVELS
 from .settings.properties import Properties
-from .settings.resolve import (
-    DEFAULT_LEVEL,
-    DEFAULT_LIMIT,
-    DEFAULT_ONE,
-    Config,
-    Default,
-    is_enabled,
-    read_settings,
-    resolve,
-)
 from .torch_internals.native_autocast import disable_casts
 
 __all__ = [
     "OPT_LEVELS",
     "Properties",
+    "add_optimizers",
     "clip_grad_norm_",
     "describe",
     "disable_casts",
@@ -60,99 +49,6 @@ __all__ = [
     "step_was_skipped",
     "undo",
 ]
-
-
-def initialize(
-    models: Any,
-    optimizers: Any = None,
-    opt_level: str = DEFAULT_LEVEL,
-    *,
-    enabled: bool = True,
-    cast_model_type: Any = None,
-    patch_torch_functions: Any = None,
-    patch_torch_functions_type: Any = None,
-    keep_batchnorm_fp32: Any = None,
-    master_weights: Any = None,
-    loss_scale: Any = None,
-    cast_model_outputs: Any = None,
-    keep_fp32: Any = None,
-    num_losses: int = DEFAULT_ONE,
-    min_loss_scale: Any = None,
-    max_loss_scale: Any = DEFAULT_LIMIT,
-    config: Config = None,
-    verbosity: int = DEFAULT_ONE,
-    **more: Any,
-) -> Any:
-    """Make models and their optimizers train in mixed precision, in place.
-
-    Args:
-        models: a module, or a list or tuple of modules; not yet wrapped in DistributedDataParallel or the like.
-        optimizers: an optimizer, a list or tuple, or None (inference, or an optimizer of your own).
-        opt_level: "O0" (float32), "O1" (patched functions, default), "O2" (16-bit weights, float32 masters), "O3"
-            (16-bit throughout), "O4" and "O5" (O1 and O2 in bfloat16).
-        enabled: False makes this and every other function of mpinit a no-op for these objects.
-        cast_model_type: dtype of parameters, buffers and inputs; False: don't cast.
-        patch_torch_functions: whether torch functions cast their checks.
-        patch_torch_functions_type: the 16-bit dtype they run in. Default float16.
-        keep_batchnorm_fp32: whether BatchNorm stays float32 in a 16-bit model.
-        master_weights: True, False, or "split" (bfloat16 only): see :class:`Properties`.
-        loss_scale: "dynamic" or a positive number. Default the level's; 1.0 where the 16-bit type is bfloat16.
-        cast_model_outputs: dtype of floating outputs. Default float32.
-        keep_fp32: module types, dotted names with wildcards (of modules, or else of parameters and buffers), or a
-            predicate (name, module) -> bool: left in float32.
-        num_losses: how many losses have a scaler of their own (``loss_id`` of :func:`scale_loss`).
-        min_loss_scale, max_loss_scale: limits of dynamic scaling. Default none and 2**24.
-        config: a TOML file's path or a mapping with the same keys; keywords beat it, it beats the level.
-        verbosity: 0 nothing, 1 one log line, 2 every first-seen cast of O1 at debug level.
-        **more: any other field of :class:`Properties`.
-
-    Returns:
-        The objects given, as given: one object, a list or a tuple; only the models where ``optimizers`` is None.
-
-    Raises:
-        ValueError: bad or contradicting values, or objects that cannot be initialised. Nothing was changed.
-        TypeError: arguments that are no modules or optimizers.
-
-    Example:
-        >>> import torch, mpinit
-        >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
-        >>> model.weight.dtype, model(torch.ones(1, 4)).dtype
-        (torch.float16, torch.float32)
-        >>> mpinit.undo(model)
-    """
-    given = {key: value for key, value in locals().items() if key in Properties.model_fields} | more
-    if isinstance(given["max_loss_scale"], Default):
-        given["max_loss_scale"] = None
-    model_list = checks.as_list(models, nn.Module, "models")
-    optimizer_list = [] if optimizers is None else checks.as_list(optimizers, Optimizer, "optimizers")
-    on, settings = is_enabled(enabled), read_settings(config, num_losses, verbosity)
-    resolved = resolve(opt_level, given, settings.pop("config"))
-    if on:
-        _set_up(model_list, optimizer_list, resolved, **settings)
-        registry.disabled.difference_update([*model_list, *optimizer_list])
-    else:
-        checks.check_free(model_list, optimizer_list)
-        registry.disabled.update([*model_list, *optimizer_list])
-    return models if optimizers is None else (models, optimizers)
-
-
-def _set_up(
-    models: list[nn.Module],
-    optimizers: list[Optimizer],
-    resolved: tuple[str, Properties],
-    num_losses: int,
-    verbosity: int,
-) -> None:
-    level, props = resolved
-    plan = make_plan(props)
-    checks.check(models, optimizers, props, plan)
-    came_in_16_bit = checks.names_in_16_bit(models)
-    session = Session(models, optimizers, level, props, plan, num_losses, verbosity)
-    session.apply()
-    registry.add(session)
-    announce(session, came_in_16_bit)
 
 
 def scale_loss(
@@ -325,25 +221,3 @@ def scheduler_step(scheduler: Any, *args: Any) -> None:
     optimizer = scheduler.optimizer
     if registry.of(optimizer) is None or not step_was_skipped(optimizer):
         scheduler.step(*args)
-
-
-def undo(owners: Any) -> None:
-    """Take back what :func:`initialize` did: float32 weights (from the masters, bit for bit), functions, methods.
-
-    Args:
-        owners: a model or optimizer, or a list or tuple of them; everything initialised together is undone together.
-
-    Raises:
-        ValueError: an object that is not initialised (any more).
-    """
-    given: Sequence[Any] = list(owners) if isinstance(owners, (list, tuple)) else [owners]
-    found: dict[Session, None] = {}
-    for owner in given:
-        session = registry.of(owner)
-        if session is not None:
-            found[session] = None
-        elif owner not in registry.disabled:
-            raise ValueError(f"this {type(owner).__name__} is not initialised, so there is nothing to undo")
-    for session in sorted(found, key=lambda session: -session.number):
-        session.undo()
-    registry.disabled.difference_update(given)

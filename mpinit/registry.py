@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from .session import Session
@@ -49,11 +50,59 @@ def session_of(optimizer: Any) -> Session:
     session = of(optimizer)
     if session is None:
         known = "; ".join(session.describe() for session in live()) or "there are none"
+        first = "mpinit.initialize" + (
+            ", or to mpinit.add_optimizers," if any(each.waiting.awaits for each in live()) else ""
+        )
         raise RuntimeError(
-            f"this {type(optimizer).__name__} was not initialised: pass it to mpinit.initialize first. Live sessions: "
-            f"{known}"
+            f"this {type(optimizer).__name__} was not initialised: pass it to {first} first. Live sessions: {known}"
         )
     return session
+
+
+def session_for(optimizer: Optimizer) -> Session | None:
+    """The live session whose models' parameters a new optimizer has; None where those models are disabled.
+
+    Args:
+        optimizer: not in any session yet.
+
+    Raises:
+        RuntimeError: there is no such session, or more than one.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    sessions = [session for session in live() if session.holds_one_of(parameters)]
+    if len(sessions) == 1:
+        return sessions[0]
+    name = type(optimizer).__name__
+    if sessions:
+        raise RuntimeError(
+            f"the parameters of this {name} belong to several sessions, and an optimizer steps in one: "
+            f"{'; '.join(session.describe() for session in sessions)}. Make one for the parameters of each"
+        )
+    ids = {id(p) for model in disabled if isinstance(model, nn.Module) for p in model.parameters()}
+    if any(id(parameter) in ids for parameter in parameters):
+        return None
+    known = "; ".join(session.describe() for session in live()) or "there are none"
+    raise RuntimeError(
+        f"none of the parameters of this {name} belongs to an initialised model: call mpinit.initialize(model, "
+        "await_optimizers=True) before mpinit.add_optimizers, and make the optimizer from the parameters that the "
+        f"model has then (fully_shard replaces them: call it first). Live sessions: {known}"
+    )
+
+
+def the_one_that_waits() -> list[Session]:
+    """The live session in which weights wait for an optimizer; none where there is none.
+
+    Raises:
+        RuntimeError: there are several.
+    """
+    waiting = [session for session in live() if session.waiting.awaits]
+    if len(waiting) > 1:
+        named = "; ".join(session.describe() for session in waiting)
+        raise RuntimeError(
+            f"which session is meant? Optimizers are awaited by {named}: "
+            "add the optimizers of all but one, or call mpinit.undo on those that are done with"
+        )
+    return waiting
 
 
 def shared_session(optimizers: list[Optimizer]) -> Session | None:

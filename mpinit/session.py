@@ -24,13 +24,13 @@ from .masters.full import FullMasters
 from .masters.none import NoMasters
 from .masters.split import SplitMasters
 from .masters.store import MasterStore
-from .masters.two_copies import TwoCopies
 from .model import casting, forward, selection, state_dict
-from .optimizer.bystanders import OtherParameters
 from .optimizer.control import OptimizerControl
+from .optimizer.controls import Controls
 from .optimizer.state import cast_states
+from .optimizer.waiting import WaitingWeights
 from .plan import Masters, Plan
-from .scaling.scaled_loss import ScaledLoss, TakesPart
+from .scaling.scaled_loss import ScaledLoss
 from .scaling.scaler import LossScaler
 from .settings.properties import Properties
 from .torch_internals import encoder_fast_path
@@ -49,6 +49,7 @@ class Session:
         selection: which modules stay float32 and which tensors are cast, as of ``apply``.
         scalers: one loss scaler for each ``loss_id``.
         verbosity: how much is logged.
+        waiting: the weights that keep their float32 values for optimizers that come later.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Session:
         plan: Plan,
         num_losses: int,
         verbosity: int,
+        awaits: bool = False,
     ) -> None:
         self.models = list(models)
         self.optimizers = list(optimizers)
@@ -71,13 +73,15 @@ class Session:
         self.number = next(_numbers)
         self.is_live = False
         self._store = _store_for(plan)
-        self._bystanders = OtherParameters(self._other_parameters)
-        self._controls: dict[Optimizer, OptimizerControl] = {}
+        self._controls = Controls(
+            *(self.models, plan, self._store, self.scalers, self.name_of),
+            original_values=lambda weight: self._casts.original_values(weight),
+        )
+        self.waiting = WaitingWeights(awaits, self._controls, self._store, self.name_of)
         self._undos = UndoStack()
         self._casts = casting.TensorCasts([], {}, ())
         self._is_ending = False
         self._names: dict[torch.Tensor, str] | None = None
-        self._loose: tuple[tuple[int, ...], list[nn.Parameter]] = ((-1,), [])
 
     # -- set up and undo ----------------------------------------------------------------------------------------
 
@@ -110,29 +114,24 @@ class Session:
         push(functools.partial(casting.rebuild_flat_weights, self.models))
         push(self._give_masters_up)
         for optimizer in self.optimizers:
-            self._take_optimizer(optimizer, targets)
+            push(self._controls.take(optimizer, targets))
+        push(self.waiting.end)
+        self.waiting.keep(targets)
         # Last, because it is what cannot be taken back bit for bit where there are no masters.
         self._cast(targets)
-        for control in self._controls.values():
+        for control in self._controls:
             control.groups.finish()
+        self._store.finish_idle()
         self._casts.settle()
         # First to be undone: weights that got a master later are among what was cast without one.
         push(self._give_masters_up)
 
-    def _take_optimizer(self, optimizer: Optimizer, targets: dict[torch.Tensor, torch.dtype]) -> None:
-        control = OptimizerControl(
-            *(optimizer, self.plan, self._store, targets, self.scalers, self._bystanders, self.name_of),
-            original_values=lambda weight: self._casts.original_values(weight),
-        )
-        self._controls[optimizer] = control
-        control.groups.put_masters()
-        self._undos.push(control.install())
-
     def _cast(self, targets: dict[torch.Tensor, torch.dtype]) -> None:
         mastered = {pair.model_param for pair in self._store.pairs}
         others = {tensor: dtype for tensor, dtype in targets.items() if tensor not in mastered}
-        self._undos.push(cast_states(self.optimizers, others))
-        trained = {p for control in self._controls.values() for p in control.groups.plain if p.requires_grad}
+        casts = {tensor: (tensor.dtype, dtype) for tensor, dtype in others.items() if dtype != tensor.dtype}
+        self._undos.push(cast_states(self.optimizers, casts))
+        trained = {p for control in self._controls for p in control.groups.plain if p.requires_grad}
         self._casts = casting.TensorCasts(self.models, others, trained)
         self._undos.push(self._casts.undo)
         to_16_bit: dict[torch.Tensor, torch.dtype] = {w: targets.get(w, w.dtype) for w in mastered}
@@ -151,7 +150,7 @@ class Session:
             # A 16-bit weight keeps its master's bits, unless the set-up failed: then it is left as it came.
             keeps_bits = self.is_live and is_lower_precision(pair.came_in)
             pair.restore(torch.float32 if keeps_bits else pair.came_in)
-        for control in self._controls.values():
+        for control in self._controls:
             control.groups.restore_weights()
         self._store.close()
 
@@ -159,9 +158,10 @@ class Session:
         """Take back everything ``apply`` did; the session ends. Interrupted, it can be called again and goes on."""
         if not self._is_ending:
             reshard(self.models)
-            for control in self._controls.values():
+            for control in self._controls:
                 control.backward.abandon_backward()
-            differing = [name for copies in self._all_copies() for name in copies.end()]
+            self.waiting.bring_along()
+            differing = [name for copies in self._controls.all_copies() for name in copies.end()]
             if differing:
                 log.warning(
                     "undo: %s and their float32 masters had been written to, differently; the masters' numbers count, "
@@ -177,23 +177,65 @@ class Session:
 
     def before_forward(self) -> None:
         """A model is about to be run: its weights follow what was written to their masters."""
-        for control in self._controls.values():
+        for control in self._controls:
             control.before_forward()
+
+    # -- optimizers that come later -----------------------------------------------------------------------------
+
+    def add_optimizers(self, optimizers: Sequence[Optimizer]) -> Undo:
+        """Take in optimizers over weights that are cast already.
+
+        Returns:
+            What leaves them as they came; only for when nothing has happened since.
+
+        Raises:
+            RuntimeError: gradients are scaled at the moment.
+            ValueError: one of the optimizers cannot be stepped with masters of the session's kind.
+        """
+        for control in self._controls:
+            control.check_closed("mpinit.add_optimizers()", "move it before or behind the with-block")
+        self._store.check(optimizers)
+        self.waiting.bring_along()
+        failed, undos = UndoStack(), UndoStack()
+        with failed:
+            for optimizer in optimizers:
+                undos.push(self._controls.add(optimizer, failed))
+                plain: list[torch.Tensor] = [*self._controls.of(optimizer).groups.plain]
+                casts = {p: (self._casts.came_in(p), p.dtype) for p in plain if self._casts.came_in(p) != p.dtype}
+                undos.push(cast_states([optimizer], casts))
+                failed.push(functools.partial(_remove, self.optimizers, optimizer))
+                self.optimizers.append(optimizer)
+        self._undos.push(undos.unwind)
+        failed.push(functools.partial(self._undos.forget, undos.unwind))
+        return failed.unwind
+
+    def settle_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Nothing of :meth:`add_optimizers` is going to be taken back: let go of what that would need."""
+        for optimizer in optimizers:
+            self._casts.leave_to_optimizers(self._controls.of(optimizer).groups.plain)
+        self.waiting.note_taken()
+
+    def let_waiting_go(self) -> None:
+        """No optimizer is going to come for the weights that wait."""
+        self.waiting.let_go(self._casts)
 
     # -- looking things up --------------------------------------------------------------------------------------
 
     def controller_of(self, optimizer: Optimizer) -> OptimizerControl:
         """What is kept for one of the session's optimizers."""
-        return self._controls[optimizer]
+        return self._controls.of(optimizer)
 
     def scaled(self, loss: torch.Tensor, optimizers: Sequence[Optimizer], loss_id: int, delay: bool) -> ScaledLoss:
         """The context of a backward pass of ``loss``.
 
         Raises:
             ValueError: there is no loss ``loss_id``.
+            RuntimeError: no optimizer has been added yet.
         """
-        parts = [self._controls[optimizer].backward for optimizer in optimizers]
-        return ScaledLoss(loss, self.scaler(loss_id), parts, self._bystanders, delay)
+        if self.waiting.awaits and not self.optimizers:
+            raise RuntimeError(f"{self.describe()} awaits its optimizers: call mpinit.add_optimizers(optimizer) first")
+        parts = [self._controls.of(optimizer).backward for optimizer in optimizers]
+        return ScaledLoss(loss, self.scaler(loss_id), parts, self._controls.bystanders, delay)
 
     def scaler(self, loss_id: int) -> LossScaler:
         """The scaler of a loss.
@@ -219,24 +261,13 @@ class Session:
             }
         return self._names.get(parameter, f"a parameter of shape {tuple(parameter.shape)} outside of the models")
 
-    def _other_parameters(self, parts: Sequence[TakesPart]) -> Iterator[nn.Parameter]:
-        """What a loss may reach without anybody unscaling it: the other optimizers' parameters, and nobody's."""
-        for control in self._controls.values():
-            if control.backward not in parts:
-                yield from control.groups.model_params()
-        controls = self._controls.values()
-        key = tuple(control.groups.generation for control in controls)
-        if self._loose[0] != key:
-            taken = {id(parameter) for control in controls for parameter in control.groups.model_params()}
-            everything = dict.fromkeys(p for model in self.models for p in model.parameters())
-            self._loose = key, [parameter for parameter in everything if id(parameter) not in taken]
-        yield from self._loose[1]
-
     def _find_master(self, weight: torch.Tensor) -> torch.Tensor | None:
         pair = self._store.pairs.of(weight)
         if pair is None or not self.is_live:
             return self._casts.original_values(weight)
-        for copies in self._all_copies():
+        if not pair.holders:
+            pair.follow_device()
+        for copies in self._controls.all_copies():
             copies.look_at_weight(pair)
         return pair.values()
 
@@ -248,13 +279,17 @@ class Session:
         if pair is None:
             self._casts.load(weight, values)
             return False
+        if not pair.holders:
+            pair.follow_device()
         pair.load(values)
-        for copies in self._all_copies():
+        for copies in self._controls.all_copies():
             copies.note_one(pair)
         return True
 
-    def _all_copies(self) -> list[TwoCopies]:
-        return [*(control.groups.copies for control in self._controls.values()), self._store.idle]
+    def holds_one_of(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether any of these is a parameter of the models, or stands for one."""
+        ids = {id(parameter) for model in self.models for parameter in model.parameters()}
+        return any(id(p) in ids or self._store.pairs.of(p) is not None for p in parameters)
 
     def describe(self) -> str:
         """One line that names the session: its number, level, models and optimizers."""
@@ -265,6 +300,10 @@ class Session:
 
 def _weights(session: Session) -> Iterator[torch.Tensor]:
     return itertools.chain.from_iterable(model.parameters() for model in session.models)
+
+
+def _remove(optimizers: list[Optimizer], optimizer: Optimizer) -> None:
+    optimizers[:] = [each for each in optimizers if each is not optimizer]
 
 
 def _store_for(plan: Plan) -> MasterStore:

@@ -73,6 +73,10 @@ class UndoStack:
         self._undos.append(_reverting(owner, name))
         setattr(owner, name, value)
 
+    def forget(self, undo: Undo) -> None:
+        """Take one undo function off: somebody has run it. Harmless where it is not there."""
+        self._undos = [each for each in self._undos if each != undo]
+
     def __len__(self) -> int:
         return len(self._undos)
 

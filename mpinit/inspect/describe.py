@@ -49,6 +49,11 @@ def describe(session: Session) -> str:
             f"optimizer {index}, {type(optimizer).__name__}: {masters}; {counts.good} steps done, {counts.skipped} "
             f"skipped, {counts.consecutive} of them just now"
         )
+    waiting = session.waiting.weights()
+    if waiting:
+        lines.append(
+            f"{len(waiting)} weights ({_counts(waiting)} parameters) wait for an optimizer: mpinit.add_optimizers"
+        )
     lines += [
         f"loss {index}: scale {scaler.loss_scale():g}, {scaler.unskipped} good backward passes since it moved"
         for index, scaler in enumerate(session.scalers)

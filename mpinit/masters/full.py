@@ -98,6 +98,20 @@ class FullPair(Pair):
             set_data(weight, TENSOR_DATA.__get__(self.master_param).to(dtype))
         give_gradient(weight, gradient)
 
+    def follow_device(self) -> None:
+        """Move the master."""
+        if self.master_param.device != self.model_param.device:
+            self._before = None
+            set_data(self.master_param, TENSOR_DATA.__get__(self.master_param).to(self.model_param.device))
+
+    def let_go(self) -> None:
+        """Gradients are of the weight's own type from here on."""
+        weight, gradient = self.model_param, self.model_param.grad
+        weight.grad = None
+        # torch has no way back to "the tensor's own dtype"; None takes any.
+        weight.grad_dtype = None
+        give_gradient(weight, gradient)
+
 
 def _is_rounding(weight: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     rounded = master.to(weight.dtype)

@@ -77,6 +77,14 @@ class Pair(ABC):
     def restore(self, dtype: torch.dtype) -> None:
         """Give the weight its master's numbers and gradient in ``dtype``; harmless where it has them already."""
 
+    @abstractmethod
+    def follow_device(self) -> None:
+        """The weight may have been moved: bring its master's numbers to where it is. For pairs that nobody steps."""
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """The weight goes on as a plain parameter of the type it has, with its gradient; the master is not needed."""
+
 
 class PairTable:
     """A session's pairs, found from either side: one weight has one master, in however many optimizers."""

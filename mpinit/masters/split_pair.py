@@ -143,6 +143,18 @@ class SplitPair(Pair):
             set_data(weight, self.values().to(dtype))
         give_gradient(weight, gradient)
 
+    def follow_device(self) -> None:
+        """Move the remainder; it is in no bucket any more."""
+        device = self.model_param.device
+        if self.master_param.device != device:
+            self.bucket = self._before = None
+            self.remainder, self.checksums = self.remainder.to(device), self.checksums.to(device)
+            set_data(self.master_param, placeholder(self.model_param))
+
+    def let_go(self) -> None:
+        """The weight has its gradient already."""
+        self.master_param.grad = None
+
 
 def placeholder(weight: torch.Tensor) -> torch.Tensor:
     """What stands for a master between steps: its shape and dtype, and no memory.

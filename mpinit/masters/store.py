@@ -33,6 +33,38 @@ class MasterStore(ABC):
         # Pairs that no optimizer steps at the moment: their numbers stay, as other parameters' do.
         self.idle = TwoCopies(self.watcher, self.as_held, lambda parameter: f"a parameter of shape {parameter.shape}")
 
+    def take_in(self, weight: nn.Parameter, dtype: torch.dtype) -> Pair | None:
+        """Make the pair of a weight that is, or is about to be cast to, ``dtype``, and know it from here on.
+
+        Returns:
+            The pair; None where the weight needs no master.
+        """
+        pair = self.make(weight, dtype)
+        if pair is not None:
+            self.pairs.add(pair)
+            self.watcher.watch(pair.model_param)
+            self.watcher.watch(pair.master_param)
+        return pair
+
+    def hold_idle(self) -> None:
+        """Take down which pairs are in no optimizer's groups; what was known of those that were stays."""
+        self.idle.hold([pair for pair in self.pairs if not pair.holders])
+
+    def finish_idle(self) -> None:
+        """:meth:`finish` for pairs in no optimizer's groups."""
+        self.hold_idle()
+        self.finish(self.idle.pairs)
+        self.idle.hold(self.idle.pairs)
+        self.idle.note_all()
+
+    def let_go(self, pair: Pair) -> None:
+        """Drop a master that is in no optimizer's groups: its weight is a plain parameter from here on."""
+        pair.let_go()
+        self.pairs.discard(pair)
+        self.watcher.unwatch(pair.model_param)
+        self.watcher.unwatch(pair.master_param)
+        self.hold_idle()
+
     def close(self) -> None:
         """Forget every pair: weights are what their masters were."""
         self.watcher.close()

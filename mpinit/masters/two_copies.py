@@ -65,6 +65,9 @@ class TwoCopies:
             )
         }
         self.pairs = list(pairs)
+        for pair in self._followed.difference(self.pairs):
+            self._followed.discard(pair)
+            pair.forget_before()
         self._index = {pair: index for index, pair in enumerate(self.pairs)}
         self.weights = [pair.model_param for pair in self.pairs]
         self.masters = [pair.master_param for pair in self.pairs]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -101,6 +101,22 @@ class TensorCasts:
         if residual is None or tensor.dtype == self._came_in[tensor]:
             return None
         return _widened(tensor, self._came_in[tensor], residual)
+
+    def came_in(self, tensor: torch.Tensor) -> torch.dtype:
+        """The dtype of a parameter before it was cast."""
+        return self._came_in.get(tensor, tensor.dtype)
+
+    def leave_to_optimizers(self, parameters: Iterable[torch.Tensor]) -> None:
+        """These parameters are trained from here on: what was cut off of them is of no use any more."""
+        for parameter in parameters:
+            self._trained.add(parameter)
+            if parameter not in self._out_of_range:
+                self._residuals.pop(parameter, None)
+
+    def take_over(self, parameter: torch.Tensor, came_in: torch.dtype) -> None:
+        """A parameter has lost its master: :meth:`undo` gives it back the dtype it came in with."""
+        self._trained.add(parameter)
+        self._came_in.setdefault(parameter, came_in)
 
     @torch.no_grad()
     def load(self, tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -102,6 +102,14 @@ class OptimizerControl:
             pair.follow_master()
         self.groups.copies.note_all()
 
+    def check_closed(self, what: str, instead: str) -> None:
+        """Refuse what must not happen while gradients are scaled.
+
+        Raises:
+            RuntimeError: they are.
+        """
+        self._cycle.check_closed(what, instead)
+
     # -- the methods --------------------------------------------------------------------------------------------
 
     def install(self) -> Undo:

@@ -99,13 +99,18 @@ class ParameterGroups:
 
     def put_masters(self) -> None:
         """Replace every trainable 16-bit parameter in the groups by its master, its state carried over."""
+        members = list(dict.fromkeys(p for group in self._groups() for p in group["params"]))
+        scaled = [parameter for parameter in members if self._bystanders.reached(parameter)]
         fresh: list[Pair] = []
-        scaled: list[nn.Parameter] = []
+        try:
+            pairs = {parameter: self._pair_for(parameter, fresh) for parameter in members}
+        except BaseException:
+            for made in fresh if self._finished else ():
+                self.store.let_go(made)
+            raise
         for group in self._groups():
             for index, parameter in enumerate(group["params"]):
-                if self._bystanders.reached(parameter):
-                    scaled.append(parameter)
-                pair = self._pair_for(parameter, fresh)
+                pair = pairs[parameter]
                 if pair is not None and parameter is not pair.master_param:
                     group["params"][index] = pair.master_param
                     move_state(self.optimizer, parameter, pair.master_param, torch.float32)
@@ -124,11 +129,8 @@ class ParameterGroups:
         pair = self.store.pairs.of(parameter)
         if pair is not None or not parameter.requires_grad:
             return pair
-        pair = self.store.make(parameter, self._targets.get(parameter, parameter.dtype))
+        pair = self.store.take_in(parameter, self._targets.get(parameter, parameter.dtype))
         if pair is not None:
-            self.store.pairs.add(pair)
-            self.store.watcher.watch(pair.model_param)
-            self.store.watcher.watch(pair.master_param)
             fresh.append(pair)
         return pair
 
@@ -149,7 +151,7 @@ class ParameterGroups:
         for pair in before ^ now:
             for copies in pair.holders:
                 copies.find_shared()
-        self.store.idle.hold([pair for pair in self.store.pairs if not pair.holders])
+        self.store.hold_idle()
         self._references.replace({pair.model_param: pair.master_param for pair in pairs})
         self.plain = [parameter for parameter, pair in found if pair is None]
         self._frozen = [parameter for parameter in self.plain if not parameter.requires_grad]
@@ -193,6 +195,18 @@ class ParameterGroups:
         # Nothing of the masters is kept alive.
         self.copies.hold([])
         self._seen = []
+
+    def leave(self) -> None:
+        """Masters are nothing of this optimizer's any more: those that nobody else steps are idle."""
+        pairs = self.copies.pairs
+        self._references.replace({pair.master_param: pair.model_param for pair in pairs})
+        self.copies.hold([])
+        self._seen = []
+        for pair in pairs:
+            pair.holders.discard(self.copies)
+            for copies in pair.holders:
+                copies.find_shared()
+        self.store.hold_idle()
 
     def gradient_holders(self) -> Iterator[nn.Parameter]:
         """The parameters whose ``.grad`` the next step uses, in the groups' order."""

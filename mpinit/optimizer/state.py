@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,9 +57,32 @@ def cast_state(state: Any, shape: torch.Size | None, old: torch.dtype, new: torc
     return state
 
 
-def cast_states(optimizers: list[Optimizer], targets: Mapping[torch.Tensor, torch.dtype]) -> Undo:
-    """Cast the state of parameters that are cast without a master; its undo casts state made since then as well."""
-    casts = {p: (p.dtype, dtype) for p, dtype in targets.items() if dtype != p.dtype}
+def as_it_is(optimizer: Optimizer) -> Undo:
+    """A way back to the groups' entries and the state, of an optimizer and those it wraps, as they are now."""
+    everybody = (optimizer, *wrapped_by(optimizer))
+    groups = [(group, list(group["params"])) for each in everybody for group in each.param_groups]
+    states = [
+        (each.state, {p: dict(state) if type(state) is dict else state for p, state in each.state.items()})
+        for each in everybody
+    ]
+
+    def restore() -> None:
+        for group, parameters in groups:
+            group["params"][:] = parameters
+        for state, before in states:
+            state.clear()
+            state.update(before)
+
+    return restore
+
+
+def cast_states(optimizers: Sequence[Optimizer], casts: Mapping[torch.Tensor, tuple[torch.dtype, torch.dtype]]) -> Undo:
+    """Cast the state of parameters that are cast without a master; its undo casts state made since then as well.
+
+    Args:
+        optimizers: whose state.
+        casts: parameter -> the dtype it came in with, and the one it is cast to.
+    """
     with UndoStack() as undos:
         for optimizer in (each for top in optimizers for each in (top, *wrapped_by(top))):
             known = {parameter for parameter in optimizer.state if parameter in casts}

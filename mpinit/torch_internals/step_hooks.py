@@ -7,6 +7,7 @@ between a master's step and its rounding, and once for every part of a step that
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, Final
 
 from torch.optim import Optimizer
@@ -60,6 +61,19 @@ class StepHooks:
         while self._held:
             owner, name, hooks = self._held.pop()
             setattr(owner, name, hooks)
+
+
+def before_every_step(check: Callable[[Optimizer], None]) -> Callable[[], None]:
+    """Have every optimizer of the process checked before it steps.
+
+    Args:
+        check: raises where an optimizer must not step.
+
+    Returns:
+        What ends it.
+    """
+    handle = module.register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: check(optimizer))
+    return handle.remove
 
 
 def _pairs() -> tuple[tuple[str, str], ...]:

@@ -26,6 +26,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("registry",),
     ("checks",),
     ("inspect", "checkpoint"),
+    ("initialization",),
     ("amp",),
     ("", "__main__", "cli", "compat", "integrations"),
 )

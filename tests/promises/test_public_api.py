@@ -18,6 +18,7 @@ from mpinit.settings.properties import Properties
 
 FUNCTIONS = {
     "initialize",
+    "add_optimizers",
     "scale_loss",
     "master_params",
     "state_dict",
@@ -45,6 +46,7 @@ SIGNATURES = {
         ("optimizers", None),
         ("opt_level", "O1"),
         ("enabled", True),
+        ("await_optimizers", False),
         ("cast_model_type", None),
         ("patch_torch_functions", None),
         ("patch_torch_functions_type", None),
@@ -59,6 +61,7 @@ SIGNATURES = {
         ("config", None),
         ("verbosity", 1),
     ],
+    "add_optimizers": [("optimizers", inspect.Parameter.empty)],
     "scale_loss": [
         ("loss", inspect.Parameter.empty),
         ("optimizers", inspect.Parameter.empty),

@@ -1,0 +1,198 @@
+"""Sessions begin, grow and end: ``initialize``, ``add_optimizers``, ``undo``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from . import checks, registry
+from .basics.patching import UndoStack
+from .inspect.describe import announce
+from .plan import make_plan
+from .session import Session
+from .settings.properties import Properties
+from .settings.resolve import (
+    DEFAULT_LEVEL,
+    DEFAULT_LIMIT,
+    DEFAULT_ONE,
+    Config,
+    Default,
+    is_enabled,
+    read_settings,
+    resolve,
+)
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    opt_level: str = DEFAULT_LEVEL,
+    *,
+    enabled: bool = True,
+    await_optimizers: bool = False,
+    cast_model_type: Any = None,
+    patch_torch_functions: Any = None,
+    patch_torch_functions_type: Any = None,
+    keep_batchnorm_fp32: Any = None,
+    master_weights: Any = None,
+    loss_scale: Any = None,
+    cast_model_outputs: Any = None,
+    keep_fp32: Any = None,
+    num_losses: int = DEFAULT_ONE,
+    min_loss_scale: Any = None,
+    max_loss_scale: Any = DEFAULT_LIMIT,
+    config: Config = None,
+    verbosity: int = DEFAULT_ONE,
+    **more: Any,
+) -> Any:
+    """Make models and their optimizers train in mixed precision, in place.
+
+    Args:
+        models: a module, or a list or tuple of modules; not yet wrapped in DistributedDataParallel or the like.
+        optimizers: an optimizer, a list or tuple, or None (inference, or an optimizer of your own).
+        opt_level: "O0" (float32), "O1" (patched functions, default), "O2" (16-bit weights, float32 masters), "O3"
+            (16-bit throughout), "O4" and "O5" (O1 and O2 in bfloat16).
+        enabled: False makes this and every other function of mpinit a no-op for these objects.
+        await_optimizers: whether optimizers come later, by :func:`add_optimizers`: until then every trainable weight
+            keeps its float32 values.
+        cast_model_type: dtype of parameters, buffers and inputs; False: don't cast.
+        patch_torch_functions: whether torch functions cast their checks.
+        patch_torch_functions_type: the 16-bit dtype they run in. Default float16.
+        keep_batchnorm_fp32: whether BatchNorm stays float32 in a 16-bit model.
+        master_weights: True, False, or "split" (bfloat16 only): see :class:`Properties`.
+        loss_scale: "dynamic" or a positive number. Default the level's; 1.0 where the 16-bit type is bfloat16.
+        cast_model_outputs: dtype of floating outputs. Default float32.
+        keep_fp32: module types, dotted names with wildcards (of modules, or else of parameters and buffers), or a
+            predicate (name, module) -> bool: left in float32.
+        num_losses: how many losses have a scaler of their own (``loss_id`` of :func:`scale_loss`).
+        min_loss_scale, max_loss_scale: limits of dynamic scaling. Default none and 2**24.
+        config: a TOML file's path or a mapping with the same keys; keywords beat it, it beats the level.
+        verbosity: 0 nothing, 1 one log line, 2 every first-seen cast of O1 at debug level.
+        **more: any other field of :class:`Properties`.
+
+    Returns:
+        The objects given, as given: one object, a list or a tuple; only the models where ``optimizers`` is None.
+
+    Raises:
+        ValueError: bad or contradicting values, or objects that cannot be initialised. Nothing was changed.
+        TypeError: arguments that are no modules or optimizers.
+
+    Example:
+        >>> import torch, mpinit
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> model.weight.dtype, model(torch.ones(1, 4)).dtype
+        (torch.float16, torch.float32)
+        >>> mpinit.undo(model)
+    """
+    given = {key: value for key, value in locals().items() if key in Properties.model_fields} | more
+    if isinstance(given["max_loss_scale"], Default):
+        given["max_loss_scale"] = None
+    model_list = checks.as_list(models, nn.Module, "models")
+    optimizer_list = [] if optimizers is None else checks.as_list(optimizers, Optimizer, "optimizers")
+    if not isinstance(await_optimizers, bool):
+        raise TypeError(f"await_optimizers must be True or False, not {await_optimizers!r}")
+    on, settings = is_enabled(enabled), read_settings(config, num_losses, verbosity)
+    resolved = resolve(opt_level, given, settings.pop("config"))
+    if on:
+        _set_up(model_list, optimizer_list, resolved, await_optimizers, **settings)
+        registry.disabled.difference_update([*model_list, *optimizer_list])
+    else:
+        checks.check_free(model_list, optimizer_list)
+        registry.disabled.update([*model_list, *optimizer_list])
+    return models if optimizers is None else (models, optimizers)
+
+
+def _set_up(
+    models: list[nn.Module],
+    optimizers: list[Optimizer],
+    resolved: tuple[str, Properties],
+    await_optimizers: bool,
+    num_losses: int,
+    verbosity: int,
+) -> None:
+    level, props = resolved
+    plan = make_plan(props)
+    checks.check(models, optimizers, props, plan)
+    came_in_16_bit = checks.names_in_16_bit(models)
+    session = Session(models, optimizers, level, props, plan, num_losses, verbosity, await_optimizers)
+    session.apply()
+    registry.add(session)
+    announce(session, came_in_16_bit)
+
+
+def add_optimizers(optimizers: Any) -> Any:
+    """Take in optimizers made after :func:`initialize`: masters into them, as ``initialize(model, optimizer)`` does.
+
+    At any time, also between steps: a second optimizer may come much later, and one for a part of the weights. Which
+    session it joins its parameters tell. The model may have been moved, compiled or wrapped in the meantime
+    (DistributedDataParallel, say); ``fully_shard`` comes before :func:`initialize`.
+
+    Args:
+        optimizers: an optimizer over parameters of initialised models, or a list or tuple of them. An empty list: no
+            more are going to come, and what weights without one kept of their float32 values is let go. A master made
+            for such a weight later starts from its 16-bit values.
+
+    Returns:
+        The objects given, as given.
+
+    Raises:
+        RuntimeError: the parameters are of no initialised model, or of several sessions; or an empty list was given
+            and more than one session waits. Nothing was changed.
+        ValueError: an optimizer that is initialised already, or cannot be stepped with masters of the session's kind.
+        TypeError: arguments that are no optimizers.
+
+    Example:
+        >>> import torch, mpinit
+        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O5", await_optimizers=True, verbosity=0)
+        >>> optimizer = mpinit.add_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> model.weight.dtype, next(mpinit.master_params(optimizer)).dtype
+        (torch.bfloat16, torch.float32)
+        >>> mpinit.undo(model)
+    """
+    given = checks.as_list(optimizers, Optimizer, "optimizers")
+    checks.check_free([], given)
+    if not given:
+        for waiting in registry.the_one_that_waits():
+            waiting.let_waiting_go()
+        return optimizers
+    sessions: dict[Session, list[Optimizer]] = {}
+    off: list[Optimizer] = []
+    for optimizer in given:
+        session = registry.session_for(optimizer)
+        (off if session is None else sessions.setdefault(session, [])).append(optimizer)
+    with UndoStack() as undos:
+        for joined, members in sessions.items():
+            undos.push(joined.add_optimizers(members))
+    for joined, members in sessions.items():
+        joined.settle_optimizers(members)
+        registry.add(joined)
+    registry.disabled.difference_update(given)
+    registry.disabled.update(off)
+    return optimizers
+
+
+def undo(owners: Any) -> None:
+    """Take back what :func:`initialize` did: float32 weights (from the masters, bit for bit), functions, methods.
+
+    Args:
+        owners: a model or optimizer, or a list or tuple of them; everything initialised together is undone together.
+
+    Raises:
+        ValueError: an object that is not initialised (any more).
+    """
+    given: Sequence[Any] = list(owners) if isinstance(owners, (list, tuple)) else [owners]
+    found: dict[Session, None] = {}
+    for owner in given:
+        session = registry.of(owner)
+        if session is not None:
+            found[session] = None
+        elif owner not in registry.disabled:
+            raise ValueError(f"this {type(owner).__name__} is not initialised, so there is nothing to undo")
+    for session in sorted(found, key=lambda session: -session.number):
+        session.undo()
+    registry.disabled.difference_update(given)

@@ -1,0 +1,138 @@
+"""A session's optimizers: those it was set up with, those that came later, and what none of them steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..basics.patching import Undo, UndoStack
+from ..masters.store import MasterStore
+from ..masters.two_copies import NameOf, TwoCopies
+from ..plan import Plan
+from ..scaling.scaled_loss import TakesPart
+from ..scaling.scaler import LossScaler
+from .bystanders import OtherParameters
+from .control import OptimizerControl
+from .state import as_it_is
+
+
+@final
+class Controls:
+    """What is kept for each of a session's optimizers, in their order.
+
+    Args:
+        models: the session's models.
+        plan: what to do.
+        store: where masters live.
+        scalers: the session's loss scalers.
+        name_of: a parameter's dotted name, for errors.
+        original_values: what a weight was before it was cast without a master, where that is known.
+
+    Attributes:
+        bystanders: who knows of gradients that a scaled loss has left behind an optimizer's back.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        plan: Plan,
+        store: MasterStore,
+        scalers: Sequence[LossScaler],
+        name_of: NameOf,
+        original_values: Callable[[torch.Tensor], torch.Tensor | None],
+    ) -> None:
+        self._models = models
+        self._plan = plan
+        self._store = store
+        self._scalers = scalers
+        self._name_of = name_of
+        self._original_values = original_values
+        self._of: dict[Optimizer, OptimizerControl] = {}
+        self._loose: tuple[tuple[int, ...], list[nn.Parameter]] = ((-1,), [])
+        self.bystanders = OtherParameters(self._other_parameters)
+
+    def __iter__(self) -> Iterator[OptimizerControl]:
+        return iter(self._of.values())
+
+    def of(self, optimizer: Optimizer) -> OptimizerControl:
+        """What is kept for one of the session's optimizers."""
+        return self._of[optimizer]
+
+    def has(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer is one of the session's."""
+        return optimizer in self._of
+
+    # -- coming and going ---------------------------------------------------------------------------------------
+
+    def take(self, optimizer: Optimizer, targets: Mapping[torch.Tensor, torch.dtype]) -> Undo:
+        """Put masters into an optimizer while the session is set up, before anything is cast.
+
+        Args:
+            optimizer: the optimizer, changed in place.
+            targets: the dtypes that parameters are about to be cast to.
+
+        Returns:
+            The undo of what was put on the optimizer; its groups are given up with the masters.
+        """
+        control = self._of[optimizer] = self._control(optimizer, targets)
+        control.groups.put_masters()
+        return control.install()
+
+    def add(self, optimizer: Optimizer, undos: UndoStack) -> Undo:
+        """:meth:`take` in a session whose weights are cast.
+
+        Args:
+            optimizer: the optimizer, changed in place.
+            undos: what leaves the optimizer as it came, should the set-up fail.
+        """
+        undos.push(as_it_is(optimizer))
+        undos.push(lambda: self._forget(optimizer))
+        control = self._of[optimizer] = self._control(optimizer, {})
+        control.groups.finish()
+        control.groups.put_masters()
+        undo = control.install()
+        undos.push(undo)
+        return undo
+
+    def _control(self, optimizer: Optimizer, targets: Mapping[torch.Tensor, torch.dtype]) -> OptimizerControl:
+        return OptimizerControl(
+            *(optimizer, self._plan, self._store, targets, self._scalers, self.bystanders, self._name_of),
+            original_values=self._original_values,
+        )
+
+    def _forget(self, optimizer: Optimizer) -> None:
+        control = self._of.pop(optimizer, None)
+        if control is not None:
+            control.groups.leave()
+
+    # -- who is where -------------------------------------------------------------------------------------------
+
+    def all_copies(self) -> list[TwoCopies]:
+        """Every pair of the session, by who steps it."""
+        return [*(control.groups.copies for control in self._of.values()), self._store.idle]
+
+    def taken(self) -> set[int]:
+        """The ids of the parameters that some optimizer has."""
+        return {id(parameter) for control in self._of.values() for parameter in control.groups.model_params()}
+
+    def waiting(self) -> list[nn.Parameter]:
+        """The models' trainable parameters that no optimizer has."""
+        taken = self.taken()
+        everything = dict.fromkeys(p for model in self._models for p in model.parameters())
+        return [parameter for parameter in everything if parameter.requires_grad and id(parameter) not in taken]
+
+    def _other_parameters(self, parts: Sequence[TakesPart]) -> Iterator[nn.Parameter]:
+        """What a loss may reach without anybody unscaling it: the other optimizers' parameters, and nobody's."""
+        for control in self._of.values():
+            if control.backward not in parts:
+                yield from control.groups.model_params()
+        key = tuple(control.groups.generation for control in self._of.values())
+        if self._loose[0] != key:
+            taken = self.taken()
+            everything = dict.fromkeys(p for model in self._models for p in model.parameters())
+            self._loose = key, [parameter for parameter in everything if id(parameter) not in taken]
+        yield from self._loose[1]

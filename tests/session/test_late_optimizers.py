@@ -1,0 +1,378 @@
+"""Optimizers that come after initialize: bit for bit what initialize(model, optimizer) would have made."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loops import adam, backward, batches, keywords, masters, mlp, momentum, mse, poison, same, states, train
+from torch import nn
+from torch.optim import LBFGS, SGD
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+import mpinit
+from mpinit import registry
+
+BF16 = torch.bfloat16
+SETTINGS: dict[str, dict[str, Any]] = {
+    "O0": {"opt_level": "O0"},
+    "O1": keywords("O1"),
+    "O2-float16": keywords("O2"),
+    "O2-bfloat16": keywords("O2", BF16),
+    "O2-split": keywords("O2", BF16) | {"master_weights": "split"},
+    "O3": keywords("O3", BF16),
+    "O4": {"opt_level": "O4"},
+    "O5": {"opt_level": "O5"},
+    "O5-split": {"opt_level": "O5", "master_weights": "split"},
+}
+each_setting = pytest.mark.parametrize("setting", SETTINGS)
+with_masters = pytest.mark.parametrize("setting", ["O2-float16", "O2-split", "O5"])
+
+
+def initialise(model: nn.Module, optimizers: Any, setting: str, **more: Any) -> None:
+    mpinit.initialize(model, optimizers, **SETTINGS[setting] | {"verbosity": 0} | more)
+
+
+def await_optimizers(model: nn.Module, setting: str, **more: Any) -> None:
+    initialise(model, None, setting, await_optimizers=True, **more)
+
+
+def both(setting: str, make: Any = adam) -> tuple[nn.Module, Any, nn.Module]:
+    """A model with its optimizer from the start, and one that waits for it."""
+    usual, late = mlp(batchnorm=True), mlp(batchnorm=True)
+    optimizer = make(usual.parameters())
+    initialise(usual, optimizer, setting)
+    await_optimizers(late, setting)
+    return usual, optimizer, late
+
+
+def assert_equal(usual: nn.Module, usual_optimizer: Any, late: nn.Module, late_optimizer: Any) -> None:
+    """Train on, and compare everything, also after undoing."""
+    data = batches(3)
+    assert str(train(usual, usual_optimizer, data)) == str(train(late, late_optimizer, data))
+    same(usual.parameters(), late.parameters())
+    same(usual.state_dict().values(), late.state_dict().values())
+    same(states(usual_optimizer), states(late_optimizer))
+    if not any(group.get("params", [None])[0] is None for group in usual_optimizer.param_groups):
+        same(masters(usual_optimizer), masters(late_optimizer))
+    mpinit.undo([usual, late])
+    same(usual.parameters(), late.parameters())
+    same(states(usual_optimizer), states(late_optimizer))
+    assert vars(late_optimizer).keys() == vars(usual_optimizer).keys()
+
+
+@each_setting
+def test_a_late_optimizer_trains_as_one_from_the_start(setting: str) -> None:
+    usual, optimizer, late = both(setting)
+    if setting != "O3":  # where nothing but a weight that no optimizer changes has float32 values
+        same(usual.state_dict().values(), late.state_dict().values())
+    late_optimizer = mpinit.add_optimizers(adam(late.parameters()))
+    same(masters(optimizer), masters(late_optimizer))
+    assert_equal(usual, optimizer, late, late_optimizer)
+
+
+@pytest.mark.parametrize("setting", ["O2-float16", "O3", "O5-split"])
+@pytest.mark.parametrize("write", ["in place", "data", "load_state_dict", "forward", "compiled"])
+def test_what_happens_to_the_model_while_it_waits(setting: str, write: str) -> None:
+    usual, optimizer, late = both(setting)
+    for model in (usual, late):
+        change(model, write)
+    assert_equal(usual, optimizer, late, mpinit.add_optimizers(adam(late.parameters())))
+
+
+def change(model: nn.Module, how: str) -> None:
+    if how == "in place":
+        with torch.no_grad():
+            model[0].weight[0] *= 1.5  # type: ignore[index, operator]
+    elif how == "data":
+        model[0].weight.data[1] += 0.25  # type: ignore[index, union-attr]
+    elif how == "load_state_dict":
+        model.load_state_dict(mlp(seed=5, batchnorm=True).state_dict())
+    elif how == "forward":
+        mse(model, batches(1)[0])
+    else:
+        torch.compile(model, backend="eager")
+        model.to("cpu").train()
+
+
+@pytest.mark.parametrize("setting", ["O0", "O3", "O5", "O5-split"])
+def test_a_gradient_from_before_counts(setting: str) -> None:
+    usual, optimizer, late = both(setting)
+    for model in (usual, late):
+        mse(model, batches(1)[0]).backward()
+    late_optimizer = mpinit.add_optimizers(adam(late.parameters()))
+    for each in (optimizer, late_optimizer):
+        each.step()
+    assert_equal(usual, optimizer, late, late_optimizer)
+
+
+@with_masters
+def test_an_optimizer_that_has_stepped_brings_its_state(setting: str) -> None:
+    usual, late = mlp(), mlp()
+    optimizer, late_optimizer = adam(usual.parameters()), adam(late.parameters())
+    for model, each in ((usual, optimizer), (late, late_optimizer)):
+        mse(model, batches(1)[0]).backward()
+        each.step()
+        each.zero_grad()
+    initialise(usual, optimizer, setting)
+    await_optimizers(late, setting)
+    assert mpinit.add_optimizers([late_optimizer]) == [late_optimizer]
+    assert_equal(usual, optimizer, late, late_optimizer)
+
+
+@each_setting
+def test_a_second_optimizer_comes_after_steps_of_the_first(setting: str) -> None:
+    """GAN code builds its optimizers one after another."""
+    runs = []
+    for is_late in (False, True):
+        one, two = mlp(1), mlp(2)
+        first, second = momentum(one.parameters()), adam(two.parameters())
+        initialise([one, two], first if is_late else [first, second], setting, await_optimizers=is_late)  # type: ignore[arg-type]
+        train(one, first, batches(2))
+        if is_late:
+            mpinit.add_optimizers(second)
+        for batch in batches(2, seed=4):
+            loss = mse(one, batch) + mse(two, batch)
+            backward(loss, [first, second])
+            first.step()
+            second.step()
+            first.zero_grad()
+            second.zero_grad()
+        runs.append([*masters(first), *masters(second), *one.parameters(), *two.parameters()])
+    same(*runs)
+
+
+@with_masters
+def test_a_weight_in_two_optimizers_has_one_master(setting: str) -> None:
+    model = mlp()
+    await_optimizers(model, setting)
+    first, second = mpinit.add_optimizers((momentum(model.parameters()), momentum(model[0].parameters())))
+    assert first.param_groups[0]["params"][0] is second.param_groups[0]["params"][0]
+    backward(mse(model, batches(1)[0]), [first, second])
+    before = masters(second)
+    first.step()
+    if setting != "O2-split":
+        assert not torch.equal(before[0], masters(second)[0])
+    second.step()
+
+
+@with_masters
+def test_a_late_optimizer_needs_no_await(setting: str) -> None:
+    usual, late = mlp(), mlp()
+    optimizer = adam(usual.parameters())
+    initialise(usual, optimizer, setting)
+    initialise(late, None, setting)
+    assert_equal(usual, optimizer, late, mpinit.add_optimizers(adam(late.parameters())))
+
+
+def test_values_beyond_float16_are_kept() -> None:
+    usual, late = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+    for model in (usual, late):
+        model.weight.data = torch.tensor([[1e6, 1.0001]])
+    optimizer = SGD(usual.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="beyond the largest"):
+        initialise(usual, optimizer, "O2-float16")
+    with pytest.warns(UserWarning, match="beyond the largest"):
+        await_optimizers(late, "O2-float16")
+    assert late.state_dict()["weight"].tolist() == usual.state_dict()["weight"].tolist()
+    late_optimizer = mpinit.add_optimizers(SGD(late.parameters(), lr=0.1))
+    same(masters(optimizer), masters(late_optimizer))
+    same(usual.parameters(), late.parameters())
+
+
+# -- saying and refusing ----------------------------------------------------------------------------------------------
+
+
+def test_describe_says_how_many_weights_wait() -> None:
+    model = mlp()
+    await_optimizers(model, "O5")
+    assert "4 weights (83 bfloat16 parameters) wait for an optimizer" in mpinit.describe(model)
+    mpinit.add_optimizers(SGD(model[0].parameters(), lr=0.1))
+    assert "2 weights" in mpinit.describe(model)
+    mpinit.add_optimizers([])
+    assert "wait" not in mpinit.describe(model)
+
+
+@pytest.mark.parametrize("box", [lambda *xs: xs[0], lambda *xs: list(xs), lambda *xs: tuple(xs)])
+def test_what_is_given_comes_back(box: Callable[..., Any]) -> None:
+    models = [mlp(), mlp()]
+    mpinit.initialize(models, opt_level="O5", await_optimizers=True, verbosity=0)
+    given = box(*(momentum(model.parameters()) for model in models))
+    assert mpinit.add_optimizers(given) is given
+
+
+def test_scale_loss_before_any_optimizer() -> None:
+    model = mlp()
+    await_optimizers(model, "O2-float16")
+    loss = mse(model, batches(1)[0])
+    with pytest.raises(RuntimeError, match=r"awaits its optimizers: call mpinit\.add_optimizers"):
+        mpinit.scale_loss(loss, [])
+    with pytest.raises(RuntimeError, match=r"or to mpinit\.add_optimizers"):
+        mpinit.scale_loss(loss, momentum(model.parameters()))
+
+
+@with_masters
+def test_a_step_of_an_optimizer_that_nobody_added(setting: str) -> None:
+    model, other = mlp(), mlp(1)
+    await_optimizers(model, setting)
+    optimizer, strange = momentum(model.parameters()), momentum(other.parameters())
+    for each in (model, other):
+        mse(each, batches(1)[0]).backward()
+    strange.step()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match=r"'0\.weight'.*call mpinit\.add_optimizers\(optimizer\) before"):
+        optimizer.step()
+    same(before.values(), model.state_dict().values())
+    model.zero_grad()
+    mpinit.add_optimizers(optimizer)
+    train(model, optimizer, batches(1))
+    assert not _global_optimizer_pre_hooks
+
+
+def test_an_optimizer_twice() -> None:
+    model = mlp()
+    await_optimizers(model, "O5")
+    optimizer = momentum(model.parameters())
+    with pytest.raises(ValueError, match="holds the same SGD twice"):
+        mpinit.add_optimizers([optimizer, optimizer])
+    mpinit.add_optimizers(optimizer)
+    with pytest.raises(ValueError, match="SGD was initialised already"):
+        mpinit.add_optimizers(optimizer)
+
+
+def test_parameters_of_no_session_and_of_several() -> None:
+    one, two, stranger = mlp(), mlp(), mlp()
+    await_optimizers(one, "O5")
+    await_optimizers(two, "O2-float16")
+    with pytest.raises(RuntimeError, match="none of the parameters of this SGD belongs to an initialised model"):
+        mpinit.add_optimizers(momentum(stranger.parameters()))
+    with pytest.raises(RuntimeError, match="belong to several sessions"):
+        mpinit.add_optimizers(momentum([*one.parameters(), *two.parameters()]))
+    with pytest.raises(RuntimeError, match="which session is meant"):
+        mpinit.add_optimizers([])
+    first, second = mpinit.add_optimizers([momentum(one.parameters()), momentum(two.parameters())])
+    assert registry.of(first) is registry.of(one) and registry.of(second) is registry.of(two)
+    with pytest.raises(TypeError, match="optimizers must be"):
+        mpinit.add_optimizers(one)
+    with pytest.raises(TypeError, match="await_optimizers must be True or False"):
+        mpinit.initialize(stranger, await_optimizers="yes")  # type: ignore[arg-type]
+
+
+def test_disabled() -> None:
+    model = mlp()
+    await_optimizers(model, "O5", enabled=False)
+    optimizer = mpinit.add_optimizers(momentum(model.parameters()))
+    assert optimizer in registry.disabled
+    train(model, optimizer, batches(1))
+    mpinit.undo([model, optimizer])
+
+
+def test_inside_of_scale_loss() -> None:
+    model = mlp()
+    await_optimizers(model, "O2-float16")
+    first = mpinit.add_optimizers(momentum(model[0].parameters()))
+    loss = mse(model, batches(1)[0])
+    with (
+        pytest.raises(RuntimeError, match=r"add_optimizers\(\) was called inside"),
+        mpinit.scale_loss(loss, first),
+    ):
+        mpinit.add_optimizers(momentum(model[-1].parameters()))
+
+
+def test_a_gradient_that_another_loss_has_scaled_is_not_stepped() -> None:
+    model = mlp()
+    await_optimizers(model, "O2-float16")
+    first = mpinit.add_optimizers(momentum(model[0].parameters()))
+    backward(mse(model, batches(1)[0]), first)
+    second = mpinit.add_optimizers(momentum(model[-1].parameters()))
+    with pytest.raises(RuntimeError, match="is scaled: the loss of another optimizer"):
+        second.step()
+
+
+# -- letting go, failing, undoing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", ["O1", "O2-float16", "O2-split", "O3"])
+def test_an_empty_list_lets_the_float32_values_go(setting: str) -> None:
+    model, plain = mlp(), mlp()
+    await_optimizers(model, setting)
+    session: Any = registry.of(model)
+    kept = [weakref.ref(pair.master_param) for pair in session._store.pairs]
+    first = mpinit.add_optimizers(momentum(model[0].parameters()))
+    assert mpinit.add_optimizers([]) == []
+    gc.collect()
+    assert all(reference() is None for reference in kept[2:])
+    assert [p.grad is None for p in model.parameters()] == [True] * 4
+    train(model, first, batches(1))
+    model.zero_grad()
+    second = mpinit.add_optimizers(momentum(model[-1].parameters()))
+    assert [each.dtype for each in second.param_groups[0]["params"]] == [
+        torch.float32 if session.plan.masters.name != "NONE" else model[-1].weight.dtype
+    ] * 2
+    same([model.state_dict()["3.weight"]], [model[-1].weight.float()])
+    mpinit.undo(model)
+    rounded = plain[-1].weight.to(session.selection.targets.get(model[-1].weight, torch.float32)).float()
+    same([model[-1].weight], [rounded])
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@with_masters
+def test_undo_gives_waiting_weights_every_bit_back(setting: str) -> None:
+    model, plain = mlp(), mlp()
+    await_optimizers(model, setting)
+    mse(model, batches(1)[0]).backward()
+    mpinit.undo(model)
+    same(model.parameters(), plain.parameters())
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    assert not _global_optimizer_pre_hooks
+
+
+@pytest.mark.parametrize("setting", ["O2-split", "O3", "O4", "O5"])
+def test_one_that_fails_leaves_all_as_they_were(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin = mlp(), mlp()
+    await_optimizers(model, setting)
+    initialise(twin, adam(twin.parameters()), setting)
+    first, second = adam(model[0].parameters()), adam(model[-1].parameters())
+    before = [dict(vars(each)) for each in (first, second)]
+    groups = [list(each.param_groups[0]["params"]) for each in (first, second)]
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(second, "register_state_dict_pre_hook", fail)
+    with pytest.raises(KeyboardInterrupt):
+        mpinit.add_optimizers([first, second])
+    monkeypatch.undo()
+    assert [dict(vars(each)) for each in (first, second)] == before
+    same([p for group in groups for p in group], model.parameters())
+    assert [list(map(id, each.param_groups[0]["params"])) for each in (first, second)] == [
+        list(map(id, group)) for group in groups
+    ]
+    assert registry.of(first) is None
+    if setting != "O3":
+        same(model.state_dict().values(), twin.state_dict().values())
+    mpinit.add_optimizers([first, second])
+    train(model, first, batches(1))
+
+
+def test_split_masters_refuse_an_optimizer_that_looks_across() -> None:
+    model = mlp()
+    await_optimizers(model, "O5-split")
+    with pytest.raises(ValueError, match="LBFGS is not known to update each parameter by itself"):
+        mpinit.add_optimizers([momentum(model.parameters()), LBFGS(model.parameters())])
+    assert "4 weights" in mpinit.describe(model)
+
+
+@pytest.mark.parametrize("setting", ["O1", "O2-float16", "O2-split"])
+def test_an_overflow_skips_a_late_optimizer(setting: str) -> None:
+    model = mlp()
+    await_optimizers(model, setting)
+    optimizer = mpinit.add_optimizers(momentum(model.parameters()))
+    backward(poison(mse(model, batches(1)[0]), model[0].weight), optimizer)
+    optimizer.step()
+    assert mpinit.step_was_skipped(optimizer)
