@@ -21,6 +21,7 @@ from ..torch_internals.optimizer_state_by_name import show_weights
 from .backward import BackwardPass
 from .bystanders import OtherParameters
 from .gradient_cycle import GradientCycle
+from .halves import FIRST, SECOND, Halves
 from .parameter_groups import ParameterGroups
 from .state_by_name import StateByName
 from .step import Step
@@ -69,6 +70,7 @@ class OptimizerControl:
         scales = not all(scaler.is_identity for scaler in scalers)
         self._step = Step(self.groups, self._cycle, self.backward, bystanders, plan, scales, name_of, self._inner_step)
         self._by_name = StateByName(self.groups, self._cycle, self.backward, self._step)
+        self._halves = Halves(self.groups, self._step, plan.scaling.dynamic, optimizer.zero_grad)
         own = getattr(self._inner_zero_grad, "__func__", None)
         self._zeroes_as_torch_does = own is torch.optim.Optimizer.zero_grad
         self._takes_set_to_none, self._sets_to_none = _set_to_none_of(self._inner_zero_grad)
@@ -154,10 +156,12 @@ class OptimizerControl:
         """A method of the optimizer's own, after which weights follow what it wrote to masters."""
         inner = getattr(self.optimizer, name)
         control = self
+        half = {FIRST: self._halves.first, SECOND: self._halves.second}.get(name)
 
         @functools.wraps(getattr(inner, "__func__", inner))
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = inner(*args, **kwargs)
+            run = functools.partial(half, inner) if half is not None and control._active else inner
+            result = run(*args, **kwargs)
             control.before_forward()
             return result
 

@@ -75,11 +75,25 @@ class Step:
         if plan.compile_step:
             self._compiled = CompiledStep(groups.optimizer, inner, lambda: round_into_weights(groups.copies))
         self._warned = False
+        self.is_running = False
 
     def __call__(self, closure: Closure | None, *args: Any, **kwargs: Any) -> Any:
         """One step; returns what the optimizer's own step returns, or None where it was skipped."""
+        self.prepare("optimizer.step()")
+        self.is_running = True
+        try:
+            if not has_step_hooks(self._groups.optimizer):
+                return self._step(closure, *args, **kwargs)
+            if self._is_to_be_skipped() if closure is None else self.overflowed():
+                return self.skip()
+            return self._with_hooks(self._step, closure, *args, **kwargs)
+        finally:
+            self.is_running = False
+
+    def prepare(self, what: str) -> None:
+        """Before a step, or a half of one: scales move, masters follow weights."""
         groups, cycle = self._groups, self._cycle
-        cycle.check_closed("optimizer.step()", "move it behind the with-block")
+        cycle.check_closed(what, "move it behind the with-block")
         self._backward.abandon_backward()
         cycle.update_scales()
         groups.refresh()
@@ -87,11 +101,6 @@ class Step:
         groups.copies.look_at_trained()
         # Schedulers ask whether a step came before them; a skipped one did.
         groups.optimizer._opt_called = True  # type: ignore[attr-defined]
-        if not has_step_hooks(groups.optimizer):
-            return self._step(closure, *args, **kwargs)
-        if closure is None and self._is_to_be_skipped():
-            return self._skip()
-        return self._with_hooks(self._step, closure, *args, **kwargs)
 
     def make_state(self) -> None:
         """Let the optimizer make its state of the gradients there are: no step that is counted, checked or skipped."""
@@ -120,16 +129,26 @@ class Step:
 
     def _step(self, closure: Closure | None, *args: Any, **kwargs: Any) -> Any:
         if closure is not None:
+            # An optimizer that evaluates the loss again may make use of the gradients that are there first.
+            if self.overflowed():
+                return self.skip()
             return self._step_with_closure(closure, *args, **kwargs)
         self.check_gradients()
         found_inf = self._cycle.found_inf
         if found_inf is not None and self._skips_in_kernel(found_inf):
             return self._step_in_kernel(found_inf, *args, **kwargs)
         if found_inf is not None and found_inf.item() > 0:
-            return self._skip()
+            return self.skip()
         result = self._run(self._compiled or self._step_soundly, *args, **kwargs)
         self.counter.count(skipped=False)
         return result
+
+    def overflowed(self) -> bool:
+        """Whether gradients that are there overflowed."""
+        found_inf = self._cycle.found_inf
+        if found_inf is None or found_inf.item() == 0:
+            return False
+        return any(p.grad is not None for p in self._groups.present())
 
     def _is_to_be_skipped(self) -> bool:
         self.check_gradients()
@@ -153,7 +172,8 @@ class Step:
 
     # -- skipping -----------------------------------------------------------------------------------------------
 
-    def _skip(self) -> None:
+    def skip(self) -> None:
+        """Count a step that is not done."""
         self.counter.count(skipped=True)
         self._raise_after_too_many()
 
@@ -260,7 +280,7 @@ class Step:
                 before.restore()
             if not isinstance(error, _EvaluationOverflow):
                 raise
-            self._skip()
+            self.skip()
             return None
         self.counter.count(skipped=False)
         return result

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import backward, batches, masters, mlp, mse, same
+from loops import backward, batches, masters, mlp, mse, poison, same, train, train_plainly
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
@@ -59,14 +59,49 @@ class Sharpness(SGD):
         self.step()
 
 
-MAKERS: dict[str, Callable[[Any], Optimizer]] = {"halves": Halves, "own list": OwnList}
+class ByIdentity(Optimizer):
+    """Keeps what it knows of parameters under their ids, and in its state by parameter but not one entry each."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.momentum: dict[int, torch.Tensor] = {}
+        self.faster = {id(p) for p in self.param_groups[0]["params"][:2]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        start: dict[Any, torch.Tensor] = self.state["start"]
+        for parameter in self.param_groups[0]["params"]:
+            momentum = self.momentum.setdefault(id(parameter), torch.zeros_like(parameter)).lerp_(parameter.grad, 0.5)
+            first = start.setdefault(parameter, parameter.clone())
+            parameter.sub_(momentum, alpha=0.2 if id(parameter) in self.faster else 0.1).lerp_(first, 0.1)
 
 
-def by_hand(make: Callable[[Any], Optimizer], steps: int) -> list[torch.Tensor]:
-    """Float32 masters of a bfloat16 model, written out."""
+class Around(Optimizer):
+    """Wraps one that holds parameters of its own, in a dict."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = {"it": OwnList(params)}
+        super().__init__(self.inner["it"].mine, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner["it"].step()
+
+
+MAKERS: dict[str, Callable[[Any], Optimizer]] = {
+    "halves": Halves,
+    "own list": OwnList,
+    "by identity": ByIdentity,
+    "around": Around,
+}
+
+
+def by_hand(make: Callable[[Any], Optimizer], steps: int, warm: int = 0) -> list[torch.Tensor]:
+    """Float32 masters of a bfloat16 model, written out; the first and last ``warm`` steps in float32."""
     model, reference = mlp().bfloat16(), mlp()
     optimizer = make(reference.parameters())
-    for batch in batches(steps):
+    data = batches(steps)
+    train_plainly(reference, optimizer, data[:warm])
+    for batch in data[warm : steps - warm]:
         for weight, master in zip(model.parameters(), reference.parameters(), strict=True):
             weight.data.copy_(master.data)
             weight.grad = None
@@ -76,10 +111,11 @@ def by_hand(make: Callable[[Any], Optimizer], steps: int) -> list[torch.Tensor]:
             assert weight.grad is not None
             master.grad = weight.grad.float()
         optimizer.step()
+    train_plainly(reference, optimizer, data[steps - warm :])
     return [master.detach() for master in reference.parameters()]
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", ["halves", "own list"])
 def test_every_place_that_holds_a_weight_gets_its_master(name: str) -> None:
     model = mlp()
     optimizer = MAKERS[name](model.parameters())
@@ -96,6 +132,18 @@ def test_every_place_that_holds_a_weight_gets_its_master(name: str) -> None:
     assert {id(p) for p in held} == {id(weight) for weight in weights}
     for each in getattr(optimizer, "optimizers", []):
         assert all(any(key is weight for weight in weights) for key in each.state), "state went back as well"
+
+
+@pytest.mark.parametrize("name", ["by identity", "around"])
+def test_what_is_known_of_a_parameter_goes_to_its_master_and_back(name: str) -> None:
+    model, data = mlp(), batches(7)
+    optimizer = MAKERS[name](model.parameters())
+    train_plainly(model, optimizer, data[:2])
+    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    train(model, optimizer, data[2:5])
+    mpinit.undo(model)
+    train_plainly(model, optimizer, data[5:])
+    same(model.parameters(), by_hand(MAKERS[name], 7, warm=2))
 
 
 def test_a_step_in_two_halves_is_right() -> None:
@@ -115,6 +163,108 @@ def test_a_step_in_two_halves_is_right() -> None:
     optimizer.second_step()
     for master, value, gradient in zip(masters(optimizer), start, climbed, strict=True):
         torch.testing.assert_close(master, value - 0.1 * gradient, rtol=1e-6, atol=1e-7)
+    mpinit.undo(model)
+
+
+class SharpnessOf(Optimizer):
+    """Two halves around another optimizer, which nobody but it steps; a whole step is made of both."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.base = SGD(self.param_groups, lr=0.1, momentum=0.9, weight_decay=0.1)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["old"] = parameter.clone()
+            parameter.add_(parameter.grad, alpha=0.05)
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.copy_(self.state[parameter].pop("old"))
+        self.base.step()
+        if zero_grad:
+            self.zero_grad()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.first_step(zero_grad=True)
+        with torch.enable_grad():
+            closure()
+        self.second_step()
+
+
+def climbing_by_hand(data: list[Any]) -> tuple[nn.Module, Optimizer]:
+    """Float16 with float32 masters, written out; the scale does not matter, a power of 2."""
+    model, reference = mlp(), mlp()
+    optimizer = SharpnessOf(reference.parameters())
+    for batch in data:
+        for half in (optimizer.first_step, optimizer.second_step):
+            model = mlp().half()
+            model.load_state_dict(reference.state_dict())
+            (1024 * nn.functional.mse_loss(model(batch[0].half()).float(), batch[1])).backward()
+            for weight, master in zip(model.parameters(), reference.parameters(), strict=True):
+                assert weight.grad is not None
+                master.grad = weight.grad.float() / 1024
+            half()
+    return reference, optimizer
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("overflows_in", ["first", "second"])
+def test_a_step_in_two_halves_skips_both_on_overflow(overflows_in: str, whole: bool) -> None:
+    model, data = mlp(), batches(6)
+    optimizer = SharpnessOf(model.parameters())
+    mpinit.initialize(model, optimizer, "O2", init_loss_scale=1024.0, verbosity=0)
+    bad = {"first": 0, "second": 1}[overflows_in]
+    for number, batch in enumerate(data):
+        evaluations = 0
+
+        def evaluate(number: int = number, batch: Any = batch) -> torch.Tensor:
+            nonlocal evaluations
+            optimizer.zero_grad()
+            loss = mse(model, batch)
+            overflows = number == 2 and evaluations == bad
+            evaluations += 1
+            backward(poison(loss, model[0].weight) if overflows else loss, optimizer)
+            return loss
+
+        evaluate()
+        if whole:
+            optimizer.step(evaluate)
+        else:
+            optimizer.first_step(zero_grad=True)
+            evaluate()
+            optimizer.second_step(zero_grad=True)
+    # A closure is evaluated again.
+    done = data if whole and bad else data[:2] + data[3:]
+    reference, by_itself = climbing_by_hand(done)
+    same(masters(optimizer), reference.parameters())
+    assert mpinit.loss_scale(optimizer) == 512.0
+    assert mpinit.step_counts(optimizer) == (len(done), len(data) - len(done))
+    mpinit.undo(model)
+    same(model.parameters(), reference.parameters())
+    momenta = [
+        [each.base.state[p]["momentum_buffer"] for p in each.param_groups[0]["params"]]
+        for each in (optimizer, by_itself)
+    ]
+    same(*momenta)
+
+
+def test_halves_step_what_a_plain_backward_left_where_nothing_is_scaled() -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = SharpnessOf(model.parameters())
+    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    start = masters(optimizer)
+    mse(model, batch).backward()
+    optimizer.first_step(zero_grad=True)
+    assert not any(torch.equal(a, b) for a, b in zip(start, masters(optimizer), strict=True))
+    mse(model, batch).backward()
+    optimizer.second_step(zero_grad=True)
+    assert mpinit.step_counts(optimizer) == (1, 0)
     mpinit.undo(model)
 
 
