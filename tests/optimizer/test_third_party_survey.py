@@ -1,0 +1,22 @@
+"""Every optimizer of the packages that are there: masters as in a loop written by hand, or refused with the reason."""
+
+from __future__ import annotations
+
+import pytest
+from third_party import RUNS, survey
+from third_party_makers import PACKAGES
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_optimizers_step_masters_as_by_hand(package: str) -> None:
+    try:
+        makers = list(PACKAGES[package]())
+    except ImportError as error:
+        pytest.skip(f"not installed: {error}")
+    outcomes = {(name, run): survey(make, run) for name, make in makers for run in RUNS}
+    assert any(outcome == "equal" for outcome in outcomes.values())
+    for outcome in sorted(set(outcomes.values())):
+        print(outcome, sorted(name for name, other in outcomes.items() if other == outcome))
+    assert not {name: outcome for name, outcome in outcomes.items() if outcome.startswith("wrong")}
