@@ -13,7 +13,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..basics.dtypes import is_lower_precision
+from ..basics.patching import Undo
 from ..basics.user_warnings import warn_user
+from ..torch_internals.model_state_by_name import load_in_float32
 from . import averages, copies
 from .aliases import Aliases, Values, is_16_bit, named_own_tensors, owners_of_memory, same_view, storage_of
 from .custom_state import put_around_custom_methods, take_from_custom_methods
@@ -39,6 +41,7 @@ class Float32State:
         self._load_master: Load | None = load_master
         self._modules: MutableSet[nn.Module] = weakref.WeakSet()
         self._newcomers: RemovableHandle | None = None
+        self._forget_by_name: Undo | None = None
         self._has_masters: Callable[[], bool] | None = has_masters
         self._aliases: Aliases | None = Aliases(self._modules, self.float32_values)
         # Its negative is the other hook's key, which a process's first handle, 0, has not.
@@ -50,6 +53,7 @@ class Float32State:
     def install(self, models: Sequence[nn.Module]) -> None:
         """Hook every module of the models."""
         self._newcomers = _follow_newcomers(self)
+        self._forget_by_name = load_in_float32(self.float32_values)
         averages.follow_masters(self)
         for model in models:
             self.take_in(model)
@@ -58,6 +62,8 @@ class Float32State:
         """Take the hooks away, however many there are by now."""
         if self._newcomers is not None:
             self._newcomers.remove()
+        if self._forget_by_name is not None:
+            self._forget_by_name()
         averages.forget_masters(self)
         for module in list(self._modules):
             self.leave(module)
@@ -185,7 +191,8 @@ class Float32State:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no masters: it exports its own weights.
-        nothing = dict.fromkeys(("_find_master", "_load_master", "_has_masters", "_aliases", "_newcomers"))
+        names = ("_find_master", "_load_master", "_has_masters", "_aliases", "_newcomers", "_forget_by_name")
+        nothing = dict.fromkeys(names)
         ours: dict[str, Any] = {
             "_key": self._key,
             "_outermost_load": None,

@@ -9,21 +9,16 @@ Not a fault of torch, which has no word for masters: ``_get_optim_state_dict``, 
 ``_init_optim_state`` of torch/distributed/checkpoint/state_dict.py, alike in torch 2.11 to 2.13. It can go when these
 ask an optimizer for the names of its parameters. FSDP1's own naming is left alone.
 
-The module is not imported for it: that takes a tenth of a second, and prints a note on some systems. Whoever imports it
-while there is an optimizer to be shown finds it patched, and it is unpatched with the last of them.
+The module is not imported for it: that takes a tenth of a second, and prints a note on some systems.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
-import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Final, final
 
@@ -31,6 +26,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..basics.patching import Undo
+from .patches_on_import import PatchesOnImport
 
 MODULE: Final = "torch.distributed.checkpoint.state_dict"
 
@@ -59,84 +55,27 @@ class ShownByWeights(ABC):
 
 
 _shown: Final[dict[int, weakref.ref[ShownByWeights]]] = {}
-_reverts: Final[list[Undo]] = []
-_lock: Final = threading.RLock()  # the garbage collector may drop one while another is taken in
 
 
 def show_weights(shown: ShownByWeights) -> Undo:
     """Let torch find an optimizer's state by the names of the model's weights; the optimizer is held weakly."""
     number, known = id(shown.optimizer), weakref.ref(shown)
     weakref.finalize(shown, _forget, number, known).atexit = False
-    with _lock:
-        _shown[number] = known
-        if not _reverts:
-            _await_module()
+    _shown[number] = known
+    _PATCHES.need(known)
     return functools.partial(_forget, number, known)
 
 
 def _forget(number: int, known: weakref.ref[ShownByWeights]) -> None:
-    with _lock:
-        if _shown.get(number) is known:
-            del _shown[number]
-        while _reverts and not _shown:
-            _reverts[-1]()
-            _reverts.pop()
+    if _shown.get(number) is known:
+        del _shown[number]
+    _PATCHES.need_no_more(known)
 
 
 def _shown_as(optimizer: Any) -> ShownByWeights | None:
     reference = _shown.get(id(optimizer))
     shown = None if reference is None else reference()
     return shown if shown is not None and shown.optimizer is optimizer else None
-
-
-# -- the patches ------------------------------------------------------------------------------------------------------
-
-
-def _await_module() -> None:
-    module = sys.modules.get(MODULE)
-    if module is not None:
-        _patch(module)
-        return
-    finder = _Awaited()
-    _reverts.append(lambda: sys.meta_path.remove(finder) if finder in sys.meta_path else None)
-    sys.meta_path.insert(0, finder)
-
-
-@final
-class _Awaited(MetaPathFinder):
-    """Has the module patched as soon as it has been loaded."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Torch's own spec, for that one module."""
-        spec = PathFinder.find_spec(name, path, target) if name == MODULE else None
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            with _lock:
-                if _shown:
-                    _patch(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-def _patch(module: ModuleType) -> None:
-    for name, wrap in _WRAPPERS.items():
-        inner = getattr(module, name, None)
-        if inner is None:
-            continue
-        wrapper = functools.wraps(inner)(wrap(inner, module))
-        _reverts.append(functools.partial(_put_back, module, name, wrapper, inner))
-        setattr(module, name, wrapper)
-
-
-def _put_back(module: ModuleType, name: str, wrapper: Any, inner: Any) -> None:
-    # What somebody else has wrapped since stays, and hands through.
-    if vars(module).get(name) is wrapper:
-        setattr(module, name, inner)
 
 
 def _with_stand_ins(inner: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
@@ -163,11 +102,14 @@ def _without_effect(inner: Callable[..., Any], module: ModuleType) -> Callable[.
     return wrapper
 
 
-_WRAPPERS: Final[dict[str, Callable[[Callable[..., Any], ModuleType], Callable[..., Any]]]] = {
-    "_get_optim_state_dict": _with_stand_ins,
-    "_load_optim_state_dict": _with_stand_ins,
-    "_init_optim_state": _without_effect,
-}
+_PATCHES: Final = PatchesOnImport(
+    MODULE,
+    {
+        "_get_optim_state_dict": _with_stand_ins,
+        "_load_optim_state_dict": _with_stand_ins,
+        "_init_optim_state": _without_effect,
+    },
+)
 
 
 @final

@@ -78,7 +78,7 @@ def build(level: str | None, name: str = "adam", seed: int = 0) -> tuple[nn.Modu
     model = Net(seed)
     optimizer = OPTIMIZERS[name](groups(model))
     if level is not None:
-        mpinit.initialize(model, optimizer, **LEVELS[level])
+        mpinit.initialize(model, optimizer, **LEVELS.get(level, keywords(level)))
     return model, optimizer
 
 
@@ -222,6 +222,19 @@ def test_files_are_read_into_the_state_of_a_fresh_model(level: str, tmp_path: Pa
     assert_same(saved(again, resumed), end)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("level", [*LEVELS, "O3"])
+def test_what_a_full_state_lacks_keeps_its_bits(level: str) -> None:
+    model, _ = build(level)
+    before = get_model_state_dict(model)
+    kept = {name: value.clone() for name, value in before.items() if name != "head.weight"}
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    set_model_state_dict(model, {"head.weight": torch.full((3, 6), 1.25)}, options=options)
+    after = get_model_state_dict(model)
+    assert torch.equal(after.pop("head.weight"), torch.full((3, 6), 1.25))
+    assert_same(after, kept)
+
+
 # -- an optimizer without state ---------------------------------------------------------------------------------------
 
 
@@ -323,7 +336,10 @@ def test_a_state_that_does_not_fit_is_refused_as_in_torch(level: str) -> None:
 
 
 def test_torch_is_patched_while_an_optimizer_needs_it() -> None:
-    names = ("_get_optim_state_dict", "_load_optim_state_dict", "_init_optim_state")
+    names = (
+        *("_get_optim_state_dict", "_load_optim_state_dict", "_init_optim_state"),
+        *("_broadcast_state_dict", "_distribute_state_dict"),
+    )
     before, finders = [getattr(by_name, name) for name in names], list(sys.meta_path)
     model, _ = build("O2")
     other, _ = build("O2")

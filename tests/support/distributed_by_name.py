@@ -33,7 +33,7 @@ LEVELS: dict[str, dict[str, Any]] = {
     "split": {"opt_level": "O5", "master_weights": "split"},
 }
 DDP_CASES = [("O2", "plain"), ("O2", "broadcast"), ("O5", "files"), ("split", "full"), ("split", "broadcast")]
-FSDP_CASES = [("O2", "full"), ("O5", "files")]
+FSDP_CASES = [("O2", "full"), ("O5", "files"), ("O2", "broadcast"), ("O5", "broadcast")]
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 
 
