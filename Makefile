@@ -10,7 +10,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# An exact version, installed before the package: its extras then find torch in place, and no other build is fetched.
+# An exact version, installed before the package and named again with it: its extras then find torch in place, and no
+# other build is fetched for what they depend on.
 TORCH ?= torch==2.13.0
 ARGS ?=
 
@@ -33,11 +34,11 @@ $(VENV)/.torch:
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(PIP) --editable ".[demo]"
+	$(PIP) "$(TORCH)" --editable ".[demo]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	$(PIP) --editable ".[dev]"
+	$(PIP) "$(TORCH)" --editable ".[dev]"
 	@touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo
