@@ -14,6 +14,8 @@ from ..scaling.scaled_loss import Done, TakesPart
 from ..scaling.scaler import LossScaler
 from ..torch_internals.devices import is_read_freely
 from .gradient_cycle import GradientCycle, Kept, any_of
+from .observers import Observer
+from .overflow_log import OverflowLog
 from .parameter_groups import ParameterGroups
 from .unscaling import any_nonzero, unscale_, unscale_and_check_
 
@@ -25,12 +27,25 @@ class BackwardPass(TakesPart):
     Args:
         groups: its parameters.
         cycle: the state of its gradients.
+        observers: who is told of them.
+        overflows: where an overflow is taken down.
     """
 
-    def __init__(self, groups: ParameterGroups, cycle: GradientCycle) -> None:
+    def __init__(
+        self, groups: ParameterGroups, cycle: GradientCycle, observers: list[Observer], overflows: OverflowLog
+    ) -> None:
         self._groups = groups
         self._cycle = cycle
+        self._observers = observers
+        self._overflows = overflows
         self._left_to_ranks: set[int] = set()
+        self._scaled_by: LossScaler | None = None
+        self._inverse: torch.Tensor | None = None
+
+    @property
+    def last_scaling(self) -> tuple[LossScaler | None, float | None]:
+        """What scaled the last loss whose gradients were checked, and by how much; waits for the device."""
+        return self._scaled_by, None if self._inverse is None else 1.0 / float(self._inverse)
 
     @property
     def ranks_may_differ(self) -> bool:
@@ -125,6 +140,15 @@ class BackwardPass(TakesPart):
         cycle.note(found_inf)
         return found_inf
 
+    def tell_of_backward(self, loss: torch.Tensor, scaler: LossScaler, overflowed: bool) -> str | None:
+        """Tell the observers; take an overflow down."""
+        for observer in self._observers:
+            observer.backward_ended(loss, scaler)
+        if not overflowed:
+            return None
+        worst = self._overflows.write(scaler, scaler.loss_scale(), loss).worst()
+        return f"{worst[0].name}, {worst[0].share:.0%} of it inf or nan" if worst else None
+
     def _unscale(
         self, fresh: list[torch.Tensor], scaler: LossScaler, plain: bool, done: Done | None
     ) -> torch.Tensor | None:
@@ -132,9 +156,11 @@ class BackwardPass(TakesPart):
         if done and shared:
             fresh = [gradient for gradient in fresh if id(gradient) not in done]
         if scaler.rule.dynamic:
-            found_inf = unscale_and_check_(fresh, scaler.inverse_scale(), plain or None)
+            inverse = scaler.inverse_scale()
+            self._scaled_by, self._inverse = scaler, inverse
+            found_inf = unscale_and_check_(fresh, inverse, plain or None)
             # Unscaled already, and checked together with others that are not this optimizer's.
-            return any_of([found_inf, unscale_and_check_(shared, torch.ones_like(scaler.inverse_scale()))])
+            return any_of([found_inf, unscale_and_check_(shared, torch.ones_like(inverse))])
         if not scaler.is_identity:
             unscale_(fresh, scaler.inverse_scale())
         return None

@@ -22,6 +22,8 @@ from .backward import BackwardPass
 from .bystanders import OtherParameters
 from .gradient_cycle import GradientCycle
 from .halves import FIRST, SECOND, Halves
+from .observers import Observer
+from .overflow_log import OverflowLog
 from .parameter_groups import ParameterGroups
 from .state_by_name import StateByName
 from .step import Step
@@ -47,6 +49,8 @@ class OptimizerControl:
     Attributes:
         groups: its parameters.
         backward: its part in scaled backward passes.
+        observers: who is told of its backward passes and steps.
+        overflows: what is known of its last overflow.
     """
 
     def __init__(
@@ -63,12 +67,18 @@ class OptimizerControl:
         self.optimizer = optimizer
         self.groups = ParameterGroups(optimizer, store, targets, name_of, bystanders, original_values)
         self._cycle = GradientCycle()
-        self.backward = BackwardPass(self.groups, self._cycle)
+        self.observers: list[Observer] = []
+        self.overflows = OverflowLog(self.groups, name_of)
+        self.backward = BackwardPass(self.groups, self._cycle, self.observers, self.overflows)
         self._inner_zero_grad: Callable[..., None] = optimizer.zero_grad
         self._inner_add_param_group: Callable[[dict[str, Any]], None] = optimizer.add_param_group
         self._inner_step: Callable[..., Any] = optimizer.step
         scales = not all(scaler.is_identity for scaler in scalers)
-        self._step = Step(self.groups, self._cycle, self.backward, bystanders, plan, scales, name_of, self._inner_step)
+        self._step = Step(
+            *(self.groups, self._cycle, self.backward, bystanders, plan, scales, name_of, self._inner_step),
+            observers=self.observers,
+            overflows=self.overflows,
+        )
         self._by_name = StateByName(self.groups, self._cycle, self.backward, self._step)
         self._halves = Halves(self.groups, self._step, plan.scaling.dynamic, optimizer.zero_grad)
         own = getattr(self._inner_zero_grad, "__func__", None)

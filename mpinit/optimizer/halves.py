@@ -61,12 +61,14 @@ class Halves:
             if before is not None:
                 before.restore()
             self._step.skip()
+            self._step.tell_observers()
             return self._clear(*args, **kwargs)
         counts = self._step.counter.read()
         with CastsOff():
             result = inner(*args, **kwargs)
         if self._step.counter.read() == counts:
             self._step.counter.count(skipped=False)
+            self._step.tell_observers()
         return result
 
     def _prepare(self, name: str) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from torch import nn
 
 from ..basics.patching import UndoStack, set_attribute
 from ..basics.user_warnings import warn_user
@@ -24,6 +23,8 @@ from .backward import BackwardPass
 from .bystanders import OtherParameters
 from .compiled_step import CompiledStep
 from .gradient_cycle import GradientCycle
+from .observers import Observer
+from .overflow_log import OverflowLog
 from .parameter_groups import ParameterGroups
 from .snapshot import Snapshot
 from .step_counts import StepCounter
@@ -49,6 +50,8 @@ class Step:
         scales: whether any loss of the session is scaled at all.
         name_of: a parameter's dotted name, for errors.
         inner: the optimizer's own step.
+        observers: who is told of a step.
+        overflows: what is known of the last overflow.
     """
 
     def __init__(
@@ -61,6 +64,8 @@ class Step:
         scales: bool,
         name_of: NamesOf,
         inner: Callable[..., Any],
+        observers: list[Observer],
+        overflows: OverflowLog,
     ) -> None:
         self.counter = StepCounter()
         self._groups = groups
@@ -71,6 +76,9 @@ class Step:
         self._scales = scales
         self._name_of = name_of
         self._inner = inner
+        self._observers = observers
+        self._overflows = overflows
+        self._skipped: bool | torch.Tensor = False
         self._compiled: CompiledStep | None = None
         if plan.compile_step:
             self._compiled = CompiledStep(groups.optimizer, inner, lambda: round_into_weights(groups.copies))
@@ -83,12 +91,21 @@ class Step:
         self.is_running = True
         try:
             if not has_step_hooks(self._groups.optimizer):
-                return self._step(closure, *args, **kwargs)
-            if self._is_to_be_skipped() if closure is None else self.overflowed():
-                return self.skip()
-            return self._with_hooks(self._step, closure, *args, **kwargs)
+                result = self._step(closure, *args, **kwargs)
+            elif self._is_to_be_skipped() if closure is None else self.overflowed():
+                result = self.skip()
+            else:
+                result = self._with_hooks(self._step, closure, *args, **kwargs)
         finally:
             self.is_running = False
+        if self._observers:
+            self.tell_observers()
+        return result
+
+    def tell_observers(self) -> None:
+        """A step is over, as a whole or in halves."""
+        for observer in self._observers:
+            observer.step_ended(self._skipped)
 
     def prepare(self, what: str) -> None:
         """Before a step, or a half of one: scales move, masters follow weights."""
@@ -101,6 +118,7 @@ class Step:
         groups.copies.look_at_trained()
         # Schedulers ask whether a step came before them; a skipped one did.
         groups.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._skipped = False
 
     def make_state(self) -> None:
         """Let the optimizer make its state of the gradients there are: no step that is counted, checked or skipped."""
@@ -174,33 +192,25 @@ class Step:
 
     def skip(self) -> None:
         """Count a step that is not done."""
+        self._skipped = True
+        found_inf = self._cycle.found_inf
+        # Where it was read freely, the backward pass has taken it down.
+        if found_inf is not None and not is_read_freely(found_inf.device):
+            self._overflows.write(*self._backward.last_scaling, None)
         self.counter.count(skipped=True)
         self._raise_after_too_many()
 
     def _raise_after_too_many(self) -> None:
         limit = self._rule.max_consecutive_skips
         if self.counter.read().consecutive >= limit:
-            names = self._names_of_bad_gradients()
+            record = self._overflows.last or self._overflows.write(*self._backward.last_scaling, None)
+            names = ", ".join(bad.name for bad in record.parameters[:3]) or "gradients cleared since"
+            at = "" if record.scale is None else f", at a loss scale of {record.scale:g}"
             raise RuntimeError(
-                f"{limit} steps in a row were skipped because gradients were inf or nan, in {names} first: lowering "
-                "the loss scale does not help, so the forward or the loss itself gives inf or nan. Look at these "
-                "parameters, keep their modules in float32 (keep_fp32=...), use bfloat16, or lower the learning rate; "
-                "max_consecutive_skips moves the limit"
+                f"{limit} steps in a row were skipped because gradients were inf or nan, in {names} first{at}: lowering "
+                "the loss scale does not help, so the forward or the loss itself gives inf or nan. "
+                f"{record.advice()}; max_consecutive_skips moves the limit"
             )
-
-    def _names_of_bad_gradients(self) -> str:
-        bad = []
-        for parameter in self._groups.present():
-            gradient = parameter.grad
-            if gradient is not None and not bool(torch.isfinite(gradient.to_dense()).all()):
-                bad.append(self._name_of(self._model_param(parameter)))
-            if len(bad) == 3:
-                break
-        return ", ".join(bad) or "gradients cleared since"
-
-    def _model_param(self, parameter: nn.Parameter) -> nn.Parameter:
-        pair = self._groups.store.pairs.of(parameter)
-        return parameter if pair is None else pair.model_param
 
     def _skips_in_kernel(self, found_inf: torch.Tensor) -> bool:
         """Whether the step can be left to skip itself, so that nobody waits for the device."""
@@ -219,6 +229,7 @@ class Step:
             result = self._run(self._compiled or self._step_soundly, *args, **kwargs)
         finally:
             undos.unwind()
+        self._skipped = found_inf
         self.counter.count_on_device(found_inf)
         # Reading the counters waits for the device: done once in as many steps as may be skipped in a row.
         if not is_capturing() and self.counter.is_due(self._rule.max_consecutive_skips):

@@ -44,6 +44,19 @@ class TakesPart(ABC):
         """
 
     @abstractmethod
+    def tell_of_backward(self, loss: torch.Tensor, scaler: LossScaler, overflowed: bool) -> str | None:
+        """After :meth:`after_backward` and before the scale moves: tell whoever watches.
+
+        Args:
+            loss: what was scaled.
+            scaler: what it was scaled by.
+            overflowed: whether an overflow was found and reading that waited for nothing: it is taken down.
+
+        Returns:
+            What to say of the worst gradient where it is taken down and is one of this part's; otherwise None.
+        """
+
+    @abstractmethod
     def abandon_backward(self) -> None:
         """After an exception: put back what was set aside, and close the block; harmless where none is open."""
 
@@ -123,6 +136,9 @@ class ScaledLoss:
         for found_inf in found:
             if found_inf is not None:
                 scaler.note(found_inf)
+        # Only where looking costs no wait for the device.
+        overflowed = any(f is not None and is_read_freely(f.device) and f.item() > 0 for f in found)
+        told = [part.tell_of_backward(self._loss, scaler, overflowed) for part in parts]
         # Before the step, ranks may have seen different overflows (no_sync), and their scales must not part.
         if not self._delay_update and not any(part.ranks_may_differ for part in parts):
             scaler.update()
@@ -130,13 +146,11 @@ class ScaledLoss:
             # Whichever of them steps first.
             for part in parts:
                 part.update_later(scaler)
-        self._log_overflow(found)
-
-    def _log_overflow(self, found: list[torch.Tensor | None]) -> None:
-        # Only where looking costs no wait for the device.
-        if any(f is not None and is_read_freely(f.device) and f.item() > 0 for f in found):
+        if overflowed:
             log.info(
-                "Gradient overflow: the next optimizer.step() is skipped; loss scale now %s", self._scaler.loss_scale()
+                "Gradient overflow: the next optimizer.step() is skipped; loss scale now %s%s",
+                scaler.loss_scale(),
+                "".join(f"; worst: {worst}" for worst in told if worst is not None),
             )
 
 

@@ -1,0 +1,106 @@
+"""Every operation that torch dispatches, and the places of operations in the order of the autograd graph.
+
+The numbers that autograd gives its nodes rise in the order in which a forward pass makes them; none of it is public.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# What stands in for the number of a node that has none, accumulating a leaf's gradient.
+_NO_NUMBER: Final = 2**63
+
+Run = Callable[[], Any]
+
+
+@final
+class OperationsSeen(TorchDispatchMode):
+    """While it is entered, every operation of this thread, and of backward passes it starts, goes through ``around``.
+
+    Args:
+        around: called with the operation, its positional and keyword arguments and a function that runs it; returns
+            the operation's result.
+
+    Example:
+        >>> names = []
+        >>> def around(operation, args, kwargs, run):
+        ...     names.append(str(operation))
+        ...     return run()
+        >>> with OperationsSeen(around):
+        ...     _ = torch.ones(2) + 1
+        >>> names
+        ['aten.ones.default', 'aten.add.Tensor']
+    """
+
+    def __init__(self, around: Callable[[Any, tuple[Any, ...], Mapping[str, Any], Run], Any]) -> None:
+        super().__init__()
+        self._around = around
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """One operation."""
+        named = kwargs or {}
+        return self._around(func, args, named, lambda: func(*args, **named))
+
+
+def next_number() -> int:
+    """The number that the next node of the graph is going to have.
+
+    Example:
+        >>> before = next_number()
+        >>> _ = torch.ones(2, requires_grad=True) * 2
+        >>> next_number() - before
+        1
+    """
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
+def running_node() -> tuple[str, int] | None:
+    """Name and number of the node whose backward runs in this thread; None outside of every backward pass."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else (node.name(), node._sequence_nr())
+
+
+def order_of_leaves(result: torch.Tensor, at_most: int = 20_000) -> dict[torch.Tensor, int]:
+    """In which order a backward pass from ``result`` comes to the leaves, also where that pass is over.
+
+    Args:
+        result: what ``backward()`` was, or is to be, called on.
+        at_most: how many nodes are looked at; where there are more, nothing is found.
+
+    Returns:
+        Each leaf that requires gradients with a number; the lower, the earlier. Empty where the graph says nothing.
+
+    Example:
+        >>> first, second = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+        >>> order = order_of_leaves((first * 2) * second)
+        >>> order[second] < order[first]
+        True
+    """
+    found: dict[torch.Tensor, int] = {}
+    if result.grad_fn is None:
+        return found
+    seen: set[Any] = {result.grad_fn}
+    waiting: list[Any] = [(result.grad_fn, 0)]
+    while waiting:
+        node, user = waiting.pop()
+        number = node._sequence_nr()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found[leaf] = min(found.get(leaf, 0), -user)
+        for child, _ in node.next_functions:
+            if child is None:
+                continue
+            is_leaf = hasattr(child, "variable")
+            if is_leaf or child not in seen:
+                seen.add(child)
+                waiting.append((child, number if number < _NO_NUMBER else user))
+        if len(seen) > at_most:
+            return {}
+    return found
