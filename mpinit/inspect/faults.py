@@ -1,0 +1,191 @@
+"""Where inf and nan come from: the operations that made them out of finite numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
+
+from ..basics.dtypes import dtype_name, is_lower_precision
+from .model_trace import BACKWARD, FORWARD, ModelTrace, Tracer
+from .numbers import TensorStats, floating_tensors, is_finite, stats_of
+
+# What these give is not computed: memory as it is, or what was there before.
+_NOT_COMPUTED: Final = ("empty", "new_empty", "resize", "set_", "detach", "alias", "_local_scalar_dense", "_amp_")
+_CASTS: Final = ("_to_copy", "copy_", "copy", "to")
+_ENOUGH: Final = 1000
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An operation that made inf or nan, or a place where they came in.
+
+    Attributes:
+        kind: "forward" or "backward" (an operation's result left the range), "cast" (a cast to 16 bit did), "float32"
+            (made in float32, where precision is not at fault), "data" (the model's inputs), "weights" (a parameter).
+        module: the dotted name of the module; "" is the model itself, None what is outside of it, as the loss is.
+        phase: "forward" or "backward".
+        operation: torch's name for it, as "aten.mm.default"; the parameter's name where ``kind`` is "weights".
+        dtype: of the result.
+        inputs: what it was computed from.
+        may_be_meant: whether it does no harm by itself: float32 arithmetic whose result nobody may use, and -inf, as in
+            a mask.
+    """
+
+    kind: str
+    module: str | None
+    phase: str
+    operation: str
+    dtype: torch.dtype
+    inputs: tuple[TensorStats, ...]
+    may_be_meant: bool = False
+
+    @property
+    def where(self) -> str:
+        """The module, in words."""
+        if self.module is None:
+            return "the loss (outside of the model)"
+        return f"module {self.module!r}" if self.module else "the model's own forward"
+
+    def __str__(self) -> str:
+        what = _SENTENCES[self.kind].format(
+            where=self.where, phase=self.phase, operation=self.operation, dtype=dtype_name(self.dtype)
+        )
+        return what + (f"; from {'; '.join(map(str, self.inputs))}" if self.inputs else "")
+
+
+_SENTENCES: Final = {
+    "forward": "{where}: {operation} left the range of {dtype} in the forward pass",
+    "backward": "{where}: {operation} left the range of {dtype} in the backward pass",
+    "cast": "{where}: a cast to {dtype} left its range in the {phase} pass ({operation})",
+    "float32": "{where}: {operation} gave inf or nan in {dtype} in the {phase} pass: precision is not at fault",
+    "data": "the inputs of {where} held inf or nan",
+    "weights": "{where}: {operation} held inf or nan before anything was computed",
+}
+
+
+@final
+class FaultFinder(Tracer):
+    """Notes every operation that makes inf or nan out of finite numbers.
+
+    A mask of -inf is no fault: what a program writes out as infinite is meant to be.
+
+    Attributes:
+        faults: those found, in order.
+        peaks: the module of a forward operation -> the largest finite magnitude it gave.
+        largest_gradient: the largest finite magnitude in a backward pass.
+        results_are_bad: whether a result of the model, or a loss made of it, was inf or nan.
+        gradients_are_bad: whether anything in a backward pass was.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.trace = ModelTrace(model, self)
+        self.faults: list[Fault] = []
+        self.peaks: dict[str | None, float] = {}
+        self.largest_gradient = 0.0
+        self.results_are_bad = False
+        self.gradients_are_bad = False
+        self._infinite_inputs: list[Fault] = []
+        self._model = model
+
+    def first(self) -> Fault | None:
+        """The first fault that did harm; where results and gradients are finite, what may be meant did none."""
+        if self.results_are_bad:
+            return next(iter((*self.faults, *self._infinite_inputs)), None)
+        surely = next((fault for fault in self.faults if not fault.may_be_meant), None)
+        if surely is not None or not self.gradients_are_bad:
+            return surely
+        return next(iter(self.faults), None)
+
+    def look_at_weights(self) -> None:
+        """Note parameters that hold inf or nan, and buffers that hold nan."""
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            for dense in floating_tensors(tensor):
+                is_weight = isinstance(tensor, torch.nn.Parameter)
+                if not is_finite(dense) if is_weight else bool(dense.isnan().any()):
+                    module = name.rpartition(".")[0]
+                    self.faults.append(Fault("weights", module, FORWARD, name, tensor.dtype, (stats_of(dense),)))
+
+    # -- what is shown ------------------------------------------------------------------------------------------
+
+    def module_begins(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model's own inputs are the data."""
+        if name:
+            return
+        for tensor in floating_tensors((args, kwargs)):
+            if not is_finite(tensor):
+                fault = Fault("data", name, FORWARD, "inputs", tensor.dtype, (stats_of(tensor),))
+                # -inf may be a mask.
+                is_mask = not bool(tensor.isnan().any()) and not bool((tensor == math.inf).any())
+                (self._infinite_inputs if is_mask else self.faults).append(fault)
+
+    def module_ends(self, name: str, output: Any) -> None:
+        """What the model gives tells whether a fault did harm."""
+        if not name and not all(map(is_finite, floating_tensors(output))):
+            self.results_are_bad = True
+
+    def operation(
+        self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        """Look at what it is given where that is about to be overwritten, run it, look at its result."""
+        name = operation._schema.name.removeprefix("aten::")
+        if name.startswith(_NOT_COMPUTED) or getattr(operation, "is_view", False):
+            return run()
+        overwrites = operation._schema.is_mutable
+        before = _Inputs(args[1:] if name == "copy_" else args, kwargs) if overwrites else None
+        result = run()
+        for tensor in floating_tensors(result):
+            peak = float(torch.linalg.vector_norm(tensor.detach(), math.inf))
+            if math.isfinite(peak):
+                self._note_peak(peak)
+            else:
+                self._note_bad(str(operation), name, tensor, before or _Inputs(args, kwargs))
+        return result
+
+    def _note_peak(self, peak: float) -> None:
+        phase, module = self.trace.place()
+        if phase == BACKWARD:
+            self.largest_gradient = max(self.largest_gradient, peak)
+        elif peak > self.peaks.get(module, 0.0):
+            self.peaks[module] = peak
+
+    def _note_bad(self, operation: str, name: str, tensor: torch.Tensor, inputs: _Inputs) -> None:
+        phase, module = self.trace.place()
+        if phase == BACKWARD:
+            self.gradients_are_bad = True
+        elif module is None and tensor.numel() == 1:
+            self.results_are_bad = True
+        has_nan = bool(tensor.isnan().any())
+        made_here = not inputs.any_nan if has_nan else not inputs.any_inf and not inputs.any_nan
+        if made_here and not inputs.infinite_number and len(self.faults) < _ENOUGH:
+            kind = self._kind(name, phase, tensor, inputs)
+            meant = phase == FORWARD and (kind == "float32" or bool((~tensor.isfinite() == (tensor == -math.inf)).all()))
+            self.faults.append(Fault(kind, module, phase, operation, tensor.dtype, inputs.stats(), meant))
+
+    def _kind(self, name: str, phase: str, tensor: torch.Tensor, inputs: _Inputs) -> str:
+        if not is_lower_precision(tensor.dtype):
+            return "float32"
+        return "cast" if name in _CASTS and inputs.is_wider_than(tensor.dtype) else phase
+
+
+@final
+class _Inputs:
+    """What an operation was given."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        tensors = list(floating_tensors((args, dict(kwargs))))
+        self._stats = [(tensor, None if is_finite(tensor) else stats_of(tensor)) for tensor in tensors]
+        bad = [tensor for tensor, stats in self._stats if stats is not None]
+        self.any_nan = any(bool(tensor.isnan().any()) for tensor in bad)
+        self.any_inf = any(bool(tensor.isinf().any()) for tensor in bad)
+        numbers = (*args, *kwargs.values())
+        self.infinite_number = any(isinstance(n, float) and not math.isfinite(n) for n in numbers)
+
+    def is_wider_than(self, dtype: torch.dtype) -> bool:
+        return any(torch.finfo(tensor.dtype).bits > torch.finfo(dtype).bits for tensor, _ in self._stats)
+
+    def stats(self) -> tuple[TensorStats, ...]:
+        return tuple(stats or stats_of(tensor) for tensor, stats in self._stats)

@@ -1,0 +1,226 @@
+"""Which parameter, module and operation an overflow came from: after it, from gradients, or while it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import registry
+from ..optimizer.overflow_log import BadGradient, OverflowRecord
+from ..session import Session
+from .faults import Fault, FaultFinder
+from .numbers import TensorStats
+from .untouched import same_buffers, same_random_numbers
+
+
+@final
+@dataclass(frozen=True)
+class OverflowReport:
+    """What :func:`overflow_report` found.
+
+    Attributes:
+        loss_id: of the loss that overflowed; None where that is not known.
+        scale: the loss scale its backward pass had; None likewise.
+        loss: the loss, unscaled; None where reading it would have waited for the device.
+        parameters: dotted names of the parameters whose gradients hold inf or nan, the largest share of them first.
+        gradients: the numbers of each, in the same order.
+        module_types: parameter's name -> the type of its module.
+        first_module: the dotted name of the module that the backward pass came to first of those (of the operation's
+            where there was a replay); None where it is no module's.
+        is_certain: whether that order is known, from the graph or a replay, and not guessed from the order of the groups.
+        fault: the operation that began it, where there was a replay.
+    """
+
+    loss_id: int | None
+    scale: float | None
+    loss: float | None
+    parameters: tuple[str, ...]
+    gradients: tuple[BadGradient, ...]
+    module_types: dict[str, str]
+    first_module: str | None
+    is_certain: bool
+    fault: Fault | None
+    advice: str
+
+    def __str__(self) -> str:
+        scale = "unknown" if self.scale is None else f"{self.scale:g}"
+        loss = "" if self.loss is None else f", loss {self.loss:g}"
+        lines = [f"overflow of loss {self.loss_id} at scale {scale}{loss}: {len(self.parameters)} parameters"]
+        for bad in self.gradients[:20]:
+            lines.append(
+                f"  {bad.name} ({self.module_types.get(bad.name, '?')}): {bad.infs} inf, {bad.nans} nan of "
+                f"{bad.elements}, largest finite {bad.largest_finite:.4g}"
+            )
+        if len(self.gradients) > 20:
+            lines.append(f"  and {len(self.gradients) - 20} more")
+        lines.append(str(self.fault) if self.fault is not None else self.advice)
+        return "\n".join(lines)
+
+
+def overflow_report(optimizer: Optimizer, replay: Callable[[], torch.Tensor] | None = None) -> OverflowReport:
+    """Why the last step of an optimizer was skipped. Good steps pay nothing for it.
+
+    Which gradients hold inf or nan is taken down when an overflow is found, with the order in which the backward pass
+    came to them, so the report can be had after ``zero_grad()`` too. Gradients do not tell which *operation* began it:
+    for that give ``replay``, or use :func:`watch_overflow`.
+
+    Args:
+        optimizer: an initialised optimizer.
+        replay: computes the loss of the same batch again. It is run once, backward pass included, with every operation
+            looked at; gradients, buffers and random numbers are as before.
+
+    Returns:
+        The report; printed, it is a few lines of text.
+
+    Raises:
+        RuntimeError: the optimizer is not initialised, or none of its steps has overflowed.
+
+    Example:
+        >>> import torch, mpinit
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> with mpinit.scale_loss(model(torch.ones(1, 4)).sum() * 1e6, optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> optimizer.step()
+        >>> report = mpinit.overflow_report(optimizer)
+        >>> report.first_module, report.scale
+        ('1', 65536.0)
+        >>> mpinit.undo(model)
+    """
+    session = registry.session_of(optimizer)
+    log = session.controller_of(optimizer).overflows
+    record = log.read(None, None, None)
+    if log.last is not None and (not record.parameters or _names(log.last) == _names(record)):
+        record = log.last
+    if not record.parameters and log.last is None:
+        raise RuntimeError(
+            "no step of this optimizer has overflowed: call mpinit.overflow_report behind a step for which "
+            "mpinit.step_was_skipped(optimizer) is True"
+        )
+    fault = None if replay is None else _replayed(session, record, replay)
+    return _report(session, record, fault)
+
+
+def _names(record: OverflowRecord) -> set[str]:
+    return {bad.name for bad in record.parameters}
+
+
+def _report(session: Session, record: OverflowRecord, fault: Fault | None) -> OverflowReport:
+    worst = record.worst()
+    known = [index for index, scaler in enumerate(session.scalers) if scaler is record.scaler]
+    return OverflowReport(
+        loss_id=known[0] if known else (0 if len(session.scalers) == 1 else None),
+        scale=record.scale,
+        loss=record.loss,
+        parameters=tuple(bad.name for bad in worst),
+        gradients=worst,
+        module_types=_types_of_modules(session.models),
+        first_module=record.first_module if fault is None else fault.module,
+        is_certain=fault is not None or record.is_in_backward_order,
+        fault=fault,
+        advice=record.advice(),
+    )
+
+
+def _types_of_modules(models: list[nn.Module]) -> dict[str, str]:
+    many = len(models) > 1
+    return {
+        (f"models[{index}].{name}.{own}" if many else f"{name}.{own}").replace("..", ".").lstrip("."): type(part).__name__
+        for index, model in enumerate(models)
+        for name, part in model.named_modules()
+        for own in part._parameters
+    }
+
+
+def _replayed(session: Session, record: OverflowRecord, replay: Callable[[], torch.Tensor]) -> Fault | None:
+    finders = [FaultFinder(model) for model in session.models]
+    parameters = [p for model in session.models for p in model.parameters() if p.requires_grad]
+    with same_random_numbers(), same_buffers(session.models), ExitStack() as stack:
+        for finder in finders:
+            finder.look_at_weights()
+            stack.enter_context(finder.trace)
+        loss = replay()
+        torch.autograd.grad(loss.float() * (record.scale or 1.0), parameters, allow_unused=True)
+    return next((fault for fault in (finder.first() for finder in finders) if fault is not None), None)
+
+
+@final
+class OverflowWatch:
+    """What :func:`watch_overflow` yields; it can be asked inside of the block and after it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._finder = FaultFinder(model)
+        self._finder.look_at_weights()
+
+    def __enter__(self) -> OverflowWatch:
+        self._finder.trace.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._finder.trace.__exit__(kind, error, traceback)
+
+    @property
+    def first(self) -> Fault | None:
+        """The first operation that made inf or nan of finite numbers and did harm by it; None where none did."""
+        return self._finder.first()
+
+    @property
+    def first_module(self) -> str | None:
+        """The dotted name of its module; "" is the model itself, None what is outside of it, or nothing found."""
+        return None if self.first is None else self.first.module
+
+    @property
+    def kind(self) -> str | None:
+        """See :class:`Fault`: "forward", "backward", "cast", "float32", "data" or "weights"; None: nothing found."""
+        return None if self.first is None else self.first.kind
+
+    @property
+    def inputs(self) -> tuple[TensorStats, ...]:
+        """What that operation was given."""
+        return () if self.first is None else self.first.inputs
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """Every such operation in order, also those that did no harm."""
+        return tuple(self._finder.faults)
+
+    def __str__(self) -> str:
+        return str(self.first) if self.first is not None else "nothing left the range"
+
+
+def watch_overflow(model: nn.Module) -> OverflowWatch:
+    """Context manager that looks at every operation for the first that makes inf or nan out of finite numbers.
+
+    In the forward pass, in the backward pass, and in the loss. It works on any model, initialised or not, and changes
+    no number; runs inside are several times slower. Its hooks are removed at the end, also after an exception. What a
+    program writes out as infinite (a mask of -inf) is no fault, and neither is what does no harm: where results and
+    gradients are finite, nothing is found.
+
+    Args:
+        model: whose modules are named.
+
+    Yields:
+        The watch: ``first_module``, ``kind``, ``inputs``, or all of it as :class:`Fault`, ``first``.
+
+    Example:
+        >>> import torch, mpinit
+        >>> model = mpinit.initialize(torch.nn.Linear(4, 4), opt_level="O3", verbosity=0)
+        >>> with mpinit.watch_overflow(model) as watch:
+        ...     _ = model(torch.full((1, 4), 6e4) * torch.tensor([1.0, -1.0, 2.0, 1.0]))
+        >>> watch.kind, watch.first.operation
+        ('cast', 'aten._to_copy.default')
+        >>> mpinit.undo(model)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"watch_overflow takes a module, not {type(model).__name__}")
+    return OverflowWatch(model)
