@@ -79,15 +79,26 @@ class FaultFinder(Tracer):
         largest_gradient: the largest finite magnitude in a backward pass.
         results_are_bad: whether a result of the model, or a loss made of it, was inf or nan.
         gradients_are_bad: whether anything in a backward pass was.
+        went_backward: whether there was a backward pass.
+        narrow: the module of a forward operation that gave 16 bits -> the first of those operations.
+
+    Args:
+        model: whose modules are named.
+        modules_seen: called with a module's name, its arguments or its output, and which of the two they are.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(
+        self, model: torch.nn.Module, modules_seen: Callable[[str, Any, bool], None] | None = None
+    ) -> None:
         self.trace = ModelTrace(model, self)
         self.faults: list[Fault] = []
         self.peaks: dict[str | None, float] = {}
         self.largest_gradient = 0.0
         self.results_are_bad = False
         self.gradients_are_bad = False
+        self.went_backward = False
+        self.narrow: dict[str | None, str] = {}
+        self._modules_seen = modules_seen
         self._infinite_inputs: list[Fault] = []
         self._model = model
 
@@ -113,6 +124,8 @@ class FaultFinder(Tracer):
 
     def module_begins(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model's own inputs are the data."""
+        if self._modules_seen is not None:
+            self._modules_seen(name, (args, kwargs), False)
         if name:
             return
         for tensor in floating_tensors((args, kwargs)):
@@ -126,6 +139,8 @@ class FaultFinder(Tracer):
         """What the model gives tells whether a fault did harm."""
         if not name and not all(map(is_finite, floating_tensors(output))):
             self.results_are_bad = True
+        if self._modules_seen is not None:
+            self._modules_seen(name, output, True)
 
     def operation(
         self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]
@@ -140,22 +155,25 @@ class FaultFinder(Tracer):
         for tensor in floating_tensors(result):
             peak = float(torch.linalg.vector_norm(tensor.detach(), math.inf))
             if math.isfinite(peak):
-                self._note_peak(peak)
+                self._note_peak(peak, str(operation), tensor.dtype)
             else:
                 self._note_bad(str(operation), name, tensor, before or _Inputs(args, kwargs))
         return result
 
-    def _note_peak(self, peak: float) -> None:
+    def _note_peak(self, peak: float, operation: str, dtype: torch.dtype) -> None:
         phase, module = self.trace.place()
         if phase == BACKWARD:
+            self.went_backward = True
             self.largest_gradient = max(self.largest_gradient, peak)
-        elif peak > self.peaks.get(module, 0.0):
-            self.peaks[module] = peak
+            return
+        self.peaks[module] = max(peak, self.peaks.get(module, 0.0))
+        if is_lower_precision(dtype):
+            self.narrow.setdefault(module, operation)
 
     def _note_bad(self, operation: str, name: str, tensor: torch.Tensor, inputs: _Inputs) -> None:
         phase, module = self.trace.place()
         if phase == BACKWARD:
-            self.gradients_are_bad = True
+            self.went_backward = self.gradients_are_bad = True
         elif module is None and tensor.numel() == 1:
             self.results_are_bad = True
         has_nan = bool(tensor.isnan().any())

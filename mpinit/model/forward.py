@@ -201,6 +201,19 @@ class _Reversion:
             self._attributes[name] = before
 
 
+def take_off_copy(copied: nn.Module) -> None:
+    """Take the patches off a copy of an initialised model, which belong to no session: it then casts nothing."""
+    for module in copied.modules():
+        attributes = vars(module)
+        for name, value in list(attributes.items()):
+            if isinstance(value, PatchedForward):
+                beneath = _beneath_dead_patches(value)
+                if beneath is None:
+                    del attributes[name]
+                else:
+                    attributes[name] = beneath
+
+
 def _beneath_dead_patches(forward: Any) -> Any:
     """What a forward's patches run inside that belong to no session: those of a copy, or ones that were undone."""
     while isinstance(forward, PatchedForward) and not forward.boundary.is_live:

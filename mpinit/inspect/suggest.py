@@ -1,0 +1,305 @@
+"""The doctor: runs a step in float32 and in 16 bit, finds where they part, and what makes them agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import registry
+from ..settings.opt_levels import OPT_LEVELS
+from ..settings.resolve import resolve
+from .comparison import Comparison, compare
+from .faults import Fault
+from .suggestion import Finding, Run, Suggestion
+from .trial import Trial, UserStep, run_trial
+from .untouched import random_state, set_random_state
+
+# Scales that a dynamic one would come down, or up, to.
+_LARGEST_SCALE, _SMALLEST_SCALE = 2.0**16, 2.0**-10
+# Room between the largest gradient and the type's largest number.
+_HEADROOM = 4.0
+_FLOAT32 = "float32"
+
+
+def suggest(
+    model: nn.Module,
+    optimizer: Optimizer,
+    step: UserStep,
+    levels: Sequence[str] = ("O2", "O5"),
+    steps: int = 10,
+    *,
+    tolerance: float = 0.2,
+    **keywords: Any,
+) -> Suggestion:
+    """Find out what a model needs to train in 16 bit as it does in float32.
+
+    The step is run on copies: once in float32, then at a level, every operation, activation and gradient looked at, module
+    by module. Where the two part, the modules where they do are kept in float32, more of them until the runs agree, and
+    then as few as do (by bisection). Model, optimizer, gradients and random numbers are left as they are, also after an
+    exception; every run begins with the same random numbers.
+
+    Args:
+        model, optimizer: initialised or not; copied for every run, so there must be memory for two.
+        step: ``step(model, optimizer)`` computes the loss of one batch, the same batch each time, with what it is given,
+            and returns it. It may go on as a training loop does (``scale_loss``, ``backward``, ``optimizer.step``);
+            where it has not called ``backward``, that is done here.
+        levels: tried in this order; the first that works is suggested.
+        steps: how often the step may be run. Default 10.
+        tolerance: largest relative error of the loss and of every parameter's gradient (of a small gradient: relative to
+            a hundredth of the norm of all). Default 0.2.
+        **keywords: of ``initialize``, for every level. Default those the model was initialised with, at its own level.
+
+    Returns:
+        The suggestion: ``level``, ``keep_fp32``, ``reason``, ``findings``; printed, a table of the runs.
+
+    Raises:
+        ValueError: no such level, less than three steps, a step that gives another batch each time or does not use its
+            arguments, an optimizer with parameters that are not the model's.
+        TypeError: the step returns no loss.
+
+    Example:
+        >>> import torch, mpinit
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> found = mpinit.suggest(model, optimizer, lambda model, optimizer: model(torch.ones(2, 4)).square().mean())
+        >>> found.level, found.keep_fp32
+        ('O2', [])
+    """
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"suggest takes a model, an optimizer and a step, not {type(model).__name__} and {type(optimizer).__name__}"
+        )
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 3:
+        raise ValueError(f"steps={steps!r}: the step has to be run at least 3 times; give a number from 3 up")
+    if not levels or isinstance(levels, str):
+        raise ValueError(f"levels={levels!r}: give a tuple of levels, such as ('O2', 'O5')")
+    for level in levels:
+        resolve(level, keywords)
+    random = random_state()
+    try:
+        return _Doctor(model, optimizer, step, steps, tolerance, keywords, random).examine(levels)
+    finally:
+        set_random_state(random)
+
+
+@final
+class _Doctor:
+    """One examination."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        step: UserStep,
+        steps: int,
+        tolerance: float,
+        keywords: Mapping[str, Any],
+        random: list[Any],
+    ) -> None:
+        self._of = model, optimizer, step, random
+        self._left = steps
+        self._tolerance = tolerance
+        self._keywords = dict(keywords)
+        self._session = registry.of(optimizer)
+        self._runs: list[Run] = []
+        self._findings: list[Finding] = []
+        self._names = [name for name, _ in model.named_modules()]
+        self._reference: Trial
+
+    # -- runs ---------------------------------------------------------------------------------------------------
+
+    def _run(self, level: str, keywords: Mapping[str, Any]) -> Trial:
+        self._left -= 1
+        return run_trial(*self._of, level, keywords)
+
+    def _run_in_float32(self) -> None:
+        self._reference = trial = self._run("O0", {})
+        bad = trial.finder.first() is not None or not math.isfinite(trial.loss)
+        self._runs.append(Run(_FLOAT32, (), trial.loss, 0.0, 0.0, not bad))
+
+    def _run_at(self, level: str, keywords: Mapping[str, Any], keep: Sequence[str]) -> tuple[Trial, Comparison]:
+        given = self._with_scale(level, keywords)
+        kept = [*(given.pop("keep_fp32", None) or ()), *keep]
+        trial = self._run(level, given | ({"keep_fp32": kept} if kept else {}))
+        reference = self._reference
+        same = len(trial.inputs) == len(reference.inputs) and all(
+            a.shape == b.shape and torch.allclose(a, b, rtol=0.02, atol=1e-3, equal_nan=True)
+            for a, b in zip(trial.inputs, reference.inputs, strict=True)
+        )
+        if not same:
+            raise ValueError(
+                "step(model, optimizer) gave the model another batch than the time before: let it use one batch, drawn "
+                "before mpinit.suggest is called"
+            )
+        result = compare(trial, reference, self._tolerance)
+        self._runs.append(Run(level, tuple(keep), trial.loss, result.loss, result.gradient, result.agrees))
+        return trial, result
+
+    def _with_scale(self, level: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """A dynamic scale is put where it would settle: overflows on the way there are no fault."""
+        props = resolve(level, keywords)[1]
+        if props.loss_scale != "dynamic":
+            return dict(keywords)
+        largest = max(self._reference.finder.largest_gradient, 1e-30)
+        lower = props.lower_precision_type or torch.float16
+        scale = 2.0 ** math.floor(math.log2(min(torch.finfo(lower).max, 65504.0) / _HEADROOM / largest))
+        return dict(keywords) | {"loss_scale": min(max(scale, _SMALLEST_SCALE), _LARGEST_SCALE)}
+
+    def _keywords_at(self, level: str) -> dict[str, Any]:
+        session = self._session
+        if self._keywords or session is None or session.opt_level != level:
+            return dict(self._keywords)
+        row, given = OPT_LEVELS[level], session.properties
+        names = type(row).model_fields
+        return {name: getattr(given, name) for name in names if getattr(given, name) != getattr(row, name)}
+
+    # -- the examination ----------------------------------------------------------------------------------------
+
+    def examine(self, levels: Sequence[str]) -> Suggestion:
+        self._run_in_float32()
+        blameless = self._not_of_precision()
+        if blameless is not None:
+            return self._say(None, [], {}, blameless, at_fault=False)
+        reasons = []
+        for level in levels:
+            if self._left < 1:
+                break
+            keywords = self._keywords_at(level)
+            found, keywords, why = self._examine_level(level, keywords)
+            if found is not None:
+                return self._say(level, found, keywords, " ".join([*reasons, why]))
+            reasons.append(why)
+        reasons.append("No level that was tried agrees with float32: train in float32 (O0), or mend what is named here.")
+        return self._say(None, [], {}, " ".join(reasons))
+
+    def _not_of_precision(self) -> str | None:
+        """What is wrong in float32 already."""
+        finder = self._reference.finder
+        fault = finder.first()
+        if fault is None:
+            return None if math.isfinite(self._reference.loss) else "The loss is inf or nan in float32 too."
+        is_16_bit = fault.kind in ("forward", "backward")
+        kind = "forced" if is_16_bit else fault.kind
+        self._findings.append(Finding(kind, fault.operation if kind == "weights" else fault.module, str(fault), fault))
+        if kind in ("forced", "cast"):
+            return (
+                f"{fault.where} computes in 16 bit at every level, float32 too, because the program says so, and leaves "
+                "its range: take the cast out of the program."
+            )
+        if kind == "float32" and max(finder.peaks.values(), default=0.0) > 1e30:
+            return "Activations have grown beyond float32: lower the learning rate, or go back to an earlier checkpoint."
+        return {
+            "data": "The batch itself holds inf or nan: look at the data; no level helps.",
+            "weights": "The weights hold inf or nan already: go back to an earlier checkpoint, and lower the learning rate.",
+        }.get(kind, f"float32 gives inf or nan too, in {fault.where}: precision is not at fault and no level helps.")
+
+    def _examine_level(self, level: str, keywords: dict[str, Any]) -> tuple[list[str] | None, dict[str, Any], str]:
+        trial, result = self._run_at(level, keywords, [])
+        if result.agrees and trial.finder.first() is None:
+            return [], keywords, f"{level} agrees with float32 as it is."
+        self._take_down(level, trial, result)
+        if result.underflowing and keywords.get("loss_scale", "dynamic") != "dynamic" and self._left > 0:
+            scaled = {**keywords, "loss_scale": "dynamic"}
+            if self._run_at(level, scaled, [])[1].agrees:
+                return [], scaled, f"{level} needs loss scaling: at {keywords['loss_scale']} gradients become 0."
+        keep = self._widened([], level, trial, result)
+        while keep is not None and self._left > 0:
+            trial, result = self._run_at(level, keywords, keep)
+            if result.agrees and trial.finder.first() is None:
+                smallest = self._smallest(level, keywords, keep)
+                return smallest, keywords, f"{level} agrees with float32 once {_listed(smallest)} stay in float32."
+            keep = self._widened(keep, level, trial, result)
+        last = self._findings[0].detail if self._findings else "gradients differ"
+        return None, keywords, f"{level} does not do, whatever is kept in float32 ({last})."
+
+    def _take_down(self, level: str, trial: Trial, result: Comparison) -> None:
+        fault = trial.finder.first()
+        found: list[Finding] = []
+        for name in trial.damaged_buffers:
+            found.append(Finding("buffer", name, f"buffer {name!r} holds numbers that {level}'s type does not"))
+        if fault is not None:
+            found.append(Finding(fault.kind, fault.module, str(fault), fault))
+        elif result.underflowing:
+            name = result.underflowing[-1]
+            found.append(Finding("underflow", name, f"most of the gradient of {name!r} becomes 0"))
+        elif result.first_apart() is not None:
+            where = result.first_apart()
+            detail = f"results or gradients of {where!r} differ by more than {self._tolerance:g}"
+            found.append(Finding("precision", where, detail))
+        self._findings += found
+
+    def _widened(self, keep: list[str], level: str, trial: Trial, result: Comparison) -> list[str] | None:
+        """``keep`` with the modules that are at fault now; None where none can be added."""
+        props = resolve(level, {})[1]
+        largest = torch.finfo(props.lower_precision_type or torch.float32).max
+        fault: Fault | None = trial.finder.first()
+        wanted = [name.rpartition(".")[0] for name in trial.damaged_buffers]
+        if fault is not None and fault.module is not None:
+            wanted.append(fault.module)
+        if not keep:
+            wanted += [name for name, peak in self._reference.finder.peaks.items() if name and peak > largest]
+        if not wanted:
+            apart = result.first_apart()
+            wanted = [] if apart is None else [apart]
+        widened = list(keep)
+        for name in dict.fromkeys(wanted):
+            widened = _with(widened, name, grows=fault is not None or not trial.damaged_buffers)
+        widened = [name for name in widened if name]
+        return widened if widened != keep else None
+
+    def _smallest(self, level: str, keywords: dict[str, Any], keep: list[str]) -> list[str]:
+        """As few of ``keep`` as agree, by leaving out halves, quarters and so on."""
+        parts = 2
+        while len(keep) > 1 and self._left > 0:
+            size = math.ceil(len(keep) / parts)
+            chunks = [keep[start : start + size] for start in range(0, len(keep), size)]
+            for chunk in chunks:
+                rest = [name for name in keep if name not in chunk]
+                if self._left < 1:
+                    return keep
+                trial, result = self._run_at(level, keywords, rest)
+                if result.agrees and trial.finder.first() is None:
+                    keep, parts = rest, max(parts - 1, 2)
+                    break
+            else:
+                if size == 1:
+                    return keep
+                parts = min(2 * parts, len(keep))
+        return keep
+
+    def _say(
+        self, level: str | None, keep: list[str], keywords: dict[str, Any], reason: str, at_fault: bool = True
+    ) -> Suggestion:
+        words = {name: value for name, value in keywords.items() if name != "keep_fp32"}
+        kept = [*(keywords.get("keep_fp32") or ()), *keep]
+        return Suggestion(
+            level,
+            keep,
+            words | ({"keep_fp32": kept} if kept else {}),
+            reason,
+            tuple(self._findings),
+            tuple(self._runs),
+            self._tolerance,
+            at_fault and bool(self._findings),
+        )
+
+
+def _with(keep: list[str], name: str, grows: bool) -> list[str]:
+    """``keep`` and a module; where it is among what is kept already, what holds that is kept instead."""
+    covering = next((kept for kept in keep if name == kept or name.startswith(f"{kept}.")), None)
+    if covering is not None:
+        if not grows:
+            return keep
+        name = covering.rpartition(".")[0]
+        if not name:
+            return keep
+    return [*(kept for kept in keep if kept != name and not kept.startswith(f"{name}.")), name]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "nothing"
