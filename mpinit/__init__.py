@@ -17,12 +17,22 @@ from typing import TYPE_CHECKING
 
 from . import amp as amp
 from .amp import *  # noqa: F403 - its __all__ spells the names out
+from .inspect.exponents import gradient_histogram as gradient_histogram
+from .inspect.history import History as History
+from .inspect.overflow import overflow_report as overflow_report
+from .inspect.overflow import watch_overflow as watch_overflow
+from .inspect.stalled import stalled as stalled
+from .inspect.suggest import suggest as suggest
 
 __version__ = "0.1.0"
 
 # mypy takes a list that is not spelt out for an empty one; without any, it and others export what they see here.
 if not TYPE_CHECKING:
-    __all__ = ["__version__", "amp", "install_as_apex", *amp.__all__]
+    __all__ = [
+        *("__version__", "amp", "install_as_apex"),
+        *("History", "gradient_histogram", "overflow_report", "stalled", "suggest", "watch_overflow"),
+        *amp.__all__,
+    ]
 
 
 def install_as_apex() -> None:

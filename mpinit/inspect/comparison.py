@@ -26,7 +26,8 @@ class Comparison:
         tolerance: what both must not be above.
         activations: modules in the order in which they ended -> relative error of their results.
         gradients: parameters with an error above the tolerance -> that error, the worst first.
-        underflowing: parameters most of whose gradient is 0 here and not in the reference.
+        underflowing: parameters most of whose gradient is 0 here and not in the reference, in modules of which that is
+            true of every parameter (a bias in front of a norm has no gradient but rounding errors).
     """
 
     loss: float
@@ -38,8 +39,8 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether loss and gradients are within the tolerance."""
-        return self.loss <= self.tolerance and self.gradient <= self.tolerance
+        """Whether loss and gradients are within the tolerance, and no gradient is lost."""
+        return self.loss <= self.tolerance and self.gradient <= self.tolerance and not self.underflowing
 
     def first_apart(self) -> str | None:
         """The first module whose results are not within the tolerance; a parameter's where only gradients are not."""
@@ -65,7 +66,7 @@ def compare(trial: Trial, reference: Trial, tolerance: float) -> Comparison:
         tolerance=tolerance,
         activations=_activation_errors(trial, reference),
         gradients=dict(sorted(apart.items(), key=lambda item: -item[1])),
-        underflowing=tuple(name for name in apart if _underflows(trial.gradients.get(name), reference.gradients[name])),
+        underflowing=_underflowing(trial, reference),
     )
 
 
@@ -83,6 +84,15 @@ def _gradient_error(gradient: torch.Tensor | None, reference: torch.Tensor, whol
         return math.inf
     scale = max(float(reference.double().norm()), _NEGLIGIBLE * whole)
     return float((gradient.double() - reference.double()).norm()) / scale if scale > 0 else 0.0
+
+
+def _underflowing(trial: Trial, reference: Trial) -> tuple[str, ...]:
+    of_module: dict[str, list[tuple[str, bool]]] = {}
+    for name, gradient in reference.gradients.items():
+        if bool((gradient != 0).any()):
+            gone = _underflows(trial.gradients.get(name), gradient)
+            of_module.setdefault(name.rpartition(".")[0], []).append((name, gone))
+    return tuple(name for rows in of_module.values() if all(gone for _, gone in rows) for name, _ in rows)
 
 
 def _underflows(gradient: torch.Tensor | None, reference: torch.Tensor) -> bool:

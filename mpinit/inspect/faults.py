@@ -87,9 +87,7 @@ class FaultFinder(Tracer):
         modules_seen: called with a module's name, its arguments or its output, and which of the two they are.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, modules_seen: Callable[[str, Any, bool], None] | None = None
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, modules_seen: Callable[[str, Any, bool], None] | None = None) -> None:
         self.trace = ModelTrace(model, self)
         self.faults: list[Fault] = []
         self.peaks: dict[str | None, float] = {}
@@ -180,7 +178,9 @@ class FaultFinder(Tracer):
         made_here = not inputs.any_nan if has_nan else not inputs.any_inf and not inputs.any_nan
         if made_here and not inputs.infinite_number and len(self.faults) < _ENOUGH:
             kind = self._kind(name, phase, tensor, inputs)
-            meant = phase == FORWARD and (kind == "float32" or bool((~tensor.isfinite() == (tensor == -math.inf)).all()))
+            meant = phase == FORWARD and (
+                kind == "float32" or bool((~tensor.isfinite() == (tensor == -math.inf)).all())
+            )
             self.faults.append(Fault(kind, module, phase, operation, tensor.dtype, inputs.stats(), meant))
 
     def _kind(self, name: str, phase: str, tensor: torch.Tensor, inputs: _Inputs) -> str:

@@ -48,7 +48,7 @@ class ModelTrace:
     def __init__(self, model: nn.Module, tracer: Tracer) -> None:
         self._model = model
         self._tracer = tracer
-        self._mode = OperationsSeen(tracer.operation)
+        self._mode: Any = OperationsSeen(tracer.operation)
         self._hooks: list[Any] = []
         # The modules that run, innermost last, with the number their first node would have.
         self._running: list[tuple[str, int]] = []

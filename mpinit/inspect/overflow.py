@@ -34,7 +34,8 @@ class OverflowReport:
         module_types: parameter's name -> the type of its module.
         first_module: the dotted name of the module that the backward pass came to first of those (of the operation's
             where there was a replay); None where it is no module's.
-        is_certain: whether that order is known, from the graph or a replay, and not guessed from the order of the groups.
+        is_certain: whether that order is known, from the graph or a replay, and not guessed from the order of the
+        groups.
         fault: the operation that began it, where there was a replay.
     """
 
@@ -133,7 +134,9 @@ def _report(session: Session, record: OverflowRecord, fault: Fault | None) -> Ov
 def _types_of_modules(models: list[nn.Module]) -> dict[str, str]:
     many = len(models) > 1
     return {
-        (f"models[{index}].{name}.{own}" if many else f"{name}.{own}").replace("..", ".").lstrip("."): type(part).__name__
+        (f"models[{index}].{name}.{own}" if many else f"{name}.{own}").replace("..", ".").lstrip("."): type(
+            part
+        ).__name__
         for index, model in enumerate(models)
         for name, part in model.named_modules()
         for own in part._parameters

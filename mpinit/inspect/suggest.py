@@ -38,20 +38,20 @@ def suggest(
 ) -> Suggestion:
     """Find out what a model needs to train in 16 bit as it does in float32.
 
-    The step is run on copies: once in float32, then at a level, every operation, activation and gradient looked at, module
-    by module. Where the two part, the modules where they do are kept in float32, more of them until the runs agree, and
-    then as few as do (by bisection). Model, optimizer, gradients and random numbers are left as they are, also after an
-    exception; every run begins with the same random numbers.
+    The step is run on copies: once in float32, then at a level, every operation, activation and gradient looked at,
+    module by module. Where the two part, the modules where they do are kept in float32, more of them until the runs
+    agree, and then as few as do (by bisection). Model, optimizer, gradients and random numbers are left as they are,
+    also after an exception; every run begins with the same random numbers.
 
     Args:
         model, optimizer: initialised or not; copied for every run, so there must be memory for two.
-        step: ``step(model, optimizer)`` computes the loss of one batch, the same batch each time, with what it is given,
-            and returns it. It may go on as a training loop does (``scale_loss``, ``backward``, ``optimizer.step``);
-            where it has not called ``backward``, that is done here.
+        step: ``step(model, optimizer)`` computes the loss of one batch, the same batch each time, with what it is
+            given, and returns it. It may go on as a training loop does (``scale_loss``, ``backward``,
+            ``optimizer.step``); where it has not called ``backward``, that is done here.
         levels: tried in this order; the first that works is suggested.
         steps: how often the step may be run. Default 10.
-        tolerance: largest relative error of the loss and of every parameter's gradient (of a small gradient: relative to
-            a hundredth of the norm of all). Default 0.2.
+        tolerance: largest relative error of the loss and of every parameter's gradient (of a small gradient: relative
+            to a hundredth of the norm of all). Default 0.2.
         **keywords: of ``initialize``, for every level. Default those the model was initialised with, at its own level.
 
     Returns:
@@ -165,7 +165,7 @@ class _Doctor:
         blameless = self._not_of_precision()
         if blameless is not None:
             return self._say(None, [], {}, blameless, at_fault=False)
-        reasons = []
+        reasons: list[str] = []
         for level in levels:
             if self._left < 1:
                 break
@@ -174,7 +174,9 @@ class _Doctor:
             if found is not None:
                 return self._say(level, found, keywords, " ".join([*reasons, why]))
             reasons.append(why)
-        reasons.append("No level that was tried agrees with float32: train in float32 (O0), or mend what is named here.")
+        reasons.append(
+            "No level that was tried agrees with float32: train in float32 (O0), or mend what is named here."
+        )
         return self._say(None, [], {}, " ".join(reasons))
 
     def _not_of_precision(self) -> str | None:
@@ -188,14 +190,16 @@ class _Doctor:
         self._findings.append(Finding(kind, fault.operation if kind == "weights" else fault.module, str(fault), fault))
         if kind in ("forced", "cast"):
             return (
-                f"{fault.where} computes in 16 bit at every level, float32 too, because the program says so, and leaves "
-                "its range: take the cast out of the program."
+                f"{fault.where} computes in 16 bit at every level, float32 too, because the program says so, and "
+                "leaves its range: take the cast out of the program."
             )
         if kind == "float32" and max(finder.peaks.values(), default=0.0) > 1e30:
-            return "Activations have grown beyond float32: lower the learning rate, or go back to an earlier checkpoint."
+            return (
+                "Activations have grown beyond float32: lower the learning rate, or go back to an earlier checkpoint."
+            )
         return {
             "data": "The batch itself holds inf or nan: look at the data; no level helps.",
-            "weights": "The weights hold inf or nan already: go back to an earlier checkpoint, and lower the learning rate.",
+            "weights": "The weights hold inf or nan: go back to an earlier checkpoint, and lower the learning rate.",
         }.get(kind, f"float32 gives inf or nan too, in {fault.where}: precision is not at fault and no level helps.")
 
     def _examine_level(self, level: str, keywords: dict[str, Any]) -> tuple[list[str] | None, dict[str, Any], str]:

@@ -15,11 +15,11 @@ class Finding:
 
     Attributes:
         kind: "forward", "backward" (an operation left the range of the 16-bit type in that pass), "cast" (a cast in the
-            program did), "forced" (an operation that the program runs in 16 bit did, at every level), "buffer" (a buffer
-            that the 16-bit type cannot hold), "underflow" (gradients that become 0), "precision" (too few digits),
-            "float32" (inf or nan made in float32, where precision is not at fault), "data", "weights".
-        where: dotted name of the module, of the buffer or parameter where the kind is about one; "" is the model itself,
-            None what is outside of it.
+            program did), "forced" (an operation that the program runs in 16 bit did, at every level), "buffer" (a
+            buffer that the 16-bit type cannot hold), "underflow" (gradients that become 0), "precision" (too few
+            digits), "float32" (inf or nan made in float32, where precision is not at fault), "data", "weights".
+        where: dotted name of the module, of the buffer or parameter where the kind is about one; "" is the model
+            itself, None what is outside of it.
         detail: the operation and the numbers it was given, in words.
         fault: the operation, where there is one.
     """

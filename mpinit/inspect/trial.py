@@ -78,12 +78,16 @@ def run_trial(
         with _kept_from_running(model), trial.finder.trace, torch.enable_grad():
             loss = step(clone, twin)
             if not recorder.was_run:
-                raise ValueError("step(model, optimizer) did not run the model it was given: it has to use its arguments")
+                raise ValueError(
+                    "step(model, optimizer) did not run the model it was given: it has to use its arguments"
+                )
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                raise TypeError(f"step(model, optimizer) must return the loss, a tensor of one number, not {loss!r:.80}")
+                raise TypeError(
+                    f"step(model, optimizer) must return the loss, a tensor of one number, not {loss!r:.80}"
+                )
             if not trial.finder.went_backward and loss.requires_grad:
                 with session.scaled(loss, [twin], 0, False) as scaled_loss:
-                    scaled_loss.backward()
+                    scaled_loss.backward()  # type: ignore[no-untyped-call]
         trial.loss = float(loss.detach())
         if not trial.gradients:
             recorder.take_gradients()
@@ -133,8 +137,8 @@ class _Recorder(Observer):
 def _kept_from_running(model: nn.Module) -> Iterator[None]:
     def refuse(module: nn.Module, args: Any) -> None:
         raise ValueError(
-            "step(model, optimizer) ran the model given to mpinit.suggest and not the copy that it was called with: let "
-            "it use its arguments. Nothing was changed"
+            "step(model, optimizer) ran the model given to mpinit.suggest and not the copy that it was called with: "
+            "let it use its arguments. Nothing was changed"
         )
 
     guard = model.register_forward_pre_hook(refuse, prepend=True)
@@ -207,8 +211,8 @@ def copy_of_optimizer(optimizer: Optimizer, model: nn.Module, clone: nn.Module) 
             weight = parameter if pair is None else pair.model_param
             if weight not in copies:
                 raise ValueError(
-                    "the optimizer has a parameter that is not the model's: mpinit.suggest needs a model that holds all "
-                    "parameters, a Module around model and loss for instance"
+                    "the optimizer has a parameter that is not the model's: mpinit.suggest needs a model that holds "
+                    "all parameters, a Module around model and loss for instance"
                 )
             memo[id(parameter)] = memo[id(weight)] = copies[weight]
     for name, value in vars(optimizer).items():

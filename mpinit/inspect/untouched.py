@@ -14,7 +14,8 @@ from torch import nn
 
 def random_state() -> list[Any]:
     """The states of the generators of torch on every device in use, of Python, and of numpy where it is loaded."""
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    cuda: Any = torch.cuda
+    devices = cuda.get_rng_state_all() if cuda.is_available() and cuda.is_initialized() else None
     numpy: Any = sys.modules.get("numpy")
     return [torch.get_rng_state(), devices, random.getstate(), numpy and numpy.random.get_state()]
 
@@ -52,7 +53,9 @@ def same_random_numbers() -> Iterator[None]:
 def same_buffers(models: Iterable[nn.Module]) -> Iterator[None]:
     """The models' buffers, modes and gradients are inside what they are outside, tensor for tensor and bit for bit."""
     modules = [module for model in models for module in model.modules()]
-    buffers = [(module, name, b, b.clone()) for module in modules for name, b in module._buffers.items() if b is not None]
+    buffers = [
+        (module, name, b, b.clone()) for module in modules for name, b in module._buffers.items() if b is not None
+    ]
     modes = [(module, module.training) for module in modules]
     parameters = list(dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None))
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]

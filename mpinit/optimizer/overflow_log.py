@@ -68,8 +68,8 @@ class OverflowRecord:
         """Where it began, as far as gradients tell, and what to do, in two sentences."""
         if self.loss is not None and not math.isfinite(self.loss):
             return (
-                f"The loss itself was {self.loss:g}, so it began in the forward pass, in the data or in the loss: `with "
-                "mpinit.watch_overflow(model) as watch` around one batch names the module"
+                f"The loss itself was {self.loss:g}, so it began in the forward pass, in the data or in the loss: "
+                "`with mpinit.watch_overflow(model) as watch` around one batch names the module"
             )
         if not self.parameters:
             return "The gradients have been cleared since: look at mpinit.overflow_report(optimizer) before zero_grad()"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
+from torch import nn
 
 from ..basics.patching import UndoStack, set_attribute
 from ..basics.user_warnings import warn_user
@@ -207,8 +208,8 @@ class Step:
             names = ", ".join(bad.name for bad in record.parameters[:3]) or "gradients cleared since"
             at = "" if record.scale is None else f", at a loss scale of {record.scale:g}"
             raise RuntimeError(
-                f"{limit} steps in a row were skipped because gradients were inf or nan, in {names} first{at}: lowering "
-                "the loss scale does not help, so the forward or the loss itself gives inf or nan. "
+                f"{limit} steps in a row were skipped because gradients were inf or nan, in {names} first{at}: "
+                "lowering the loss scale does not help, so the forward or the loss itself gives inf or nan. "
                 f"{record.advice()}; max_consecutive_skips moves the limit"
             )
 

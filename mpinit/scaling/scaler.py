@@ -89,6 +89,10 @@ class LossScaler:
         """The reciprocal of the scale: 0-dimensional, float32, on the scaler's device; rounded once."""
         return self._state.scale.double().reciprocal().float()
 
+    def scale_now(self) -> torch.Tensor:
+        """The scale in force, 0-dimensional, in memory of its own: read later it is still what it was."""
+        return self._state.scale.clone()
+
     def loss_scale(self) -> float:
         """The scale in force, as a float. Waits for the device."""
         return float(self._state.scale.item())

@@ -18,7 +18,7 @@ Run = Callable[[], Any]
 
 
 @final
-class OperationsSeen(TorchDispatchMode):
+class OperationsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, every operation of this thread, and of backward passes it starts, goes through ``around``.
 
     Args:
@@ -37,7 +37,7 @@ class OperationsSeen(TorchDispatchMode):
     """
 
     def __init__(self, around: Callable[[Any, tuple[Any, ...], Mapping[str, Any], Run], Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._around = around
 
     def __torch_dispatch__(

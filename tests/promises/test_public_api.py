@@ -40,6 +40,9 @@ FUNCTIONS = {
     "install_as_apex",
 }
 
+# What mpinit/inspect offers: of mpinit alone, not of amp.
+INSPECTORS = {"gradient_histogram", "overflow_report", "stalled", "suggest", "watch_overflow"}
+
 SIGNATURES = {
     "initialize": [
         ("models", inspect.Parameter.empty),
@@ -86,7 +89,9 @@ def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def test_the_names_that_are_exported() -> None:
-    assert sorted(mpinit.__all__) == sorted(FUNCTIONS | {"Properties", "OPT_LEVELS", "amp", "__version__"})
+    assert sorted(mpinit.__all__) == sorted(
+        FUNCTIONS | INSPECTORS | {"History", "Properties", "OPT_LEVELS", "amp", "__version__"}
+    )
     assert all(hasattr(mpinit, name) for name in mpinit.__all__)
     assert mpinit.Properties is Properties
     assert mpinit.OPT_LEVELS is OPT_LEVELS
@@ -109,7 +114,7 @@ def test_names_order_and_defaults_of_the_arguments(name: str) -> None:
         assert by_position == ["models", "optimizers", "opt_level"]
 
 
-@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+@pytest.mark.parametrize("name", sorted(FUNCTIONS | INSPECTORS))
 def test_every_function_is_documented_and_typed(name: str) -> None:
     function = getattr(mpinit, name)
     assert inspect.getdoc(function)

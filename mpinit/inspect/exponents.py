@@ -1,0 +1,213 @@
+"""Gradients by their exponents: what a 16-bit type holds of them, at which loss scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch.optim import Optimizer
+
+from .. import registry
+from ..optimizer.unscaling import dense_view
+from .plotting import new_figure, save
+
+# Exponents of the smallest subnormal, the smallest normal and the largest number of each type.
+_RANGES: Final[Mapping[str, tuple[int, int, int]]] = {"float16": (-24, -14, 15), "bfloat16": (-133, -126, 127)}
+_LOWEST: Final = -149
+# Bits of room for gradients that grow, and for those of activations, which nobody has counted.
+_HEADROOM: Final = 2
+_LARGEST_SCALE_EXPONENT: Final = 24
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What a type would lose of nonzero gradients at a scale.
+
+    Attributes:
+        below_normal: share below the smallest normal number: digits are lost.
+        below_subnormal: share below the smallest subnormal number: they become 0.
+        above: share above the largest number: they become inf.
+    """
+
+    below_normal: float
+    below_subnormal: float
+    above: float
+
+
+@final
+@dataclass(frozen=True)
+class GradientHistogram:
+    """What :func:`gradient_histogram` found.
+
+    Attributes:
+        bins: exponent e -> how many gradients have a magnitude from 2**e up to 2**(e + 1), all parameters together.
+        per_parameter: dotted name -> the same for one parameter.
+        zeros, nonfinite: how many gradients are 0, and inf or nan; dotted name -> count.
+        elements: dotted name -> how many there are.
+        scale: the present loss scale.
+        suggested_scale: the power of two that puts the largest gradient two bits below float16's largest number, at
+            most 2**24; None where no gradient is other than 0.
+    """
+
+    bins: Mapping[int, int]
+    per_parameter: Mapping[str, Mapping[int, int]]
+    zeros: Mapping[str, int]
+    nonfinite: Mapping[str, int]
+    elements: Mapping[str, int]
+    scale: float
+    suggested_scale: float | None
+
+    def lost(self, dtype: str = "float16", scale: float = 1.0, parameter: str | None = None) -> Lost:
+        """What a type would lose at a scale.
+
+        Args:
+            dtype: "float16" or "bfloat16".
+            scale: the loss scale.
+            parameter: a dotted name; None, the default: all together.
+        """
+        if dtype not in _RANGES:
+            raise ValueError(f"dtype={dtype!r}: give 'float16' or 'bfloat16'")
+        subnormal, normal, largest = _RANGES[dtype]
+        bins = self.bins if parameter is None else self.per_parameter[parameter]
+        count, shift = max(sum(bins.values()), 1), math.log2(scale)
+        below = sum(number for exponent, number in bins.items() if exponent + shift < normal)
+        gone = sum(number for exponent, number in bins.items() if exponent + shift < subnormal)
+        above = sum(number for exponent, number in bins.items() if exponent + shift > largest)
+        return Lost(below / count, gone / count, above / count)
+
+    def underflowing(self, dtype: str = "float16", scale: float = 1.0, share: float = 0.5) -> list[str]:
+        """Parameters that lose at least ``share`` of their gradients to 0 at a scale, the worst first."""
+        losses = {name: self.lost(dtype, scale, name).below_subnormal for name in self.per_parameter}
+        return sorted((name for name in losses if losses[name] >= share), key=lambda name: -losses[name])
+
+    def __str__(self) -> str:
+        lines = [f"{sum(self.elements.values()):,} gradients, {sum(self.zeros.values()):,} of them 0"]
+        for dtype, scale in (("float16", 1.0), ("float16", self.scale), ("bfloat16", 1.0)):
+            lost = self.lost(dtype, scale)
+            lines.append(
+                f"  {dtype} at scale {scale:g}: {lost.below_normal:.1%} below the smallest normal number, "
+                f"{lost.below_subnormal:.1%} become 0, {lost.above:.1%} inf"
+            )
+        if self.suggested_scale is not None:
+            lines.append(f"  scale for float16: {self.suggested_scale:g}")
+        return "\n".join(lines)
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draw the histogram with what float16 holds shaded, at scale 1 and at the present one.
+
+        Args:
+            path: where to write it; None: nowhere.
+
+        Returns:
+            The matplotlib figure.
+
+        Raises:
+            RuntimeError: matplotlib is not installed.
+        """
+        figure, (axes,) = new_figure(9, 4.2)
+        exponents = sorted(self.bins)
+        total = max(sum(self.bins.values()) + sum(self.zeros.values()), 1)
+        heights = [100 * self.bins[exponent] / total for exponent in exponents]
+        subnormal, normal, largest = _RANGES["float16"]
+        scales = [(1.0, "#4c72b0")] + ([(self.scale, "#dd8452")] if self.scale != 1.0 else [])
+        for number, (scale, color) in enumerate(scales):
+            shift = math.log2(scale)
+            band = {"ymin": 0.5 * number, "ymax": 0.5 * (number + 1) if len(scales) > 1 else 1.0, "color": color}
+            axes.axvspan(
+                normal - shift, largest + 1 - shift, alpha=0.22, lw=0, label=f"float16 at scale {scale:g}", **band
+            )
+            axes.axvspan(subnormal - shift, normal - shift, alpha=0.1, lw=0, label="  subnormal there", **band)
+        axes.bar(exponents, heights, width=0.85, align="edge", color="#333333", zorder=3)
+        low = min([*exponents, subnormal - math.log2(max(self.scale, 1.0))]) - 3
+        axes.set_xlim(low, max([*exponents, largest]) + 3)
+        axes.set_xlabel("exponent of the gradient: log2 of its magnitude")
+        axes.set_ylabel("share of all gradients, %")
+        zeros = 100 * sum(self.zeros.values()) / total
+        axes.set_title(f"{sum(self.elements.values()):,} gradients, {zeros:.1f}% of them 0", loc="left")
+        axes.legend(loc="upper left", fontsize=8, framealpha=0.9)
+        axes.spines[["top", "right"]].set_visible(False)
+        return save(figure, path)
+
+
+@torch.no_grad()
+def gradient_histogram(optimizer: Optimizer, parameter: str | None = None) -> GradientHistogram:
+    """Count the exponents of the gradients that the next step will use, unscaled.
+
+    Call it behind ``scale_loss`` and before ``zero_grad()``. What a float16 backward pass has lost already is 0 here;
+    counted in bfloat16 or float32 (O0, O5), gradients tell what float16 would lose.
+
+    Args:
+        optimizer: an initialised optimizer.
+        parameter: the dotted name of one parameter; None, the default: all.
+
+    Returns:
+        The histogram: counts, shares lost in each type, the scale it suggests, ``plot()``.
+
+    Raises:
+        RuntimeError: there are no gradients, or the optimizer is not initialised.
+        ValueError: no such parameter.
+
+    Example:
+        >>> import torch, mpinit
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, "O5", verbosity=0)
+        >>> with mpinit.scale_loss(model(torch.tensor([[1.0, 2.0**-30]])).sum(), optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> histogram = mpinit.gradient_histogram(optimizer)
+        >>> dict(histogram.bins), histogram.lost("float16").below_subnormal
+        ({0: 1, -30: 1}, 0.5)
+        >>> mpinit.undo(model)
+    """
+    session = registry.session_of(optimizer)
+    control = session.controller_of(optimizer)
+    counts: dict[str, dict[int, int]] = {}
+    zeros, nonfinite, elements = {}, {}, {}
+    known = []
+    for entry in control.groups.present():
+        pair = control.groups.store.pairs.of(entry)
+        name = session.name_of(entry if pair is None else pair.model_param)
+        known.append(name)
+        gradient = entry.grad if pair is None else pair.readable_param.grad
+        if gradient is not None and parameter in (None, name):
+            values = dense_view(gradient.coalesce() if gradient.is_sparse else gradient)
+            counts[name], zeros[name], nonfinite[name] = _count(values)
+            elements[name] = values.numel()
+    if parameter is not None and parameter not in known:
+        raise ValueError(
+            f"parameter={parameter!r} is no parameter of this optimizer; it has {', '.join(known[:5])}, ..."
+        )
+    if not counts:
+        raise RuntimeError(
+            "there are no gradients: call mpinit.gradient_histogram behind scale_loss, before zero_grad()"
+        )
+    bins: dict[int, int] = {}
+    for of_one in counts.values():
+        for exponent, number in of_one.items():
+            bins[exponent] = bins.get(exponent, 0) + number
+    bins = dict(sorted(bins.items(), reverse=True))
+    scale = session.scaler(0).loss_scale()
+    return GradientHistogram(bins, counts, zeros, nonfinite, elements, scale, _suggested(bins))
+
+
+def _count(values: torch.Tensor) -> tuple[dict[int, int], int, int]:
+    flat = values.reshape(-1)
+    flat = flat if flat.dtype == torch.float64 else flat.float()
+    finite = torch.isfinite(flat)
+    there = flat[finite & (flat != 0)]
+    exponents = torch.frexp(there).exponent.long() - 1
+    counted = torch.bincount(exponents.clamp(min=_LOWEST) - _LOWEST) if there.numel() else exponents
+    bins = {index + _LOWEST: number for index, number in enumerate(counted.tolist()) if number}
+    bad = int((~finite).sum())
+    return bins, flat.numel() - bad - there.numel(), bad
+
+
+def _suggested(bins: Mapping[int, int]) -> float | None:
+    if not bins:
+        return None
+    exponent = _RANGES["float16"][2] - _HEADROOM - max(bins)
+    return 2.0 ** min(exponent, _LARGEST_SCALE_EXPONENT)
