@@ -1,0 +1,216 @@
+"""Models with a fault planted in them, made by a generator with a fixed seed: what a doctor has to name."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from models import CASES, Case
+from torch import Tensor, nn
+
+SITES = {
+    "cnn": ("features.0", "features.3", "head"),
+    "lstm": ("embedding", "head"),
+    "transformer": ("embedding", "layer.linear1", "layer", "head"),
+    "unet": ("down.0", "middle.1", "up", "head"),
+}
+KINDS = ("overflow", "underflow", "forced", "frozen", "buffer", "cast", "data", "float32")
+
+
+class Normed(nn.Module):
+    """A hand-written norm: its squares leave float16's range, its results do not."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.size
+        return y / (y.square().mean(-1, keepdim=True) + 1.0).sqrt()
+
+
+class Gated(nn.Module):
+    """A softmax over the last dimension written without taking the largest off."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        e = torch.exp(x.tanh() + self.size)
+        return x * e / e.sum(-1, keepdim=True)
+
+
+class Summed(nn.Module):
+    """A mean by hand, summed first."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = (x.abs().clamp(max=4.0) * self.size).sum()
+        return x * (total / total.detach())
+
+
+class _SmallGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.factor, None
+
+
+class Vanishing(nn.Module):
+    """Lets next to nothing of the gradient through."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _SmallGradient.apply(x, self.factor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Forced(nn.Module):
+    """Computes a norm in float16 whatever the level."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        narrow = x.half()
+        energy = (narrow * self.size).square().mean()
+        return x / (1 + energy.to(x.dtype))
+
+
+class Gain(nn.Module):
+    """A norm's weight at 1.0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Table(nn.Module):
+    """Multiplies by a table that float16 cannot hold, and divides again."""
+
+    table: Tensor
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.tensor([size]))
+        self.inverse = 1 / size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.table * self.inverse)
+
+
+class BadCast(nn.Module):
+    """Casts to float16 what it does not hold."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = (x.float().abs() + 1) * self.size
+        return x + (wide.half() - wide.half()).to(x.dtype)
+
+
+class LogOfZero(nn.Module):
+    """Takes a logarithm of 0 in float32 and multiplies it by 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        nothing = (x - x).detach().float()
+        return x + (torch.log(nothing) * nothing).to(x.dtype)
+
+
+@dataclass
+class Planted:
+    """A model with a fault.
+
+    Attributes:
+        where: what is to be named; for a frozen norm every weight at 1.0, joined by commas.
+        batch: of which the fault shows.
+    """
+
+    number: int
+    kind: str
+    network: str
+    site: str
+    where: str
+    model: nn.Module
+    batch: tuple[Tensor, Tensor]
+
+    @property
+    def case(self) -> Case:
+        return CASES[self.network]
+
+    def step(self, model: Any, optimizer: Any) -> Tensor:
+        """What ``suggest`` runs."""
+        return self.case.loss(model(self.batch[0]), self.batch[1])
+
+    def __str__(self) -> str:
+        return f"{self.number}: {self.kind} in {self.network} at {self.site}"
+
+
+def planted(count: int, kinds: tuple[str, ...] = KINDS, seed: int = 13) -> Iterator[Planted]:
+    """``count`` faults: every kind in every network, at sites and of sizes that the seed chooses."""
+    rng = random.Random(seed)
+    for number in range(count):
+        kind, network = kinds[number % len(kinds)], list(CASES)[number // len(kinds) % len(CASES)]
+        site = rng.choice(SITES[network])
+        model, batch = CASES[network].build(seed=number), CASES[network].batches(1 + rng.randrange(4))[-1]
+        if kind == "data":
+            yield _bad_data(number, network, model, batch, rng)
+            continue
+        plant = _plant(kind, rng)
+        _insert(model, site, plant)
+        where = {"underflow": f"{site}.0", "buffer": f"{site}.1.table"}.get(kind, f"{site}.1")
+        if kind == "frozen":
+            where = ",".join(sorted(name for name, p in model.named_parameters() if bool((p == 1).all())))
+        yield Planted(number, kind, network, site, where, model, batch)
+
+
+def _plant(kind: str, rng: random.Random) -> nn.Module:
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "overflow": lambda: rng.choice(
+            [Normed(10 ** rng.uniform(3.3, 4)), Gated(rng.uniform(11.2, 12)), Summed(10 ** rng.uniform(3.9, 4.1))]
+        ),
+        "underflow": lambda: Vanishing(10 ** rng.uniform(-7, -6.3)),
+        "forced": lambda: Forced(10 ** rng.uniform(3.5, 3.9)),
+        "frozen": Gain,
+        "buffer": lambda: Table(10 ** rng.uniform(6, 9)),
+        "cast": lambda: BadCast(10 ** rng.uniform(5, 8)),
+        "float32": LogOfZero,
+    }
+    return makers[kind]()
+
+
+def _bad_data(number: int, network: str, model: nn.Module, batch: Any, rng: random.Random) -> Planted:
+    """nan in the images; text cannot hold it, and there it is in a weight, as after a step with bad data."""
+    x, y = batch[0].clone(), batch[1]
+    if x.is_floating_point():
+        x.view(-1)[rng.randrange(x.numel())] = rng.choice([float("nan"), float("inf")])
+        return Planted(number, "data", network, "the batch", "", model, (x, y))
+    name, parameter = rng.choice([(n, p) for n, p in model.named_parameters() if "embedding" not in n])
+    with torch.no_grad():
+        parameter.view(-1)[0] = float("nan")
+    return Planted(number, "weights", network, name, name, model, (x, y))
+
+
+def _insert(model: nn.Module, site: str, plant: nn.Module) -> None:
+    parent, _, name = site.rpartition(".")
+    holder = model.get_submodule(parent)
+    setattr(holder, name, nn.Sequential(holder.get_submodule(name), plant))
