@@ -94,7 +94,8 @@ class Step:
             if not has_step_hooks(self._groups.optimizer):
                 result = self._step(closure, *args, **kwargs)
             elif self._is_to_be_skipped() if closure is None else self.overflowed():
-                result = self.skip()
+                result = None
+                self.skip()
             else:
                 result = self._with_hooks(self._step, closure, *args, **kwargs)
         finally:
