@@ -49,6 +49,7 @@ class FullPair(Pair):
     def cast(self, dtype: torch.dtype, clamps: bool = False) -> None:
         """Cast the weight; the master holds the old storage."""
         values = TENSOR_DATA.__get__(self.model_param)
+        self.clamps = clamps
         set_data(self.model_param, cast_within_range(values, dtype) if clamps else values.to(dtype))
 
     def values(self) -> torch.Tensor:
@@ -60,7 +61,8 @@ class FullPair(Pair):
     def load(self, values: torch.Tensor) -> None:
         """Copy to the master, and round into the weight."""
         self.master_param.copy_(values)
-        self.model_param.copy_(self.master_param)
+        self.follow_master()
+        self.clamp()
 
     @torch.no_grad()
     def follow_weight(self) -> None:
@@ -81,7 +83,18 @@ class FullPair(Pair):
     @torch.no_grad()
     def follow_master(self) -> None:
         """Round the master into the weight."""
-        self.model_param.copy_(self.master_param)
+        weight, master = self.model_param, self.master_param
+        weight.copy_(cast_within_range(master, weight.dtype) if self.clamps else master)
+
+    @torch.no_grad()
+    def clamp(self) -> bool:
+        """Only float16 is too narrow."""
+        weight, master = local(self.model_param), local(self.master_param)
+        if self.clamps or weight.dtype != torch.float16 or not bool((weight.isinf() & master.isfinite()).any()):
+            return False
+        self.clamps = True
+        self.follow_master()
+        return True
 
     @torch.no_grad()
     def agree(self) -> bool:
@@ -115,7 +128,10 @@ class FullPair(Pair):
 
 def _is_rounding(weight: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     rounded = master.to(weight.dtype)
-    return (rounded == weight) | (rounded.isnan() & weight.isnan())
+    same = (rounded == weight) | (rounded.isnan() & weight.isnan())
+    if weight.dtype == torch.float16:
+        same |= cast_within_range(master, weight.dtype) == weight
+    return same
 
 
 @final
@@ -178,7 +194,7 @@ class FullMasters(MasterStore):
                 round_into_weights(copies)
             # The copy is one version more for each weight. Where the step inside wrote to weights too, they are taken
             # for written to from outside next time, and found to be their masters' rounding.
-            copies.note_all(copied_once=not (failed or rounds_itself or is_distributed()))
+            copies.note_all(copied_once=not (failed or rounds_itself or copies.clamped or is_distributed()))
 
     def step_with_closure(
         self, optimizer: Optimizer, copies: TwoCopies, step: Callable[[Callable[[], Any] | None], Any], closure: Any
@@ -205,3 +221,5 @@ def round_into_weights(copies: TwoCopies) -> None:
     """Round every master into its weight, in one call."""
     if copies.pairs:
         torch._foreach_copy_(locals_of(copies.weights), locals_of(copies.masters))
+    for pair in copies.clamped:
+        pair.follow_master()

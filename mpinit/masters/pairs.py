@@ -21,9 +21,10 @@ class Pair(ABC):
         came_in: the weight's dtype before it was cast.
         holders: those who look at the pair, one for each optimizer that has the master in its groups.
         trained: what ``requires_grad`` of both sides was at the last look.
+        clamps: whether the master is known to hold finite numbers beyond the weight's largest, which become that.
     """
 
-    __slots__ = ("came_in", "holders", "master_param", "model_param", "trained")
+    __slots__ = ("came_in", "clamps", "holders", "master_param", "model_param", "trained")
 
     def __init__(self, model_param: nn.Parameter, master_param: nn.Parameter) -> None:
         self.model_param = model_param
@@ -31,6 +32,7 @@ class Pair(ABC):
         self.came_in = model_param.dtype
         self.holders: set[Any] = set()
         self.trained = model_param.requires_grad
+        self.clamps = False
 
     @property
     @abstractmethod
@@ -68,6 +70,13 @@ class Pair(ABC):
     @abstractmethod
     def follow_master(self) -> None:
         """Somebody wrote to the master: round it into the weight."""
+
+    @abstractmethod
+    def clamp(self) -> bool:
+        """Whether a weight that was not yet known to be too narrow became infinite of a finite master.
+
+        It becomes its type's largest then, and clamps from here on.
+        """
 
     @abstractmethod
     def agree(self) -> bool:

@@ -130,6 +130,10 @@ class SplitPair(Pair):
             "one of them was given some: write to the model's weights, or use master_weights=True"
         )
 
+    def clamp(self) -> bool:
+        """Bfloat16 has float32's range."""
+        return False
+
     def agree(self) -> bool:
         """Whether nobody wrote to the weight: the master has nothing to differ with."""
         return bool(torch.equal(self._checksums_now(), self.checksums))

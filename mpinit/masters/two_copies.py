@@ -44,6 +44,8 @@ class TwoCopies:
         self.masters: list[torch.Tensor] = []
         self._own: set[int] = set()
         self._shared: list[Pair] = []
+        # Those that rounding all at once leaves infinite.
+        self.clamped: list[Pair] = []
         self._watcher = watcher
         self._as_held = as_held
         self._name_of = name_of
@@ -78,6 +80,7 @@ class TwoCopies:
         self._highest = HighestGradient(self.weights)
         self._own = {id(parameter) for parameter in (*self.weights, *self.masters)}
         self.find_shared()
+        self.clamped = [pair for pair in self.pairs if pair.clamps]
         devices = {weight.device for weight in self.weights}
         self.device = devices.pop() if len(devices) == 1 else None
 
@@ -248,6 +251,8 @@ class TwoCopies:
             if index is not None:
                 copies._weight_versions[index] = pair.model_param._version
                 copies._master_versions[index] = pair.master_param._version
+                if pair.clamps and pair not in copies.clamped:
+                    copies.clamped.append(pair)
         self._watcher.forget(pair.model_param)
         self._watcher.forget(pair.master_param)
 

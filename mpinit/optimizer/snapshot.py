@@ -29,4 +29,5 @@ class Snapshot:
             parameter.copy_(values)
         for pair, values in self._pairs:
             pair.load(values)
+            self._copies.note_one(pair)
         self._copies.note_all()

@@ -7,7 +7,7 @@ schedulers reach for ``optimizer.step.__func__``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -30,6 +30,8 @@ from .parameter_groups import ParameterGroups
 from .snapshot import Snapshot
 from .step_counts import StepCounter
 
+# Steps between looks for weights beyond float16's range, each of which reads all of them.
+_LOOKS_EVERY: Final = 1000
 Closure = Callable[[], Any]
 NamesOf = Callable[[torch.Tensor], str]
 
@@ -84,6 +86,7 @@ class Step:
         if plan.compile_step:
             self._compiled = CompiledStep(groups.optimizer, inner, lambda: round_into_weights(groups.copies))
         self._warned = False
+        self._since_look = 0
         self.is_running = False
 
     def __call__(self, closure: Closure | None, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +164,25 @@ class Step:
             return self.skip()
         result = self._run(self._compiled or self._step_soundly, *args, **kwargs)
         self.counter.count(skipped=False)
+        self._since_look += 1
+        if self._since_look == _LOOKS_EVERY:
+            self._clamp_weights()
         return result
+
+    def _clamp_weights(self) -> None:
+        """Notice weights that float16 does not hold any more: by what they did to gradients, and now and then."""
+        self._since_look = 0
+        copies = self._groups.copies
+        found = [pair for pair in copies.pairs if pair.clamp()]
+        for pair in found:
+            copies.note_one(pair)
+        if found:
+            names = [self._name_of(pair.model_param) for pair in found]
+            warn_user(
+                f"{', '.join(names)} grew beyond the largest float16 number, 65504, and became infinite in the model, "
+                "not in the float32 masters: from here on the model holds that largest instead. Use bfloat16 "
+                f"(opt_level='O5'), or give keep_fp32=[{', '.join(map(repr, names))}]"
+            )
 
     def overflowed(self) -> bool:
         """Whether gradients that are there overflowed."""
@@ -200,6 +221,7 @@ class Step:
         if found_inf is not None and not is_read_freely(found_inf.device):
             self._overflows.write(*self._backward.last_scaling, None)
         self.counter.count(skipped=True)
+        self._clamp_weights()
         self._raise_after_too_many()
 
     def _raise_after_too_many(self) -> None:

@@ -123,6 +123,62 @@ def test_finite_weights_beyond_float16_are_clamped_with_one_warning_and_come_bac
     same(model.parameters(), before)
 
 
+def growing(start: float) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    """One weight that a step makes larger by 1000, in float16."""
+    model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[start, 1.0]]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1000.0)
+    mpinit.initialize(model, optimizer, "O2", init_loss_scale=2.0, verbosity=0)
+    return model, optimizer
+
+
+def grow(model: nn.Linear, optimizer: torch.optim.Optimizer, square: bool) -> None:
+    """One step of :func:`growing`; an infinite weight makes gradients nan where the loss has a square in it."""
+    optimizer.zero_grad()
+    output = model(torch.tensor([[1.0, 0.0]]))
+    loss = -output.sum() + (0.0 * output.square().sum() if square else 0.0)
+    backward(loss, optimizer)
+    optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:finite values of weight")
+def test_what_was_clamped_at_the_start_stays_clamped() -> None:
+    model, optimizer = growing(1e5)
+    for _ in range(3):
+        grow(model, optimizer, square=False)
+    assert model.weight.tolist() == [[65504.0, 1.0]]
+    assert masters(optimizer)[0].tolist() == [[103000.0, 1.0]]
+    mpinit.undo(model)
+    assert model.weight.tolist() == [[103000.0, 1.0]]
+
+
+def test_weights_that_grow_beyond_float16_are_noticed_at_the_skipped_step_and_clamped() -> None:
+    model, optimizer = growing(64000.0)
+    grow(model, optimizer, square=True)
+    assert model.weight.tolist() == [[64992.0, 1.0]]
+    grow(model, optimizer, square=True)
+    with pytest.warns(UserWarning, match="weight grew beyond the largest float16"):
+        grow(model, optimizer, square=True)
+    assert mpinit.step_counts(optimizer) == (2, 1)
+    for _ in range(2):
+        grow(model, optimizer, square=True)
+        assert model.weight.tolist() == [[65504.0, 1.0]]
+    assert mpinit.step_counts(optimizer) == (4, 1)
+    assert masters(optimizer)[0].tolist() == [[68000.0, 1.0]]
+    mpinit.undo(model)
+
+
+def test_loaded_numbers_beyond_float16_are_clamped() -> None:
+    model, optimizer = growing(1.0)
+    model.load_state_dict({"weight": torch.tensor([[1e5, 1.0]])})
+    assert model.weight.tolist() == [[65504.0, 1.0]]
+    grow(model, optimizer, square=True)
+    assert model.weight.tolist() == [[65504.0, 1.0]]
+    assert model.state_dict()["weight"].tolist() == [[101000.0, 1.0]]
+    mpinit.undo(model)
+
+
 # -- writes from outside --------------------------------------------------------------------------------------------
 
 Write = Callable[[nn.Module, list[torch.Tensor]], None]
