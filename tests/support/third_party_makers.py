@@ -50,7 +50,9 @@ def _pytorch_optimizer() -> Iterator[tuple[str, Maker]]:
     for name in package.get_supported_optimizers():
         cls = package.load_optimizer(name)
         muon = name in {"muon", "adamuon", "adago", "normuon", "distributedmuon", "muonclip"}
-        yield name, grouped(cls) if muon else _plain(cls)
+        # At its own rate of 1 it diverges.
+        slower = {"lr": 0.1, "max_iter": 3} if name == "lbfgs" else {}
+        yield name, grouped(cls) if muon else _plain(cls, **slower)
     adamw = torch.optim.AdamW
     yield "Lookahead", lambda p: package.Lookahead(adamw(p), k=2)
     yield "OrthoGrad", lambda p: package.OrthoGrad(adamw(p))
