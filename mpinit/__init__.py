@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from . import amp as amp
 from .amp import *  # noqa: F403 - its __all__ spells the names out
+from .inspect.explain import explain as explain
 from .inspect.exponents import gradient_histogram as gradient_histogram
 from .inspect.history import History as History
 from .inspect.overflow import overflow_report as overflow_report
@@ -30,7 +31,7 @@ __version__ = "0.1.0"
 if not TYPE_CHECKING:
     __all__ = [
         *("__version__", "amp", "install_as_apex"),
-        *("History", "gradient_histogram", "overflow_report", "stalled", "suggest", "watch_overflow"),
+        *("History", "explain", "gradient_histogram", "overflow_report", "stalled", "suggest", "watch_overflow"),
         *amp.__all__,
     ]
 

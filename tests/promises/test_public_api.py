@@ -41,7 +41,7 @@ FUNCTIONS = {
 }
 
 # What mpinit/inspect offers: of mpinit alone, not of amp.
-INSPECTORS = {"gradient_histogram", "overflow_report", "stalled", "suggest", "watch_overflow"}
+INSPECTORS = {"explain", "gradient_histogram", "overflow_report", "stalled", "suggest", "watch_overflow"}
 
 SIGNATURES = {
     "initialize": [
@@ -79,6 +79,13 @@ SIGNATURES = {
     "loss_scale": [("optimizer", inspect.Parameter.empty), ("loss_id", 0)],
     "step_was_skipped": [("optimizer", inspect.Parameter.empty)],
     "disable_casts": [],
+    "explain": [
+        ("model", inspect.Parameter.empty),
+        ("args", inspect.Parameter.empty),
+        ("loss", None),
+        ("opt_level", None),
+        ("optimizer", None),
+    ],
 }
 
 

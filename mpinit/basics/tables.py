@@ -1,0 +1,50 @@
+"""Tables as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
+    """Columns as wide as what is in them, two blanks apart.
+
+    Args:
+        head: the columns' names.
+        rows: as many cells each.
+        numbers: which columns are numbers and stand to the right.
+
+    Returns:
+        Lines, without a newline at the end.
+
+    Example:
+        >>> print(plain_table(["name", "n"], [["a", "1"], ["b", "20"]], numbers=[1]))
+        name   n
+        ----  --
+        a      1
+        b     20
+    """
+    cells = [list(map(str, row)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        parts = [
+            cell.rjust(width) if index in numbers else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "  ".join(parts).rstrip()
+
+    return "\n".join([line(head), line(["-" * width for width in widths]), *map(line, cells)])
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes as people read it.
+
+    Example:
+        >>> bytes_text(2048), bytes_text(3.5 * 2**20), bytes_text(7)
+        ('2.0 KiB', '3.5 MiB', '7 B')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError

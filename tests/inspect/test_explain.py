@@ -1,0 +1,432 @@
+"""``explain`` counts what really runs, says why, and leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from models import CASES, Case, sgd
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+import mpinit
+from mpinit import registry
+from mpinit.inspect.footprint import slots_of
+from mpinit.settings.opt_levels import OPT_LEVELS
+
+NETWORKS = ["cnn", "lstm", "transformer"]
+LEVELS = [None, *OPT_LEVELS]
+
+
+class Counting(TorchDispatchMode):
+    """How often every operation runs: a count of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(report: Any) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for row in report.rows:
+        found[row.op] += row.count
+    return found
+
+
+def prepared(case: Case) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+    x, y = case.batches(1)[0]
+    return case.build(), x, lambda output: case.loss(output, y)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_counts_agree_with_a_count_of_their_own(name: str, level: str | None) -> None:
+    model, x, loss = prepared(CASES[name])
+    before = mpinit.explain(model, x, loss=loss, opt_level=level)
+    if level is not None:
+        mpinit.initialize(model, sgd(model), level, verbosity=0)
+        # An optimizer's masters change what arrives on weights, and so the last operations of the backward pass.
+        initialised = mpinit.explain(model, x, loss=loss)
+        assert initialised.level == before.level == level
+        with Counting() as counting:
+            loss(model(x)).backward()
+        assert counted(initialised) == counting.seen
+        mpinit.undo(model)
+        model, x, loss = prepared(CASES[name])
+        mpinit.initialize(model, opt_level=level, verbosity=0)
+    with Counting() as counting:
+        loss(model(x)).backward()
+    assert counted(before) == counting.seen
+    forward = {row.module for row in before.rows if row.phase == "forward"}
+    backward = {row.module for row in before.rows if row.why.startswith("backward of")}
+    assert backward - {"(loss)"} <= forward, "a backward operation belongs to its forward's module"
+    assert len(backward) > 2
+
+
+def test_in_evaluation_the_paths_are_those_of_evaluation() -> None:
+    model, x, _ = prepared(CASES["transformer"])
+    model.eval()
+    with torch.no_grad():
+        report = mpinit.explain(model, x)
+        with Counting() as counting:
+            model(x)
+    assert counted(report) == counting.seen
+    assert not [row for row in report.rows if row.phase == "backward"]
+
+
+# -- no trace ---------------------------------------------------------------------------------------------------------
+
+
+class Leaving(nn.Module):
+    """Leaves traces wherever a module can, and fails where it is told to."""
+
+    def __init__(self, fails: str = "") -> None:
+        super().__init__()
+        self.fails = fails
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.log: list[int] = []
+        self.cache: dict[str, Tensor] = {}
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        self.count += 1
+        self.log.append(1)
+        self.cache["x"] = x
+        self.calls = self.calls + 1
+        self.norm.eval() if self.count % 2 else self.norm.train()
+        with torch.no_grad():
+            self.last.weight.add_(1)
+            self.last.bias.data = torch.ones(4, dtype=self.last.bias.dtype)
+        self.new = nn.Parameter(torch.ones(1))
+        random.random(), np.random.rand()
+        x = F.dropout(self.norm(self.first(x)), 0.5)
+        torch.set_autocast_enabled("cpu", not torch.is_autocast_enabled("cpu"))
+        if self.fails == "forward":
+            raise ValueError("on purpose")
+        if self.fails == "backward":
+            x = Failing.apply(x)
+        return self.last(x.float().to(self.last.weight.dtype))
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("on purpose")
+
+
+def picture(model: nn.Module, optimizer: torch.optim.Optimizer, *tensors: Tensor) -> list[Any]:
+    """Everything there is to see of a model, its optimizer, and torch."""
+    parts: list[Any] = []
+    for module in model.modules():
+        own = vars(module)
+        parts += [id(module), module.training, list(own), {k: id(v) for k, v in own.items()}]
+        parts += [[(k, id(v)) for k, v in value.items()] for value in own.values() if isinstance(value, dict)]
+        parts += [list(value) for value in own.values() if isinstance(value, list)]
+    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+    for tensor in (*model.parameters(), *model.buffers(), *masters, *state, *tensors):
+        parts += [id(tensor), tensor.dtype, tensor.requires_grad, tensor.data_ptr(), tensor.tolist(), id(tensor.grad)]
+        parts.append(None if tensor.grad is None else (tensor.grad.dtype, tensor.grad.tolist()))
+    parts += [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+    parts += [torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()]
+    parts += [torch.is_grad_enabled(), len(_get_current_dispatch_mode_stack()), len(registry.live())]
+    parts += [dict(module_hooks._global_forward_hooks), dict(module_hooks._global_forward_pre_hooks)]
+    parts += [dict(module_hooks._global_forward_hooks_always_called), torch.exp, torch.Tensor.exp, F.softmax]
+    return parts
+
+
+@pytest.mark.parametrize("fails", ["", "forward", "backward", "loss"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("initialised", [False, True], ids=["before", "after"])
+def test_everything_is_as_before_bit_for_bit(initialised: bool, level: str | None, fails: str) -> None:
+    model = Leaving(fails)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if initialised and level is not None:
+        mpinit.initialize(model, optimizer, level, verbosity=0)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1 / 3)
+    optimizer.step() if not initialised or level is None else None
+    x = torch.randn(3, 4, requires_grad=True)
+    x.grad = torch.ones(3, 4)
+    batch = x.detach().requires_grad_(False)
+    before = picture(model, optimizer, x, batch)
+    scale = mpinit.loss_scale(optimizer) if initialised and level is not None else None
+
+    def loss(output: Tensor) -> Tensor:
+        if fails == "loss":
+            raise ValueError("on purpose")
+        return output.float().square().mean()
+
+    def run() -> None:
+        mpinit.explain(model, batch, loss=loss, opt_level=None if initialised else level)
+
+    if fails:
+        with pytest.raises(ValueError, match="on purpose"):
+            run()
+    else:
+        run()
+    assert picture(model, optimizer, x, batch) == before
+    if scale is not None:
+        assert mpinit.loss_scale(optimizer) == scale
+        mpinit.undo(model)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_training_goes_on_as_if_nobody_had_looked(level: str) -> None:
+    losses = []
+    for looks in (False, True):
+        case = CASES["cnn"]
+        model, x, loss = prepared(case)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        mpinit.initialize(model, optimizer, level, verbosity=0)
+        found = []
+        for _ in range(3):
+            if looks:
+                mpinit.explain(model, x, loss=loss)
+            optimizer.zero_grad()
+            value = loss(model(x))
+            with mpinit.scale_loss(value, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            if looks:
+                mpinit.explain(model, x, loss=loss)
+            optimizer.step()
+            found.append(value.item())
+        losses.append((found, [value.tolist() for value in model.state_dict().values()]))
+        mpinit.undo(model)
+    assert losses[0] == losses[1]
+
+
+def test_hooks_that_step_in_the_backward_pass_wait() -> None:
+    model = nn.Linear(2, 2)
+    called = []
+    handle = model.weight.register_post_accumulate_grad_hook(lambda p: called.append(p))
+    mpinit.explain(model, torch.ones(1, 2), loss=torch.sum)
+    assert called == []
+    model(torch.ones(1, 2)).sum().backward()
+    assert len(called) == 1
+    handle.remove()
+
+
+def test_frozen_models_and_losses_without_gradients_run_forward() -> None:
+    model = nn.Linear(2, 2).requires_grad_(False)
+    report = mpinit.explain(model, torch.ones(1, 2), loss=torch.sum, opt_level="O3")
+    assert {row.phase for row in report.rows} == {"forward"}
+    assert report.bytes_per_parameter["O2"] == {"weights": 2, "masters": 0, "gradients": 0, "optimizer state": 0}
+
+
+# -- why --------------------------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Casts of its own, a function without casts, and a softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        with mpinit.disable_casts():
+            a = torch.softmax(h, -1)
+        b = h.float().mul(2)
+        return self.norm(a + b).to(h.dtype)
+
+
+def reasons(report: Any) -> Mapping[tuple[str, str], list[Any]]:
+    found: dict[tuple[str, str], list[Any]] = {}
+    for row in report.rows:
+        if row.phase == "forward":
+            found.setdefault((row.module, row.op), []).append(row)
+    return found
+
+
+def test_why_under_the_cast_policy() -> None:
+    report = mpinit.explain(Mixed(), torch.randn(2, 4), loss=lambda y: F.mse_loss(y, y * 2), opt_level="O1")
+    why = reasons(report)
+    assert why["layer", "addmm"][0].why == "policy: addmm runs in float16"
+    assert why["layer", "_to_copy"][0].why == "policy: argument of linear cast, float32 to float16"
+    assert why["norm", "native_layer_norm"][0].why == "policy: layer_norm runs in float32"
+    assert why["", "add"][0].why == "promotion: float16 with float32 gives float32"
+    (softmax,) = why["", "_softmax"]
+    assert softmax.flagged, "casts were switched off there"
+    assert [row.op for row in report.flagged] == ["_softmax"]
+    casts = [row for row in why["", "_to_copy"] if row.why.startswith("user's code")]
+    assert [row.why for row in casts] == ["user's code: float16 to float32", "user's code: float32 to float16"]
+    assert all(Path(row.where.rpartition(":")[0]) == Path(__file__) for row in casts)
+    assert [row.cast_bytes for row in casts] == [2 * 4 * 4, 2 * 4 * 2]
+    assert why["", "mul"][0].why == "user's code: cast to float32"
+
+
+@pytest.mark.parametrize(("level", "lower"), [("O2", "float16"), ("O3", "float16"), ("O5", "bfloat16")])
+def test_why_with_16_bit_weights(level: str, lower: str) -> None:
+    report = mpinit.explain(CASES["cnn"].build(), torch.randn(2, 1, 8, 8), opt_level=level)
+    why = reasons(report)
+    assert why["features.0", "convolution"][0].why == f"weight type: weights are {lower}"
+    assert why["features.0", "convolution"][0].dtypes == (lower,)
+    assert why["features.2", "relu"][0].why == f"input type: {lower}"
+    norm = why["features.1", "native_batch_norm"][0].why
+    assert norm == (
+        f"weight type: weights are {lower}"
+        if level == "O3"
+        else f"weight type: BatchNorm kept in float32 takes {lower}"
+    )
+    ends = [row.why for row in why["", "_to_copy"]]
+    assert ends == [
+        f"weight type: cast at the boundary of a module, float32 to {lower}",
+        f"weight type: cast at the boundary of a module, {lower} to float32",
+    ]
+
+
+def test_modules_kept_in_float32_say_so() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    mpinit.initialize(model, sgd(model), "O2", keep_fp32=nn.LayerNorm, verbosity=0)
+    report = mpinit.explain(model, torch.randn(2, 4), loss=torch.sum)
+    why = reasons(report)
+    assert why["1", "native_layer_norm"][0].why == "weight type: module kept in float32"
+    assert why["1", "native_layer_norm"][0].gradients == ("float32",)
+    assert why["0", "addmm"][0].gradients == ("float16", "float32"), "they arrive in float32 on weights with masters"
+    assert report.flagged == ()
+    mpinit.undo(model)
+    assert [row.module for row in mpinit.explain(model, torch.randn(2, 4), opt_level="O2").flagged] == ["1"]
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_a_parameter_at_every_level() -> None:
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert slots_of(optimizer) == 2
+    found = mpinit.explain(model, torch.randn(1, 64), optimizer=optimizer).bytes_per_parameter
+    assert list(found) == ["now", *OPT_LEVELS]
+    expected = {"O0": (4, 0, 4, 8), "O2": (2, 4, 4, 8), "O3": (2, 0, 2, 4), "O5": (2, 4, 4, 8)}
+    for level, numbers in (expected | {"now": expected["O0"], "O1": expected["O0"], "O4": expected["O0"]}).items():
+        assert tuple(found[level].values()) == numbers, level
+    mpinit.initialize(model, optimizer, "O5", master_weights="split", verbosity=0)
+    after = mpinit.explain(model, torch.randn(1, 64)).bytes_per_parameter
+    assert tuple(after["now"].values()) == (2, 2, 2, 8)
+    assert {level: after[level] for level in OPT_LEVELS} == {level: found[level] for level in OPT_LEVELS}
+
+
+@pytest.mark.parametrize("level", OPT_LEVELS)
+def test_bytes_now_are_those_of_the_level_it_is_at(level: str) -> None:
+    model, x, _ = prepared(CASES["cnn"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    foreseen = mpinit.explain(model, x, optimizer=optimizer).bytes_per_parameter[level]
+    mpinit.initialize(model, optimizer, level, verbosity=0)
+    assert mpinit.explain(model, x).bytes_per_parameter["now"] == foreseen
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert foreseen["weights"] == weights / sum(p.numel() for p in model.parameters())
+
+
+# -- what it comes out as ---------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Which tags are open, and what a page would load."""
+
+    _VOID = ("meta", "input", "br", "link", "img")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self._VOID:
+            self.open.append(tag)
+        self.loads += [str(value) for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_text_json_page_and_plot(tmp_path: Path) -> None:
+    class Named(nn.Module):
+        """A name that HTML would misread."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("<b>", nn.LayerNorm(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.get_submodule("<b>")(x)
+
+    report = mpinit.explain(Named(), torch.randn(2, 4), opt_level="O2", loss=torch.sum)
+    text = str(report)
+    assert "Named at O2" in text
+    assert "! weight type: weights are float16" in text
+    assert max(map(len, text.splitlines())) < 200
+    read = json.loads(report.to_json(tmp_path / "report.json"))
+    assert read == json.loads((tmp_path / "report.json").read_text())
+    assert [row["op"] for row in read["rows"]] == [row.op for row in report.rows]
+    page = report.to_html(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == page
+    parser = Page()
+    parser.feed(page)
+    assert (parser.open, parser.loads) == ([], [])
+    assert "http" not in page
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page.replace("<b>", "", page.count("class='tile"))
+    assert report._repr_html_().startswith("<iframe")
+    figure = report.plot()
+    figure.savefig(tmp_path / "report.png")
+    assert [axes.get_ylabel() or axes.get_xlabel() for axes in figure.axes][0] == "bytes a parameter"
+
+
+def test_without_matplotlib_the_plot_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    report = mpinit.explain(nn.Linear(2, 2), torch.ones(1, 2))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(RuntimeError, match=r"pip install matplotlib, or mpinit\[plot\]"):
+        report.plot()
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_explained_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+    with pytest.raises(TypeError, match=r"must be a torch.nn.Module, not function"):
+        mpinit.explain(lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="loss must be a function"):
+        mpinit.explain(model, x, loss=1.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"one number, not one of shape \(1, 2\)"):
+        mpinit.explain(model, x, loss=lambda y: y)
+    with pytest.raises(TypeError, match="optimizer must be"):
+        mpinit.explain(model, x, optimizer=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'O9' is not a level"):
+        mpinit.explain(model, x, opt_level="O9")
+    with pytest.raises(ValueError, match="lazy"):
+        mpinit.explain(nn.LazyLinear(2), x)
+    model.lock = (lambda: (yield))()  # generators cannot be copied
+    with pytest.raises(ValueError, match=r"cannot be copied.*call mpinit.initialize on it"):
+        mpinit.explain(model, x, opt_level="O2")
+    del model.lock
+    mpinit.initialize(model, sgd(model), "O2", verbosity=0)
+    with pytest.raises(ValueError, match="initialised already.*leave opt_level='O5' out"):
+        mpinit.explain(model, x, opt_level="O5")
+    assert copy.deepcopy(model).weight.dtype is torch.float32
