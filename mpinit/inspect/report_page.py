@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Final
 
 from ..basics.tables import bytes_text
+from .findings import VIEWS, Findings, Row, joined, name_of
 from .footprint import KINDS
 from .page_style import SCRIPT, STYLE
-from .precision_report import VIEWS, PrecisionReport, Row, joined, name_of
 from .recording import BACKWARD, FORWARD
 
 DTYPES: Final = ("float32", "float16", "bfloat16")
 
 
-def page(report: PrecisionReport) -> str:
+def page(report: Findings) -> str:
     """The whole page."""
     parts = [
         f"<h1>{_text(report.title())}</h1>",
@@ -36,7 +36,7 @@ def page(report: PrecisionReport) -> str:
     )
 
 
-def notebook_cell(report: PrecisionReport) -> str:
+def notebook_cell(report: Findings) -> str:
     """The page in a frame of its own, so that a notebook's styles and the page's leave each other alone."""
     return (
         f'<iframe title="{_text(report.title())}" srcdoc="{html.escape(page(report))}" '
@@ -48,7 +48,7 @@ def _text(value: object) -> str:
     return html.escape(str(value))
 
 
-def _tiles(report: PrecisionReport) -> str:
+def _tiles(report: Findings) -> str:
     counts = {phase: sum(row.count for row in report.rows if row.phase == phase) for phase in (FORWARD, BACKWARD)}
     flagged = sum(row.count for row in report.flagged)
     tiles = [
@@ -65,14 +65,14 @@ def _tiles(report: PrecisionReport) -> str:
     return f"<section class=tiles>{cells}</section>"
 
 
-def _flagged(report: PrecisionReport) -> str:
+def _flagged(report: Findings) -> str:
     head = "<h2>In 16 bits, though the cast policy calls for float32</h2>"
     if not report.flagged:
         return f"<section>{head}<p>Nothing.</p></section>"
     return f"<section>{head}{_table(report.flagged, with_module=True)}</section>"
 
 
-def _memory(report: PrecisionReport) -> str:
+def _memory(report: Findings) -> str:
     largest = max((sum(kinds.values()) for kinds in report.bytes_per_parameter.values()), default=0.0) or 1.0
     lines = []
     for level, kinds in report.bytes_per_parameter.items():
@@ -93,7 +93,7 @@ def _memory(report: PrecisionReport) -> str:
     )
 
 
-def _modules(report: PrecisionReport) -> str:
+def _modules(report: Findings) -> str:
     legend = "".join(f"<span><i class={dtype}></i>{dtype}</span>" for dtype in DTYPES)
     parts = [_module(rows) for rows in report.by_module().values()]
     return (

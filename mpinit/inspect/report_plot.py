@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
+from .findings import VIEWS, Findings, name_of
 from .footprint import KINDS
 from .plotting import new_columns, save
-from .precision_report import VIEWS, PrecisionReport, name_of
 
 _DTYPE_COLOURS: Final = {
     "float32": "#3567b0",
@@ -19,7 +19,7 @@ _KIND_COLOURS: Final = ("#3567b0", "#8fb3e0", "#d9a441", "#9a8f80")
 _MOST_MODULES: Final = 24
 
 
-def plot(report: PrecisionReport, path: str | Path | None = None) -> Any:
+def plot(report: Findings, path: str | Path | None = None) -> Any:
     """Bytes a parameter on the left, dtypes of every module's operations on the right.
 
     Args:
@@ -34,7 +34,7 @@ def plot(report: PrecisionReport, path: str | Path | None = None) -> Any:
     return save(figure, path)
 
 
-def _draw_memory(axes: Any, report: PrecisionReport) -> None:
+def _draw_memory(axes: Any, report: Findings) -> None:
     levels = list(report.bytes_per_parameter)
     bottom = [0.0] * len(levels)
     for kind, colour in zip(KINDS, _KIND_COLOURS, strict=True):
@@ -65,7 +65,7 @@ def _draw_shares(axes: Any, shares: dict[str, dict[str, int]]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _shares(report: PrecisionReport) -> dict[str, dict[str, int]]:
+def _shares(report: Findings) -> dict[str, dict[str, int]]:
     """Module -> dtype -> how many operations."""
     found: dict[str, dict[str, int]] = {}
     for row in report.rows:

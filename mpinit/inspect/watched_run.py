@@ -16,8 +16,9 @@ from ..plan import CastPolicy, Plan, make_plan
 from ..session import Session
 from ..settings.resolve import resolve
 from .aten_policy import AtenPolicy
+from .findings import rows_of
 from .footprint import bytes_per_parameter
-from .precision_report import PrecisionReport, rows_of
+from .precision_report import PrecisionReport
 from .reasons import Reasons
 from .recording import OUTSIDE, Recording
 from .restoring import Untouched, same_modes, tensors_in
