@@ -18,6 +18,7 @@ from .functions.registration import (
     register_half_function,
     register_promote_function,
 )
+from .grad_scaler import GradScaler
 from .initialization import add_optimizers, initialize, undo
 from .inspect.describe import describe as describing
 from .scaling.scaled_loss import ScaledLoss, Unscaled
@@ -27,6 +28,7 @@ from .torch_internals.native_autocast import disable_casts
 
 __all__ = [
     "OPT_LEVELS",
+    "GradScaler",
     "Properties",
     "add_optimizers",
     "clip_grad_norm_",

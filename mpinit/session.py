@@ -160,6 +160,7 @@ class Session:
             reshard(self.models)
             for control in self._controls:
                 control.backward.abandon_backward()
+                control.scaled.give_up()
             self.waiting.bring_along()
             differing = [name for copies in self._controls.all_copies() for name in copies.end()]
             if differing:
@@ -236,6 +237,14 @@ class Session:
             raise RuntimeError(f"{self.describe()} awaits its optimizers: call mpinit.add_optimizers(optimizer) first")
         parts = [self._controls.of(optimizer).backward for optimizer in optimizers]
         return ScaledLoss(loss, self.scaler(loss_id), parts, self._controls.bystanders, delay)
+
+    def scaled_output(self, output: torch.Tensor, loss_id: int) -> torch.Tensor:
+        """``output`` times the scale of a loss; gradients of its backward pass stay scaled until :meth:`unscale`."""
+        return self._controls.scaled(output, self.scaler(loss_id))
+
+    def unscale(self, optimizer: Optimizer, loss_id: int) -> bool:
+        """Unscale and check an optimizer's gradients; whether it has any."""
+        return self._controls.unscale(optimizer, self.scaler(loss_id))
 
     def scaler(self, loss_id: int) -> LossScaler:
         """The scaler of a loss.

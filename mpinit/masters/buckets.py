@@ -15,7 +15,7 @@ from ..basics.dtypes import is_lower_precision
 from ..basics.gradients import as_float32
 from ..basics.interrupts import InterruptsHeld
 from ..torch_internals.devices import bucket_bytes_at_most
-from ..torch_internals.parameter_watching import TENSOR_DATA, TENSOR_DETACH
+from ..torch_internals.parameter_watching import TENSOR_DATA, TENSOR_DETACH, TENSOR_GRAD
 from .float_split import add_remainder_, flat, take_remainder_
 from .split_pair import SplitPair, placeholder
 
@@ -143,7 +143,7 @@ class Bucket:
                 self._stage = _Stage.AT_REST
         for pair, empty in zip(self.pairs, self._placeholders, strict=True):
             master = pair.master_param
-            master.grad = None
+            TENSOR_GRAD.__set__(master, None)  # whose weight keeps its gradient
             TENSOR_DATA.__set__(master, empty)
         return layout.is_ours_alone()
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ..basics.dtypes import is_lower_precision
 from ..distributed.sharding import is_sharded
+from ..torch_internals.parameter_watching import TENSOR_GRAD
 from .buckets import Bucket, Buffers, grouped
 from .pairs import Pair
 from .parts import Numbers
@@ -127,7 +128,7 @@ class SplitMasters(MasterStore):
         one_part = len(buckets) == 1 and not plain
         try:
             for master in () if one_part else copies.masters:
-                master.grad = None
+                TENSOR_GRAD.__set__(master, None)  # whose weight keeps its gradient
             numbers = None if one_part else Numbers(optimizer)
             if plain or not buckets:
                 yield None

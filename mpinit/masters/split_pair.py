@@ -10,7 +10,7 @@ from torch import nn
 from ..basics.checksum import BLOCK, checksums, padded, words_of
 from ..basics.interrupts import InterruptsHeld
 from ..distributed.sharding import set_data
-from ..torch_internals.parameter_watching import TENSOR_DETACH
+from ..torch_internals.parameter_watching import TENSOR_DETACH, TENSOR_GRAD
 from .float_split import flat, join, split_
 from .pairs import Pair, give_gradient
 
@@ -157,7 +157,7 @@ class SplitPair(Pair):
 
     def let_go(self) -> None:
         """The weight has its gradient already."""
-        self.master_param.grad = None
+        TENSOR_GRAD.__set__(self.master_param, None)
 
 
 def placeholder(weight: torch.Tensor) -> torch.Tensor:

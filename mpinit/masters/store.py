@@ -43,7 +43,7 @@ class MasterStore(ABC):
         if pair is not None:
             self.pairs.add(pair)
             self.watcher.watch(pair.model_param)
-            self.watcher.watch(pair.master_param)
+            self.watcher.watch(pair.master_param, twin=pair.model_param)
         return pair
 
     def hold_idle(self) -> None:

@@ -1,7 +1,8 @@
 """The law of two copies: of every number that a weight and its master both hold, which of the two is true.
 
 * A weight's gradient and its master's are one. Whichever side was changed since the last look counts: replaced or
-  cleared; edited in place it is the same tensor anyway. Both changed, and differently, is an error.
+  cleared; edited in place it is the same tensor anyway. Both changed, and differently, is an error. Where they are one
+  tensor, clearing the master's clears the weight's at once: autograd would add to it.
 * A weight and its master are one. Whichever side was written to since the last look counts, element by element (by
   blocks of 64 with split masters): what was not written keeps its low bits. Both written, and differently, is an error.
   Values put into a weight and taken out again before the next step cost no low bits.

@@ -64,6 +64,7 @@ class BackwardPass(TakesPart):
             )
         self.abandon_backward()
         groups.refresh()
+        cycle.check_unscaled("mpinit.scale_loss was entered", groups.model_params())
         held = groups.copies.look_at_gradients()
         adds_up = groups.store.adds_up_natively()
         if scaler.is_identity and adds_up:
@@ -140,6 +141,11 @@ class BackwardPass(TakesPart):
         cycle.note(found_inf)
         return found_inf
 
+    def inverse_scale(self, scaler: LossScaler) -> torch.Tensor:
+        """What gradients are about to be multiplied by, of which :attr:`last_scaling` knows from here on."""
+        self._scaled_by, self._inverse = scaler, scaler.inverse_scale()
+        return self._inverse
+
     def tell_of_backward(self, loss: torch.Tensor, scaler: LossScaler, overflowed: bool) -> str | None:
         """Tell the observers; take an overflow down."""
         for observer in self._observers:
@@ -156,8 +162,7 @@ class BackwardPass(TakesPart):
         if done and shared:
             fresh = [gradient for gradient in fresh if id(gradient) not in done]
         if scaler.rule.dynamic:
-            inverse = scaler.inverse_scale()
-            self._scaled_by, self._inverse = scaler, inverse
+            inverse = self.inverse_scale(scaler)
             found_inf = unscale_and_check_(fresh, inverse, plain or None)
             # Unscaled already, and checked together with others that are not this optimizer's.
             return any_of([found_inf, unscale_and_check_(shared, torch.ones_like(inverse))])

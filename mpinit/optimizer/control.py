@@ -25,6 +25,7 @@ from .halves import FIRST, SECOND, Halves
 from .observers import Observer
 from .overflow_log import OverflowLog
 from .parameter_groups import ParameterGroups
+from .scaled_gradients import ScaledGradients
 from .state_by_name import StateByName
 from .step import Step
 from .step_counts import StepCounts
@@ -51,6 +52,7 @@ class OptimizerControl:
         backward: its part in scaled backward passes.
         observers: who is told of its backward passes and steps.
         overflows: what is known of its last overflow.
+        scaled: its part in those whose gradients are unscaled later.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class OptimizerControl:
         self.observers: list[Observer] = []
         self.overflows = OverflowLog(self.groups, name_of)
         self.backward = BackwardPass(self.groups, self._cycle, self.observers, self.overflows)
+        self.scaled = ScaledGradients(self.groups, self._cycle, self.backward, name_of)
         self._inner_zero_grad: Callable[..., None] = optimizer.zero_grad
         self._inner_add_param_group: Callable[[dict[str, Any]], None] = optimizer.add_param_group
         self._inner_step: Callable[..., Any] = optimizer.step
@@ -90,6 +93,10 @@ class OptimizerControl:
     def counts(self) -> StepCounts:
         """Steps done and skipped."""
         return self._step.counter.read()
+
+    def skips_step(self) -> bool:
+        """Skip a step here and now where gradients overflowed; False where it is to be done, or skips by itself."""
+        return self._step.skips()
 
     def gradient_holders(self) -> Iterator[nn.Parameter]:
         """The parameters whose ``.grad`` the next step uses, in the groups' order, with weights and masters agreeing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import final
 
 import torch
@@ -15,6 +16,7 @@ from ..masters.two_copies import NameOf, TwoCopies
 from ..plan import Plan
 from ..scaling.scaled_loss import TakesPart
 from ..scaling.scaler import LossScaler
+from ..torch_internals.backward_passes import around_backward, current_pass
 from .bystanders import OtherParameters
 from .control import OptimizerControl
 from .state import as_it_is
@@ -53,6 +55,9 @@ class Controls:
         self._original_values = original_values
         self._of: dict[Optimizer, OptimizerControl] = {}
         self._loose: tuple[tuple[int, ...], list[nn.Parameter]] = ((-1,), [])
+        # The backward pass of a GradScaler's loss that is running.
+        self._pass = -1
+        self._loss = torch.zeros(())
         self.bystanders = OtherParameters(self._other_parameters)
 
     def __iter__(self) -> Iterator[OptimizerControl]:
@@ -108,6 +113,44 @@ class Controls:
         control = self._of.pop(optimizer, None)
         if control is not None:
             control.groups.leave()
+
+    # -- a GradScaler's losses ----------------------------------------------------------------------------------
+
+    def scaled(self, output: torch.Tensor, scaler: LossScaler) -> torch.Tensor:
+        """``output`` scaled; gradients that its backward pass leaves on weights are scaled until :meth:`unscale`."""
+        scaled = scaler.scale(output)
+        self._loss = output.detach()
+        if scaled.requires_grad and not scaler.is_identity:
+            around_backward(scaled, partial(self._before_backward, scaler), partial(self._after_backward, scaler))
+        return scaled
+
+    def _before_backward(self, scaler: LossScaler) -> None:
+        # Several scaled tensors may be in one pass.
+        if self._pass != current_pass():
+            for control in self._of.values():
+                control.scaled.before_backward(scaler)
+            self.bystanders.before_backward([control.backward for control in self._of.values()], scaler)
+            self._pass = current_pass()
+
+    def _after_backward(self, scaler: LossScaler) -> None:
+        if self._pass == current_pass():
+            self._pass = -1
+            self.bystanders.after_backward()
+            for control in self._of.values():
+                control.scaled.after_backward(scaler)
+
+    def unscale(self, optimizer: Optimizer, scaler: LossScaler) -> bool:
+        """Unscale and check an optimizer's gradients.
+
+        Returns:
+            Whether it has any.
+        """
+        own = self._of[optimizer]
+        found = own.scaled.unscale(scaler, self._loss)
+        for other in self._of.values():
+            if other is not own:
+                other.scaled.note_sound(own.groups.model_params())
+        return found
 
     # -- who is where -------------------------------------------------------------------------------------------
 

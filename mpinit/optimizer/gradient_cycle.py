@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable
 from typing import final
 
 import torch
@@ -20,11 +21,16 @@ class GradientCycle:
     Attributes:
         found_inf: what the checks of this cycle's gradients found (0-dimensional, above 0 for inf or nan), or None.
         saw_scale_loss: whether a scaled backward pass has ended in this cycle.
+        scaled_by: what the gradients on the weights are scaled by, between a backward pass of a GradScaler's loss and
+            their unscaling; else None.
+        saw_unscaling: whether there has been such an unscaling in this cycle.
     """
 
     def __init__(self) -> None:
         self.found_inf: torch.Tensor | None = None
         self.saw_scale_loss = False
+        self.scaled_by: LossScaler | None = None
+        self.saw_unscaling = False
         self._block: weakref.ref[object] | None = None
         self._aside: Kept | None = None
         self._pending: list[LossScaler] = []
@@ -67,6 +73,24 @@ class GradientCycle:
                 f"{instead}"
             )
 
+    def look_for_scaled(self, weights: Iterable[torch.Tensor]) -> bool:
+        """Whether any of these weights has a gradient that is scaled; all of them may have been cleared by hand."""
+        if self.scaled_by is not None and all(weight.grad is None for weight in weights):
+            self.scaled_by = None
+        return self.scaled_by is not None
+
+    def check_unscaled(self, what: str, weights: Iterable[torch.Tensor]) -> None:
+        """Refuse what must not be done with scaled gradients.
+
+        Raises:
+            RuntimeError: backward() of a GradScaler's loss has left them, and nobody has unscaled them.
+        """
+        if self.look_for_scaled(weights):
+            raise RuntimeError(
+                f"{what}, but the gradients are still scaled, by a GradScaler: call scaler.step(optimizer), or "
+                "scaler.unscale_(optimizer) first"
+            )
+
     # -- overflow -----------------------------------------------------------------------------------------------
 
     def note(self, found_inf: torch.Tensor | None) -> None:
@@ -80,7 +104,8 @@ class GradientCycle:
     def cleared(self) -> None:
         """Nothing is left of the cycle."""
         self.found_inf = None
-        self.saw_scale_loss = False
+        self.saw_scale_loss = self.saw_unscaling = False
+        self.scaled_by = None
         if self._aside is not None:
             # Cleared inside of scale_loss, before its backward pass.
             self._aside[:] = [None] * len(self._aside)

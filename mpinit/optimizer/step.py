@@ -125,6 +125,15 @@ class Step:
         groups.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._skipped = False
 
+    def skips(self) -> bool:
+        """Count a step as skipped where that is certain before it begins; whether it was."""
+        if not self._is_to_be_skipped():
+            return False
+        self.prepare("optimizer.step()")
+        self.skip()
+        self.tell_observers()
+        return True
+
     def make_state(self) -> None:
         """Let the optimizer make its state of the gradients there are: no step that is counted, checked or skipped."""
 
@@ -265,6 +274,7 @@ class Step:
     def check_gradients(self) -> None:
         """Notice that scale_loss was forgotten: an error where gradients would be ignored or scaled, else a warning."""
         cycle, copies = self._cycle, self._groups.copies
+        cycle.check_unscaled("optimizer.step() or mpinit.master_params() was called", self._groups.model_params())
         scaled = self._bystanders.reached_one_of([*copies.weights, *self._groups.plain])  # type: ignore[list-item]
         if scaled is not None:
             raise RuntimeError(
@@ -272,7 +282,7 @@ class Step:
                 "reached it. Pass both optimizers to mpinit.scale_loss, or clear the gradient (optimizer.zero_grad()) "
                 "before the backward pass that is to count"
             )
-        if cycle.saw_scale_loss:
+        if cycle.saw_scale_loss or cycle.saw_unscaling:
             copies.look_at_gradients()
             if cycle.found_inf is not None and all(p.grad is None for p in self._groups.present()):
                 cycle.forget_overflow()

@@ -128,6 +128,10 @@ class LossScaler:
         """Take down the outcome of one check: a 0-dimensional float32 tensor, above 0 where it found inf or nan."""
         self._noted = self._scaling.noted(self._noted, found_inf, self._state)
 
+    def forget_notes(self) -> None:
+        """Let the next update know of nothing that was noted until now."""
+        self._noted = None
+
     def update(self) -> None:
         """Move the scale by what was noted since the last update; without notes nothing happens."""
         found_inf, self._noted = self._noted, None

@@ -44,14 +44,22 @@ class Watcher:
         # Parameters whose gradient somebody assigned, by id; autograd assigns without being noticed.
         self.assigned: set[int] = set()
         self._paused = False
+        self._twins: dict[int, nn.Parameter] = {}
         self._held: dict[torch.Tensor, list[weakref.ref[torch.Tensor]]] = {}
         self._ids: set[int] = set()
         # A watcher that is dropped without being closed leaves nothing behind.
         weakref.finalize(self, _forget, self._ids)
 
-    def watch(self, parameter: nn.Parameter) -> None:
-        """Watch one parameter."""
+    def watch(self, parameter: nn.Parameter, twin: nn.Parameter | None = None) -> None:
+        """Watch one parameter.
+
+        Args:
+            parameter: the parameter.
+            twin: another whose gradient is cleared where somebody clears the parameter's, which is the same tensor.
+        """
         with _lock:
+            if twin is not None:
+                self._twins[id(parameter)] = twin
             _watchers[id(parameter)] = weakref.ref(self)
             self._ids.add(id(parameter))
             if "data" not in vars(nn.Parameter):
@@ -61,6 +69,7 @@ class Watcher:
     def unwatch(self, parameter: nn.Parameter) -> None:
         """Stop watching one parameter."""
         self._ids.discard(id(parameter))
+        self._twins.pop(id(parameter), None)
         self.handed_out.pop(parameter, None)
         self._held.pop(parameter, None)
         _forget({id(parameter)})
@@ -119,10 +128,20 @@ class Watcher:
             return before is not now
         return before.shape != now.shape or before.device != now.device or not torch.equal(before, now)
 
+    def clear_twin(self, parameter: torch.Tensor) -> None:
+        """A parameter's gradient is about to be cleared: its twin's with it, where the two are one.
+
+        Not by an optimizer in its step.
+        """
+        twin = None if self._paused else self._twins.get(id(parameter))
+        if twin is not None and twin.grad is not None and twin.grad is parameter.grad:
+            TENSOR_GRAD.__set__(twin, None)
+
     def close(self) -> None:
         """Stop watching everything."""
         self.handed_out.clear()
         self._held.clear()
+        self._twins.clear()
         _forget(self._ids)
         self._ids.clear()
 
@@ -171,8 +190,10 @@ _detach.__name__, _detach.__doc__ = "detach", torch.Tensor.detach.__doc__
 
 
 def _set_grad(parameter: torch.Tensor, value: Any) -> None:
-    watcher = _watcher_of(parameter) if isinstance(value, torch.Tensor) else None
-    if watcher is not None:
+    watcher = _watcher_of(parameter)
+    if watcher is not None and value is None:
+        watcher.clear_twin(parameter)
+    elif watcher is not None and isinstance(value, torch.Tensor):
         watcher.assigned.add(id(parameter))
         wanted = parameter.grad_dtype
         if wanted is not None and value.dtype != wanted and value.is_floating_point():
@@ -181,6 +202,9 @@ def _set_grad(parameter: torch.Tensor, value: Any) -> None:
 
 
 def _delete_grad(parameter: torch.Tensor) -> None:
+    watcher = _watcher_of(parameter)
+    if watcher is not None:
+        watcher.clear_twin(parameter)
     TENSOR_GRAD.__delete__(parameter)
 
 

@@ -26,7 +26,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("registry",),
     ("checks",),
     ("inspect", "checkpoint"),
-    ("initialization",),
+    ("initialization", "grad_scaler"),
     ("amp",),
     ("", "__main__", "cli", "compat", "integrations"),
 )
