@@ -178,6 +178,8 @@ class Session:
 
     def before_forward(self) -> None:
         """A model is about to be run: its weights follow what was written to their masters."""
+        # A process group may have been set up since, and DDP has made buckets of the weights' own type then.
+        self._store.adds_up_natively()
         for control in self._controls:
             control.before_forward()
 

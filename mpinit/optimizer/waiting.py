@@ -61,8 +61,6 @@ class WaitingWeights:
         """Optimizers have come: where they took everything, nobody's step has to be looked at any more."""
         if not any(pair.model_param.requires_grad for pair in self._store.idle.pairs):
             self._accept_steps()
-        # A process group that was set up in between wants gradients of the weights' own type.
-        self._store.adds_up_natively()
 
     def bring_along(self) -> None:
         """The model may have been moved: so are the float32 values."""

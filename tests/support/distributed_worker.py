@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import distributed_by_name
+import distributed_loops
 import torch
 import torch.distributed as dist
 from models import CASES, level_arguments, train
@@ -294,6 +295,7 @@ def split_masters_of_a_sharded_model_are_refused() -> None:
 
 check(*distributed_by_name.DDP_CASES)(distributed_by_name.ddp_states_by_name)
 check(*distributed_by_name.FSDP_CASES)(distributed_by_name.fsdp_states_by_name)
+check(*distributed_loops.CASES)(distributed_loops.ddp_by_a_grad_scaler)
 
 
 def outcome_of(run: Callable[[], None]) -> str:
