@@ -94,8 +94,7 @@ def scale_loss(
         torch.float32
         >>> mpinit.undo(optimizer)
     """
-    many = [optimizers] if isinstance(optimizers, Optimizer) else checks.as_list(optimizers, Optimizer, "optimizers")
-    many = list(dict.fromkeys(many))
+    many = list(dict.fromkeys(checks.as_optimizers(optimizers)))
     session = registry.shared_session(many)
     if session is None:
         return Unscaled(loss)
@@ -215,6 +214,7 @@ def describe(owner: Any) -> str:
         model 0, Linear: 10 float16 parameters
         >>> mpinit.undo(model)
     """
+    owner = registry.unwrapped(owner)
     return "mixed precision is disabled" if owner in registry.disabled else describing(registry.session_of(owner))
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from . import registry
 from .basics.dtypes import is_lower_precision
 from .basics.user_warnings import warn_user
+from .basics.wrappers import inside
 from .distributed.sharding import reshard
 from .model.entry_points import check_argument_names
 from .model.selection import named_tensors, own_tensors
@@ -34,6 +35,23 @@ def as_list(given: Any, kind: type, what: str) -> list[Any]:
         if not isinstance(item, kind):
             raise TypeError(f"{what} must be a {kind.__name__}, or a list or tuple of them; got {type(item).__name__}")
     return items
+
+
+def as_optimizers(given: Any) -> list[Any]:
+    """:func:`as_list` of optimizers, those in wrappers that only hand on to them taken out.
+
+    Raises:
+        TypeError: something else; where it holds an optimizer the message names that.
+    """
+    items = [registry.unwrapped(item) for item in (given if isinstance(given, (list, tuple)) else [given])]
+    for item in items:
+        inner = None if isinstance(item, Optimizer) else inside(item)
+        if isinstance(inner, Optimizer):
+            raise TypeError(
+                f"{type(item).__name__} is no Optimizer, and steps in a way of its own: give the "
+                f"{type(inner).__name__} inside of it, and wrap that afterwards"
+            )
+    return as_list(items, Optimizer, "optimizers")
 
 
 def check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: Properties, plan: Plan) -> None:

@@ -64,7 +64,7 @@ class GradScaler:
     """
 
     def __init__(self, owners: Any, loss_id: int = 0, enabled: bool = True) -> None:
-        given = list(owners) if isinstance(owners, (list, tuple)) else [owners]
+        given = [registry.unwrapped(owner) for owner in (owners if isinstance(owners, (list, tuple)) else [owners])]
         if not given:
             raise ValueError("GradScaler needs an initialised optimizer, or a model of the session that is meant")
         self._loss_id = loss_id
@@ -282,7 +282,8 @@ class GradScaler:
                 f"this {type(optimizer).__name__} belongs to {owning.describe()}, and the GradScaler to "
                 f"{session.describe()}: make one for each session"
             )
-        return optimizer
+        inner: Optimizer = registry.unwrapped(optimizer)
+        return inner
 
     def _check_used(self, name: str) -> None:
         if not self._has_scaled:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -93,7 +92,7 @@ def initialize(
     if isinstance(given["max_loss_scale"], Default):
         given["max_loss_scale"] = None
     model_list = checks.as_list(models, nn.Module, "models")
-    optimizer_list = [] if optimizers is None else checks.as_list(optimizers, Optimizer, "optimizers")
+    optimizer_list = [] if optimizers is None else checks.as_optimizers(optimizers)
     if not isinstance(await_optimizers, bool):
         raise TypeError(f"await_optimizers must be True or False, not {await_optimizers!r}")
     on, settings = is_enabled(enabled), read_settings(config, num_losses, verbosity)
@@ -154,7 +153,7 @@ def add_optimizers(optimizers: Any) -> Any:
         (torch.bfloat16, torch.float32)
         >>> mpinit.undo(model)
     """
-    given = checks.as_list(optimizers, Optimizer, "optimizers")
+    given = checks.as_optimizers(optimizers)
     checks.check_free([], given)
     if not given:
         for waiting in registry.the_one_that_waits():
@@ -185,7 +184,7 @@ def undo(owners: Any) -> None:
     Raises:
         ValueError: an object that is not initialised (any more).
     """
-    given: Sequence[Any] = list(owners) if isinstance(owners, (list, tuple)) else [owners]
+    given = [registry.unwrapped(owner) for owner in (owners if isinstance(owners, (list, tuple)) else [owners])]
     found: dict[Session, None] = {}
     for owner in given:
         session = registry.of(owner)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from .basics import wrappers
 from .session import Session
 
 _owners: weakref.WeakKeyDictionary[Any, weakref.ref[Session]] = weakref.WeakKeyDictionary()
@@ -24,8 +25,21 @@ def add(session: Session) -> None:
     _sessions.add(session)
 
 
+def unwrapped(given: Any) -> Any:
+    """The initialised (or disabled) optimizer or model inside of whatever is around it; see :mod:`.basics.wrappers`."""
+    return wrappers.unwrapped(given, _is_known)
+
+
+def _is_known(owner: Any) -> bool:
+    try:
+        return owner in _owners or owner in disabled
+    except TypeError:
+        return False
+
+
 def of(owner: Any) -> Session | None:
-    """The live session of a model or optimizer, or None."""
+    """The live session of a model or optimizer, or of the optimizer in a wrapper; None where there is none."""
+    owner = owner if isinstance(owner, nn.Module) else unwrapped(owner)
     try:
         reference = _owners.get(owner)
     except TypeError:
@@ -112,7 +126,7 @@ def shared_session(optimizers: list[Optimizer]) -> Session | None:
         sessions = live()
         return sessions[0] if len(sessions) == 1 else None
     if owning[0] is None or any(session is not owning[0] for session in owning):
-        if all(optimizer in disabled for optimizer in optimizers):
+        if all(unwrapped(optimizer) in disabled for optimizer in optimizers):
             return None
         named = " and ".join(dict.fromkeys(session_of(optimizer).describe() for optimizer in optimizers))
         raise ValueError(f"one loss cannot be scaled by {named} at once: pass their optimizers to one initialize call")
@@ -126,7 +140,7 @@ def session_meant(optimizer: Optimizer | None) -> Session | None:
         RuntimeError: there is no such session, or more than one to choose from.
     """
     if optimizer is not None:
-        return None if optimizer in disabled else session_of(optimizer)
+        return None if unwrapped(optimizer) in disabled else session_of(optimizer)
     sessions = live()
     if len(sessions) == 1:
         return sessions[0]

@@ -103,14 +103,22 @@ class TwoCopies:
         ours, theirs = [m.grad for m in self.masters], [w.grad for w in self.weights]
         if all(map(is_, ours, theirs)):
             self._gradients = ours
+            self._watcher.cleared -= self._own
             return ours
         true = [
             other if other is mine or mine is known else self._not_the_weights(pair, mine, other, known)
-            for pair, mine, other, known in zip(self.pairs, ours, theirs, self._gradients, strict=True)
+            for pair, mine, other, known in zip(self.pairs, ours, theirs, self._known(), strict=True)
         ]
         held = self._as_held(true)
         self.put_gradients(held)
         return held
+
+    def _known(self) -> Gradients:
+        """What the two sides' gradients were when they were last one; None where both were cleared at once."""
+        cleared = self._watcher.cleared
+        if not cleared:
+            return self._gradients
+        return [None if id(m) in cleared else g for m, g in zip(self.masters, self._gradients, strict=True)]
 
     def _not_the_weights(
         self, pair: Pair, mine: torch.Tensor | None, other: torch.Tensor | None, known: torch.Tensor | None
@@ -137,6 +145,7 @@ class TwoCopies:
                 assign(weight, gradient)
         if self._watcher.assigned:
             self._watcher.assigned -= self._own
+        self._watcher.cleared -= self._own
         for pair in self._shared:
             for copies in pair.holders:
                 copies._gradients[copies._index[pair]] = pair.master_param.grad
@@ -230,7 +239,7 @@ class TwoCopies:
         """
         names = []
         for index, pair in enumerate(self.pairs):
-            known, mine, other = self._gradients[index], pair.master_param.grad, pair.model_param.grad
+            known, mine, other = self._known()[index], pair.master_param.grad, pair.model_param.grad
             if other is not mine and mine is not known and other is not known and not _equal(mine, other):
                 pair.master_param.grad = pair.model_param.grad = None
                 names.append(self._name_of(pair.model_param))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..basics.patching import Undo, UndoStack
+from ..basics.wrappers import unwrapped
 from ..masters.store import MasterStore
 from ..masters.two_copies import NameOf, TwoCopies
 from ..plan import Plan
@@ -64,8 +65,8 @@ class Controls:
         return iter(self._of.values())
 
     def of(self, optimizer: Optimizer) -> OptimizerControl:
-        """What is kept for one of the session's optimizers."""
-        return self._of[optimizer]
+        """What is kept for one of the session's optimizers, or for the one in a wrapper."""
+        return self._of[optimizer if optimizer in self._of else unwrapped(optimizer, self._of.__contains__)]
 
     def has(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer is one of the session's."""
@@ -145,7 +146,7 @@ class Controls:
         Returns:
             Whether it has any.
         """
-        own = self._of[optimizer]
+        own = self.of(optimizer)
         found = own.scaled.unscale(scaler, self._loss)
         for other in self._of.values():
             if other is not own:

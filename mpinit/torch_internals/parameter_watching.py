@@ -43,6 +43,8 @@ class Watcher:
         self.handed_out: dict[torch.Tensor, torch.Tensor | None] = {}
         # Parameters whose gradient somebody assigned, by id; autograd assigns without being noticed.
         self.assigned: set[int] = set()
+        # Parameters whose gradient was cleared together with their twin's, by id.
+        self.cleared: set[int] = set()
         self._paused = False
         self._twins: dict[int, nn.Parameter] = {}
         self._held: dict[torch.Tensor, list[weakref.ref[torch.Tensor]]] = {}
@@ -136,6 +138,7 @@ class Watcher:
         twin = None if self._paused else self._twins.get(id(parameter))
         if twin is not None and twin.grad is not None and twin.grad is parameter.grad:
             TENSOR_GRAD.__set__(twin, None)
+            self.cleared.add(id(parameter))
 
     def close(self) -> None:
         """Stop watching everything."""

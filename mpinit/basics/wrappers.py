@@ -1,0 +1,68 @@
+"""What others put around optimizers and models, seen through by the attributes that they document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch import nn
+from torch.optim import Optimizer
+
+# accelerate's AcceleratedOptimizer and Fabric's and Lightning's optimizers; schedule-free's wrapper.
+_OPTIMIZERS: Final = ("optimizer", "base")
+# DistributedDataParallel and its like; torch.compile.
+_MODELS: Final = ("module", "_orig_mod")
+_DEEPEST: Final = 8
+
+
+def unwrapped(given: Any, is_known: Callable[[Any], bool]) -> Any:
+    """The optimizer or model inside of whatever is around it that is known, or that it hands everything on to.
+
+    Args:
+        given: anything.
+        is_known: whether an object is one that is looked for.
+
+    Returns:
+        The nearest that is known; without one the optimizer whose groups and state a wrapper shows as its own; else
+        what was given. An optimizer with groups or state of its own, as Lookahead has, is no wrapper.
+
+    Example:
+        >>> import torch
+        >>> class Wrapper:
+        ...     def __init__(self, optimizer): self.optimizer = optimizer
+        ...     param_groups = property(lambda self: self.optimizer.param_groups)
+        ...     state = property(lambda self: self.optimizer.state)
+        >>> inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        >>> unwrapped(Wrapper(inner), lambda each: False) is inner
+        True
+    """
+    present, hands_on = given, given
+    for _ in range(_DEEPEST):
+        if is_known(present):
+            return present
+        inner = inside(present)
+        if inner is None:
+            break
+        if hands_on is present and _shows(present, inner):
+            hands_on = inner
+        present = inner
+    return hands_on
+
+
+def inside(wrapper: Any) -> Any:
+    """The optimizer or model that a wrapper documents, or None."""
+    if isinstance(wrapper, nn.Module):
+        names, kind = _MODELS, nn.Module
+    else:
+        names, kind = _OPTIMIZERS, Optimizer  # type: ignore[assignment]
+    found = (getattr(wrapper, name, None) for name in names)
+    return next((each for each in found if isinstance(each, kind) and each is not wrapper), None)
+
+
+def _shows(wrapper: Any, inner: Any) -> bool:
+    """Whether a wrapper of an optimizer has nothing of its own that a step changes."""
+    if not isinstance(inner, Optimizer) or getattr(wrapper, "base", None) is inner:
+        return False
+    return (
+        getattr(wrapper, "param_groups", None) is inner.param_groups and getattr(wrapper, "state", None) is inner.state
+    )

@@ -1,0 +1,177 @@
+"""Optimizers in the wrappers of frameworks, recognised by the attribute that they document, and wrapped models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from loops import backward, batches, mlp, momentum, mse, same
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+import mpinit
+from mpinit import registry
+
+
+class Accelerated(Optimizer):
+    """As accelerate's AcceleratedOptimizer: an Optimizer whose groups and state are properties."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+class Lightning:
+    """As Lightning's and Fabric's: a class made on the spot, the optimizer behind a property, the rest handed on."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.__class__ = type("Lightning" + type(optimizer).__name__, (type(self), type(optimizer)), {})
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        return self._optimizer.step(closure)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+class ScheduleFree:
+    """As schedule-free's wrapper: no Optimizer, which steps in a way of its own."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base = base
+
+    @property
+    def param_groups(self) -> Any:
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.base.state
+
+
+class Lookahead(Optimizer):
+    """An optimizer of its own kind, that has another."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+WRAPPERS = [Accelerated, Lightning, lambda optimizer: Accelerated(Lightning(optimizer))]  # type: ignore[arg-type]
+each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS, ids=["accelerated", "lightning", "both"])
+
+
+@each_wrapper
+@pytest.mark.parametrize("when", ["before", "after", "late"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_wrapper_stands_for_its_optimizer(wrap: Any, when: str, level: str) -> None:
+    usual, model = mlp(), mlp()
+    optimizer, inner = momentum(usual.parameters()), momentum(model.parameters())
+    mpinit.initialize(usual, optimizer, level, verbosity=0, init_loss_scale=1024.0)
+    more: dict[str, Any] = {"opt_level": level, "verbosity": 0, "init_loss_scale": 1024.0}
+    if when == "after":
+        mpinit.initialize(model, inner, **more)
+    outer = wrap(inner)
+    if when == "before":
+        assert mpinit.initialize(model, outer, **more)[1] is outer
+    elif when == "late":
+        mpinit.initialize(model, await_optimizers=True, **more)
+        assert mpinit.add_optimizers(outer) is outer
+    assert registry.of(outer) is registry.of(inner) is registry.of(model)
+    scaler = mpinit.GradScaler(outer)
+    for batch in batches(3):
+        for each, owner in ((usual, optimizer), (model, outer)):
+            owner.zero_grad()
+            backward(mse(each, batch), owner)
+            mpinit.clip_grad_norm_(owner, 0.1)
+            owner.step()
+    for batch in batches(2):
+        optimizer.zero_grad()
+        outer.zero_grad()
+        backward(mse(usual, batch), optimizer)
+        optimizer.step()
+        scaler.scale(mse(model, batch)).backward()
+        scaler.unscale_(outer)
+        scaler.step(outer)
+        scaler.update()
+    same(mpinit.master_params(outer), mpinit.master_params(optimizer))
+    assert mpinit.step_counts(outer) == mpinit.step_counts(inner) == (5, 0)
+    assert mpinit.loss_scale(outer) == mpinit.loss_scale(inner) and not mpinit.step_was_skipped(outer)
+    assert mpinit.describe(outer) == mpinit.describe(inner)
+    mpinit.load_state_dict(mpinit.state_dict(outer), outer)
+    mpinit.undo(outer)
+
+
+def test_an_optimizer_of_its_own_kind_is_no_wrapper() -> None:
+    model = mlp()
+    lookahead = Lookahead(SGD(model.parameters(), lr=0.1))
+    mpinit.initialize(model, lookahead, "O5", verbosity=0)
+    session: Any = registry.of(lookahead)
+    assert session.optimizers == [lookahead]
+
+
+def test_a_wrapper_that_is_no_optimizer() -> None:
+    model = mlp()
+    base = SGD(model.parameters(), lr=0.1)
+    outer: Any = ScheduleFree(base)
+    with pytest.raises(TypeError, match=r"ScheduleFree is no Optimizer, .* give the SGD inside of it"):
+        mpinit.initialize(model, outer, "O5")
+    mpinit.initialize(model, base, "O5", verbosity=0)
+    backward(mse(model, batches(1)[0]), outer)
+    assert len(list(mpinit.master_params(outer))) == 4
+    with pytest.raises(TypeError, match="optimizers must be a Optimizer"):
+        mpinit.scale_loss(torch.ones(()), object())
+
+
+@each_wrapper
+def test_a_disabled_optimizer_in_a_wrapper(wrap: Any) -> None:
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, "O2", enabled=False)
+    outer, loss = wrap(optimizer), mse(model, batches(1)[0])
+    with mpinit.scale_loss(loss, outer) as same_loss:
+        assert same_loss is loss
+    assert mpinit.loss_scale(outer) == 1.0 and mpinit.describe(outer) == "mixed precision is disabled"
+    mpinit.undo([model, outer])
+
+
+def test_wrapped_models() -> None:
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    for wrapped in (nn.DataParallel(model), torch.compile(model, backend="eager")):
+        assert mpinit.describe(wrapped) == mpinit.describe(model)
+    assert mpinit.GradScaler(nn.DataParallel(model)).is_enabled()
+    mpinit.undo(nn.DataParallel(model))
+    assert model[0].weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_verbosity_may_be_a_boolean(value: bool) -> None:
+    model = mlp()
+    mpinit.initialize(model, opt_level="O5", verbosity=value)
+    session: Any = registry.of(model)
+    assert session.verbosity == int(value)
