@@ -3,6 +3,7 @@
 #   make demo       train on handwritten digits at O0..O3; table on screen, plot in runs/demo/
 #   make test       the test suite                make test ARGS="-k trees"
 #   make nightly    the long randomised runs that the test suite leaves out
+#   make docs       the site, into runs/site/
 #   make lint       ruff, formatting too          make typecheck  mypy --strict
 #   make check      all of the above but the demo, as continuous integration runs them
 #   make bench      the CPU benchmarks            make bench-gpu  the CUDA ones
@@ -22,7 +23,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1); test $$n -gt 8 && echo 8 || echo $$n)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test nightly lint typecheck examples check clean
+.PHONY: help demo test nightly docs lint typecheck examples check clean
 
 help:
 	@sed -n '/^#  /s/^# *//p' Makefile
@@ -49,6 +50,9 @@ test: $(VENV)/.dev
 
 nightly: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) -m nightly $(ARGS)
+
+docs: $(VENV)/.dev
+	$(PY) -m sphinx --fail-on-warning --keep-going --quiet -b html docs runs/site
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

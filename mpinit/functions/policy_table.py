@@ -1,4 +1,4 @@
-"""The page ``mpinit/docs/cast_policy.md``, from the cast lists: ``python -m mpinit.functions.policy_table FILE``."""
+"""The page ``docs/reference/cast-policy.md``, from the cast lists: ``python -m mpinit.functions.policy_table FILE``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _INTRODUCTION: Final = """\
 # The cast policy
 
 Made from `mpinit/functions/cast_lists.py` by `python -m mpinit.functions.policy_table
-mpinit/docs/cast_policy.md`; a test compares the two.
+docs/reference/cast-policy.md`; a test compares the two.
 
 What O1 (`patch_torch_functions=True`) does to the arguments of a function, on every device, in float16 and bfloat16.
 **native**: the device's own autocast kernels do it. **wrapped**: a thin wrapper stands at the names printed first; the

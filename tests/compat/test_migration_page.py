@@ -17,7 +17,7 @@ from mpinit import registry
 from mpinit.compat import uninstall_apex
 from mpinit.compat.coverage import COVERED, MODULES
 
-PAGE = Path(mpinit.__file__).parent / "docs" / "migration.md"
+PAGE = Path(mpinit.__file__).parents[1] / "docs" / "how-to" / "migrate.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 BLOCKS = re.findall(r"(?:<!-- (.*?) -->\n)?```python\n(.*?)```", TEXT, re.DOTALL)
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if line.startswith("| `")]

@@ -100,7 +100,7 @@ def test_lookups() -> None:
 
 
 def test_the_page_is_made_from_the_data() -> None:
-    page = Path(__file__).parents[2] / "mpinit" / "docs" / "cast_policy.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "cast-policy.md"
     assert page.read_text(encoding="utf-8") == markdown(), "run python -m mpinit.functions.policy_table on the page"
 
 

@@ -1,0 +1,31 @@
+"""The site: ``make docs`` builds it into runs/site/, strictly: a broken link or reference is an error.
+
+Sphinx with furo rather than mkdocs-material, whose end of life is announced for 2027; pages are Markdown (MyST), and
+napoleon reads Google docstrings as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import mpinit
+
+project = "mpinit"
+release = version = mpinit.__version__
+author = "the mpinit developers"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns = ["generate.py"]
+html_theme = "furo"
+html_title = f"mpinit {release}"
+html_copy_source = False
+myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence"]
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autoclass_content = "class"
+add_module_names = False

@@ -1,0 +1,121 @@
+"""The reference pages that are made from the code: ``python docs/generate.py`` writes them, a test compares.
+
+Functions and classes are listed by group; their text is in the docstrings and set by autodoc. Properties, levels
+and the command line say of themselves what they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import mpinit
+from mpinit import cli
+from mpinit.settings.properties import Properties
+
+PAGES: Final = Path(__file__).parent
+
+# What a reader looks for together; a test shows that no public name is missing.
+GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
+    "Set up and take back": ("initialize", "add_optimizers", "undo", "Properties", "install_as_apex"),
+    "Backward and step": (
+        *("scale_loss", "GradScaler", "master_params", "clip_grad_norm_", "loss_scale", "step_was_skipped"),
+        *("step_counts", "scheduler_step", "broadcast_masters"),
+    ),
+    "Checkpoints": ("state_dict", "load_state_dict"),
+    "Casts at O1": (
+        *("disable_casts", "half_function", "float_function", "promote_function"),
+        *("register_half_function", "register_float_function", "register_promote_function"),
+    ),
+    "See what precision does": (
+        *("describe", "explain", "PrecisionReport", "overflow_report", "watch_overflow", "stalled"),
+        *("gradient_histogram", "suggest", "History"),
+    ),
+}
+
+
+def api() -> str:
+    """The page of public names."""
+    parts = ["# Functions and classes\n"]
+    for title, names in GROUPS.items():
+        there = [name for name in names if hasattr(mpinit, name)]
+        parts.append(f"## {title}\n")
+        for name in there:
+            kind = "autoclass" if inspect.isclass(getattr(mpinit, name)) else "autofunction"
+            members = "   :members:\n" if kind == "autoclass" and name != "Properties" else ""
+            parts.append(f"### {name}\n\n```{{eval-rst}}\n.. {kind}:: mpinit.{name}\n{members}```\n")
+    return "\n".join(parts)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, str):
+        return f'`"{value}"`'
+    return f"`{str(value).removeprefix('torch.')}`"
+
+
+def properties() -> str:
+    """The page of levels and properties."""
+    levels = mpinit.OPT_LEVELS
+    of_level = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+    rows = [f"| property | {' | '.join(levels)} |", f"|---{'|---' * len(levels)}|"]
+    rows += [
+        f"| `{name}` | {' | '.join(_cell(getattr(props, name)) for props in levels.values())} |" for name in of_level
+    ]
+    parts = [
+        "# Levels and properties\n",
+        "A level is a row of five properties; every property can be given as a keyword of `mpinit.initialize`, or in "
+        "a [configuration file](configuration.md). O4 and O5 are O1 and O2 in bfloat16. Where the 16-bit type is "
+        'bfloat16 and no `loss_scale` was given, "dynamic" becomes 1.0.\n',
+        "\n".join(rows) + "\n",
+        "## All properties\n",
+        "| property | default | what it is |",
+        "|---|---|---|",
+    ]
+    described = dict(_attributes(Properties.__doc__ or ""))
+    for name, field in Properties.model_fields.items():
+        parts.append(f"| `{name}` | {_cell(field.default)} | {described[name]} |")
+    return "\n".join(parts) + "\n"
+
+
+def _attributes(docstring: str) -> Iterator[tuple[str, str]]:
+    """(name, text) of the entries under ``Attributes:``; an entry may name two."""
+    block = docstring.split("Attributes:")[1].split("Example:")[0]
+    for entry in re.split(r"\n {8}(?=\w)", block)[1:]:
+        names, _, text = entry.partition(":")
+        for name in names.split(","):
+            # A pipe would end the table's cell.
+            yield name.strip(), " ".join(text.split()).replace("``", "`").replace("|", "\\|")
+
+
+def command_line() -> str:
+    """The page of commands."""
+    parser = cli._parser()
+    actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    parts = ["# Command line\n", f"{parser.description}\n"]
+    for name, command in actions[0].choices.items():
+        text = command.format_help().replace(parser.prog + " " + name, f"mpinit {name}")
+        parts.append(f"## mpinit {name}\n\n```text\n{text.strip()}\n```\n")
+    return "\n".join(parts)
+
+
+MADE: Final = {
+    "reference/api.md": api,
+    "reference/properties.md": properties,
+    "reference/cli.md": command_line,
+}
+
+
+def main() -> int:
+    """Write the pages."""
+    for name, make in MADE.items():
+        (PAGES / name).write_text(make(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
