@@ -130,7 +130,7 @@ class GradScaler:
 
         Args:
             optimizer: of the session.
-            *args, **kwargs: for its ``step``; no closure.
+            args, kwargs: for its ``step``; no closure.
 
         Returns:
             What its ``step`` returns; None where it was skipped.

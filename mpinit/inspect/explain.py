@@ -37,7 +37,7 @@ def explain(
 
     Args:
         model: a module. Of one that is part of an initialised model, give the whole.
-        *args, **kwargs: what it is called with; any shapes and dtypes that it takes.
+        args, kwargs: what it is called with; any shapes and dtypes that it takes.
         loss: from the output to a 0-dimensional loss, for the backward pass as well. Default: forward only.
         opt_level: "O0" to "O5", for a model that is not initialised. Default: the model as it is.
         optimizer: whose state counts in ``bytes_per_parameter``. Default: those that the model was initialised with.
