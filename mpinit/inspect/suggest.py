@@ -23,6 +23,8 @@ from .untouched import random_state, set_random_state
 _LARGEST_SCALE, _SMALLEST_SCALE = 2.0**16, 2.0**-10
 # Room between the largest gradient and the type's largest number.
 _HEADROOM = 4.0
+# No activation of a network that trains is this large.
+_DIVERGED = 1e15
 _FLOAT32 = "float32"
 
 
@@ -193,7 +195,7 @@ class _Doctor:
                 f"{fault.where} computes in 16 bit at every level, float32 too, because the program says so, and "
                 "leaves its range: take the cast out of the program."
             )
-        if kind == "float32" and max(finder.peaks.values(), default=0.0) > 1e30:
+        if kind == "float32" and max(finder.peaks.values(), default=0.0) > _DIVERGED:
             return (
                 "Activations have grown beyond float32: lower the learning rate, or go back to an earlier checkpoint."
             )

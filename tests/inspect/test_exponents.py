@@ -1,0 +1,100 @@
+"""gradient_histogram: counts against frexp by hand, shares against casts, and its plot."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from loops import backward, batches, mlp, mse, start
+from torch import nn
+
+import mpinit
+
+
+def given(values: torch.Tensor, level: str = "O5", **more: object) -> torch.optim.Optimizer:
+    """An optimizer whose one parameter has these gradients, exactly."""
+    model = nn.Linear(len(values), 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, level, verbosity=0, **more)
+    with mpinit.scale_loss(model(torch.zeros(1, len(values))).sum(), optimizer) as loss:
+        loss.backward()
+    next(iter(mpinit.master_params(optimizer))).grad.copy_(values[None])  # type: ignore[union-attr]
+    optimizer.model = model  # type: ignore[attr-defined]
+    return optimizer
+
+
+def test_bins_are_powers_of_two() -> None:
+    values = torch.tensor([1.0, 1.99, -2.0, 2.0**-24, 2.0**-149, 0.0, float("inf"), float("nan")])
+    histogram = mpinit.gradient_histogram(given(values, "O0"))
+    assert dict(histogram.bins) == {1: 1, 0: 2, -24: 1, -149: 1}
+    assert (histogram.zeros, histogram.nonfinite) == ({"weight": 1}, {"weight": 2})
+
+
+@pytest.mark.parametrize("scale", [1.0, 64.0])
+@pytest.mark.parametrize(("name", "dtype"), [("float16", torch.float16), ("bfloat16", torch.bfloat16)])
+def test_the_shares_are_those_that_casts_lose(name: str, dtype: torch.dtype, scale: float) -> None:
+    torch.manual_seed(1)
+    values = torch.randn(2000) * torch.exp2(torch.randint(-40, 18, (2000,)).float())
+    lost = mpinit.gradient_histogram(given(values, "O0")).lost(name, scale)
+    cast = (values * scale).to(dtype).abs().double()
+    tiny = torch.finfo(dtype).tiny
+    # A cast rounds: what is between half the smallest number and that becomes the smallest.
+    assert lost.below_subnormal == pytest.approx(float((cast == 0).double().mean()), abs=0.02)
+    assert lost.below_normal == pytest.approx(float((cast < tiny).double().mean()), abs=0.002)
+    assert lost.above == pytest.approx(float(cast.isinf().double().mean()), abs=0.002)
+
+
+def test_the_scale_it_suggests_keeps_the_largest_in_range() -> None:
+    values = torch.tensor([3e-9, 1e-12, 5e-7])
+    suggested = mpinit.gradient_histogram(given(values)).suggested_scale
+    assert suggested is not None and math.log2(suggested).is_integer()
+    assert 65504 / 16 < 5e-7 * suggested < 65504 or suggested == 2.0**24
+    assert mpinit.gradient_histogram(given(torch.zeros(3))).suggested_scale is None
+
+
+def test_parameters_are_told_apart_and_unscaled() -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model, "O2")
+    backward(mse(model, batch), optimizer)
+    histogram = mpinit.gradient_histogram(optimizer)
+    assert histogram.per_parameter.keys() == dict(model.named_parameters()).keys()
+    assert histogram.scale == 1024.0
+    assert sum(histogram.elements.values()) == sum(p.numel() for p in model.parameters())
+    one = mpinit.gradient_histogram(optimizer, "0.weight")
+    assert one.per_parameter == {"0.weight": histogram.per_parameter["0.weight"]}
+    for name, parameter in zip(histogram.per_parameter, mpinit.master_params(optimizer), strict=True):
+        exponents = torch.frexp(parameter.grad[parameter.grad != 0]).exponent - 1  # type: ignore[index, union-attr]
+        assert max(histogram.per_parameter[name]) == int(exponents.max())
+    assert "become 0" in str(histogram)
+
+
+def test_underflowing_parameters_are_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    hidden = model[0](torch.ones(1, 4))
+    loss = (model[1](hidden.detach()) + (hidden - hidden.detach()) * 1e-9).sum()
+    backward(loss, optimizer)
+    assert set(mpinit.gradient_histogram(optimizer).underflowing()) == {"0.weight", "0.bias"}
+
+
+def test_what_it_refuses() -> None:
+    model = mlp()
+    optimizer = start(model, "O2")
+    with pytest.raises(RuntimeError, match="behind scale_loss"):
+        mpinit.gradient_histogram(optimizer)
+    with pytest.raises(ValueError, match=r"it has 0\.weight"):
+        mpinit.gradient_histogram(optimizer, "weihgt")
+    with pytest.raises(ValueError, match="float16"):
+        mpinit.gradient_histogram(given(torch.ones(1))).lost("float8")
+
+
+def test_the_plot_is_written(tmp_path: Path) -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model, "O2")
+    backward(mse(model, batch), optimizer)
+    path = tmp_path / "new" / "gradients.png"
+    figure = mpinit.gradient_histogram(optimizer).plot(path)
+    assert path.read_bytes().startswith(b"\x89PNG") and len(figure.axes) == 1

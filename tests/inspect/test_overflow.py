@@ -1,0 +1,229 @@
+"""overflow_report and watch_overflow: the parameter, the module and the operation an overflow came from."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from loops import backward, batches, mlp, mse, poison, start
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mpinit
+
+
+class Steep(nn.Module):
+    """Identity going forward; coming back the gradient is multiplied by 2**30 in the gradient's own type."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Steep.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Steep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * 32768.0 * 32768.0
+
+
+def deep(*parts: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), *parts, nn.Linear(8, 3))
+
+
+class Backwards(nn.Module):
+    """Uses its layers in another order than they are named in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.last, self.steep, self.first = nn.Linear(8, 3), Steep(), nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.steep(self.first(x)))  # type: ignore[no-any-return]
+
+
+def test_the_report_has_counts_names_types_scale_and_loss_id() -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model, "O2", num_losses=2)
+    loss = mse(model, batch)
+    bad = model[3] if len(model) == 4 else model[-1]
+    backward(poison(loss, bad.bias), optimizer, loss_id=1)
+    optimizer.step()
+    report = mpinit.overflow_report(optimizer)
+    name = next(name for name, parameter in model.named_parameters() if parameter is bad.bias)
+    assert (report.loss_id, report.scale, report.parameters) == (1, 1024.0, (name,))
+    (row,) = report.gradients
+    assert (row.infs, row.nans, row.elements, row.largest_finite) == (3, 0, 3, 0.0)
+    assert report.module_types[name] == "Linear"
+    assert report.loss == pytest.approx(loss.item(), rel=1e-3)
+    assert f"{name} (Linear): 3 inf, 0 nan of 3" in str(report)
+
+
+def test_the_order_is_that_of_the_backward_pass_and_not_of_the_names() -> None:
+    model, batch = Backwards(), batches(1)[0]
+    optimizer = start(model, "O2")
+    backward(mse(model, batch), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    report = mpinit.overflow_report(optimizer)
+    assert (report.first_module, report.is_certain) == ("first", True)
+    assert set(report.parameters) == {"first.weight", "first.bias"}
+
+
+def test_the_report_survives_zero_grad_and_good_steps_do_not_make_one() -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model, "O2")
+    backward(mse(model, batch), optimizer)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="step_was_skipped"):
+        mpinit.overflow_report(optimizer)
+    optimizer.zero_grad()
+    backward(poison(mse(model, batch), model[0].weight), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert mpinit.overflow_report(optimizer).parameters == ("0.weight",)
+
+
+def test_a_replay_names_the_operation_and_leaves_everything_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), Steep(), nn.Linear(8, 3))
+    batch = batches(1)[0]
+    optimizer = start(model, "O2")
+    backward(mse(model, batch), optimizer)
+    before = copy.deepcopy({k: v.clone() for k, v in model.state_dict().items()})
+    gradients = [p.grad for p in model.parameters()]
+    bits = [None if g is None else g.clone() for g in gradients]
+    random = torch.get_rng_state()
+    report = mpinit.overflow_report(optimizer, replay=lambda: mse(model, batch))
+    assert report.first_module == "3" and report.fault is not None
+    assert (report.fault.kind, report.fault.operation) == ("backward", "aten.mul.Tensor")
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(a is b for a, b in zip(gradients, (p.grad for p in model.parameters()), strict=True))
+    for one, other in zip(gradients, bits, strict=True):
+        assert one is None or torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))  # type: ignore[union-attr]
+    after = model.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_too_many_skips_name_the_module_the_scale_and_the_way_out() -> None:
+    model, batch = Backwards(), batches(1)[0]
+    optimizer = start(model, "O2", max_consecutive_skips=3, init_loss_scale=1.0, min_loss_scale=1.0)
+    with pytest.raises(RuntimeError) as caught:
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(mse(model, batch), optimizer)
+            optimizer.step()
+    for part in ("loss scale of 1:", "'first'", "keep_fp32=['first']", "bfloat16", "learning rate", "mpinit.suggest"):
+        assert part in str(caught.value)
+
+
+def test_a_bad_loss_is_said_to_be_one() -> None:
+    model = mlp()
+    optimizer = start(model, "O2")
+    backward(model(torch.full((2, 6), float("nan"))).sum(), optimizer)
+    optimizer.step()
+    assert "watch_overflow" in mpinit.overflow_report(optimizer).advice
+
+
+# -- watching -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_forward_operation_is_named_with_its_inputs(level: str) -> None:
+    model = deep(nn.ReLU(inplace=True))
+    with torch.no_grad():
+        model[2].weight.fill_(60000.0)
+    mpinit.initialize(model, opt_level=level, verbosity=0)
+    with mpinit.watch_overflow(model) as watch:
+        model(torch.ones(2, 6))
+    assert (watch.first_module, watch.kind) == ("2", "forward")
+    assert watch.first is not None and watch.first.dtype is torch.float16
+    assert max(stats.largest for stats in watch.inputs) == 60000.0
+    assert all(stats.nonfinite == 0 for stats in watch.inputs)
+
+
+def test_a_backward_operation_is_named_by_the_module_that_made_its_node() -> None:
+    model = deep(Steep(), nn.ReLU(inplace=True))
+    optimizer = start(model, "O2")
+    with mpinit.watch_overflow(model) as watch:
+        backward(mse(model, batches(1)[0]), optimizer)
+    assert (watch.first_module, watch.kind) == ("1", "backward")
+
+
+def test_inside_of_a_checkpoint_too() -> None:
+    inner = deep(Steep())
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    model = Outer()
+    optimizer = start(model, "O2")
+    with mpinit.watch_overflow(model) as watch:
+        backward(mse(model, batches(1)[0]), optimizer)
+    assert (watch.first_module, watch.kind) == ("inner.1", "backward")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "module"),
+    [
+        (lambda model, x: x.fill_(float("nan")), "data", ""),
+        (lambda model, x: model[0].weight.data.fill_(float("inf")), "weights", "0"),
+    ],
+)
+def test_what_is_bad_before_anything_is_computed(spoil: Any, kind: str, module: str) -> None:
+    model, x = deep(), torch.ones(2, 6)
+    spoil(model, x)
+    with mpinit.watch_overflow(model) as watch:
+        model(x)
+    assert (watch.kind, watch.first_module) == (kind, module)
+
+
+def test_a_loss_outside_of_the_model_and_float32() -> None:
+    model = deep()
+    with mpinit.watch_overflow(model) as watch:
+        torch.log(model(torch.ones(2, 6)).square() * 0).sum().backward()
+    assert (watch.kind, watch.first_module) == ("float32", None)
+    assert "outside of the model" in str(watch) and "precision is not at fault" in str(watch)
+
+
+def test_masks_of_minus_infinity_are_no_fault() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    optimizer = start(model, "O2", init_loss_scale=8.0)
+    mask = torch.triu(torch.full((5, 5), float("-inf")), 1)
+    with mpinit.watch_overflow(model) as watch:
+        backward(model(torch.randn(2, 5, 8), src_mask=mask).square().mean(), optimizer)
+    assert watch.first is None and str(watch) == "nothing left the range"
+
+
+def test_results_are_the_same_bits_and_hooks_go_also_after_an_exception() -> None:
+    model, batch = mlp(batchnorm=True), batches(1)[0]
+    hooks = [dict(vars(module)) for module in model.modules()]
+    expected = mse(copy.deepcopy(model), batch)
+    with mpinit.watch_overflow(model):
+        assert torch.equal(mse(model, batch), expected)
+    with pytest.raises(ZeroDivisionError), mpinit.watch_overflow(model) as watch:
+        1 / 0  # noqa: B018
+    with pytest.raises(RuntimeError), mpinit.watch_overflow(model):
+        model(torch.ones(2, 7))
+    assert watch.first is None
+    assert [vars(module).keys() for module in model.modules()] == [before.keys() for before in hooks]
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks and not module._forward_hooks_always_called
+        assert not module._forward_pre_hooks_with_kwargs
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_only_a_module_can_be_watched() -> None:
+    with pytest.raises(TypeError, match="takes a module, not int"):
+        mpinit.watch_overflow(3)  # type: ignore[arg-type]

@@ -1,0 +1,191 @@
+"""After every tool, also one that an exception stopped half way, everything is bit for bit as it was."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loops import backward, batches, mlp, mse, start
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+import mpinit
+from mpinit import registry
+
+LEVELS = [None, "O0", "O1", "O2", "O3"]
+
+
+class Net(nn.Module):
+    """With dropout, running statistics and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp(dropout=0.3, batchnorm=True)
+        self.register_buffer("mask", torch.tensor(-1e4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) + (self.mask * 0).to(x.dtype)  # type: ignore[no-any-return]
+
+
+def picture(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Everything that could have been changed, in copies, with the identity of what must stay the same object."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    entries = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {i: optimizer.state.get(p, {}) for i, p in enumerate(entries)}
+    return {
+        "tensors": {name: (id(t), t.dtype, t.detach().clone()) for name, t in tensors.items()},
+        "gradients": [
+            (id(p.grad), None if p.grad is None else p.grad.clone()) for p in [*model.parameters(), *entries]
+        ],
+        "masters": [(id(p), p.detach().clone()) for p in entries],
+        "state": {i: {k: copy.deepcopy(v) for k, v in s.items()} for i, s in state.items()},
+        "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+        "attributes": [sorted(vars(module)) for module in model.modules()] + [sorted(vars(optimizer))],
+        "hooks": [
+            (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks), m.training)
+            for m in model.modules()
+        ],
+        "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()),
+        "torch": (
+            *(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_grad_enabled()),
+            *(torch.nn.functional.linear, torch.Tensor.__add__, torch.is_autocast_cache_enabled()),
+            *(_get_current_dispatch_mode(), len(registry.live())),
+        ),
+        "loss scale": mpinit.loss_scale(optimizer) if registry.of(optimizer) else None,
+        "counts": mpinit.step_counts(optimizer) if registry.of(optimizer) else None,
+        "log": logging.getLogger("mpinit").level,
+    }
+
+
+def same(one: Any, other: Any, where: str = "") -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            same(one[key], other[key], f"{where}.{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for index, (a, b) in enumerate(zip(one, other, strict=True)):
+            same(a, b, f"{where}[{index}]")
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)), where
+    elif isinstance(one, np.ndarray):
+        assert (one == other).all(), where
+    else:
+        assert one == other, where
+
+
+def build(level: str | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Net()
+    if level is None:
+        optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        mse(model, batches(1)[0]).backward()
+        optimizer.step()
+        return model, optimizer
+    # In plain float16 Adam divides by an epsilon of 0.
+    optimizer = start(model, level, make=None if level == "O3" else lambda p: torch.optim.Adam(p, lr=0.01))
+    for batch in batches(2):
+        optimizer.zero_grad()
+        backward(mse(model, batch), optimizer)
+        optimizer.step()
+    return model, optimizer
+
+
+class Stop(Exception):
+    """Half way."""
+
+
+def failing(function: Callable[..., Any], after: int) -> Callable[..., Any]:
+    calls = []
+
+    def run(*args: Any) -> Any:
+        calls.append(1)
+        result = function(*args)
+        if len(calls) > after:
+            raise Stop
+        return result
+
+    return run
+
+
+def whole_step(model: Any, optimizer: Any) -> torch.Tensor:
+    """A step as a training loop has it."""
+    optimizer.zero_grad()
+    loss = mse(model, batches(1)[0])
+    backward(loss, optimizer)
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize("step", [lambda m, o: mse(m, batches(1)[0]), whole_step], ids=["loss", "whole step"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_suggest_leaves_everything(level: str | None, step: Callable[..., Any]) -> None:
+    model, optimizer = build(level)
+    before = picture(model, optimizer)
+    found = mpinit.suggest(model, optimizer, step)
+    assert found.runs
+    same(picture(model, optimizer), before)
+    for after in (0, 1):
+        with pytest.raises(Stop):
+            mpinit.suggest(model, optimizer, failing(step, after))
+        same(picture(model, optimizer), before)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_reports_and_histograms_leave_everything(level: str) -> None:
+    model, optimizer = build(level)
+    before = picture(model, optimizer)
+    mpinit.gradient_histogram(optimizer)
+    with pytest.raises(ValueError):
+        mpinit.gradient_histogram(optimizer, "none")
+    same(picture(model, optimizer), before)
+    backward(mse(model, batches(1)[0]) * float("inf"), optimizer)
+    if level in ("O1", "O2"):
+        optimizer.step()
+    before = picture(model, optimizer)
+    replays = (lambda: mse(model, batches(1)[0]), failing(lambda: mse(model, batches(1)[0]), 0))
+    mpinit.overflow_report(optimizer)
+    mpinit.overflow_report(optimizer, replay=replays[0])
+    with pytest.raises(Stop):
+        mpinit.overflow_report(optimizer, replay=replays[1])
+    same(picture(model, optimizer), before)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_run_that_is_watched_is_the_run_without(level: str) -> None:
+    """Watching, History and stalled: training goes on to the same bits."""
+    pictures = []
+    for watched in (False, True):
+        torch.manual_seed(3)
+        random.seed(3)
+        model, optimizer = build(level)
+        if watched:
+            history = mpinit.History(optimizer)
+            mpinit.stalled(optimizer, start=True)
+            with mpinit.watch_overflow(model):
+                whole_step(model, optimizer)
+            mpinit.stalled(optimizer)
+            history.close()
+        else:
+            whole_step(model, optimizer)
+        taken = picture(model, optimizer)
+        pictures.append(taken)
+        mpinit.undo(model)
+    plain, other = pictures
+    for name in ("tensors", "gradients", "masters"):
+        same(other[name], _without_ids(plain[name], other[name]), name)
+    for name in ("state", "groups", "attributes", "hooks", "torch", "loss scale", "counts"):
+        same(other[name], plain[name], name)
+    same(other["random"][0], plain["random"][0], "random")
+
+
+def _without_ids(plain: Any, other: Any) -> Any:
+    """The plain run's tensors under the identities of the other's."""
+    if isinstance(plain, dict):
+        return {name: (other[name][0], *plain[name][1:]) for name in plain}
+    return [(o[0], *p[1:]) for p, o in zip(plain, other, strict=True)]
