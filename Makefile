@@ -64,6 +64,7 @@ typecheck: $(VENV)/.dev
 examples: $(VENV)/.dev
 	$(PY) examples/minimal.py
 	$(PY) examples/digits.py --epochs 1 --width 4 --out runs/smoke
+	$(PY) examples/why_did_my_step_skip.py --out runs/smoke
 
 check:
 	.ci/run

@@ -128,7 +128,7 @@ class GradientHistogram:
         axes.set_ylabel("share of all gradients, %")
         zeros = 100 * sum(self.zeros.values()) / total
         axes.set_title(f"{sum(self.elements.values()):,} gradients, {zeros:.1f}% of them 0", loc="left")
-        axes.legend(loc="upper left", fontsize=8, framealpha=0.9)
+        axes.legend(loc="upper right", fontsize=8, framealpha=0.9)
         axes.spines[["top", "right"]].set_visible(False)
         return save(figure, path)
 

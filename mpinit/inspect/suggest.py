@@ -218,7 +218,7 @@ class _Doctor:
             trial, result = self._run_at(level, keywords, keep)
             if result.agrees and trial.finder.first() is None:
                 smallest = self._smallest(level, keywords, keep)
-                return smallest, keywords, f"{level} agrees with float32 once {_listed(smallest)} stay in float32."
+                return smallest, keywords, f"{level} agrees with float32 with {_listed(smallest)} kept in float32."
             keep = self._widened(keep, level, trial, result)
         last = self._findings[0].detail if self._findings else "gradients differ"
         return None, keywords, f"{level} does not do, whatever is kept in float32 ({last})."

@@ -71,6 +71,18 @@ def test_the_demo_prints_its_table_and_writes_its_plot(tmp_path: Path, script) -
     assert (tmp_path / "table.txt").read_text(encoding="utf-8") in output
 
 
+def test_the_skipped_step_is_explained_and_mended(tmp_path: Path, script) -> None:  # type: ignore[no-untyped-def]
+    output = script("why_did_my_step_skip.py", "--steps", 70, "--out", tmp_path)
+    assert "gelu': aten.exp.default left the range of float16 in the forward pass" in output
+    assert "opt_level='O2', keep_fp32=['blocks." in output
+    rows = [line for line in output.splitlines() if line.startswith("O2, float16")]
+    assert len(rows) == 2
+    broken, mended = (int(row.removeprefix("O2, float16").replace(", as suggested", "").split()[1]) for row in rows)
+    assert broken >= 10 and mended == 0, "steps skipped"
+    for plot in ("loss_and_scale.png", "gradients.png"):
+        assert (tmp_path / plot).stat().st_size > 15_000
+
+
 def test_the_demo_refuses_settings_it_does_not_have(script, capsys) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(SystemExit):
         script("digits.py", "--only", "O9 fp16")
