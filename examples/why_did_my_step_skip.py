@@ -2,8 +2,8 @@
 
 Its activation is written out, as in many models: x / (1 + exp(-1.702 x)). Below x = -6.5 that exponential is inf in
 float16. The forward pass doesn't show it, x / inf is 0 as it should be, and the loss looks well; the backward pass
-multiplies inf by 0: more and more steps are skipped, in the end all of them. The run asks mpinit why (``overflow_report``,
-``watch_overflow``), lets ``suggest`` find the cure, and goes on with it from the same weights.
+multiplies inf by 0: more and more steps are skipped, in the end all of them. The run asks mpinit why
+(``overflow_report``, ``watch_overflow``), lets ``suggest`` find the cure, and goes on with it from the same weights.
 
 Prints a table and writes plots to runs/why_did_my_step_skip/. Takes less than a minute on an idle CPU core.
 """
@@ -128,7 +128,8 @@ def examine(model: Any, optimizer: Any, batch: Tensor) -> Any:
     """Ask why the step was skipped, in the order in which one would."""
     print("\n1. mpinit.overflow_report(optimizer): which gradients are bad, from what a skipped step has left\n")
     report = mpinit.overflow_report(optimizer)
-    print("\n".join(str(report).splitlines()[:5]), "\n  ...")
+    lines = str(report).splitlines()
+    print("\n".join([*lines[:5], "  ...", lines[-1]]))
     print("\n2. mpinit.watch_overflow(model): the first operation that left the range\n")
     with mpinit.watch_overflow(model) as watch:
         loss_of(model, batch)
