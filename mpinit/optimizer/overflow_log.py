@@ -78,9 +78,9 @@ class OverflowRecord:
         entry = f"keep_fp32=[{module!r}]" if module else "keep_fp32"
         return (
             f"The backward pass met inf or nan in {where} first, so they were made there or in what its results go "
-            "into: `with mpinit.watch_overflow(model) as watch` around one batch names the operation. Keep that in float32 "
-            f"({entry}), use bfloat16 (opt_level='O5'), or lower the learning rate; mpinit.suggest(model, optimizer, "
-            "step) tries them out"
+            "into: `with mpinit.watch_overflow(model) as watch` around one batch names the operation. Keep that in "
+            f"float32 ({entry}), use bfloat16 (opt_level='O5'), or lower the learning rate; "
+            "mpinit.suggest(model, optimizer, step) tries them out"
         )
 
 
