@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -46,6 +47,17 @@ def of(owner: Any) -> Session | None:
         return None
     session = None if reference is None else reference()
     return session if session is not None and session.is_live else None
+
+
+def sessions_of(owners: Iterable[Any], scaled: bool = False) -> list[Session]:
+    """The live sessions of models or optimizers, each once; others are passed over.
+
+    Args:
+        owners: the objects.
+        scaled: only sessions in which some loss is scaled.
+    """
+    found = [session for session in dict.fromkeys(map(of, owners)) if session is not None]
+    return [session for session in found if not (scaled and all(scaler.is_identity for scaler in session.scalers))]
 
 
 def live() -> list[Session]:

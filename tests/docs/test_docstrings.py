@@ -8,6 +8,10 @@ import importlib
 from pathlib import Path
 
 import pytest
+from frameworks import let_torchvision_load
+
+# Every module is imported here, Lightning's and timm's plugs too.
+let_torchvision_load()
 
 PACKAGE = Path(__file__).parents[2] / "mpinit"
 

@@ -10,8 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from frameworks import let_torchvision_load
 
 import mpinit
+
+# Every module is imported here, Lightning's and timm's plugs too.
+let_torchvision_load()
 
 SOURCES = sorted(Path(mpinit.__file__).parent.rglob("*.py"))
 # Stand-ins for apex's modules are packages that only importing scripts load; scripts to run end the process.

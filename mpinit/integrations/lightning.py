@@ -1,0 +1,114 @@
+"""Lightning: mixed precision as the precision plugin of its Trainer, or of Fabric."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, final
+
+import torch
+
+from .. import amp, checkpoint, registry
+from ..basics.patching import UndoStack
+from ..optimizer.schedulers import wait_for_steps
+from . import require
+
+Precision: Any = require("lightning").pytorch.plugins.Precision
+
+
+@final
+class MixedPrecision(Precision):  # type: ignore[misc]
+    """``Trainer(plugins=[MixedPrecision("O2")])`` or ``Fabric(plugins=[MixedPrecision("O2")])``.
+
+    A Trainer's module is initialised before its optimizers are made; when the run ends that is undone, and weights are
+    float32 again. Checkpoints hold float32 weights and the loss scale. Schedulers of steps pass over skipped ones.
+
+    Fabric does not show a plugin the optimizers: call ``mpinit.add_optimizers(optimizer)`` after ``fabric.setup``, or
+    ``mpinit.initialize`` before it on all that shares a loss: what is initialised is left as it is. The loss scale is
+    saved by ``fabric.save(path, {..., "precision": plugin})``.
+
+    Args:
+        opt_level, **properties: as for :func:`mpinit.initialize`.
+
+    Example:
+        >>> import mpinit, torch; from lightning.fabric import Fabric
+        >>> fabric = Fabric(accelerator="cpu", devices=1, plugins=[MixedPrecision("O2", verbosity=0)])
+        >>> model = fabric.setup(torch.nn.Linear(4, 2))
+        >>> optimizer = mpinit.add_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> optimizer = fabric.setup_optimizers(optimizer)
+        >>> fabric.backward(model(torch.ones(1, 4)).sum())
+        >>> optimizer.step()
+        >>> mpinit.undo(model.module)
+    """
+
+    main_params = staticmethod(amp.master_params)  # What is clipped.
+
+    def __init__(self, opt_level: str = "O1", **properties: Any) -> None:
+        self._settings = {"opt_level": opt_level, **properties, "await_optimizers": True}
+        self._modules: list[torch.nn.Module] = []
+        self._undos = UndoStack()
+        self._has_trainer = False
+        self._state: dict[str, Any] = {}
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Initialise it, unless the caller did."""
+        if registry.of(module) is None:
+            amp.initialize(module, **self._settings)
+            self._undos.push(lambda: None if registry.of(module) is None else amp.undo(module))
+        self._modules.append(module)
+        self.load_state_dict(self._state)
+        return module
+
+    def connect(self, model: torch.nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+        """Take in what the Trainer's ``configure_optimizers`` made."""
+        self._has_trainer = True
+        if optimizers:
+            amp.add_optimizers(optimizers)
+        for scheduler in [config.scheduler for config in lr_schedulers if config.interval == "step"]:
+            self._undos.push(wait_for_steps(scheduler, amp.step_was_skipped))
+        return model, optimizers, lr_schedulers
+
+    def teardown(self) -> None:
+        """Undo what was done here; the loss scale is kept for checkpoints and the next run."""
+        self._state = self.state_dict()
+        self._undos.unwind()
+        self._modules, self._has_trainer = [], False
+
+    # Lightning's own call the Trainer's hooks.
+    def pre_backward(self, tensor: torch.Tensor, module: Any) -> Any:
+        return super().pre_backward(tensor, module) if self._has_trainer else tensor
+
+    def post_backward(self, tensor: torch.Tensor, module: Any) -> Any:
+        return super().post_backward(tensor, module) if self._has_trainer else tensor
+
+    def backward(self, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        """A scaled backward pass for all optimizers; the Trainer's ``args`` begin with one of them."""
+        sessions = [session for session in registry.sessions_of(self._modules) if session.optimizers]
+        if registry.sessions_of(self._modules, scaled=True):
+            registry.shared_session([session.optimizers[0] for session in sessions])
+        # Also where nothing is scaled: the zero_grad of Lightning's wrappers sees no gradients but the masters'.
+        with contextlib.ExitStack() as stack:
+            for session in sessions:
+                tensor = stack.enter_context(amp.scale_loss(tensor, session.optimizers))
+            super().backward(tensor, model, *args, **kwargs) if self._has_trainer else tensor.backward(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **kwargs: Any) -> Any:
+        """A step; the closure comes first, unless the optimizer evaluates the loss by itself."""
+        registry.session_meant(optimizer)
+        if not self._has_trainer:
+            return optimizer.step(closure, **kwargs)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        result = self._wrap_closure(model, optimizer, closure)
+        optimizer.step(**kwargs)
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale, where there is one."""
+        states = map(checkpoint.session_state, registry.sessions_of(self._modules, scaled=True))
+        return next(states, dict(self._state))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set it, or keep it for a module to come."""
+        self._state = state
+        for session in registry.sessions_of(self._modules if state else [], scaled=True):
+            checkpoint.load_session_state(session, state)

@@ -1,0 +1,469 @@
+"""The Lightning plug against Lightning itself, beside the same loop written with mpinit alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from frameworks import let_torchvision_load
+from loops import Batch, batches, mlp
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.optim.lr_scheduler import ExponentialLR
+
+import mpinit
+from mpinit import registry
+
+let_torchvision_load()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import lightning
+    from lightning import Trainer
+    from lightning.fabric import Fabric
+
+    from mpinit.integrations.lightning import MixedPrecision
+
+pytestmark = [
+    # What Lightning says of a loop without logger, workers or validation, and of what it uses of torch itself.
+    pytest.mark.filterwarnings("ignore:.*:Warning:lightning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
+]
+
+LEVELS: dict[str, dict[str, Any]] = {
+    "O0": {"opt_level": "O0"},
+    "O1": {"opt_level": "O1"},
+    "O2": {"opt_level": "O2"},
+    "O2, static": {"opt_level": "O2", "loss_scale": 128.0},
+    "O3": {"opt_level": "O3"},
+    "O4": {"opt_level": "O4"},
+    "O5": {"opt_level": "O5"},
+    "O5, split": {"opt_level": "O5", "master_weights": "split"},
+}
+# The first steps overflow, and later ones let the scale grow.
+LARGE = {"opt_level": "O2", "init_loss_scale": 2.0**21, "max_loss_scale": 2.0**40, "growth_interval": 4}
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {"verbosity": 0, **LEVELS[request.param]}
+
+
+class Module(lightning.LightningModule):
+    """Calls a child with a float32 batch, as many do; forward is for whoever predicts."""
+
+    def __init__(self, make: Callable[..., Any] = torch.optim.AdamW, **settings: Any) -> None:
+        super().__init__()
+        self.net = mlp(batchnorm=True)
+        self.make, self.settings = make, {"lr": 1e-2, **settings}
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Batch, _: int) -> torch.Tensor:
+        loss = mse_loss(self.net(batch[0]), batch[1])
+        self.seen.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make(self.parameters(), **self.settings)
+        return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+
+def trainer(precision: dict[str, Any], **more: Any) -> Trainer:
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    return Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_epochs": 1,
+            "plugins": [MixedPrecision(**precision)],
+            **quiet,
+            **more,
+        }
+    )
+
+
+def fit(module: Any, precision: dict[str, Any], data: list[Batch], ckpt: Any = None, **more: Any) -> Trainer:
+    run = trainer(precision, **more)
+    run.fit(module, torch.utils.data.DataLoader(data, batch_size=None), ckpt_path=ckpt)
+    return run
+
+
+def by_hand(
+    module: Module, precision: dict[str, Any], data: list[Batch], clip: Callable[[Any], Any], every: int = 1
+) -> tuple[float, tuple[int, int]]:
+    optimizer = module.make(module.parameters(), **module.settings)
+    mpinit.initialize(module, optimizer, **precision)
+    scheduler = ExponentialLR(optimizer, 0.9)
+    for number, (x, y) in enumerate(data, start=1):
+        if number % every == 1 % every:
+            optimizer.zero_grad()
+        loss = mse_loss(module(x), y)
+        module.seen.append(loss.item())
+        with mpinit.scale_loss(loss / every, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        if number % every == 0:
+            clip(optimizer)
+            optimizer.step()
+            mpinit.scheduler_step(scheduler)
+    counts = mpinit.step_counts(optimizer)
+    mpinit.undo(module)
+    return scheduler.get_last_lr()[0], counts
+
+
+def same_bits(one: Tensors, other: Tensors) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def usual(precision: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's settings; Adam's 1e-8 is 0 where its state is float16."""
+    return {"eps": 1e-3} if precision["opt_level"] == "O3" else {}
+
+
+def clip_norm(optimizer: Any) -> None:
+    mpinit.clip_grad_norm_(optimizer, 0.5)
+
+
+def clip_value(optimizer: Any) -> None:
+    nn.utils.clip_grad_value_(mpinit.master_params(optimizer), 0.02)
+
+
+@pytest.mark.parametrize("clip", [clip_norm, clip_value])
+def test_a_run_has_the_bits_of_a_loop_by_hand(level: dict[str, Any], clip: Callable[[Any], Any]) -> None:
+    data, settings = batches(8), usual(level)
+    ours, other = Module(**settings), Module(**settings)
+    kind = {"gradient_clip_val": 0.5} if clip is clip_norm else {"gradient_clip_val": 0.02}
+    algorithm = "norm" if clip is clip_norm else "value"
+    run = fit(ours, level, data, accumulate_grad_batches=2, gradient_clip_algorithm=algorithm, **kind)
+    rate, _ = by_hand(other, level, data, clip, every=2)
+    assert ours.seen == other.seen
+    assert same_bits(ours.state_dict(), other.state_dict())
+    assert run.lr_scheduler_configs[0].scheduler.get_last_lr() == [rate]
+    assert not registry.live() and {p.dtype for p in ours.parameters()} == {torch.float32}
+
+
+def test_schedulers_pass_over_skipped_steps() -> None:
+    data, precision = batches(12), {**LARGE, "verbosity": 0}
+    ours, other = Module(), Module()
+    run = fit(ours, precision, data)
+    rate, (good, skipped) = by_hand(other, precision, data, lambda optimizer: None)
+    assert skipped > 2 and good > 2
+    scheduler = run.lr_scheduler_configs[0].scheduler
+    assert scheduler.get_last_lr() == [rate] and scheduler.last_epoch == good
+    assert same_bits(ours.state_dict(), other.state_dict())
+    assert type(scheduler) is ExponentialLR and "step" not in scheduler.state_dict()
+
+
+class Epochs(Module):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [ExponentialLR(optimizer, 0.5)]
+
+
+def test_schedulers_of_epochs_do_not_ask_for_the_last_step() -> None:
+    run = fit(Epochs(), {**LARGE, "init_loss_scale": 2.0**40, "verbosity": 0}, batches(1), max_epochs=2)
+    assert run.lr_scheduler_configs[0].scheduler.get_last_lr() == [0.025]
+
+
+class Pair(lightning.LightningModule):
+    """Two optimizers stepped by hand, the second on two batches at once; losses of both reach both nets."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.judge = mlp(0), nn.Linear(3, 1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.maker.parameters(), lr=1e-2), torch.optim.SGD(self.judge.parameters(), lr=0.1)
+
+    def training_step(self, batch: Batch, number: int) -> None:
+        self.turn(batch, number, *self.optimizers(), self.manual_backward)
+
+    def turn(self, batch: Batch, number: int, first: Any, second: Any, backward: Callable[[Any], None]) -> None:
+        made = self.maker(batch[0])
+        first.zero_grad()
+        backward(self.judge(made).square().mean() + mse_loss(made, batch[1]))
+        first.step()
+        if number % 2 == 0:
+            second.zero_grad()
+        backward((self.judge(batch[1]) - self.judge(made.detach())).mean() + self.judge(batch[1]).square().mean())
+        if number % 2:
+            second.step()
+
+
+def turns_by_hand(module: Pair, optimizers: Any, data: list[Batch]) -> None:
+    def backward(loss: torch.Tensor) -> None:
+        with mpinit.scale_loss(loss, list(optimizers)) as scaled_loss:
+            scaled_loss.backward()
+
+    for number, batch in enumerate(data):
+        module.turn(batch, number, *optimizers, backward)
+
+
+def test_manual_optimisation_has_the_bits_of_a_loop_by_hand(level: dict[str, Any]) -> None:
+    if level["opt_level"] == "O3":
+        pytest.skip("Adam in float16")
+    ours, other, data = Pair(), Pair(), batches(6)
+    fit(ours, level, data)
+    optimizers = other.configure_optimizers()
+    mpinit.initialize(other, list(optimizers), **level)
+    turns_by_hand(other, optimizers, data)
+    mpinit.undo(other)
+    assert same_bits(ours.state_dict(), other.state_dict())
+
+
+def test_manual_optimisation_goes_on_after_an_overflow() -> None:
+    ours, other, data = Pair(), Pair(), batches(16)
+    run = fit(ours, LARGE, data)
+    optimizers = other.configure_optimizers()
+    mpinit.initialize(other, list(optimizers), **LARGE)
+    turns_by_hand(other, optimizers, data)
+    assert all(min(mpinit.step_counts(optimizer)) > 1 for optimizer in optimizers)
+    assert mpinit.state_dict(optimizers[0]) == run.precision_plugin.state_dict()
+    mpinit.undo(other)
+    assert same_bits(ours.state_dict(), other.state_dict())
+
+
+class Functional(Module):
+    def training_step(self, batch: Batch, _: int) -> torch.Tensor:
+        made = self.net(batch[0]) @ torch.eye(3)
+        self.seen.append(made.dtype)
+        return mse_loss(made, batch[1])
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("O1", torch.float16), ("O4", torch.bfloat16), ("O5", torch.float32)])
+def test_functions_cast_in_the_whole_training_step(name: str, dtype: torch.dtype) -> None:
+    module = Functional()
+    fit(module, {"opt_level": name}, batches(1))
+    assert module.seen == [dtype]
+
+
+class FullBatch(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+@pytest.mark.parametrize("name", ["O1", "O2", "O5"])
+def test_an_optimizer_that_evaluates_the_loss(name: str) -> None:
+    ours, other, data = FullBatch(), FullBatch(), batches(3)
+    fit(ours, {"opt_level": name}, data)
+    optimizer = other.configure_optimizers()
+    mpinit.initialize(other, optimizer, name)
+    for x, y in data:
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = mse_loss(other(x), y)
+            with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    mpinit.undo(other)
+    assert same_bits(ours.state_dict(), other.state_dict())
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def moments(run: Trainer) -> list[Any]:
+    return [optimizer.state_dict()["state"] for optimizer in run.optimizers]
+
+
+@pytest.mark.parametrize("name", ["O1", "O2", "O5", "O5, split", "overflowing"])
+def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not(name: str, tmp_path: Path) -> None:
+    data, precision = batches(5), {"verbosity": 0, **(LARGE if name == "overflowing" else LEVELS[name])}
+    whole, half, rest = Module(), Module(), Module()
+    there = fit(whole, precision, data, max_epochs=3)
+    fit(half, precision, data, max_epochs=2).save_checkpoint(tmp_path / "half.ckpt")
+    resumed = fit(rest, precision, data, ckpt=tmp_path / "half.ckpt", max_epochs=3)
+    assert half.seen + rest.seen == whole.seen
+    assert same_bits(rest.state_dict(), whole.state_dict())
+    assert resumed.precision_plugin.state_dict() == there.precision_plugin.state_dict()
+    for one, other in zip(moments(resumed), moments(there), strict=True):
+        assert all(same_bits(one[index], other[index]) for index in other) and one.keys() == other.keys()
+
+
+class Saving(Module):
+    path: Path
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.save_checkpoint(self.path)
+
+
+def test_a_checkpoint_made_in_the_run_is_that_made_after_it_and_of_float32(tmp_path: Path) -> None:
+    module = Saving()
+    module.path = tmp_path / "during.ckpt"
+    run = fit(module, {"opt_level": "O2", "verbosity": 0}, batches(3))
+    run.save_checkpoint(tmp_path / "after.ckpt")
+    during, after = (torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in ("during", "after"))
+    assert same_bits(during["state_dict"], after["state_dict"])
+    assert {value.dtype for value in during["state_dict"].values()} == {torch.float32, torch.int64}
+    assert during["MixedPrecision"] == after["MixedPrecision"] == run.precision_plugin.state_dict() != {}
+    assert same_bits(Module.load_from_checkpoint(module.path).state_dict(), module.state_dict())
+
+
+def test_another_fit_goes_on_with_the_scale() -> None:
+    module = Module()
+    run = trainer(LARGE)
+    loader = torch.utils.data.DataLoader(batches(12), batch_size=None)
+    run.fit(module, loader)
+    scale = run.precision_plugin.state_dict()["loss_scaler0"]["loss_scale"]
+    assert scale < LARGE["init_loss_scale"]
+    run.fit_loop.max_epochs = 2
+    run.precision_plugin.convert_module(module)
+    assert mpinit.loss_scale(module) == scale
+    run.precision_plugin.teardown()
+    assert not registry.live()
+
+
+def test_a_checkpoint_of_lightnings_own_scaler_is_taken(tmp_path: Path) -> None:
+    plugin = MixedPrecision("O2", verbosity=0)
+    plugin.convert_module(module := Module())
+    plugin.load_state_dict(torch.amp.GradScaler("cpu", init_scale=256.0).state_dict() | {"scale": 256.0})
+    assert mpinit.loss_scale(module) == 256.0
+
+
+def test_evaluation_computes_in_the_level_and_leaves_the_module_as_it_was() -> None:
+    module, x = Module(), batches(1)[0][0]
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    loader = torch.utils.data.DataLoader([x], batch_size=None)
+    outputs = trainer({"opt_level": "O5"}).predict(module, loader)
+    assert same_bits(module.state_dict(), before) and not registry.live()
+    mpinit.initialize(module.eval(), opt_level="O5", verbosity=0)
+    assert torch.equal(outputs[0], module(x)) and outputs[0].dtype is torch.float32
+
+
+class Failing(Module):
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise ZeroDivisionError
+
+
+def test_a_run_that_fails_leaves_float32_weights() -> None:
+    module = Failing()
+    with pytest.raises(ZeroDivisionError):
+        fit(module, {"opt_level": "O2"}, batches(1))
+    assert not registry.live() and {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+# -- Fabric -----------------------------------------------------------------------------------------------------------
+
+
+def fabric_of(**precision: Any) -> Fabric:
+    return Fabric(accelerator="cpu", devices=1, plugins=[MixedPrecision(verbosity=0, **precision)])
+
+
+def set_up(fabric: Fabric) -> tuple[Any, Any]:
+    model = mlp(batchnorm=True)
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3))
+    mpinit.add_optimizers(optimizer)
+    return model, optimizer
+
+
+def loop(fabric: Fabric, model: Any, optimizer: Any, data: list[Batch]) -> None:
+    for number, (x, y) in enumerate(data):
+        if number % 2 == 0:
+            optimizer.zero_grad()
+        fabric.backward(mse_loss(model(x), y))
+        if number % 2:
+            fabric.clip_gradients(model, optimizer, max_norm=0.5, error_if_nonfinite=False)
+            optimizer.step()
+
+
+def test_fabric_has_the_bits_of_a_loop_by_hand(level: dict[str, Any]) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[MixedPrecision(**level)])
+    model, optimizer = set_up(fabric)
+    data = batches(8)
+    loop(fabric, model, optimizer, data)
+    other = mlp(batchnorm=True)
+    bare = torch.optim.AdamW(other.parameters(), lr=1e-2, eps=1e-3)
+    mpinit.initialize(other, bare, **level)
+    for number, (x, y) in enumerate(data):
+        if number % 2 == 0:
+            bare.zero_grad()
+        with mpinit.scale_loss(mse_loss(other(x), y), bare) as scaled_loss:
+            scaled_loss.backward()
+        if number % 2:
+            clip_norm(bare)
+            bare.step()
+    assert same_bits(model.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("precision", [{"opt_level": "O5"}, LARGE], ids=["O5", "overflowing"])
+def test_fabric_resumes_to_the_bit(precision: dict[str, Any], tmp_path: Path) -> None:
+    data = batches(24)
+    whole = fabric_of(**precision)
+    model, optimizer = set_up(whole)
+    loop(whole, model, optimizer, data)
+    half = fabric_of(**precision)
+    first, first_optimizer = set_up(half)
+    loop(half, first, first_optimizer, data[:12])
+    state = {"model": first, "optimizer": first_optimizer, "precision": half.strategy.precision}
+    half.save(tmp_path / "half.ckpt", state)
+    rest = fabric_of(**precision)
+    second, second_optimizer = set_up(rest)
+    state = {"model": second, "optimizer": second_optimizer, "precision": rest.strategy.precision}
+    rest.load(tmp_path / "half.ckpt", state)
+    loop(rest, second, second_optimizer, data[12:])
+    assert same_bits(second.state_dict(), model.state_dict())
+    assert rest.strategy.precision.state_dict() == whole.strategy.precision.state_dict()
+
+
+def test_fabric_refuses_an_optimizer_that_was_not_added() -> None:
+    for name in ("O2", "O5"):
+        fabric = fabric_of(opt_level=name)
+        model = mlp()
+        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        fabric.backward(model(torch.ones(4, 6)).sum())
+        with pytest.raises(RuntimeError, match=r"mpinit\.add_optimizers"):
+            optimizer.step()
+
+
+def test_a_loss_of_two_sessions_is_refused_where_it_is_scaled() -> None:
+    fabric = fabric_of(opt_level="O2")
+    (first, _), (second, _) = set_up(fabric), set_up(fabric)
+    with pytest.raises(ValueError, match="one initialize call"):
+        fabric.backward(first(torch.ones(4, 6)).sum() + second(torch.ones(4, 6)).sum())
+
+
+def test_several_sessions_are_no_trouble_where_nothing_is_scaled() -> None:
+    fabric, plain = fabric_of(opt_level="O5"), [mlp(batchnorm=True), mlp(batchnorm=True)]
+    (first, one), (second, other), x = set_up(fabric), set_up(fabric), batches(1)[0][0]
+    bare = [torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3) for model in plain]
+    mpinit.initialize(plain, bare, opt_level="O5", verbosity=0)
+    for _ in range(3):
+        fabric.backward((first(x) * second(x)).mean())
+        (plain[0](x) * plain[1](x)).mean().backward()
+        for optimizer in (one, other, *bare):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same_bits(first.state_dict(), plain[0].state_dict())
+    assert same_bits(second.state_dict(), plain[1].state_dict())
+
+
+def test_fabric_takes_what_the_caller_initialised() -> None:
+    models = [mlp(0), mlp(1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    mpinit.initialize(models, optimizers, opt_level="O2", verbosity=0)
+    fabric = fabric_of()
+    (first, one), (second, other) = (fabric.setup(*both) for both in zip(models, optimizers, strict=True))
+    before = [p.clone() for model in models for p in model.parameters()]
+    fabric.backward(first(torch.ones(4, 6)).mean() + second(torch.ones(4, 6)).mean())
+    one.step()
+    other.step()
+    assert all(not torch.equal(a, b) for a, b in zip(before, (p for m in models for p in m.parameters()), strict=True))
+
+
+def test_disabled_it_is_lightnings_own_float32() -> None:
+    ours, other, data = Module(), Module(), batches(3)
+    fit(ours, {"opt_level": "O2", "enabled": False}, data)
+    run = Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False)
+    run.fit(other, torch.utils.data.DataLoader(data, batch_size=None))
+    assert same_bits(ours.state_dict(), other.state_dict())
