@@ -1,0 +1,202 @@
+"""``mpinit doctor``: what this machine can do in 16 bits, and which level suits it."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shutil
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+
+from ..basics.dtypes import dtype_name
+from ..basics.tables import bytes_text
+from ..torch_internals.native_autocast import device_types
+from .output import progress, show_json, show_table
+
+_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+_OPTIMIZERS: Final = ("Adam", "AdamW", "SGD", "Adagrad")
+# What 16 bits have to gain over float32 to be worth it.
+_WORTH: Final = 1.15
+
+
+@dataclass
+class Device:
+    """What was found on one device.
+
+    Attributes:
+        name: such as "cpu" or "cuda".
+        model: what it calls itself.
+        memory: in bytes; None where torch does not say.
+        matmul, convolution: dtype -> milliseconds; None where it cannot.
+        fused: optimizers with a fused step for float32 parameters.
+    """
+
+    name: str
+    model: str
+    memory: int | None
+    matmul: dict[str, float | None] = field(default_factory=dict)
+    convolution: dict[str, float | None] = field(default_factory=dict)
+    fused: list[str] = field(default_factory=list)
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The arguments."""
+    parser.description = (
+        "Show torch, devices, which 16-bit types, fused optimizers and compiled backends each has, how fast matrix "
+        "products and convolutions are in 16 bits against float32 here, and which level that speaks for."
+    )
+    parser.add_argument(
+        "--size", type=int, metavar="N", help="edge of the matrices. Default 512 on a CPU, 4096 elsewhere"
+    )
+    parser.add_argument("--seconds", type=float, default=0.5, help="time for each measurement. Default 0.5")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Look and show."""
+    if arguments.size is not None and arguments.size < 8:
+        raise ValueError(f"--size {arguments.size} is too small to measure anything; give 8 or more")
+    names = device_types()
+    with progress(len(names) * len(_DTYPES), "measuring") as advance:
+        devices = [_look(name, arguments, advance) for name in names]
+    backends = _backends()
+    level, reason = recommended(devices[-1])
+    if arguments.json:
+        found = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
+        shown = [asdict(device) for device in devices]
+        show_json(found | {"devices": shown, "compile": backends, "level": level, "reason": reason})
+        return 0
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} threads\n")
+    for device in devices:
+        _show(device)
+    print("torch.compile's backends: " + "; ".join(f"{name} ({state})" for name, state in backends.items()))
+    print(f"\nrecommended: {level}, {reason}")
+    return 0
+
+
+def _look(name: str, arguments: argparse.Namespace, advance: Callable[[str], None]) -> Device:
+    size = arguments.size or (512 if name == "cpu" else 4096)
+    device = Device(name, *_identity(name))
+    for dtype in _DTYPES:
+        advance(f"{name}, {dtype_name(dtype)}")
+        a, b = (torch.randn(size, size, device=name) for _ in range(2))
+        x, w = torch.randn(8, 64, size // 8, size // 8, device=name), torch.randn(64, 64, 3, 3, device=name)
+        device.matmul[dtype_name(dtype)] = _milliseconds(torch.mm, a, b, dtype, arguments.seconds)
+        device.convolution[dtype_name(dtype)] = _milliseconds(F.conv2d, x, w, dtype, arguments.seconds)
+    device.fused = [kind for kind in _OPTIMIZERS if _has_fused(kind, name)]
+    return device
+
+
+def _identity(name: str) -> tuple[str, int | None]:
+    if name == "cpu":
+        return platform.processor() or platform.machine(), None
+    module: Any = torch.get_device_module(name)
+    properties = module.get_device_properties(module.current_device())
+    return str(getattr(properties, "name", name)), getattr(properties, "total_memory", None)
+
+
+def _milliseconds(function: Any, x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype, seconds: float) -> float | None:
+    x, y = x.to(dtype), y.to(dtype)
+
+    def once() -> float:
+        started = time.perf_counter()
+        function(x, y)
+        if x.device.type != "cpu":
+            torch.get_device_module(x.device).synchronize()
+        return time.perf_counter() - started
+
+    try:
+        once()
+    except RuntimeError:
+        return None
+    times: list[float] = []
+    while not times or (sum(times) < seconds and len(times) < 200):
+        times.append(once())
+    return 1000 * statistics.median(times)
+
+
+def _has_fused(kind: str, device: str) -> bool:
+    parameter = torch.nn.Parameter(torch.zeros(2, device=device))
+    try:
+        optimizer = getattr(torch.optim, kind)([parameter], lr=0.1, fused=True)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _backends() -> dict[str, str]:
+    """torch.compile's backends, and whether the default one finds what it needs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch._dynamo import list_backends
+
+        found = dict.fromkeys(list_backends(), "registered")
+    compiler = next((name for name in ("c++", "g++", "clang++", "cl") if shutil.which(name)), None)
+    if "inductor" in found:
+        found["inductor"] = f"C++ compiler for the CPU: {compiler or 'none, which it needs there'}"
+    return found
+
+
+def recommended(device: Device) -> tuple[str, str]:
+    """The level for a device, and why.
+
+    Example:
+        >>> fast = {"float32": 4.0, "float16": 1.0, "bfloat16": 1.0}
+        >>> recommended(Device("cuda", "", None, matmul=fast, convolution=fast))[0]
+        'O5'
+        >>> slow = {"float32": 1.0, "float16": 9.0, "bfloat16": 2.0}
+        >>> recommended(Device("cpu", "", None, matmul=slow, convolution=slow))[0]
+        'O0'
+    """
+    gains = {name: _gain(device, name) for name in ("bfloat16", "float16")}
+    if gains["bfloat16"] >= _WORTH and gains["bfloat16"] >= 0.7 * gains["float16"]:
+        return "O5", (
+            f"bfloat16 weights, float32 masters: {gains['bfloat16']:.1f} times as fast as float32 on {device.name}, "
+            "and nothing to scale (O4 where float32 weights are wanted)"
+        )
+    if gains["float16"] >= _WORTH:
+        return "O2", (
+            f"float16 weights, float32 masters: {gains['float16']:.1f} times as fast as float32 on {device.name}, "
+            "with a dynamic loss scale (O1 where float32 weights are wanted)"
+        )
+    return "O0", (
+        f'16 bits are no faster than float32 on {device.name}; where memory is short, O5 with master_weights="split" '
+        "takes a quarter less for weights, masters and gradients"
+    )
+
+
+def _gain(device: Device, dtype: str) -> float:
+    """How many times as fast as float32, over both operations; 0 where one cannot."""
+    gain = 1.0
+    for times in (device.matmul, device.convolution):
+        lower, full = times.get(dtype), times.get("float32")
+        if not lower or not full:
+            return 0.0
+        gain *= full / lower
+    return float(gain**0.5)
+
+
+def _show(device: Device) -> None:
+    memory = f", {bytes_text(device.memory)}" if device.memory else ""
+    rows = []
+    for name, matmul in device.matmul.items():
+        convolution = device.convolution[name]
+        rows.append([name, *_timed(matmul, device.matmul), *_timed(convolution, device.convolution)])
+    head = ("type", "matmul ms", "speed", "convolution ms", "speed")
+    show_table(f"{device.name}: {device.model}{memory}", head, rows, numbers=range(1, 5))
+    print(f"fused optimizers on {device.name}: {', '.join(device.fused) or 'none'}\n")
+
+
+def _timed(milliseconds: float | None, times: dict[str, float | None]) -> tuple[str, str]:
+    full = times["float32"]
+    if milliseconds is None or full is None:
+        return "cannot", ""
+    return f"{milliseconds:.3g}", f"{full / milliseconds:.2f}x"

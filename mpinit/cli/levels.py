@@ -1,0 +1,86 @@
+"""``mpinit levels``: what the levels set."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Final
+
+from ..settings.opt_levels import OPT_LEVELS
+from ..settings.properties import Properties, field_names
+from ..settings.resolve import read_config, resolve
+from .output import show_json, show_table
+
+_TABLE: Final = (
+    *("cast_model_type", "patch_torch_functions", "patch_torch_functions_type", "keep_batchnorm_fp32"),
+    *("master_weights", "loss_scale"),
+)
+_LISTS: Final = ("keep_fp32", "keep_inputs", "entry_points")
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The arguments."""
+    parser.description = (
+        "Show what the levels set. Without a level: the main properties of all of them; with one or more: every "
+        "property. --set and --config apply to each, as keywords of mpinit.initialize do."
+    )
+    parser.add_argument("levels", nargs="*", metavar="LEVEL", help=f"any of {', '.join(OPT_LEVELS)}")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="override a property, such as loss_scale=128"
+    )
+    parser.add_argument("--config", metavar="FILE", help="a TOML file with overrides")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show them."""
+    overrides = dict(_override(text) for text in arguments.set)
+    config = read_config(arguments.config, ("num_losses", "verbosity"))
+    for setting in ("opt_level", "num_losses", "verbosity"):
+        config.pop(setting, None)
+    chosen = arguments.levels or list(OPT_LEVELS)
+    found: dict[str, Properties] = {}
+    refused = {}
+    for level in chosen:
+        try:
+            found[level] = resolve(level, overrides, config)[1]
+        except ValueError as error:
+            if arguments.levels or (level == chosen[-1] and not found):
+                raise
+            refused[level] = str(error)
+    if arguments.json:
+        show_json({level: properties.model_dump(mode="json") for level, properties in found.items()})
+        return 0
+    names = field_names() if arguments.levels else _TABLE
+    given = {name for name in field_names() if name in overrides or name in config}
+    names = tuple(name for name in field_names() if name in names or name in given)
+    rows = [_row(name, found, given) for name in names]
+    head = ["property", *found] + (["from"] if arguments.levels else [])
+    cells = rows if arguments.levels else [row[:-1] for row in rows]
+    show_table("What the levels set" + (", with overrides (*)" if given else ""), head, cells)
+    for why in dict.fromkeys(refused.values()):
+        print(f"refused at {', '.join(level for level, said in refused.items() if said == why)}: {why}")
+    return 0
+
+
+def _override(text: str) -> tuple[str, Any]:
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise ValueError(f"--set {text!r} sets nothing; write NAME=VALUE, such as loss_scale=128")
+    name = name.strip()
+    return name, [part.strip() for part in value.split(",")] if name in _LISTS else value
+
+
+def _row(name: str, found: dict[str, Properties], given: set[str]) -> list[str]:
+    values = [_text(getattr(properties, name)) for properties in found.values()]
+    by_level = any(name in OPT_LEVELS[level].model_fields_set for level in found)
+    source = "override" if name in given else "level" if by_level else "default"
+    return [f"{name}*" if name in given else name, *values, source]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(_text, value)) or "none"
+    if isinstance(value, type):
+        return value.__name__
+    if isinstance(value, float) and value >= 2**16 and value == 2 ** int(value).bit_length() / 2:
+        return f"2**{int(value).bit_length() - 1}"
+    return str(value).removeprefix("torch.")

@@ -1,0 +1,26 @@
+"""What the tests of the command line name: models, losses, and factories that go wrong."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def classifier() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def embedding() -> nn.Module:
+    return nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4))
+
+
+def returns_no_model() -> int:
+    return 3
+
+
+def raises() -> nn.Module:
+    raise KeyError("on purpose")
+
+
+def first_class(output: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, torch.zeros(len(output), dtype=torch.long))
