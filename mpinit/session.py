@@ -176,6 +176,10 @@ class Session:
             # What has failed and could not be done again is kept for the next call.
             self.is_live = len(self._undos) > 0
 
+    def when_undone(self, undo: Undo) -> None:
+        """Take something back with the session: what a framework was given because of it."""
+        self._undos.push(undo)
+
     def before_forward(self) -> None:
         """A model is about to be run: its weights follow what was written to their masters."""
         # A process group may have been set up since, and DDP has made buckets of the weights' own type then.

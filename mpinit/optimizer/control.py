@@ -98,6 +98,11 @@ class OptimizerControl:
         """Skip a step here and now where gradients overflowed; False where it is to be done, or skips by itself."""
         return self._step.skips()
 
+    @property
+    def overflowed(self) -> bool:
+        """Whether the gradients that are there overflowed, so that the next step is skipped. Waits for the device."""
+        return self._active and self._step.overflowed()
+
     def gradient_holders(self) -> Iterator[nn.Parameter]:
         """The parameters whose ``.grad`` the next step uses, in the groups' order, with weights and masters agreeing.
 

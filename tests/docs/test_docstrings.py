@@ -27,7 +27,8 @@ def public_modules() -> list[str]:
 
 
 @pytest.mark.parametrize("name", public_modules())
-def test_the_examples_in_docstrings_run(name: str) -> None:
+def test_the_examples_in_docstrings_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     module = importlib.import_module(name)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     report: list[str] = []

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import torch
 
 _libraries: list[torch.library.Library] = []
@@ -28,3 +32,68 @@ def let_torchvision_load() -> None:
     library.define(f"nms{arguments}")
     library.define(f"qnms{arguments}")
     _libraries.append(library)
+
+
+def tiny_model(name: str, seed: int = 0) -> Any:
+    """A float32 model of Transformers without dropout, the same for the same seed."""
+    import transformers as hf
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(seed)
+    match name:
+        case "bert":
+            config = hf.BertConfig(vocab_size=32, max_position_embeddings=16, num_labels=3, **sizes, **quiet)
+            return hf.BertForSequenceClassification(config)
+        case "gpt2":
+            drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+            tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+            return hf.GPT2LMHeadModel(
+                hf.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, **drops, **tokens)
+            )
+        case "llama":
+            return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=32, max_position_embeddings=16, **sizes))
+        case "t5":
+            config = hf.T5Config(
+                vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0
+            )
+            config.decoder_start_token_id = 0
+            return hf.T5ForConditionalGeneration(config)
+        case "vit":
+            return hf.ViTForImageClassification(
+                hf.ViTConfig(image_size=8, patch_size=4, num_labels=3, **sizes, **quiet)
+            )
+    raise ValueError(name)
+
+
+def what_a_trainer_needs(folder: Path) -> dict[str, Any]:
+    """The names that snippets about a Trainer use without making them."""
+    let_torchvision_load()
+    import transformers as hf
+
+    args = hf.TrainingArguments(str(folder), max_steps=1, report_to=[], disable_tqdm=True, use_cpu=True)
+    return {"Trainer": hf.Trainer, "model": tiny_model("gpt2"), "args": args, "dataset": samples("gpt2", 8)}
+
+
+def samples(name: str, count: int = 32, seed: int = 1) -> list[dict[str, Any]]:
+    """What :func:`tiny_model` learns from, one dict a sample."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(count):
+        words = torch.randint(3, 32, (8,), generator=generator)
+        match name:
+            case "bert":
+                rows.append({"input_ids": words, "labels": words[0] % 3})
+            case "vit":
+                pixels = torch.randn(3, 8, 8, generator=generator)
+                rows.append({"pixel_values": pixels, "labels": words[0] % 3})
+            case _:
+                rows.append({"input_ids": words, "labels": words})
+    return rows
+
+
+def same_bits(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two state dicts hold the same tensors, to the bit."""
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[name]) and value.dtype == other[name].dtype for name, value in one.items()
+    )

@@ -1,0 +1,165 @@
+"""The Accelerate plug against Accelerate itself, beside the same loop written with mpinit alone."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from frameworks import same_bits
+from loops import Batch, batches, mlp, mse
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
+
+import mpinit
+from mpinit.integrations.accelerate import attach
+
+LEVELS: dict[str, dict[str, Any]] = {
+    "O0": {"opt_level": "O0"},
+    "O1": {"opt_level": "O1"},
+    "O2": {"opt_level": "O2"},
+    "O2, static": {"opt_level": "O2", "loss_scale": 128.0},
+    "O5": {"opt_level": "O5"},
+    "O5, split": {"opt_level": "O5", "master_weights": "split"},
+}
+Parts = tuple[Accelerator, Any, Any, Any]
+LARGE = {"opt_level": "O2", "init_loss_scale": 2.0**40, "max_loss_scale": 2.0**50, "growth_interval": 4}
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return LEVELS[request.param]
+
+
+def made(level: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    mpinit.initialize(model, optimizer, verbosity=0, **level)
+    return model, optimizer
+
+
+def accelerated(level: dict[str, Any], prepared_first: bool = False, steps: int = 1) -> Parts:
+    model, optimizer = made(level)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    if not prepared_first:
+        attach(accelerator, optimizer)
+    scheduler = ExponentialLR(optimizer, 0.9)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    if prepared_first:
+        attach(accelerator, optimizer)
+    return accelerator, model, optimizer, scheduler
+
+
+def run(parts: Parts, data: list[Batch]) -> None:
+    accelerator, model, optimizer, scheduler = parts
+    for batch in data:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse(model, batch))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
+def bare(level: dict[str, Any], data: list[Batch]) -> dict[str, Any]:
+    model, optimizer = made(level)
+    scheduler = ExponentialLR(optimizer, 0.9)
+    for number, batch in enumerate(data, start=1):
+        with mpinit.scale_loss(mse(model, batch) / 2, optimizer) as scaled:
+            scaled.backward()
+        if number % 2 == 0:
+            mpinit.clip_grad_norm_(optimizer, 0.5)
+            optimizer.step()
+            mpinit.scheduler_step(scheduler)
+            optimizer.zero_grad()
+    state = model.state_dict()
+    mpinit.undo(model)
+    return state
+
+
+@pytest.mark.parametrize("prepared_first", [False, True], ids=["attached first", "prepared first"])
+def test_accelerate_trains_as_the_bare_loop_does(level: dict[str, Any], prepared_first: bool) -> None:
+    parts = accelerated(level, prepared_first, steps=2)
+    run(parts, batches(12))
+    assert same_bits(parts[1].state_dict(), bare(level, batches(12)))
+
+
+@pytest.mark.parametrize("level", [*LEVELS.values(), LARGE], ids=[*LEVELS, "O2, overflowing"])
+def test_a_saved_state_goes_on_with_the_same_bits(level: dict[str, Any], tmp_path: Path) -> None:
+    data = batches(16)
+    through = accelerated(level)
+    run(through, data[:8])
+    through[0].save_state(str(tmp_path))
+    run(through, data[8:])
+    resumed = accelerated(level)
+    resumed[0].load_state(str(tmp_path))
+    run(resumed, data[8:])
+    assert same_bits(through[1].state_dict(), resumed[1].state_dict())
+    states = [mpinit.state_dict(parts[2].optimizer) for parts in (through, resumed)]
+    assert states[0] == states[1]
+    assert through[3].get_last_lr() == resumed[3].get_last_lr()
+
+
+@pytest.mark.parametrize("prepared_first", [False, True], ids=["attached first", "prepared first"])
+def test_a_skipped_step_is_told_and_the_scheduler_waits(prepared_first: bool) -> None:
+    accelerator, model, optimizer, scheduler = parts = accelerated({"opt_level": "O2"}, prepared_first)
+    run(parts, batches(1))
+    assert not accelerator.optimizer_step_was_skipped
+    rate, state = scheduler.get_last_lr(), copy.deepcopy(model.state_dict())
+    accelerator.backward(mse(model, batches(1)[0]) * float("inf"))
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    assert accelerator.optimizer_step_was_skipped
+    assert scheduler.get_last_lr() == rate and same_bits(model.state_dict(), state)
+    assert mpinit.step_counts(optimizer.optimizer) == (1, 1)
+    run(parts, batches(1))
+    assert not accelerator.optimizer_step_was_skipped and scheduler.get_last_lr() != rate
+
+
+def test_an_optimizer_that_is_attached_later_takes_part() -> None:
+    models = [mlp(0), mlp(1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    mpinit.initialize(models, optimizers, opt_level="O2", verbosity=0)
+    accelerator = Accelerator(cpu=True)
+    first, second = (accelerator.prepare(optimizer) for optimizer in optimizers)
+    attach(accelerator, first)
+    attach(accelerator, second)
+    before = [copy.deepcopy(model.state_dict()) for model in models]
+    accelerator.backward(mse(models[0], batches(1)[0]) + mse(models[1], batches(1)[0]))
+    first.step()
+    second.step()
+    for optimizer, model, state in zip(optimizers, models, before, strict=True):
+        assert mpinit.step_counts(optimizer) == (1, 0)
+        assert not same_bits(model.state_dict(), state)
+        assert all(p.grad.abs().max() < 10 for p in mpinit.master_params(optimizer))
+
+
+def test_undo_takes_the_plug_out() -> None:
+    accelerator, model, optimizer, _ = parts = accelerated({"opt_level": "O2"})
+    run(parts, batches(2))
+    mpinit.undo(model)
+    assert accelerator.scaler is None and optimizer.scaler is None
+    run(parts, batches(2))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_nothing_is_attached_where_nothing_is_scaled() -> None:
+    assert accelerated({"opt_level": "O5"})[0].scaler is None
+
+
+def test_what_casts_by_itself_is_refused() -> None:
+    optimizer = made({"opt_level": "O2"})[1]
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    with pytest.raises(ValueError, match=r"mixed_precision='bf16' casts once more .* mixed_precision=\"no\""):
+        attach(accelerator, optimizer)
+    assert accelerator.scaler is None
+
+
+def test_an_optimizer_that_is_not_initialised_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="not initialised"):
+        attach(Accelerator(cpu=True), torch.optim.SGD(mlp().parameters(), lr=0.1))
