@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from frameworks import what_a_trainer_needs
 from snippets import Snippet, blocks, snippets
 
 import mpinit
@@ -36,9 +37,11 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("in_the_repository")
 @pytest.mark.parametrize("snippet", EXAMPLES, ids=str)
-def test_a_snippet_runs(snippet: Snippet) -> None:
+def test_a_snippet_runs(snippet: Snippet, tmp_path: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     PRELUDE.run(namespace)
+    if snippet.mark == "a Trainer":
+        namespace |= what_a_trainer_needs(tmp_path)
     snippet.run(namespace)
 
 

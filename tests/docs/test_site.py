@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from frameworks import what_a_trainer_needs
 from snippets import ROOT, Snippet, blocks, snippets
 
 import mpinit
@@ -42,6 +43,7 @@ QUESTIONS = {
     "fully_shard": ("how-to/distributed.md", "FSDP2"),
     "from apex": ("how-to/migrate.md", "From apex.amp"),
     "from GradScaler": ("how-to/migrate.md", "From torch.amp"),
+    "Trainer of Transformers": ("how-to/frameworks.md", "Transformers: Trainer"),
     "bfloat16 checkpoint": ("how-to/sixteen-bit-checkpoint.md", "I have a 16-bit checkpoint"),
     "what a property does": ("reference/properties.md", "All properties"),
     "which function runs in which type": ("reference/cast-policy.md", "The cast policy"),
@@ -66,10 +68,12 @@ def test_every_block_is_found() -> None:
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("snippet", EXAMPLES, ids=str)
-def test_a_snippet_runs(snippet: Snippet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snippet_runs(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     PRELUDE.run(namespace)
+    if snippet.mark == "a Trainer":
+        namespace |= what_a_trainer_needs(tmp_path)
     snippet.run(namespace)
 
 

@@ -1,0 +1,66 @@
+"""``save_pretrained`` of an initialised model: weights of one dtype under a config that names it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+
+from .. import registry
+from ..basics.dtypes import cast_within_range, dtype_name, is_lower_precision
+from ..basics.patching import set_attribute
+
+
+def save_in(model: Any, dtype: torch.dtype | Callable[[], torch.dtype] = torch.float32) -> None:
+    """Let ``model.save_pretrained`` write weights in ``dtype``, and a config that says so, until ``mpinit.undo``.
+
+    Left alone it writes the masters' float32 beside a config that says 16 bit, and ``from_pretrained`` casts to that.
+
+    Args:
+        model: an initialised model of Transformers or PEFT.
+        dtype: for weights that were cast, or what gives it when asked; those that were kept stay as they are.
+
+    Raises:
+        RuntimeError: the model is not initialised.
+
+    Example:
+        >>> import mpinit, transformers
+        >>> from mpinit.integrations.pretrained import save_in
+        >>> model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1))
+        >>> model = mpinit.initialize(model, opt_level="O5", await_optimizers=True, verbosity=0)
+        >>> save_in(model)  # from here on model.save_pretrained(folder) writes float32
+        >>> mpinit.undo(model)
+    """
+
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
+        if registry.of(self) is None:  # a copy of the model
+            return type(self).save_pretrained(self, save_directory, *args, state_dict=state_dict, **kwargs)
+        if kwargs.get("push_to_hub"):
+            raise ValueError(
+                "save_pretrained(push_to_hub=True) would upload a config that names the weights' 16-bit type: call "
+                "model.push_to_hub(name) instead"
+            )
+        wanted = dtype() if callable(dtype) else dtype
+        state = self.state_dict() if state_dict is None else state_dict
+        cast = _cast(self, state, wanted)
+        type(self).save_pretrained(self, save_directory, *args, state_dict={**state, **cast}, **kwargs)
+        if cast and kwargs.get("is_main_process", True) and not hasattr(self, "peft_config"):
+            config = copy.deepcopy(self.config)
+            config.dtype = dtype_name(wanted)
+            config.save_pretrained(save_directory)
+
+    # A bound method, so that a copy of the model has its own.
+    method = MethodType(save_pretrained, model)
+    registry.session_of(model).when_undone(set_attribute(model, "save_pretrained", method))
+
+
+def _cast(model: Any, state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Entries of weights that were cast, in ``dtype``; those of tied weights are one tensor, as files want them."""
+    cast, of_weight = {}, dict[int, torch.Tensor]()
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if name in state and isinstance(weight, torch.Tensor) and is_lower_precision(weight.dtype):
+            cast[name] = of_weight.setdefault(id(weight), cast_within_range(state[name], dtype))
+    return cast

@@ -1,0 +1,101 @@
+"""Transformers: ``enable`` makes a ``Trainer`` train in mixed precision."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+
+from .. import amp, registry
+from ..basics.dtypes import parse_dtype
+from ..basics.patching import set_attribute
+from . import require
+from .accelerate import attach, check
+from .pretrained import save_in
+
+require("transformers")
+
+_INSTEAD = {
+    "args.fp16": "the opt_level says the type: leave TrainingArguments(fp16=...) out, and give enable() opt_level='O2'",
+    "args.bf16": "the opt_level says the type: leave TrainingArguments(bf16=...) out, which opt_level='O5' is",
+    "args.fp16_full_eval": "the weights that are evaluated are 16-bit already: leave it out",
+    "args.bf16_full_eval": "the weights that are evaluated are 16-bit already: leave it out",
+    "model_init": "each train() would make a model that mpinit does not know: give the Trainer a model instead",
+    "is_fsdp_enabled": "FSDP replaces the parameters in train(): prepare with Accelerate, then mpinit.initialize",
+    "is_deepspeed_enabled": "DeepSpeed keeps masters itself: use its own bf16 or fp16 settings",
+}
+
+
+def enable(trainer: Any, opt_level: str = "O5", *, save_dtype: Any = torch.float32, **properties: Any) -> None:
+    """Make a Trainer train in mixed precision, whatever dtype its model was loaded in: one line before ``train()``.
+
+    Accumulation, clipping, evaluation, generation and callbacks stay as they are. Every ``checkpoint-N`` holds the
+    masters' float32 bits, and the loss scale where there is one: ``resume_from_checkpoint`` gives the bits of a run
+    that was not interrupted. ``mpinit.undo(trainer.model)`` takes everything back.
+
+    Args:
+        trainer: a Trainer, or of a subclass; its optimizer was given to it, or is going to be made by it.
+        opt_level: as of :func:`mpinit.initialize`. Default "O5": bfloat16 weights, float32 masters.
+        save_dtype: of weights and config that ``trainer.save_model`` and ``model.save_pretrained`` write outside of
+            ``train()``: float32, the masters' bits, or a 16-bit type. Default float32.
+        **properties: any other argument of :func:`mpinit.initialize`. ``keep_fp32`` is, by default, buffers that are
+            computed and not loaded, such as rotary frequencies: Transformers leaves them float32 as well.
+
+    Raises:
+        ValueError: the Trainer casts by itself, makes its model in ``train()``, or leaves training to FSDP, DeepSpeed
+            or DataParallel. Nothing was changed.
+
+    Example:
+        >>> import mpinit, transformers
+        >>> from mpinit.integrations.transformers import enable
+        >>> config = transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1)
+        >>> trainer = transformers.Trainer(transformers.GPT2LMHeadModel(config))
+        >>> enable(trainer, verbosity=0)  # and then: trainer.train()
+        >>> trainer.model.dtype
+        torch.bfloat16
+        >>> mpinit.undo(trainer.model)
+    """
+    wanted = parse_dtype(save_dtype)
+    _check(trainer)
+    model, optimizer = trainer.model, registry.unwrapped(trainer.optimizer)
+    given = [] if optimizer is None else [optimizer]
+    if not {"keep_fp32", "config"} & properties.keys():
+        properties["keep_fp32"] = _computed(model)
+    amp.initialize([model], given, opt_level, await_optimizers=optimizer is None, **properties)
+    session = registry.of(model)
+    if session is None:
+        return
+    if given:
+        attach(trainer.accelerator, given)
+    create_optimizer = MethodType(_taking_in(trainer.create_optimizer), trainer)
+    session.when_undone(set_attribute(trainer, "create_optimizer", create_optimizer))
+    # Training goes on from a checkpoint, which is float32 whatever is asked for.
+    save_in(model, lambda: torch.float32 if trainer.is_in_train else wanted)
+
+
+def _check(trainer: Any) -> None:
+    for name, instead in _INSTEAD.items():
+        if functools.reduce(getattr, name.split("."), trainer):
+            raise ValueError(f"trainer.{name} is set, and mpinit cannot be beside it: {instead}")
+    if trainer.args.n_gpu > 1:
+        raise ValueError(f"the Trainer runs {trainer.args.n_gpu} GPUs by DataParallel: start it with torchrun instead")
+    check(trainer.accelerator)
+
+
+def _computed(model: Any) -> list[str]:
+    """Floating buffers that no checkpoint holds, rotary frequencies say: Transformers never casts them either."""
+    saved = model.state_dict()
+    return [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and name not in saved]
+
+
+def _taking_in(create: Callable[..., Any]) -> Callable[..., Any]:
+    def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        created = create(*args, **kwargs)
+        if registry.of(created) is None:
+            attach(self.accelerator, amp.add_optimizers(created))
+        return created
+
+    return create_optimizer

@@ -1,0 +1,231 @@
+"""The Trainer plug against Transformers itself, beside the same loop written with mpinit alone."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from frameworks import same_bits, samples, tiny_model
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, Trainer, TrainingArguments, default_data_collator, get_scheduler
+from transformers.utils import logging
+
+import mpinit
+from mpinit.integrations.transformers import enable
+
+logging.disable_progress_bar()
+
+MODELS = ["bert", "gpt2", "llama", "t5", "vit"]
+CAUSAL = ["gpt2", "llama"]
+LEVELS: dict[str, dict[str, Any]] = {
+    "O2": {"opt_level": "O2", "init_loss_scale": 256.0, "growth_interval": 3},
+    "O5": {"opt_level": "O5"},
+    "O5, split": {"opt_level": "O5", "master_weights": "split"},
+}
+# The scale is too large for float16 at first: steps are skipped, and later it grows again.
+OVERFLOWING = {"opt_level": "O2", "init_loss_scale": 2.0**30, "max_loss_scale": 2.0**40, "growth_interval": 3}
+
+
+def settings(folder: Path, **more: Any) -> TrainingArguments:
+    usual = {"max_steps": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "logging_strategy": "no"}
+    return TrainingArguments(str(folder), train_sampling_strategy="sequential", **(usual | quiet | more))
+
+
+def trainer_of(name: str, folder: Path, level: dict[str, Any] | None, **more: Any) -> Trainer:
+    given = {key: more.pop(key) for key in ("optimizers",) if key in more}
+    model = more.pop("model", None) or tiny_model(name)
+    trainer = Trainer(
+        model, settings(folder, **more), train_dataset=samples(name, 64), eval_dataset=samples(name, 8, seed=2), **given
+    )
+    if level is not None:
+        enable(trainer, verbosity=0, **level)
+    return trainer
+
+
+def bare(name: str, folder: Path, level: dict[str, Any]) -> dict[str, Any]:
+    """What the Trainer does, by hand."""
+    model, args = tiny_model(name), settings(folder)
+    made, keywords = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    optimizer = made(model.parameters(), weight_decay=0.0, **keywords)
+    kept = ["model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"] if name == "llama" else []
+    mpinit.initialize(model, optimizer, verbosity=0, keep_fp32=kept, **level)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=6)
+    model.train()
+    loader = iter(DataLoader(samples(name, 64), 4, collate_fn=default_data_collator))
+    for _ in range(6):
+        halves = [next(loader), next(loader)]
+        for half in halves:
+            if name == "vit":
+                loss = model(**half).loss / 2
+            else:  # the model divides by what both halves hold
+                labels = half["labels"][..., 1:] if name in CAUSAL else half["labels"]
+                loss = model(**half, num_items_in_batch=torch.tensor(2 * labels.numel())).loss
+            with mpinit.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        mpinit.scheduler_step(scheduler)
+        optimizer.zero_grad()
+    return copy.deepcopy(model.state_dict())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_trainer_trains_as_the_bare_loop_does(name: str, level: str, tmp_path: Path) -> None:
+    trainer = trainer_of(name, tmp_path, LEVELS[level])
+    before = copy.deepcopy(trainer.model.state_dict())
+    trainer.train()
+    assert mpinit.step_counts(trainer.optimizer.optimizer) == (6, 0)
+    assert not same_bits(trainer.model.state_dict(), before)
+    assert same_bits(trainer.model.state_dict(), bare(name, tmp_path, LEVELS[level]))
+
+
+@pytest.mark.parametrize("level", [*LEVELS.values(), OVERFLOWING], ids=[*LEVELS, "O2, overflowing"])
+@pytest.mark.parametrize("save_dtype", ["float32", "bfloat16"])
+def test_resuming_gives_the_bits_of_a_run_that_was_not_interrupted(
+    level: dict[str, Any], save_dtype: str, tmp_path: Path
+) -> None:
+    asked = level | {"save_dtype": save_dtype}
+    through = trainer_of("llama", tmp_path, asked, save_strategy="steps", save_steps=3)
+    through.train()
+    resumed = trainer_of("llama", tmp_path, asked, save_strategy="steps", save_steps=3)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert same_bits(through.model.state_dict(), resumed.model.state_dict())
+    inner = [trainer.optimizer.optimizer for trainer in (through, resumed)]
+    assert mpinit.state_dict(inner[0]) == mpinit.state_dict(inner[1])
+    states = [optimizer.state_dict()["state"] for optimizer in inner]
+    assert all(same_bits(state, states[1][index]) for index, state in states[0].items())
+    assert through.lr_scheduler.get_last_lr() == resumed.lr_scheduler.get_last_lr()
+    if level is OVERFLOWING:
+        assert mpinit.step_counts(inner[0])[1] > 0
+        assert through.lr_scheduler.get_last_lr() != [0.0], "the scheduler waits for skipped steps"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", ["O5", "O5, split"])
+@pytest.mark.parametrize("name", MODELS)
+def test_from_pretrained_reads_what_save_model_writes(
+    name: str, level: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    trainer = trainer_of(name, tmp_path, LEVELS[level] | {"save_dtype": dtype}, max_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    assert trainer.model.dtype == torch.bfloat16
+    assert AutoConfig.from_pretrained(tmp_path / "saved").dtype == dtype
+    read = type(trainer.model).from_pretrained(tmp_path / "saved")
+    expected = {key: value.to(dtype) for key, value in trainer.model.state_dict().items()}
+    assert same_bits(read.state_dict(), expected)
+    mpinit.undo(trainer.model)
+    assert "save_pretrained" not in vars(trainer.model)
+
+
+def test_a_checkpoint_in_bfloat16_gets_masters(tmp_path: Path) -> None:
+    tiny_model("llama").bfloat16().save_pretrained(tmp_path / "given")
+    loaded = type(tiny_model("llama")).from_pretrained(tmp_path / "given")
+    assert loaded.dtype == torch.bfloat16
+    trainer = trainer_of("llama", tmp_path, {}, model=loaded, learning_rate=1e-6)
+    trainer.train()
+    norm = loaded.model.norm.weight
+    assert torch.equal(norm, torch.ones_like(norm)), "bfloat16 cannot hold such a step from 1"
+    assert not torch.equal(loaded.state_dict()["model.norm.weight"], torch.ones(16)), "but the master can"
+
+
+def test_an_optimizer_may_be_given(tmp_path: Path) -> None:
+    created = trainer_of("gpt2", tmp_path, {"opt_level": "O2"})
+    created.train()
+    model = tiny_model("gpt2")
+    made, keywords = Trainer.get_optimizer_cls_and_kwargs(settings(tmp_path), model)
+    optimizer = made(model.parameters(), weight_decay=0.0, **keywords)
+    given = trainer_of("gpt2", tmp_path, {"opt_level": "O2"}, model=model, optimizers=(optimizer, None))
+    given.train()
+    assert same_bits(created.model.state_dict(), given.model.state_dict())
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    when = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    trainer = trainer_of("bert", tmp_path, {}, load_best_model_at_end=True, greater_is_better=True, **when)
+    trainer.train()
+    assert trainer.state.best_global_step < 6, "else this shows nothing"
+    best = type(trainer.model).from_pretrained(trainer.state.best_model_checkpoint)
+    assert best.dtype == torch.float32
+    assert same_bits(trainer.model.state_dict(), best.state_dict())
+    assert torch.equal(
+        next(mpinit.master_params(trainer.optimizer.optimizer)), best.bert.embeddings.word_embeddings.weight
+    )
+
+
+def test_checkpointed_activations_give_the_same_bits(tmp_path: Path) -> None:
+    states = []
+    for checkpoints in (False, True):
+        trainer = trainer_of("llama", tmp_path, {}, activation_checkpointing=checkpoints)
+        trainer.train()
+        states.append(trainer.model.state_dict())
+    assert same_bits(*states)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_generation_is_that_of_the_16_bit_model(name: str, tmp_path: Path) -> None:
+    trainer = trainer_of(name, tmp_path, {})
+    trainer.train()
+    saved = tmp_path / "saved"
+    trainer.save_model(str(saved))
+    plain = type(trainer.model).from_pretrained(saved, dtype=torch.bfloat16)
+    words = torch.stack([sample["input_ids"] for sample in samples(name, 4)])
+    told = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(words)}
+    for model in (plain, trainer.model):
+        model.eval()
+    assert torch.equal(trainer.model.generate(words, **told), plain.generate(words, **told))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_keep_their_class(name: str, tmp_path: Path) -> None:
+    batch = default_data_collator(samples(name, 4))
+    trainer = trainer_of(name, tmp_path, None)
+    plain = trainer.model(**batch)
+    enable(trainer, verbosity=0)
+    output = trainer.model(**batch)
+    assert type(output) is type(plain) and output.keys() == plain.keys()
+    assert output.logits.dtype == torch.float32
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+REFUSED = {
+    "bf16": ({"bf16": True}, r"trainer\.args\.bf16 is set, .* leave TrainingArguments\(bf16=...\) out"),
+    "eval": ({"bf16_full_eval": True}, r"trainer\.args\.bf16_full_eval is set, .* leave it out"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_trainer_that_casts_by_itself_is_refused(case: str, tmp_path: Path) -> None:
+    more, message = REFUSED[case]
+    trainer = trainer_of("gpt2", tmp_path, None, **more)
+    with pytest.raises(ValueError, match=message):
+        enable(trainer)
+    assert trainer.model.dtype == torch.float32 and "create_optimizer" not in vars(trainer)
+
+
+def test_a_trainer_that_makes_its_model_is_refused(tmp_path: Path) -> None:
+    trainer = Trainer(model_init=lambda: tiny_model("gpt2"), args=settings(tmp_path))
+    with pytest.raises(ValueError, match="give the Trainer a model instead"):
+        enable(trainer)
+
+
+def test_undo_leaves_a_float32_trainer(tmp_path: Path) -> None:
+    trainer = trainer_of("gpt2", tmp_path, {"opt_level": "O2"})
+    trainer.train()
+    masters = copy.deepcopy(trainer.model.state_dict())
+    mpinit.undo(trainer.model)
+    assert same_bits(masters, trainer.model.state_dict())
+    assert trainer.accelerator.scaler is None and "create_optimizer" not in vars(trainer)
+    trainer.train()
+    assert trainer.model.dtype == torch.float32
+
+
+def test_disabled_it_does_nothing(tmp_path: Path) -> None:
+    trainer = trainer_of("gpt2", tmp_path, {"enabled": False})
+    trainer.train()
+    assert trainer.model.dtype == torch.float32 and trainer.accelerator.scaler is None
