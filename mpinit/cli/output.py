@@ -41,7 +41,8 @@ def show_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], n
         return
     box: Any = _rich("box")
     drawn = table.Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    drawn.padding = (0, 1, 0, 0)
+    # Between columns there is a blank already: with many of them a window of 80 has no room for more.
+    drawn.padding = (0, int(len(head) < 6), 0, 0)
     for index, name in enumerate(head):
         drawn.add_column(name, justify="right" if index in numbers else "left", overflow="fold", no_wrap=index == 0)
     text: Any = _rich("text")
