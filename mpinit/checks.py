@@ -15,10 +15,10 @@ from . import registry
 from .basics.dtypes import is_lower_precision
 from .basics.user_warnings import warn_user
 from .basics.wrappers import inside
-from .distributed.sharding import reshard
+from .distributed.sharding import is_managed_by_fsdp, reshard
 from .model.entry_points import check_argument_names
 from .model.selection import named_tensors, own_tensors
-from .plan import Plan
+from .plan import Masters, Plan
 from .settings.properties import Properties
 
 _WRAPPERS: Final = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
@@ -62,6 +62,8 @@ def check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: P
         _check_not_lazy(model)
     if plan.cast_model and is_lower_precision(plan.model_dtype):
         _check_no_part_wrapped(models)
+    if plan.masters is Masters.IN_MODEL:
+        _check_not_fully_sharded(models)
     _check_not_shared(models, plan)
     _check_kept_names(models, props)
     check_argument_names(models, props.entry_points, props.keep_inputs)
@@ -134,6 +136,15 @@ def _check_no_part_wrapped(models: Sequence[nn.Module]) -> None:
             raise ValueError(
                 f"{name!r} is wrapped in {wrapper} already, which has taken the parameters' dtypes down; call "
                 f"mpinit.initialize first, and wrap {name!r} in {wrapper} afterwards"
+            )
+
+
+def _check_not_fully_sharded(models: Sequence[nn.Module]) -> None:
+    for name, module in (named for model in models for named in model.named_modules()):
+        if is_managed_by_fsdp(module):
+            raise ValueError(
+                f"fully_shard was called on {name or type(module).__name__!r}: FSDP2 puts the gathered parameters on "
+                'modules inside forward, where master_weights="model" puts its casts. Use master_weights=True (O2, O5)'
             )
 
 

@@ -29,6 +29,7 @@ class Masters(enum.Enum):
     NONE = enum.auto()
     FULL = enum.auto()
     SPLIT = enum.auto()
+    IN_MODEL = enum.auto()
 
 
 class CastPolicy(enum.Enum):
@@ -148,6 +149,8 @@ def make_plan(props: Properties) -> Plan:
 def _masters(props: Properties) -> Masters:
     if props.master_weights == "split":
         return Masters.SPLIT
+    if props.master_weights == "model":
+        return Masters.IN_MODEL
     return Masters.FULL if props.master_weights else Masters.NONE
 
 

@@ -21,6 +21,7 @@ from .basics.logs import log
 from .basics.patching import Undo, UndoStack
 from .distributed.sharding import reshard
 from .masters.full import FullMasters
+from .masters.in_model import MastersInModel
 from .masters.none import NoMasters
 from .masters.split import SplitMasters
 from .masters.store import MasterStore
@@ -101,7 +102,10 @@ class Session:
         plan, push = self.plan, self._undos.push
         selected = self.selection = selection.select(self.models, plan)
         targets = dict(selected.targets)
-        push(forward.patch_forwards(selected, plan, self, self.before_forward))
+        in_model = self._store if isinstance(self._store, MastersInModel) else None
+        push(forward.patch_forwards(selected, plan, self, self.before_forward, in_model))
+        if in_model is not None:
+            push(in_model.narrow)
         if encoder_fast_path.is_bypassed(selected.kept, self.models):
             encoder_fast_path.keep_off(lambda: True, self._undos)
         if selected.holds_16_bit:
@@ -287,7 +291,7 @@ class Session:
         return pair.values()
 
     def _has_masters(self) -> bool:
-        return len(self._store.pairs) > 0
+        return len(self._store.pairs) > 0 or self.plan.masters is Masters.IN_MODEL
 
     def _load_master(self, weight: torch.Tensor, values: torch.Tensor) -> bool:
         pair = self._store.pairs.of(weight)
@@ -324,6 +328,8 @@ def _remove(optimizers: list[Optimizer], optimizer: Optimizer) -> None:
 def _store_for(plan: Plan) -> MasterStore:
     if plan.masters is Masters.SPLIT:
         return SplitMasters(plan.split_bucket_bytes)
+    if plan.masters is Masters.IN_MODEL:
+        return MastersInModel()
     return FullMasters() if plan.masters is Masters.FULL else NoMasters()
 
 

@@ -24,6 +24,11 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
 
 
+def is_managed_by_fsdp(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on a module."""
+    return hasattr(type(module), "_get_fsdp_state")
+
+
 def local(tensor: Any) -> torch.Tensor:
     """The part of a tensor that is in this process: all of it, unless it is sharded."""
     part: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
@@ -52,7 +57,7 @@ def set_data(tensor: Any, values: Any) -> None:
 def _groups(model: nn.Module) -> Iterator[Any]:
     """The groups of parameters that FSDP gathers together."""
     for module in model.modules():
-        if hasattr(type(module), "_get_fsdp_state"):
+        if is_managed_by_fsdp(module):
             state: Any = module._get_fsdp_state()  # type: ignore[operator]
             # torch 2.11 knows one group of a module, or None; from 2.12 on it is a list of any length.
             if hasattr(state, "_fsdp_param_groups"):
@@ -64,7 +69,7 @@ def _groups(model: nn.Module) -> Iterator[Any]:
 def reshard(models: Iterable[nn.Module]) -> None:
     """Let FSDP put the shards back on the modules, where a forward left the gathered weights on them."""
     for module in (module for model in models for module in model.modules()):
-        if hasattr(type(module), "_get_fsdp_state"):
+        if is_managed_by_fsdp(module):
             module.reshard()  # type: ignore[operator]
 
 

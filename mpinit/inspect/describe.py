@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
+from torch.optim import Optimizer
 
 from ..basics.dtypes import dtype_name
 from ..basics.logs import log
+from ..plan import Masters
 from ..session import Session
 
 _TOLD: Final = (
@@ -43,8 +45,8 @@ def describe(session: Session) -> str:
             first = ", ".join(name or "the whole model" for name in kept[:5])
             lines.append(f"  float32: {first}" + (f" and {len(kept) - 5} more" if len(kept) > 5 else ""))
     for index, optimizer in enumerate(session.optimizers):
-        control, counts = session.controller_of(optimizer), session.controller_of(optimizer).counts
-        masters = f"{len(control.groups.copies.pairs)} float32 masters" if control.groups.copies.pairs else "no masters"
+        counts = session.controller_of(optimizer).counts
+        masters = _masters_of(session, optimizer)
         lines.append(
             f"optimizer {index}, {type(optimizer).__name__}: {masters}; {counts.good} steps done, {counts.skipped} "
             f"skipped, {counts.consecutive} of them just now"
@@ -59,6 +61,13 @@ def describe(session: Session) -> str:
         for index, scaler in enumerate(session.scalers)
     ]
     return "\n".join(lines)
+
+
+def _masters_of(session: Session, optimizer: Optimizer) -> str:
+    groups = session.controller_of(optimizer).groups
+    if session.plan.masters is Masters.IN_MODEL:
+        return "steps the model's own float32 parameters, which are 16-bit inside forwards"
+    return f"{len(groups.copies.pairs)} float32 masters" if groups.copies.pairs else "no masters"
 
 
 def _counts(parameters: Iterable[torch.Tensor]) -> str:

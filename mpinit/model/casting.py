@@ -15,6 +15,7 @@ from ..distributed.sharding import local, rebuild_groups, set_data
 from ..masters.residual import Cast, Residual, decode, encode
 from ..torch_internals.parameter_watching import TENSOR_DETACH
 from .lasting_losses import warn_of_lasting_losses
+from .selection import is_parameter
 
 
 @dataclass(eq=False)
@@ -81,7 +82,7 @@ class TensorCasts:
         warn_of_lasting_losses(self._models, self._targets, but_for=clamped)
         places = _places_of_buffers(self._models)
         for tensor, dtype in self._targets.items():
-            if isinstance(tensor, nn.Parameter) or tensor.requires_grad:
+            if is_parameter(tensor):
                 self._cast_parameter(tensor, dtype)
             else:
                 self._cast_buffer(tensor, dtype, places.get(tensor, []))

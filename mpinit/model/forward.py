@@ -17,9 +17,12 @@ from torch import nn
 from ..basics.patching import Undo, UndoStack
 from ..plan import Plan
 from ..torch_internals.native_autocast import ForwardCasts
+from ..torch_internals.running import is_tracing_symbolically
 from .arguments import ArgumentNames
 from .boundary import Boundary, caller_dtype, here
 from .entry_points import entry_points
+from .forward_weights import ForwardWeights, ModulesWithCasts
+from .own_weights import Writes
 from .selection import Selection
 
 _ABSENT: Final = object()
@@ -38,12 +41,22 @@ class PatchedForward:
         name: the method's name.
         is_part: whether calls from any forward that computes in the same type are passed on as they are. A model casts
             its inputs and outputs for whoever calls it but itself.
+        weights: casts that stand in the places of its float32 parameters while it runs; None where it has its own.
     """
 
     # Without a __dict__, which functools.wraps would copy into a wrapper of the user's, session and all.
-    __slots__ = ("__weakref__", "boundary", "inner", "is_part", "is_replica", "module", "name", "names", "owner")
+    __slots__ = (
+        *("__weakref__", "boundary", "inner", "is_part", "is_replica", "module", "name", "names", "owner", "weights"),
+    )
 
-    def __init__(self, module: nn.Module, boundary: Boundary, name: str = "forward", is_part: bool = True) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        boundary: Boundary,
+        name: str = "forward",
+        is_part: bool = True,
+        weights: ForwardWeights | None = None,
+    ) -> None:
         self.module = module
         self.boundary = boundary
         self.name = name
@@ -53,10 +66,15 @@ class PatchedForward:
         self.inner: Callable[..., Any] | None = _beneath_dead_patches(vars(module).get(name))
         self.names = ArgumentNames(self.__wrapped__) if boundary.keep_inputs else None
         self.owner: object = None
+        self.weights = weights
 
     def __call__(self, first: Any = _ABSENT, /, *args: Any, **kwargs: Any) -> Any:
         # Every module of a model comes through here. One argument by itself is passed on in half the time.
-        if here.dtype is self.boundary.inner_dtype and (self.is_part or here.module is self.module):
+        if (
+            here.dtype is self.boundary.inner_dtype
+            and (self.is_part or here.module is self.module)
+            and (self.weights is None or self.weights.are_in)
+        ):
             if args or kwargs or first is _ABSENT or self.inner is not None:
                 args = args if first is _ABSENT else (first, *args)
                 return self.__wrapped__(*args, **kwargs)
@@ -65,18 +83,35 @@ class PatchedForward:
         return self._from_outside(args if first is _ABSENT else (first, *args), kwargs)
 
     def _from_outside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        boundary, run = self.boundary, self.__wrapped__
+        boundary, output_dtype = self.boundary, self.boundary.output_dtype
         if boundary.inner_dtype is None:
-            return run(*args, **kwargs)
-        output_dtype = boundary.output_dtype
+            return self.__wrapped__(*args, **kwargs)
+        is_inside = False
         if self.is_part:
             caller = caller_dtype(boundary.inner_dtype, args, kwargs, self.is_replica)
-            if caller is boundary.inner_dtype:
-                return run(*args, **kwargs)
+            is_inside = caller is boundary.inner_dtype
             output_dtype = caller or output_dtype
-        if boundary.before_forward is not None and here.dtype is None and not self.is_replica:
+        if not is_inside and boundary.before_forward is not None and here.dtype is None and not self.is_replica:
             boundary.announce()
-        return boundary.cross(self.module, run, self.names, args, kwargs, output_dtype)
+        # What torch.fx takes down are the float32 weights: casts of them it would take for constants.
+        if self.weights is None or self.weights.dtype is not boundary.inner_dtype or is_tracing_symbolically():
+            return self._run(is_inside, args, kwargs, output_dtype)
+        if self.is_replica:
+            self.weights.cast_replica(self.module)
+            return self._run(is_inside, args, kwargs, output_dtype)
+        try:
+            self.weights.enter()
+            return self._run(is_inside, args, kwargs, output_dtype)
+        finally:
+            self.weights.leave()
+
+    def _run(
+        self, is_inside: bool, args: tuple[Any, ...], kwargs: dict[str, Any], output_dtype: torch.dtype | None
+    ) -> Any:
+        run = self.__wrapped__
+        if is_inside:
+            return run(*args, **kwargs)
+        return self.boundary.cross(self.module, run, self.names, args, kwargs, output_dtype)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -133,7 +168,11 @@ class PatchedReplicate:
 
 
 def patch_forwards(
-    selection: Selection, plan: Plan, owner: object, before_forward: Callable[[], None] | None = None
+    selection: Selection,
+    plan: Plan,
+    owner: object,
+    before_forward: Callable[[], None] | None = None,
+    writes: Writes | None = None,
 ) -> Undo:
     """Put casts around the models' forwards and entry points, and around whatever of them can be called by itself.
 
@@ -142,6 +181,7 @@ def patch_forwards(
         plan: what to do.
         owner: kept alive as long as the models are.
         before_forward: called before every forward that comes from outside of all initialised models.
+        writes: who knows of writes to parameters, where these stay float32 and are cast inside forwards.
 
     Returns:
         The undo. A wrapper that was put around a patched forward later is left where it is, and casts no longer.
@@ -155,19 +195,37 @@ def patch_forwards(
     kept, cast = boundary(torch.float32), boundary(plan.model_dtype)
     within = {module for model in selection.models for module in model.modules() if module is not model}
     with UndoStack() as undos:
+        own = _modules_with_casts(selection, plan, writes, undos)
         undos.push(kept.retire)
         undos.push(cast.retire)
+
+        def patch(module: nn.Module, is_kept: bool, name: str, is_part: bool) -> PatchedForward:
+            weights = None if is_kept or own is None else ForwardWeights(module, own)
+            forward = PatchedForward(module, kept if is_kept else cast, name, is_part, weights)
+            _patch_forward(forward, undos)
+            return forward
+
         for module, dtype in selection.parts.items():
-            _patch_forward(PatchedForward(module, kept if dtype is torch.float32 else cast), undos)
+            patch(module, dtype is torch.float32, "forward", is_part=True)
         for module, name in entry_points(selection.models, plan.entry_points):
-            around = kept if module in selection.float32_modules else cast
-            _patch_forward(PatchedForward(module, around, name, is_part=bool(selection.parts)), undos)
+            patch(module, module in selection.float32_modules, name, is_part=bool(selection.parts))
         for model in selection.models:
             is_part = bool(selection.parts) and model in within
-            forward = PatchedForward(model, kept if model in selection.kept else cast, is_part=is_part)
-            forward.owner = owner
-            _patch_forward(forward, undos)
+            patch(model, model in selection.kept, "forward", is_part).owner = owner
     return undos.unwind
+
+
+def _modules_with_casts(
+    selection: Selection, plan: Plan, writes: Writes | None, undos: UndoStack
+) -> ModulesWithCasts | None:
+    if writes is None:
+        return None
+    modules = dict.fromkeys(module for model in selection.models for module in model.modules())
+    own = ModulesWithCasts(
+        (module for module in modules if module not in selection.float32_modules), plan.model_dtype, writes
+    )
+    undos.push(own.close)
+    return own
 
 
 def _patch_forward(forward: PatchedForward, undos: UndoStack) -> None:

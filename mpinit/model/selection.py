@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ..basics.dtypes import is_lower_precision
 from ..distributed.sharding import check_groups
-from ..plan import Plan
+from ..plan import Masters, Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +27,8 @@ class Selection:
         models: the models.
         kept: the topmost modules that stay float32, with their dotted names; everything below them does too.
         targets: every floating parameter and buffer -> the dtype it is to have, tied ones once, in the models' order.
-            Empty where the plan casts no model.
-        holds_16_bit: whether any parameter or buffer will be 16-bit once ``targets`` are cast.
+            Empty where the plan casts no model. Without parameters that only forwards are to see in 16 bit.
+        holds_16_bit: whether any parameter or buffer will be 16-bit once ``targets`` are cast, or inside forwards.
         float32_modules: all modules that stay float32: those in ``kept`` and those below them.
         parts: modules below the models -> the dtype their forward computes in, for those that hold tensors of that
             dtype or are in ``kept``. Empty where the plan makes no weight 16-bit.
@@ -69,13 +69,16 @@ def select(models: Sequence[nn.Module], plan: Plan) -> Selection:
         for tensor in tensors:
             if tensor.is_floating_point():
                 targets[tensor] = torch.float32 if kept and tensor in kept else plan.model_dtype
+        if plan.masters is Masters.IN_MODEL:
+            inside = {t for t, dtype in targets.items() if is_lower_precision(dtype) and is_parameter(t)}
+            targets = {tensor: dtype for tensor, dtype in targets.items() if tensor not in inside}
         check_groups(models, targets)
     dtypes = targets.values() if plan.cast_model else (tensor.dtype for tensor in tensors)
     return Selection(
         tuple(models),
         walk.tops,
         targets,
-        any(map(is_lower_precision, dtypes)),
+        plan.masters is Masters.IN_MODEL or any(map(is_lower_precision, dtypes)),
         frozenset(walk.kept_modules),
         _parts(models, walk, plan),
     )
@@ -110,6 +113,11 @@ def own_tensors(module: nn.Module) -> list[torch.Tensor]:
     """A module's own parameters and buffers, not those of its children."""
     own = (*module._parameters.values(), *module._buffers.values())
     return [tensor for tensor in own if tensor is not None]
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a module is one that is trained, and no buffer."""
+    return isinstance(tensor, nn.Parameter) or tensor.requires_grad
 
 
 class _Walk:
@@ -176,7 +184,9 @@ def _parts(models: Sequence[nn.Module], walk: _Walk, plan: Plan) -> dict[nn.Modu
     for module in walk.names:
         float32 = module in walk.kept_modules
         is_called = module not in hidden and holds(module, float32) and _has_forward(module)
-        if module not in roots and (is_called or module in walk.tops) and not _mixes_dtypes_itself(module):
+        # A norm whose weights are float32 outside would give other bits where it is called from there.
+        mixes = _mixes_dtypes_itself(module) and (float32 or plan.masters is not Masters.IN_MODEL)
+        if module not in roots and (is_called or module in walk.tops) and not mixes:
             parts[module] = torch.float32 if float32 else plan.model_dtype
     return parts
 

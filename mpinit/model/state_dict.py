@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..basics.dtypes import is_lower_precision
@@ -19,6 +18,7 @@ from ..torch_internals.model_state_by_name import load_in_float32
 from . import averages, copies
 from .aliases import Aliases, Values, is_16_bit, named_own_tensors, owners_of_memory, same_view, storage_of
 from .custom_state import put_around_custom_methods, take_from_custom_methods
+from .newcomers import follow_newcomers
 
 Load = Callable[[torch.Tensor, torch.Tensor], bool]
 
@@ -52,7 +52,7 @@ class Float32State:
 
     def install(self, models: Sequence[nn.Module]) -> None:
         """Hook every module of the models."""
-        self._newcomers = _follow_newcomers(self)
+        self._newcomers = follow_newcomers(self)
         self._forget_by_name = load_in_float32(self.float32_values)
         averages.follow_masters(self)
         for model in models:
@@ -225,20 +225,6 @@ class _Arrival:
 
     def __call__(self, *args: Any) -> None:
         self._state.arrive(self._module, *args)
-
-
-def _follow_newcomers(state: Float32State) -> RemovableHandle:
-    """Hook modules that become parts of hooked ones: adapters, parametrisations. Known weakly, like every session."""
-    known = weakref.ref(state)
-
-    def take_in(module: nn.Module, name: str, newcomer: nn.Module | None) -> None:
-        alive = known()
-        if alive is not None and newcomer is not None and alive.holds(module):
-            alive.take_in(newcomer)
-
-    handle: RemovableHandle = register_module_module_registration_hook(take_in)
-    weakref.finalize(state, handle.remove).atexit = False
-    return handle
 
 
 def _check_way_of_loading(module: nn.Module, metadata: dict[str, Any]) -> None:

@@ -64,6 +64,8 @@ class ParameterGroups:
         self._seen_groups: list[dict[str, Any]] = []
         self._frozen: list[nn.Parameter] = []
         self._references = References(optimizer)
+        # Parameters that are their own masters and came in 16-bit.
+        self._widened: dict[nn.Parameter, torch.dtype] = {}
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         """The groups of the optimizer and of those it wraps, each once."""
@@ -102,18 +104,23 @@ class ParameterGroups:
         members = list(dict.fromkeys(p for group in self._groups() for p in group["params"]))
         scaled = [parameter for parameter in members if self._bystanders.reached(parameter)]
         fresh: list[Pair] = []
+        came_in = {parameter: parameter.dtype for parameter in members}
         try:
             pairs = {parameter: self._pair_for(parameter, fresh) for parameter in members}
         except BaseException:
             for made in fresh if self._finished else ():
                 self.store.let_go(made)
             raise
+        for parameter, dtype in came_in.items():
+            if parameter.dtype != dtype:
+                self._widened[parameter] = dtype
+                move_state(self.optimizer, parameter, parameter, dtype, parameter.dtype)
         for group in self._groups():
             for index, parameter in enumerate(group["params"]):
                 pair = pairs[parameter]
                 if pair is not None and parameter is not pair.master_param:
                     group["params"][index] = pair.master_param
-                    move_state(self.optimizer, parameter, pair.master_param, torch.float32)
+                    move_state(self.optimizer, parameter, pair.master_param, parameter.dtype, torch.float32)
         self._take_stock()
         if self._finished:
             self.store.finish(fresh)
@@ -190,8 +197,11 @@ class ParameterGroups:
                 if weight is not None:
                     group["params"][index] = weight
         self._references.replace(of_master)
+        if not self._finished:
+            for parameter, came_in in self._widened.items():
+                move_state(self.optimizer, parameter, parameter, torch.float32, came_in)
         for master, weight in of_master.items():
-            move_state(self.optimizer, master, weight, weight.dtype)
+            move_state(self.optimizer, master, weight, master.dtype, weight.dtype)
         # Nothing of the masters is kept alive.
         self.copies.hold([])
         self._seen = []

@@ -12,14 +12,16 @@ from torch.optim import Optimizer
 from ..basics.patching import Undo, UndoStack
 
 
-def move_state(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor, dtype: torch.dtype) -> None:
-    """Hand a parameter's optimizer state to another parameter, its numbers in ``dtype``.
+def move_state(
+    optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor, from_dtype: torch.dtype, to_dtype: torch.dtype
+) -> None:
+    """Hand a parameter's optimizer state to another parameter, its numbers of ``from_dtype`` in ``to_dtype``.
 
     That of optimizers wrapped by this one too, since they share its parameters.
     """
     for holder in (optimizer, *wrapped_by(optimizer)):
         if old in holder.state:
-            holder.state[new] = cast_state(holder.state.pop(old), old.shape, old.dtype, dtype)
+            holder.state[new] = cast_state(holder.state.pop(old), old.shape, from_dtype, to_dtype)
 
 
 def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:

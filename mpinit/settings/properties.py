@@ -65,8 +65,10 @@ class Properties(BaseModel):
         patch_torch_functions_type: the 16-bit dtype those functions run in. Default float16.
         keep_batchnorm_fp32: whether BatchNorm stays float32 in a 16-bit model; None where it does not apply.
         master_weights: True: the optimizer steps float32 masters of 16-bit weights; "split": the same, stored as
-            the bfloat16 weight and a 16-bit remainder, exact to the bit; False or None: the optimizer steps the weights
-            themselves. A weight is its master rounded to nearest: ties to even with True, away from zero with "split".
+            the bfloat16 weight and a 16-bit remainder, exact to the bit; "model": the model's own parameters stay
+            float32 and are what the optimizer steps, and forwards see 16-bit casts of them; False or None: the
+            optimizer steps the weights themselves. A weight is its master rounded to nearest: ties to even with True
+            and "model", away from zero with "split".
         loss_scale: "dynamic" or a static positive number.
         cast_model_outputs: dtype of the model's floating outputs. Default None: float32.
         keep_fp32: module types, dotted names (wildcards allowed) or predicates ``(name, module) -> bool``: these
@@ -177,6 +179,15 @@ def _split_masters_need_bfloat16(props: Properties) -> None:
         )
 
 
+def _casts_in_forwards_need_a_type(props: Properties) -> None:
+    cast = props.cast_model_type
+    if props.master_weights == "model" and (cast is None or not is_lower_precision(cast)):
+        raise ValueError(
+            f'master_weights="model" contradicts cast_model_type={cast}: float32 parameters are cast inside forwards '
+            "to a 16-bit type, and none is given. Use opt_level='O2' or 'O5', or give cast_model_type=torch.bfloat16"
+        )
+
+
 def _limits_in_order(props: Properties) -> None:
     low, high = props.min_loss_scale, props.max_loss_scale
     if low is not None and low > high:
@@ -198,6 +209,7 @@ _RULES = (
     _weights_or_functions,
     _masters_of_16_bit_weights,
     _split_masters_need_bfloat16,
+    _casts_in_forwards_need_a_type,
     _one_step_to_compile,
     _limits_in_order,
 )

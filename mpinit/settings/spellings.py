@@ -84,12 +84,12 @@ def _parse_optional_bool(value: Any) -> Any:
 
 
 def _parse_master_weights(value: Any) -> Any:
-    if isinstance(value, str) and value == "split":
+    if isinstance(value, str) and value in ("split", "model"):
         return value
     try:
         return _parse_optional_bool(value)
     except ValueError as error:
-        raise ValueError(f'{value!r} is not a kind of master weights; give True, False or "split"') from error
+        raise ValueError(f'{value!r} is not a kind of master weights; give True, False, "split" or "model"') from error
 
 
 def _parse_loss_scale(value: Any) -> Any:
@@ -204,7 +204,7 @@ OptionalDtype = Annotated[
 ]
 Boolean = Annotated[bool, BeforeValidator(parse_bool)]
 OptionalBoolean = Annotated[bool | None, BeforeValidator(_parse_optional_bool)]
-MasterWeights = Annotated[bool | Literal["split"] | None, BeforeValidator(_parse_master_weights)]
+MasterWeights = Annotated[bool | Literal["split", "model"] | None, BeforeValidator(_parse_master_weights)]
 LossScale = Annotated[float | Literal["dynamic"], BeforeValidator(_parse_loss_scale)]
 Scale = Annotated[float, BeforeValidator(_parse_scale)]
 OptionalScale = Annotated[float | None, BeforeValidator(_parse_optional_scale)]

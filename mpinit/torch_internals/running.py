@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import _symbolic_trace
 
+from .devices import is_capturing
+
 
 def is_tracing_symbolically() -> bool:
     """Whether torch.fx is running code with proxies in the place of tensors.
@@ -26,3 +28,19 @@ def in_backward() -> bool:
         False
     """
     return torch._C._current_graph_task_id() != -1
+
+
+def computes_at_once() -> bool:
+    """Whether operations run now, on numbers that are there afterwards: nothing is traced, transformed or captured.
+
+    Example:
+        >>> computes_at_once()
+        True
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or is_capturing()
+    )
