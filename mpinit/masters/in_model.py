@@ -21,7 +21,7 @@ from .pairs import Pair
 from .store import Gradients, MasterStore
 from .two_copies import TwoCopies
 
-Mark = tuple[int, int, int]
+Mark = tuple[int, list[tuple[int, int, bool]]]
 
 
 @final
@@ -30,11 +30,11 @@ class MastersInModel(MasterStore):
 
     Example:
         >>> store, weight = MastersInModel(), nn.Parameter(torch.ones(2))
-        >>> mark = store.mark(weight)
-        >>> store.stands(weight, mark)
+        >>> mark = store.mark([weight])
+        >>> store.stands([weight], mark)
         True
         >>> _ = weight.data.mul_(2)
-        >>> store.stands(weight, mark)
+        >>> store.stands([weight], mark)
         False
         >>> store.close()
     """
@@ -107,19 +107,23 @@ class MastersInModel(MasterStore):
 
     # -- what casts ask -----------------------------------------------------------------------------------------
 
-    def mark(self, parameter: nn.Parameter) -> Mark:
-        """What :meth:`stands` compares with: taken when a parameter is cast. From here on it is watched."""
-        if id(parameter) not in self._watched:
-            self._watched.add(id(parameter))
-            self.watcher.watch(parameter)
-        elif parameter in self.watcher.handed_out:
-            self.watcher.forget(parameter)
-        return self._steps, parameter._version, parameter.data_ptr()
+    def mark(self, parameters: Sequence[nn.Parameter]) -> Mark:
+        """What :meth:`stands` compares with: taken when parameters are cast. From here on they are watched."""
+        for parameter in parameters:
+            if id(parameter) not in self._watched:
+                self._watched.add(id(parameter))
+                self.watcher.watch(parameter)
+            elif parameter in self.watcher.handed_out:
+                self.watcher.forget(parameter)
+        return self._now(parameters)
 
-    def stands(self, parameter: nn.Parameter, mark: Mark) -> bool:
+    def stands(self, parameters: Sequence[nn.Parameter], mark: Mark) -> bool:
         """Whether nobody can have written to a parameter since. Somebody who holds its memory may any time."""
-        now = self._steps, parameter._version, parameter.data_ptr()
-        return mark == now and parameter not in self.watcher.handed_out
+        handed_out = self.watcher.handed_out
+        return mark == self._now(parameters) and not (handed_out and any(p in handed_out for p in parameters))
+
+    def _now(self, parameters: Sequence[nn.Parameter]) -> Mark:
+        return self._steps, [(p._version, p.data_ptr(), p.requires_grad) for p in parameters]
 
 
 def _convert(weight: nn.Parameter, dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from ..torch_internals.running import computes_at_once
 from .newcomers import follow_newcomers
-from .own_weights import Cast, OwnWeights, Writes
+from .own_weights import OwnWeights, Writes
 
 _COMPUTING: Final = (WeightNorm, SpectralNorm)
 _lock: Final = threading.RLock()  # forwards of one model in several threads share what stands in it
@@ -64,7 +64,7 @@ class ForwardWeights:
                 own.put_in_traced()
             return
         self._look()
-        made: dict[int, Cast] = {}
+        made: dict[int, torch.Tensor] = {}
         with _lock:
             remembers = computes_at_once()
             for own in self._inside:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple, Protocol, final
+from collections.abc import Sequence
+from operator import is_
+from typing import Any, Protocol, final
 
 import torch
 from torch import nn
@@ -14,11 +16,11 @@ from ..torch_internals.parameter_watching import TENSOR_DATA, TENSOR_DETACH
 class Writes(Protocol):
     """Who knows whether parameters were written to."""
 
-    def mark(self, parameter: nn.Parameter) -> Any:
+    def mark(self, parameters: Sequence[nn.Parameter]) -> Any:
         """What :meth:`stands` compares with."""
 
-    def stands(self, parameter: nn.Parameter, mark: Any) -> bool:
-        """Whether nobody can have written to a parameter since."""
+    def stands(self, parameters: Sequence[nn.Parameter], mark: Any) -> bool:
+        """Whether nobody can have written to any of these parameters since."""
 
 
 class CastParameter(nn.Parameter):
@@ -48,13 +50,36 @@ class CastParameter(nn.Parameter):
         return values
 
 
-class Cast(NamedTuple):
-    """A parameter, what stands in its place, and what is known of both."""
+@final
+class _Casts:
+    """Parameters of one module, and what stands in their places: names and both sides, in columns.
 
-    parameter: nn.Parameter
-    cast: torch.Tensor
-    version: int
-    mark: Any
+    Attributes:
+        outside, inside: name -> the parameter, and its cast.
+        mark: what is known of writes to the parameters; None where the casts are good for one forward.
+    """
+
+    __slots__ = ("_versions", "inside", "mark", "outside", "parameters", "tensors")
+
+    def __init__(self, outside: dict[str, nn.Parameter], inside: dict[str, torch.Tensor], mark: Any) -> None:
+        self.outside, self.inside, self.mark = outside, inside, mark
+        self.parameters = list(outside.values())
+        self.tensors = list(inside.values())
+        self._versions = list(map(_version_of, self.tensors))
+
+    def are_in(self, places: dict[str, Any]) -> bool:
+        """Whether all casts stand where they were put."""
+        return all(map(is_, map(places.get, self.inside), self.tensors))
+
+    def were_written(self) -> bool:
+        """Whether anybody may have written to a cast."""
+        return list(map(_version_of, self.tensors)) != self._versions or any(map(_was_handed_out, self.tensors))
+
+    def accept(self) -> None:
+        """What was written changed nothing: an RNN's weights are put together in one piece of memory."""
+        if any(map(_was_handed_out, self.tensors)):
+            self.mark = None  # somebody may hold on to what was handed out
+        self._versions = list(map(_version_of, self.tensors))
 
 
 @final
@@ -70,19 +95,18 @@ class OwnWeights:
         depth: how many calls are inside; above 0 the casts are in place.
     """
 
-    __slots__ = ("_casts", "_dtype", "_flat_inside", "_flat_outside", "_in_place", "_writes", "depth", "module")
+    __slots__ = ("_casts", "_dtype", "_flat_inside", "_flat_outside", "_writes", "depth", "module")
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, writes: Writes | None) -> None:
         self.module = module
         self.depth = 0
         self._dtype = dtype
         self._writes = writes
-        self._casts: dict[str, Cast] = {}
-        self._in_place: dict[str, Cast] = {}
+        self._casts: _Casts | None = None
         self._flat_inside: dict[str, Any] = {}
         self._flat_outside: dict[str, Any] = {}
 
-    def put_in(self, remembers: bool, made: dict[int, Cast]) -> None:
+    def put_in(self, remembers: bool, made: dict[int, torch.Tensor]) -> None:
         """Cast, where that is not done already.
 
         Args:
@@ -90,18 +114,14 @@ class OwnWeights:
             made: casts that have been made just now, by their parameters' ids, for weights that are tied.
         """
         self.depth += 1
-        if self.depth > 1:
+        parameters = self.module._parameters
+        if self.depth > 1 or not parameters:
             return
-        parameters, dtype = self.module._parameters, self._dtype
-        for name, parameter in parameters.items():
-            if parameter is not None and parameter.dtype is not dtype and parameter.is_floating_point():
-                known = self._casts.get(name)
-                if known is None or not remembers or not self._stands(known, parameter):
-                    known = made.get(id(parameter)) or self._cast(parameter, remembers)
-                    made[id(parameter)] = known
-                    self._keep(name, known)
-                self._in_place[name] = known
-                parameters[name] = known.cast  # type: ignore[assignment]
+        outside = self._to_be_cast(parameters)
+        casts = self._casts
+        if casts is None or not remembers or not self._stand(casts, outside):
+            casts = self._casts = self._make(outside, remembers, made)
+        parameters.update(casts.inside)  # type: ignore[arg-type]
         if isinstance(self.module, nn.RNNBase):
             # torch sees that the weights are others, and gathers them; those of the last forward may be these.
             self._flat_outside = _flat_weights(self.module)
@@ -109,88 +129,100 @@ class OwnWeights:
 
     def take_out(self) -> None:
         """The parameters, back in their places, with what was written to their casts."""
-        self.depth -= 1
-        if self.depth > 0:
+        # Not above 0: putting in was interrupted before it came here.
+        self.depth = max(self.depth - 1, 0)
+        casts, parameters = self._casts, self.module._parameters
+        if self.depth > 0 or casts is None:
             return
-        in_place, self._in_place = self._in_place, {}
-        parameters = self.module._parameters
-        for name, known in in_place.items():
-            present = parameters.get(name)
-            if present is known.cast:
-                parameters[name] = known.parameter
-            elif present is not None and present.dtype is self._dtype and present.is_leaf:
-                # Another parameter, made of 16-bit numbers: the truth is float32.
-                TENSOR_DATA.__set__(present, TENSOR_DATA.__get__(present).float())
+        if casts.are_in(parameters):
+            parameters.update(casts.outside)
+        else:
+            self._take_out_of_changed(casts, parameters)
         if self._flat_outside:
             self._flat_inside = _flat_weights(self.module)
             vars(self.module).update(self._flat_outside)
             self._flat_outside = {}
-        for name, known in in_place.items():
-            self._see_to_writes(name, known)
+        if casts.were_written():
+            for parameter, cast in zip(casts.parameters, casts.tensors, strict=True):
+                _write_back(parameter, cast)
+            casts.accept()
+        if casts.mark is None:
+            self._casts = None
 
-    def _see_to_writes(self, name: str, known: Cast) -> None:
-        handed_out = getattr(known.cast, "handed_out", False)
-        if handed_out or _version_of(known.cast) != known.version:
-            is_as_before = not _write_back(known) and not handed_out
-            if is_as_before and name in self._casts:
-                # An RNN's weights are put together in one piece of memory.
-                self._casts[name] = known._replace(version=known.cast._version)
-            else:
-                self._casts.pop(name, None)
+    def _take_out_of_changed(self, casts: _Casts, parameters: dict[str, Any]) -> None:
+        for name, parameter in casts.outside.items():
+            present = parameters.get(name)
+            if present is casts.inside[name]:
+                parameters[name] = parameter
+            elif present is not None and present.dtype is self._dtype and present.is_leaf:
+                # Another parameter, made of 16-bit numbers: the truth is float32.
+                TENSOR_DATA.__set__(present, TENSOR_DATA.__get__(present).float())
 
     def put_in_traced(self) -> None:
         """:meth:`put_in` for torch.compile: the casts are a part of the graph."""
         self.depth += 1
-        if self.depth > 1:
+        parameters = self.module._parameters
+        if self.depth > 1 or not parameters:
             return
-        parameters, dtype = self.module._parameters, self._dtype
-        for name, parameter in parameters.items():
-            if parameter is not None and parameter.dtype is not dtype and parameter.is_floating_point():
-                known = Cast(parameter, parameter.to(dtype), 0, None)
-                self._in_place[name] = known
-                parameters[name] = known.cast  # type: ignore[assignment]
+        outside = self._to_be_cast(parameters)
+        for name, parameter in outside.items():
+            parameters[name] = parameter.to(self._dtype)  # type: ignore[assignment]
+        self._flat_outside = outside
 
     def take_out_traced(self) -> None:
         """:meth:`take_out` for torch.compile."""
         self.depth -= 1
-        if self.depth > 0:
-            return
-        for name, known in self._in_place.items():
-            self.module._parameters[name] = known.parameter
-        self._in_place = {}
+        if self.depth == 0 and self._flat_outside:
+            for name, parameter in self._flat_outside.items():
+                self.module._parameters[name] = parameter
+            self._flat_outside = {}
 
     def forget(self) -> None:
         """Let go of casts."""
-        self._casts, self._flat_inside = {}, {}
+        if self.depth == 0:
+            self._casts, self._flat_inside = None, {}
 
-    def _stands(self, known: Cast, parameter: nn.Parameter) -> bool:
+    def _to_be_cast(self, parameters: dict[str, Any]) -> dict[str, nn.Parameter]:
+        dtype = self._dtype
+        return {
+            name: parameter
+            for name, parameter in parameters.items()
+            if parameter is not None and parameter.dtype is not dtype and parameter.is_floating_point()
+        }
+
+    def _stand(self, casts: _Casts, outside: dict[str, nn.Parameter]) -> bool:
         return (
-            known.parameter is parameter
-            and known.cast.requires_grad is parameter.requires_grad
-            and self._writes is not None
-            and self._writes.stands(parameter, known.mark)
+            self._writes is not None
+            and len(outside) == len(casts.parameters)
+            and all(map(is_, map(outside.get, casts.outside), casts.parameters))
+            and self._writes.stands(casts.parameters, casts.mark)
         )
 
-    def _keep(self, name: str, known: Cast) -> None:
-        if known.mark is not None:
-            self._casts[name] = known
-        else:
-            self._casts.pop(name, None)
+    def _make(self, outside: dict[str, nn.Parameter], remembers: bool, made: dict[int, torch.Tensor]) -> _Casts:
+        parameters, mark = list(outside.values()), None
+        remembers = remembers and self._writes is not None and all(map(_is_ordinary, parameters))
+        if self._writes is not None and remembers:
+            mark = self._writes.mark(parameters)
+        for parameter in parameters:
+            if id(parameter) not in made:
+                made[id(parameter)] = self._cast(parameter, remembers)
+        return _Casts(outside, {name: made[id(parameter)] for name, parameter in outside.items()}, mark)
 
-    def _cast(self, parameter: nn.Parameter, remembers: bool) -> Cast:
-        writes = self._writes
-        if not (remembers and writes is not None and _is_ordinary(parameter)):
-            cast = parameter.to(self._dtype)
-            return Cast(parameter, cast, _version_of(cast), None)
-        # With a graph, whoever asks first: a forward that trains may come next.
-        with torch.inference_mode(False), torch.enable_grad():
+    def _cast(self, parameter: nn.Parameter, remembers: bool) -> torch.Tensor:
+        if not remembers:
+            return parameter.to(self._dtype)
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             cast = cast_with_float32_gradients(parameter, self._dtype)
+        else:
+            # With a graph, whoever asks first: a forward that trains may come next.
+            with torch.inference_mode(False), torch.enable_grad():
+                cast = cast_with_float32_gradients(parameter, self._dtype)
         cast.__class__ = CastParameter
-        return Cast(parameter, cast, cast._version, writes.mark(parameter))
+        return cast
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         # A copy has no session that knows of writes.
-        nothing: dict[str, Any] = {"depth": 0, "_writes": None} | {name: {} for name in ("_casts", "_in_place", *_FLAT)}
+        nothing: dict[str, Any] = {"depth": 0, "_casts": None, "_flat_inside": {}, "_flat_outside": {}, "_writes": None}
         return None, {"module": self.module, "_dtype": self._dtype, **nothing}
 
 
@@ -199,33 +231,28 @@ def _is_ordinary(parameter: torch.Tensor) -> bool:
     return type(parameter) is nn.Parameter and parameter.is_leaf and not parameter.is_inference()
 
 
-_FLAT: Final = ("_flat_inside", "_flat_outside")
-
-
 def _version_of(cast: torch.Tensor) -> int:
     return 0 if cast.is_inference() else cast._version
 
 
-@torch.no_grad()
-def _write_back(known: Cast) -> bool:
-    """What a forward wrote to a cast comes to the parameter; what it did not keeps its low bits.
+def _was_handed_out(cast: torch.Tensor) -> bool:
+    return getattr(cast, "handed_out", False)
 
-    Returns:
-        Whether it wrote anything.
-    """
-    parameter, cast = known.parameter, TENSOR_DETACH(known.cast)
+
+@torch.no_grad()
+def _write_back(parameter: nn.Parameter, cast: torch.Tensor) -> None:
+    """What a forward wrote to a cast comes to the parameter; what it did not keeps its low bits."""
+    cast = TENSOR_DETACH(cast)
     if not parameter.is_leaf:
-        return False
+        return
     if cast.shape != parameter.shape:
         TENSOR_DATA.__set__(parameter, cast.to(parameter.dtype))
-        return True
+        return
     before = TENSOR_DETACH(parameter)
     rounded = before.to(cast.dtype)
     changed = (rounded != cast) & ~(rounded.isnan() & cast.isnan())
-    if not changed.any():
-        return False
-    parameter.copy_(torch.where(changed, cast.to(parameter.dtype), before))
-    return True
+    if changed.any():
+        parameter.copy_(torch.where(changed, cast.to(parameter.dtype), before))
 
 
 def _flat_weights(module: nn.Module) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 
 _TENSOR_DATA: Final[Any] = torch.Tensor.data
 _TENSOR_DETACH: Final[Any] = torch.Tensor.detach
+_UNSAFE_VIEW: Final[Any] = torch.ops.aten._unsafe_view.default
 
 
 def cast_with_float32_gradients(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -40,6 +41,6 @@ def cast_with_float32_gradients(parameter: torch.Tensor, dtype: torch.dtype) -> 
     if not parameter.requires_grad:
         return values
     # A view that autograd takes for none: one that it knew of would share the parameter's version.
-    cast: torch.Tensor = torch.ops.aten._unsafe_view.default(parameter, parameter.shape)
+    cast: torch.Tensor = _UNSAFE_VIEW(parameter, parameter.shape)
     _TENSOR_DATA.__set__(cast, values)
     return cast
