@@ -169,6 +169,58 @@ def only_the_first_rank_logs() -> None:
     assert bool(said) == (dist.get_rank() == 0), said
 
 
+class CastByHand(nn.Module):
+    """A float32 model whose forward runs on bfloat16 casts of its parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        casts = {name: parameter.to(BF16) for name, parameter in self.model.named_parameters()}
+        result: Tensor = torch.func.functional_call(self.model, casts, x)
+        return result.float()
+
+
+@check((False,), (True,))
+def ddp_reduces_float32_parameters_as_by_hand(views: bool) -> None:
+    states = []
+    for by_hand in (True, False):
+        # Every rank has its own weights, until DDP sends those of the first.
+        model = CASE.build(seed=dist.get_rank())
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        if not by_hand:
+            mpinit.initialize(model, optimizer, "O5", master_weights="model", verbosity=0)
+        wrapped = DistributedDataParallel(CastByHand(model) if by_hand else model, gradient_as_bucket_view=views)
+        for index, batch in enumerate(CASE.batches(8)):
+            x, y = mine(batch)
+            with wrapped.no_sync() if index % 2 == 0 else contextlib.nullcontext():
+                loss = CASE.loss(wrapped(x), y)
+                if by_hand:
+                    loss.backward()
+                else:
+                    with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+                        scaled_loss.backward()
+            if index % 2:
+                assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {F32}
+                optimizer.step()
+                optimizer.zero_grad()
+        states.append(full(model.state_dict()))
+        assert_ranks_agree(states[-1])
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@check()
+def casts_in_forwards_of_a_sharded_model_are_refused() -> None:
+    model = sharded()
+    try:
+        mpinit.initialize(model, opt_level="O5", master_weights="model", verbosity=0)
+    except ValueError as error:
+        assert "fully_shard" in str(error) and "master_weights=True" in str(error), error
+    else:
+        raise AssertionError("casts in forwards of DTensors were accepted")
+
+
 # -- FSDP2 ------------------------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ SCALE = 64.0
 
 @dataclass(frozen=True)
 class Setup:
-    """How a run is set up; ``half`` is what is computed in, ``masters`` True, False or "split", which counts at O2."""
+    """How a run is set up; ``half`` is what is computed in; ``masters`` counts at O2, as ``master_weights``."""
 
     level: str
     half: str
@@ -35,12 +35,17 @@ class Setup:
     @property
     def casts(self) -> bool:
         """Whether weights are cast."""
-        return self.level in ("O2", "O3")
+        return self.level in ("O2", "O3") and not self.stays_float32
+
+    @property
+    def stays_float32(self) -> bool:
+        """Whether weights are 16-bit inside forwards alone."""
+        return self.masters == "model"
 
     @property
     def has_masters(self) -> bool:
         """Whether weights that are cast have masters."""
-        return self.level == "O2" and bool(self.masters)
+        return self.level == "O2" and bool(self.masters) and not self.stays_float32
 
     @property
     def splits(self) -> bool:
@@ -57,7 +62,7 @@ class Setup:
             given |= {"growth_interval": 2}
         if self.level == "O1":
             given["patch_torch_functions_type"] = DTYPES[self.half]
-        elif self.casts:
+        elif self.level in ("O2", "O3"):
             given |= {"cast_model_type": DTYPES[self.half], "keep_fp32": ["kept"]}
         if self.level == "O2":
             given["master_weights"] = self.masters
@@ -188,6 +193,7 @@ SETUPS = [
     for level, half, masters in (
         *(("O2", BF16, "split"), ("O2", F16, True), ("O2", BF16, True), ("O2", BF16, "split"), ("O2", F16, True)),
         *(("O1", F16, True), ("O3", F16, True), ("O2", BF16, False), ("O0", F32, True)),
+        *(("O2", F16, "model"), ("O2", BF16, "model")),
     )
     for scale in ("dynamic", 8.0, 1.0)
     for momentum in (False, True)
@@ -198,5 +204,7 @@ SETUPS = [
 
 
 def masters_of(setup: Setup) -> str:
-    """ "split", "full" or "none"."""
+    """ "split", "model", "full" or "none"."""
+    if setup.stays_float32:
+        return "model"
     return "split" if setup.splits else ("full" if setup.has_masters else "none")
