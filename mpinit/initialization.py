@@ -61,7 +61,7 @@ def initialize(
         patch_torch_functions: whether torch functions cast their checks.
         patch_torch_functions_type: the 16-bit dtype they run in. Default float16.
         keep_batchnorm_fp32: whether BatchNorm stays float32 in a 16-bit model.
-        master_weights: True, False, "model" (float32 outside of forward) or "split" (bfloat16): see :class:`Properties`.
+        master_weights: True, False, "model" (float32 outside of forwards) or "split": see :class:`Properties`.
         loss_scale: "dynamic" or a positive number. Default the level's; 1.0 where the 16-bit type is bfloat16.
         cast_model_outputs: dtype of floating outputs. Default float32.
         keep_fp32: module types, dotted names with wildcards (of modules, or else of parameters and buffers), or a
