@@ -32,6 +32,14 @@ class Masters(enum.Enum):
     IN_MODEL = enum.auto()
 
 
+class OptimizerStates(enum.Enum):
+    """What optimizers' states are between steps."""
+
+    FLOAT32 = enum.auto()
+    BFLOAT16 = enum.auto()
+    INT8 = enum.auto()
+
+
 class CastPolicy(enum.Enum):
     """Which table of casts patched functions follow."""
 
@@ -92,6 +100,7 @@ class Plan:
         masters: how float32 masters are kept.
         split_bucket_bytes: float32 bytes materialised at a time by split masters.
         compile_step: whether the step is compiled.
+        optimizer_states: how optimizers' states are kept.
         scaling: the rule the loss scales follow.
     """
 
@@ -111,6 +120,7 @@ class Plan:
     masters: Masters
     split_bucket_bytes: int
     compile_step: bool
+    optimizer_states: OptimizerStates
     scaling: ScalingRule
 
 
@@ -142,6 +152,7 @@ def make_plan(props: Properties) -> Plan:
         masters=_masters(props) if casts_weights else Masters.NONE,
         split_bucket_bytes=props.split_bucket_bytes,
         compile_step=props.compile_step,
+        optimizer_states=OptimizerStates[props.optimizer_state.upper()],
         scaling=_scaling_rule(props),
     )
 

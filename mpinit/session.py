@@ -24,6 +24,7 @@ from .masters.full import FullMasters
 from .masters.in_model import MastersInModel
 from .masters.none import NoMasters
 from .masters.split import SplitMasters
+from .masters.states import states_for
 from .masters.store import MasterStore
 from .model import casting, forward, selection, state_dict
 from .optimizer.control import OptimizerControl
@@ -74,6 +75,7 @@ class Session:
         self.number = next(_numbers)
         self.is_live = False
         self._store = _store_for(plan)
+        self._store.keep_states(states_for(plan))
         self._controls = Controls(
             *(self.models, plan, self._store, self.scalers, self.name_of),
             original_values=lambda weight: self._casts.original_values(weight),
@@ -90,7 +92,7 @@ class Session:
         """Carry the plan out. If anything raises, everything done so far is undone, newest first."""
         while _dropped:
             _dropped.pop()()
-        self._store.check(self.optimizers)
+        self._store.check_all(self.optimizers)
         try:
             self._apply()
         except BaseException:
@@ -205,7 +207,7 @@ class Session:
         """
         for control in self._controls:
             control.check_closed("mpinit.add_optimizers()", "move it before or behind the with-block")
-        self._store.check(optimizers)
+        self._store.check_all(optimizers)
         self.waiting.bring_along()
         failed, undos = UndoStack(), UndoStack()
         with failed:

@@ -20,13 +20,15 @@ _TOLD: Final = (
     "master_weights",
     "loss_scale",
 )
+# Told where they are not what they are by default.
+_TOLD_IF_CHOSEN: Final = ("optimizer_state",)
 
 
 def announce(session: Session, came_in_16_bit: Sequence[str]) -> None:
     """Log in one line what was set up, and in another which weights came in 16-bit already."""
     if session.verbosity < 1:
         return
-    words = ", ".join(f"{name}={getattr(session.properties, name)}" for name in _TOLD)
+    words = ", ".join(f"{name}={getattr(session.properties, name)}" for name in _told(session))
     log.info("%s: %s", session.describe(), words)
     if came_in_16_bit:
         first = ", ".join(came_in_16_bit[:3])
@@ -36,7 +38,7 @@ def announce(session: Session, came_in_16_bit: Sequence[str]) -> None:
 def describe(session: Session) -> str:
     """What the session does and how it fares, on a few lines of text. Reads the scales and counters off the device."""
     lines = [session.describe()]
-    lines += [f"  {name} = {getattr(session.properties, name)}" for name in _TOLD]
+    lines += [f"  {name} = {getattr(session.properties, name)}" for name in _told(session)]
     for index, model in enumerate(session.models):
         lines.append(f"model {index}, {type(model).__name__}: {_counts(model.parameters())} parameters")
         below = set(model.modules())
@@ -68,6 +70,12 @@ def _masters_of(session: Session, optimizer: Optimizer) -> str:
     if session.plan.masters is Masters.IN_MODEL:
         return "steps the model's own float32 parameters, which are 16-bit inside forwards"
     return f"{len(groups.copies.pairs)} float32 masters" if groups.copies.pairs else "no masters"
+
+
+def _told(session: Session) -> list[str]:
+    fields = type(session.properties).model_fields
+    chosen = [name for name in _TOLD_IF_CHOSEN if getattr(session.properties, name) != fields[name].default]
+    return [*_TOLD, *chosen]
 
 
 def _counts(parameters: Iterable[torch.Tensor]) -> str:

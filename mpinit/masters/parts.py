@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
@@ -20,19 +20,27 @@ class Numbers:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        owners = [vars(optimizer), *optimizer.param_groups]
-        self._numbers = [
-            (owner, key, value.clone() if isinstance(value, torch.Tensor) else value)
-            for owner in owners
-            for key, value in owner.items()
-            if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+        self._before = [
+            (owner, {key: _copied(value) for key, value in owner.items() if _is_number(value)})
+            for owner in (vars(optimizer), *optimizer.param_groups)
         ]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Make them what they were."""
-        for owner, key, value in self._numbers:
-            if isinstance(value, torch.Tensor):
-                owner[key].copy_(value)
-            else:
-                owner[key] = value
+        """Make them what they were, and remove what was not there."""
+        for owner, numbers in self._before:
+            for key in [key for key, value in owner.items() if _is_number(value) and key not in numbers]:
+                del owner[key]
+            for key, value in numbers.items():
+                if isinstance(value, torch.Tensor):
+                    owner[key].copy_(value)
+                else:
+                    owner[key] = value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

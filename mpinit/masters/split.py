@@ -7,10 +7,9 @@ where full masters round half to even.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -22,14 +21,10 @@ from ..torch_internals.parameter_watching import TENSOR_GRAD
 from .buckets import Bucket, Buffers, grouped
 from .pairs import Pair
 from .parts import Numbers
+from .per_parameter import check_steps_per_parameter
 from .split_pair import SplitPair
 from .store import Gradients, MasterStore
 from .two_copies import TwoCopies
-
-_PER_PARAMETER: Final = (
-    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon"),
-    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
-)
 
 
 @final
@@ -55,7 +50,12 @@ class SplitMasters(MasterStore):
             ValueError: an optimizer looks across parameters, or nothing is known of it.
         """
         for optimizer in optimizers:
-            _check_optimizer(optimizer)
+            check_steps_per_parameter(optimizer, 'master_weights="split"', "master_weights=True")
+            if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+                raise ValueError(
+                    f"{type(optimizer).__name__} has train() and eval(), which write other numbers into its parameters "
+                    'between steps, where masters of master_weights="split" hold none: use master_weights=True'
+                )
 
     def make(self, weight: nn.Parameter, dtype: torch.dtype) -> Pair | None:
         """A pair whose master holds no memory.
@@ -167,18 +167,3 @@ class SplitMasters(MasterStore):
             for _ in parts:
                 step(None)
         return loss
-
-
-def _check_optimizer(optimizer: Optimizer) -> None:
-    known = (getattr(torch.optim, name, None) for name in _PER_PARAMETER)
-    step = inspect.unwrap(type(optimizer).step)
-    # torch wraps the step of a class when it is first made use of.
-    if any(cls is not None and isinstance(optimizer, cls) and step is inspect.unwrap(cls.step) for cls in known):
-        return
-    if getattr(optimizer, "steps_per_parameter", False):
-        return
-    raise ValueError(
-        f'master_weights="split" steps a bucket of parameters at a time, and {type(optimizer).__name__} is not known '
-        f"to update each parameter by itself; known are {', '.join(_PER_PARAMETER)} of torch.optim. Use "
-        "master_weights=True, or set optimizer.steps_per_parameter = True if it keeps no state across parameters"
-    )

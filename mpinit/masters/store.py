@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..torch_internals.parameter_watching import Watcher
 from .pairs import Pair, PairTable
+from .states import PlainStates, StateStore
 from .two_copies import TwoCopies
 
 Gradients = list[torch.Tensor | None]
@@ -25,13 +26,24 @@ class MasterStore(ABC):
         pairs: the weights that have masters.
         watcher: who takes down writes that leave no trace, on either side.
         idle: pairs in no optimizer's groups, for now.
+        states: what optimizers' states are between steps.
     """
 
     def __init__(self) -> None:
         self.pairs = PairTable()
         self.watcher = Watcher()
+        self.states: StateStore = PlainStates()
         # Pairs that no optimizer steps at the moment: their numbers stay, as other parameters' do.
         self.idle = TwoCopies(self.watcher, self.as_held, lambda parameter: f"a parameter of shape {parameter.shape}")
+
+    def keep_states(self, states: StateStore) -> None:
+        """Keep optimizers' states otherwise than as they are."""
+        self.states = states
+
+    def check_all(self, optimizers: Sequence[Optimizer]) -> None:
+        """:meth:`check`, and whether their states can be kept as they are to be."""
+        self.check(optimizers)
+        self.states.check(optimizers)
 
     def take_in(self, weight: nn.Parameter, dtype: torch.dtype) -> Pair | None:
         """Make the pair of a weight that is, or is about to be cast to, ``dtype``, and know it from here on.

@@ -25,6 +25,7 @@ from .halves import FIRST, SECOND, Halves
 from .observers import Observer
 from .overflow_log import OverflowLog
 from .parameter_groups import ParameterGroups
+from .parts import show_states
 from .scaled_gradients import ScaledGradients
 from .state_by_name import StateByName
 from .step import Step
@@ -156,6 +157,7 @@ class OptimizerControl:
         with UndoStack() as undos:
             undos.push(self._deactivate)
             undos.push(show_weights(self._by_name))
+            undos.push(show_states(self.groups))
             # Wrappers that were never initialised as optimizers have no hooks.
             if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
                 undos.push(optimizer.register_state_dict_pre_hook(self._drop_what_reading_left).remove)

@@ -76,6 +76,10 @@ class ParameterGroups:
                     seen.add(id(group))
                     yield group
 
+    def holders(self) -> list[Optimizer]:
+        """Those who keep state for the parameters: the optimizer and those that it wraps."""
+        return [self.optimizer, *wrapped_by(self.optimizer)]
+
     def present(self) -> list[nn.Parameter]:
         """Every entry of the optimizer's own groups, in order."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -131,6 +135,7 @@ class ParameterGroups:
                     pair.load(original)
                     self.copies.note_one(pair)
             self.copies.hold(self.copies.pairs)
+            self.store.states.put_in_form(self.optimizer, self.holders())
 
     def _pair_for(self, parameter: nn.Parameter, fresh: list[Pair]) -> Pair | None:
         pair = self.store.pairs.of(parameter)
@@ -173,6 +178,7 @@ class ParameterGroups:
         self.store.finish(self.copies.pairs)
         self.copies.hold(self.copies.pairs)
         self.copies.note_all()
+        self.store.states.put_in_form(self.optimizer, self.holders())
 
     def take_in_new_group(self) -> None:
         """Put masters into the group that was just added.

@@ -27,6 +27,7 @@ from .gradient_cycle import GradientCycle
 from .observers import Observer
 from .overflow_log import OverflowLog
 from .parameter_groups import ParameterGroups
+from .parts import in_parts, step_with_closure
 from .snapshot import Snapshot
 from .step_counts import StepCounter
 
@@ -207,9 +208,7 @@ class Step:
 
     def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result, groups = None, self._groups
-        rounds_itself = step is self._compiled
-        stepping = groups.store.stepping(groups.optimizer, groups.copies, rounds_itself)
-        with CastsOff(), stepping as parts:
+        with CastsOff(), in_parts(groups, rounds_itself=step is self._compiled) as parts:
             for _ in parts:
                 result = step(*args, **kwargs)
         return result
@@ -319,7 +318,7 @@ class Step:
         evaluate = self._evaluator(closure)
         try:
             with CastsOff():
-                result = groups.store.step_with_closure(groups.optimizer, groups.copies, step, evaluate)
+                result = step_with_closure(groups, step, evaluate)
         except BaseException as error:
             if before is not None:
                 before.restore()

@@ -18,6 +18,7 @@ from .spellings import (
     KeepInputs,
     LossScale,
     MasterWeights,
+    OptimizerState,
     OptionalBoolean,
     OptionalDtype,
     OptionalScale,
@@ -90,8 +91,11 @@ class Properties(BaseModel):
         min_loss_scale, max_loss_scale: limits of dynamic scaling. Default none and 2**24.
         max_consecutive_skips: skipped steps in a row after which ``step()`` raises. Default 64.
         compile_step: compile the optimizer's update and the rounding into the weights into one graph.
-        split_bucket_bytes: float32 bytes materialised at a time by ``master_weights="split"``. Default 64 MiB; on a
-            CPU at most 16 MiB, where larger buckets are slower.
+        optimizer_state: what the optimizer's state is between steps: "float32" (default, the optimizer's own),
+            "bfloat16" or "int8" (1 byte a number and 4 for 128), rounded stochastically. For optimizers that update
+            each parameter by itself. Formats and when to use which: docs/explanation/optimizer-states.md.
+        split_bucket_bytes: float32 bytes materialised at a time by ``master_weights="split"`` and ``optimizer_state``.
+            Default 64 MiB; on a CPU at most 16 MiB, where larger buckets are slower.
 
     Example:
         >>> Properties(loss_scale="128.0").loss_scale
@@ -122,6 +126,7 @@ class Properties(BaseModel):
     max_loss_scale: Scale = DEFAULT_MAX_SCALE
     max_consecutive_skips: Count = 64
     compile_step: Boolean = False
+    optimizer_state: OptimizerState = "float32"
     split_bucket_bytes: Bytes = 64 * 2**20
 
     @field_validator("patch_torch_functions_type")
@@ -205,12 +210,21 @@ def _one_step_to_compile(props: Properties) -> None:
         )
 
 
+def _nothing_in_parts_to_compile(props: Properties) -> None:
+    if props.compile_step and props.optimizer_state != "float32":
+        raise ValueError(
+            f"compile_step=True contradicts optimizer_state={props.optimizer_state!r}: parameters are stepped a "
+            "few at a time, so there is no one step to compile. Drop one of the two"
+        )
+
+
 _RULES = (
     _weights_or_functions,
     _masters_of_16_bit_weights,
     _split_masters_need_bfloat16,
     _casts_in_forwards_need_a_type,
     _one_step_to_compile,
+    _nothing_in_parts_to_compile,
     _limits_in_order,
 )
 

@@ -5,6 +5,7 @@ Each type here turns every spelling it knows into one value and refuses the rest
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal
@@ -19,6 +20,8 @@ SMALLEST_SCALE: Final = 2.0**-126
 LARGEST_SCALE: Final = 2.0**126
 # Counters are kept as int32 on the device.
 LARGEST_COUNT: Final = 2**31 - 1
+
+OPTIMIZER_STATES: Final = ("float32", "bfloat16", "int8")
 
 _NOTHING: Final = ("none", "")
 _BOOLEANS: Final = {"true": True, "false": False}
@@ -90,6 +93,18 @@ def _parse_master_weights(value: Any) -> Any:
         return _parse_optional_bool(value)
     except ValueError as error:
         raise ValueError(f'{value!r} is not a kind of master weights; give True, False, "split" or "model"') from error
+
+
+def _parse_optimizer_state(value: Any) -> str:
+    name = "int8" if value is torch.int8 or value == "int8" else None
+    with contextlib.suppress(ValueError):
+        name = name or dtype_name(parse_dtype(value))
+    if name not in OPTIMIZER_STATES:
+        raise ValueError(
+            f"{value!r} is not an encoding of an optimizer's state; give {', '.join(map(repr, OPTIMIZER_STATES[:-1]))} "
+            f"or {OPTIMIZER_STATES[-1]!r}"
+        )
+    return name
 
 
 def _parse_loss_scale(value: Any) -> Any:
@@ -205,6 +220,7 @@ OptionalDtype = Annotated[
 Boolean = Annotated[bool, BeforeValidator(parse_bool)]
 OptionalBoolean = Annotated[bool | None, BeforeValidator(_parse_optional_bool)]
 MasterWeights = Annotated[bool | Literal["split", "model"] | None, BeforeValidator(_parse_master_weights)]
+OptimizerState = Annotated[Literal["float32", "bfloat16", "int8"], BeforeValidator(_parse_optimizer_state)]
 LossScale = Annotated[float | Literal["dynamic"], BeforeValidator(_parse_loss_scale)]
 Scale = Annotated[float, BeforeValidator(_parse_scale)]
 OptionalScale = Annotated[float | None, BeforeValidator(_parse_optional_scale)]

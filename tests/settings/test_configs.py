@@ -18,6 +18,7 @@ FIVE = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "mast
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "o5_split_masters": ("O5", {"master_weights": "split"}),
     "o5_masters_in_model": ("O5", {"master_weights": "model"}),
+    "o5_split_int8": ("O5", {"master_weights": "split", "optimizer_state": "int8"}),
     "o3_batchnorm_fp32": ("O3", {"keep_batchnorm_fp32": True}),
     "o2_static_scale": ("O2", {"loss_scale": 128.0}),
     "o2_cautious_scale": (

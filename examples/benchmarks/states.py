@@ -1,0 +1,143 @@
+"""Final loss with encoded optimizer states beside float32 ones: python -m examples.benchmarks.states [--seeds 3].
+
+A CNN on scikit-learn's digits, a transformer and an LSTM on the standard library's own text, at O5 with split masters;
+for each the loss on data held out, its mean over the seeds and their spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import statistics
+import tarfile
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import mpinit
+
+STATES = ("float32", "bfloat16", "int8")
+HELD_OUT = 300
+CONTEXT = 48
+Data = tuple[Tensor, Tensor]
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=3e-3),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.05),
+    "SGD momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+class Transformer(nn.Module):
+    """Two causal layers on bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(128, 64), nn.Embedding(CONTEXT, 64)
+        layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(64, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=self.places.weight.dtype)
+        return self.head(self.layers(self.embedding(x) + self.places.weight[: x.shape[1]], mask=mask, is_causal=True))
+
+
+class Lstm(nn.Module):
+    """One layer on bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(128, 32)
+        self.lstm = nn.LSTM(32, 64, batch_first=True)
+        self.head = nn.Linear(64, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embedding(x))[0])
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3, 2), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(32 * 9, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+
+
+def digits() -> tuple[Data, Data]:
+    found = load_digits()
+    x, y = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16, torch.tensor(found.target)
+    return (x[:-HELD_OUT], y[:-HELD_OUT]), (x[-HELD_OUT:], y[-HELD_OUT:])
+
+
+def text() -> tuple[Data, Data]:
+    source = "".join(inspect.getsource(module) for module in (argparse, textwrap, tarfile))
+    numbers = torch.tensor(list(source.encode("ascii", "replace")))
+    rows = numbers[: len(numbers) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
+    x, y = rows[:, :-1], rows[:, 1:]
+    return (x[:-HELD_OUT], y[:-HELD_OUT]), (x[-HELD_OUT:], y[-HELD_OUT:])
+
+
+TASKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Data, Data]], int]] = {
+    "digits CNN": (cnn, digits, 64),
+    "transformer": (Transformer, text, 16),
+    "LSTM": (Lstm, text, 16),
+}
+
+
+def final_loss(task: str, optimizer_name: str, state: str, seed: int, steps: int) -> float:
+    """Train once; the loss on what was held out."""
+    torch.manual_seed(seed)
+    make, load, size = TASKS[task]
+    (x, y), held_out = load()
+    model = make()
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    mpinit.initialize(model, optimizer, "O5", master_weights="split", optimizer_state=state, verbosity=0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1, (s + 1) / 20) * max(0.02, 1 - s / steps))
+    for _ in range(steps):
+        rows = torch.randint(len(x), (size,))
+        optimizer.zero_grad()
+        with mpinit.scale_loss(_loss(model, x[rows], y[rows]), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        schedule.step()
+    model.eval()
+    with torch.no_grad():
+        return _loss(model, *held_out).item()
+
+
+def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+def rows_of_table(tasks: Sequence[str], seeds: int, steps: int) -> Iterator[str]:
+    """One row for each task and optimizer."""
+    yield f"| task | optimizer | {' | '.join(STATES)} |"
+    yield "|---" * (2 + len(STATES)) + "|"
+    for task in tasks:
+        for name in OPTIMIZERS:
+            cells = []
+            for state in STATES:
+                losses = [final_loss(task, name, state, seed, steps) for seed in range(seeds)]
+                spread = statistics.stdev(losses) if seeds > 1 else 0.0
+                cells.append(f"{statistics.mean(losses):.4f} ± {spread:.4f}")
+            yield f"| {task} | {name} | {' | '.join(cells)} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table, row by row."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
+    options = parser.parse_args(arguments)
+    for row in rows_of_table(options.tasks, options.seeds, options.steps):
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""A tensor of an optimizer's state as it is between steps: codes that read as float32 numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ...basics.interrupts import InterruptsHeld
+from ..float_split import flat
+from .codec import Codec, Codes
+
+
+@final
+class EncodedState(torch.Tensor):
+    """Float32 numbers kept as codes.
+
+    Whatever torch does with it is done with the numbers. Operations in place (``mul_``, ``copy_``) write new codes. A
+    view is of a copy, and cannot be written to.
+
+    Args:
+        codec: the encoding.
+        codes: the codes.
+        like: whose shape, order of memory and device it has.
+
+    Example:
+        >>> from mpinit.masters.codecs.bfloat16 import BFloat16
+        >>> state = EncodedState.of(torch.ones(3), BFloat16())
+        >>> state.mul_(2).sum(), state.nbytes_held
+        (tensor(6.), 6)
+    """
+
+    codec: Codec
+    codes: Codes
+
+    @staticmethod
+    def __new__(cls, codec: Codec, codes: Codes, like: torch.Tensor) -> EncodedState:
+        """Make one around codes."""
+        make: Callable[..., EncodedState] = torch.Tensor._make_wrapper_subclass
+        self = make(cls, like.size(), strides=like.stride(), dtype=torch.float32, device=codes[0].device)
+        self.codec, self.codes = codec, codes
+        return self
+
+    def __init__(self, codec: Codec, codes: Codes, like: torch.Tensor) -> None:
+        """Nothing is left to do."""
+
+    @classmethod
+    def of(cls, values: torch.Tensor, codec: Codec) -> EncodedState:
+        """Encode float32 ``values``."""
+        dense = values.detach()
+        if torch.empty_like(dense, device="meta").stride() != dense.stride():
+            dense = dense.contiguous()
+        encoded = cls(codec, codec.empty(dense.numel(), dense.device), dense)
+        codec.encode_(flat(dense), encoded.codes)
+        return encoded
+
+    @property
+    def nbytes_held(self) -> int:
+        """The bytes of memory that the codes take."""
+        return sum(code.nbytes for code in self.codes)
+
+    def decoded(self) -> torch.Tensor:
+        """The numbers, in a new tensor."""
+        values = torch.empty(self.numel(), dtype=torch.float32, device=self.device)
+        self.codec.decode_(self.codes, values)
+        return values.as_strided(self.size(), self.stride())
+
+    def write(self, values: torch.Tensor) -> None:
+        """Encode other numbers of the same shape; a Ctrl-C comes before or after."""
+        dense = values.detach()
+        if dense.stride() != self.stride() or dense.dtype != torch.float32:
+            dense = torch.empty_strided(self.size(), self.stride(), device=self.device).copy_(dense)
+        with InterruptsHeld():
+            self.codec.encode_(flat(dense), self.codes)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run ``func`` on the numbers; what it wrote to is encoded again."""
+        decoded: dict[int, torch.Tensor] = {}
+
+        def numbers_of(state: EncodedState) -> torch.Tensor:
+            return decoded.setdefault(id(state), state.decoded())
+
+        given = (args, kwargs or {})
+        plain_args, plain_kwargs = tree_map_only(EncodedState, numbers_of, given)
+        written = [state for state in _written_to(func, *given) if isinstance(state, EncodedState)]
+        if func is torch.ops.aten.detach.default:
+            return EncodedState(args[0].codec, args[0].codes, args[0])
+        result = func(*plain_args, **plain_kwargs)
+        if not func._schema.is_mutable and any(returned.alias_info is not None for returned in func._schema.returns):
+            return tree_map_only(torch.Tensor, _PartOfCopy, result)
+        for state in written:
+            state.write(decoded[id(state)])
+        own = {id(decoded[id(state)]): state for state in written}
+        return tree_map_only(torch.Tensor, lambda tensor: own.get(id(tensor), tensor), result)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """The encoding's name and the numbers."""
+        return f"EncodedState({self.codec.name}, {self.decoded()!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EncodedState:
+        """With codes of its own."""
+        copied = EncodedState(self.codec, copy.deepcopy(self.codes, memo), self)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """The codes, and shape and order as a tensor without memory."""
+        return _rebuilt, (self.codec, self.codes, tuple(self.size()), self.stride())
+
+
+def _rebuilt(codec: Codec, codes: Codes, size: tuple[int, ...], strides: tuple[int, ...]) -> EncodedState:
+    return EncodedState(codec, codes, torch.empty_strided(size, strides, device="meta"))
+
+
+@final
+class _PartOfCopy(torch.Tensor):
+    """A view of decoded numbers: to read, since what is written to it would be lost."""
+
+    numbers: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor) -> _PartOfCopy:
+        make: Callable[..., _PartOfCopy] = torch.Tensor._make_wrapper_subclass
+        size, strides = numbers.size(), numbers.stride()
+        self = make(cls, size, strides=strides, dtype=numbers.dtype, device=numbers.device)
+        self.numbers = numbers
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = (args, kwargs or {})
+        if any(isinstance(leaf, _PartOfCopy) for leaf in _written_to(func, *given)):
+            raise RuntimeError(
+                "a part of a copy of an encoded state of an optimizer was written to, which would change nothing: "
+                "take the whole (values = state['exp_avg'] + 0), change it, and copy it back "
+                "(state['exp_avg'].copy_(values))"
+            )
+        plain_args, plain_kwargs = tree_map_only(_PartOfCopy, lambda part: part.numbers, given)
+        result = func(*plain_args, **plain_kwargs)
+        if any(returned.alias_info is not None for returned in func._schema.returns):
+            return tree_map_only(torch.Tensor, _PartOfCopy, result)
+        return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.numbers)
+
+
+def _written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    found = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, (EncodedState, _PartOfCopy))]
+    return found

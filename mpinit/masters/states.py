@@ -1,0 +1,282 @@
+"""What optimizers' states are between steps: as the optimizers made them, or encoded.
+
+An encoded state is float32 inside of a step, a bucket of parameters at a time, for any optimizer that updates each
+parameter by itself. In an optimizer's state there is at any time either the float32 tensor or the encoded one, and each
+says all there is, so that a step may fail anywhere.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final, final
+
+import torch
+from torch.optim import Optimizer
+
+from ..plan import OptimizerStates, Plan
+from ..torch_internals.devices import bucket_bytes_at_most
+from ..torch_internals.parameter_watching import TENSOR_GRAD
+from .codecs.bfloat16 import BFloat16
+from .codecs.blockwise import Blockwise
+from .codecs.codec import Codec
+from .codecs.encoded import EncodedState
+from .parts import Numbers
+from .per_parameter import check_steps_per_parameter, kept_states
+
+# Below this state is left in float32, as others do: it is small, and often all there is of a bias or a norm.
+SMALLEST: Final = 4096
+
+
+class StateStore(ABC):
+    """A session's optimizers' states."""
+
+    @abstractmethod
+    def check(self, optimizers: Sequence[Optimizer]) -> None:
+        """Before anything is changed: whether these optimizers' states can be kept like this.
+
+        Raises:
+            ValueError: one's cannot; the message says why and what to do.
+        """
+
+    @property
+    @abstractmethod
+    def steps_in_parts(self) -> bool:
+        """Whether :meth:`stepping` may take more than one step."""
+
+    @abstractmethod
+    def stepping(self, optimizer: Optimizer, holders: Sequence[Optimizer]) -> AbstractContextManager[Iterator[None]]:
+        """Around the optimizer's steps: iterate over the inside, one step an iteration, on float32 state.
+
+        Args:
+            optimizer: whose step runs inside.
+            holders: the optimizers that keep state for its parameters: itself, and those that it wraps.
+        """
+
+    @abstractmethod
+    def put_in_form(self, optimizer: Optimizer, holders: Sequence[Optimizer]) -> None:
+        """State that was made or loaded outside of a step becomes what it is between steps."""
+
+    @abstractmethod
+    def give_back(self, holders: Sequence[Optimizer]) -> None:
+        """State becomes what it would be without a session."""
+
+    @abstractmethod
+    def shown(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer's state dict with every tensor as it would be without a session."""
+
+
+@final
+class PlainStates(StateStore):
+    """The store of ``optimizer_state="float32"``: states are what the optimizers make of them."""
+
+    def check(self, optimizers: Sequence[Optimizer]) -> None:
+        """Every optimizer keeps its own."""
+
+    @property
+    def steps_in_parts(self) -> bool:
+        """False: one step."""
+        return False
+
+    @contextmanager
+    def stepping(self, optimizer: Optimizer, holders: Sequence[Optimizer]) -> Iterator[Iterator[None]]:
+        """One step."""
+        yield iter((None,))
+
+    def put_in_form(self, optimizer: Optimizer, holders: Sequence[Optimizer]) -> None:
+        """It has its form."""
+
+    def give_back(self, holders: Sequence[Optimizer]) -> None:
+        """It was never taken."""
+
+    def shown(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """As it is."""
+        return state_dict
+
+
+@final
+class EncodedStates(StateStore):
+    """The store of states kept in codes.
+
+    Args:
+        codec: the encoding.
+        bucket_bytes: float32 bytes decoded at a time.
+    """
+
+    def __init__(self, codec: Codec, bucket_bytes: int) -> None:
+        self._codec = codec
+        self._bucket_bytes = bucket_bytes
+
+    def check(self, optimizers: Sequence[Optimizer]) -> None:
+        """Their update must look at one parameter at a time.
+
+        Raises:
+            ValueError: an optimizer looks across parameters, or nothing is known of it; or parameters are sharded.
+        """
+        for optimizer in optimizers:
+            check_steps_per_parameter(optimizer, f'optimizer_state="{self._codec.name}"', 'optimizer_state="float32"')
+            if any(hasattr(p, "device_mesh") for group in optimizer.param_groups for p in group["params"]):
+                raise ValueError(
+                    f'optimizer_state="{self._codec.name}" does not encode the states of parameters that fully_shard '
+                    'has sharded: use optimizer_state="float32"'
+                )
+
+    @property
+    def steps_in_parts(self) -> bool:
+        """True."""
+        return True
+
+    @contextmanager
+    def stepping(self, optimizer: Optimizer, holders: Sequence[Optimizer]) -> Iterator[Iterator[None]]:
+        """One iteration for each bucket of the parameters that have a gradient now."""
+        parts = self._parts(optimizer, holders)
+        try:
+            yield parts
+        finally:
+            parts.close()
+
+    def _parts(self, optimizer: Optimizer, holders: Sequence[Optimizer]) -> Generator[None]:
+        present = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+        with_gradient = [(p, p.grad) for p in present if p.grad is not None]
+        buckets = self._bucketed(with_gradient)
+        if len(buckets) < 2:
+            with self._decoded(optimizer, holders, with_gradient):
+                yield None
+            return
+        numbers = Numbers(optimizer)
+        assign = TENSOR_GRAD.__set__
+        try:
+            for parameter, _ in with_gradient:
+                assign(parameter, None)
+            for index, bucket in enumerate(buckets):
+                if index > 0:
+                    numbers.put_back()
+                for parameter, gradient in bucket:
+                    assign(parameter, gradient)
+                with self._decoded(optimizer, holders, bucket):
+                    yield None
+                for parameter, _ in bucket:
+                    assign(parameter, None)
+        finally:
+            for parameter, gradient in with_gradient:
+                assign(parameter, gradient)
+
+    def _bucketed(self, members: list[tuple[torch.Tensor, Any]]) -> list[list[tuple[torch.Tensor, Any]]]:
+        """As many together as the bytes of two states in float32 allow for, at least one."""
+        buckets: list[list[tuple[torch.Tensor, Any]]] = []
+        room = 0
+        for member in members:
+            size = 8 * member[0].numel()
+            if room < size or not buckets:
+                buckets.append([])
+                room = bucket_bytes_at_most(member[0].device, self._bucket_bytes)
+            buckets[-1].append(member)
+            room -= size
+        return buckets
+
+    @contextmanager
+    def _decoded(
+        self, optimizer: Optimizer, holders: Sequence[Optimizer], bucket: list[tuple[torch.Tensor, Any]]
+    ) -> Iterator[None]:
+        taken: dict[tuple[int, Any], EncodedState] = {}
+        try:
+            for parameter, _ in bucket:
+                for state in _states_of(holders, parameter):
+                    _decode(state, taken)
+            yield
+        finally:
+            kept = kept_states(optimizer)
+            for parameter, gradient in bucket:
+                if gradient is None or not gradient.is_sparse:
+                    for state in _states_of(holders, parameter):
+                        self._encode(state, parameter, kept, taken)
+
+    def _encode(
+        self,
+        state: dict[Any, Any],
+        parameter: torch.Tensor,
+        kept: frozenset[str],
+        taken: dict[tuple[int, Any], EncodedState],
+    ) -> None:
+        done: dict[int, EncodedState] = {}
+        for key, value in state.items():
+            if key in kept or not _is_encodable(value, parameter):
+                continue
+            encoded = done.get(id(value))
+            if encoded is None:
+                encoded = taken.get((id(state), key))
+                # Two entries may have been one.
+                is_free = encoded is not None and all(encoded is not other for other in done.values())
+                if encoded is not None and is_free and encoded.stride() == value.stride():
+                    encoded.write(value)
+                else:
+                    encoded = EncodedState.of(value, self._codec)
+                done[id(value)] = encoded
+            state[key] = encoded
+
+    def put_in_form(self, optimizer: Optimizer, holders: Sequence[Optimizer]) -> None:
+        """Encode what is float32."""
+        kept = kept_states(optimizer)
+        for parameter in {p: None for group in optimizer.param_groups for p in group["params"]}:
+            for state in _states_of(holders, parameter):
+                self._encode(state, parameter, kept, {})
+
+    def give_back(self, holders: Sequence[Optimizer]) -> None:
+        """Decode everything."""
+        for holder in holders:
+            for state in holder.state.values():
+                if isinstance(state, dict):
+                    _decode(state, {})
+
+    def shown(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """With float32 tensors, in dicts of its own."""
+        states = {
+            key: {name: _numbers(value) for name, value in state.items()} if isinstance(state, dict) else state
+            for key, state in state_dict.get("state", {}).items()
+        }
+        return state_dict | {"state": states}
+
+
+def _states_of(holders: Sequence[Optimizer], parameter: torch.Tensor) -> list[dict[Any, Any]]:
+    """What is kept for a parameter, each dict once: a wrapper may show the state of what it wraps."""
+    found = {}
+    for holder in holders:
+        state = holder.state.get(parameter)
+        if isinstance(state, dict):
+            found[id(state)] = state
+    return list(found.values())
+
+
+def _decode(state: dict[Any, Any], taken: dict[tuple[int, Any], EncodedState]) -> None:
+    """Put numbers in the places of codes; what was one tensor under two names is one again."""
+    decoded: dict[int, torch.Tensor] = {}
+    for key, value in state.items():
+        if isinstance(value, EncodedState):
+            if id(value) not in decoded:
+                decoded[id(value)] = value.decoded()
+            taken[id(state), key] = value
+            state[key] = decoded[id(value)]
+
+
+def _is_encodable(value: Any, parameter: torch.Tensor) -> bool:
+    return (
+        type(value) is torch.Tensor
+        and value.dtype is torch.float32
+        and value.shape == parameter.shape
+        and value.dim() > 0
+        and value.numel() >= SMALLEST
+        and value.layout is torch.strided
+    )
+
+
+def _numbers(value: Any) -> Any:
+    return value.decoded() if isinstance(value, EncodedState) else value
+
+
+def states_for(plan: Plan) -> StateStore:
+    """The store that a plan asks for."""
+    if plan.optimizer_states is OptimizerStates.FLOAT32:
+        return PlainStates()
+    codec = Blockwise() if plan.optimizer_states is OptimizerStates.INT8 else BFloat16()
+    return EncodedStates(codec, plan.split_bucket_bytes)

@@ -1,0 +1,71 @@
+"""A step in as many parts as the masters and the states are put together in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..basics.patching import Undo, UndoStack
+from .parameter_groups import ParameterGroups
+
+Closure = Callable[[], Any]
+
+
+@contextmanager
+def in_parts(groups: ParameterGroups, rounds_itself: bool) -> Iterator[Iterator[None]]:
+    """Around an optimizer's steps: iterate over the inside, one step an iteration, on float32 masters and states.
+
+    Args:
+        groups: the optimizer's parameters.
+        rounds_itself: the step inside rounds the masters into the weights.
+    """
+    with groups.store.stepping(groups.optimizer, groups.copies, rounds_itself) as parts:
+        smaller = _smaller_parts(groups, parts)
+        try:
+            yield smaller
+        finally:
+            # After a failed step states are encoded here, and not whenever the generator is collected.
+            smaller.close()
+
+
+def _smaller_parts(groups: ParameterGroups, parts: Iterator[None]) -> Generator[None]:
+    for _ in parts:
+        with groups.store.states.stepping(groups.optimizer, groups.holders()) as smaller:
+            yield from smaller
+
+
+def step_with_closure(groups: ParameterGroups, step: Callable[[Closure | None], Any], evaluate: Closure) -> Any:
+    """Run an optimizer's step that evaluates a closure; in parts once, before the first."""
+    if not groups.store.states.steps_in_parts:
+        return groups.store.step_with_closure(groups.optimizer, groups.copies, step, evaluate)
+    with torch.enable_grad():
+        loss = evaluate()
+    groups.copies.look_at_weights()
+    with in_parts(groups, rounds_itself=False) as parts:
+        for _ in parts:
+            step(None)
+    return loss
+
+
+def show_states(groups: ParameterGroups) -> Undo:
+    """Let state dicts hold ordinary tensors, and bring those that are loaded into the form between steps.
+
+    The undo gives the optimizer its states back.
+    """
+    states = groups.store.states
+
+    def put_in_form(optimizer: Optimizer) -> None:
+        states.put_in_form(groups.optimizer, groups.holders())
+
+    with UndoStack() as undos:
+        undos.push(lambda: states.give_back(groups.holders()))
+        for holder in groups.holders():
+            # Wrappers that were never initialised as optimizers have no hooks.
+            if hasattr(holder, "_optimizer_state_dict_post_hooks"):
+                undos.push(holder.register_state_dict_post_hook(lambda _, state: states.shown(state)).remove)
+                undos.push(holder.register_load_state_dict_post_hook(put_in_form).remove)
+    return undos.unwind

@@ -1,0 +1,153 @@
+"""Encodings of optimizers' states: error bounds, no bias, the same codes again, and tensors that read as numbers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpinit.masters.codecs.bfloat16 import BFloat16
+from mpinit.masters.codecs.blockwise import BLOCK, Blockwise
+from mpinit.masters.codecs.codec import Codec
+from mpinit.masters.codecs.encoded import EncodedState
+
+CODECS = [BFloat16(), Blockwise()]
+CPU = torch.device("cpu")
+each = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: str(codec.name))
+
+
+def encoded(codec: Codec, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    codes = codec.empty(len(values), CPU)
+    codec.encode_(values, codes)
+    return codes
+
+
+def decoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
+    back = torch.empty_like(values)
+    codec.decode_(encoded(codec, values), back)
+    return back
+
+
+def some(kind: str, count: int = 70_001) -> torch.Tensor:
+    torch.manual_seed(0)
+    values = torch.randn(count) * torch.randn(count).mul(3).exp() * 1e-6
+    return values if kind == "signed" else values.square()
+
+
+@pytest.mark.parametrize("kind", ["signed", "squares"])
+def test_errors_stay_below_the_documented_bounds(kind: str) -> None:
+    values = some(kind)
+    assert ((decoded(BFloat16(), values) - values).abs() <= 2.0**-7 * values.abs()).all()
+    blocks = torch.cat([values.abs(), torch.zeros(-len(values) % BLOCK)]).view(-1, BLOCK)
+    largest = blocks.amax(1).repeat_interleave(BLOCK)[: len(values)]
+    smallest = 2.0**-11 if kind == "signed" else 2.0**-19
+    bound = values.abs() / 16 + largest * smallest
+    assert ((decoded(Blockwise(), values) - values).abs() <= bound).all()
+
+
+@each
+@pytest.mark.parametrize("kind", ["signed", "squares"])
+def test_codes_of_what_was_decoded_are_the_same(codec: Codec, kind: str) -> None:
+    values = some(kind)
+    once = encoded(codec, values)
+    assert all(map(torch.equal, encoded(codec, decoded(codec, values)), once))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.floats(-(2.0**99), 2.0**99, width=32).filter(lambda x: x == 0 or abs(x) > 1e-20), min_size=1, max_size=300
+    )
+)
+def test_codes_of_any_numbers_come_back(numbers: list[float]) -> None:
+    values = torch.tensor(numbers)
+    for codec in CODECS:
+        assert all(map(torch.equal, encoded(codec, decoded(codec, values)), encoded(codec, values)))
+
+
+@each
+@pytest.mark.parametrize("kind", ["signed", "squares"])
+def test_rounding_is_right_on_average(codec: Codec, kind: str) -> None:
+    values = some(kind, 128).repeat(500).view(500, 128)
+    means = torch.stack([decoded(codec, row * (1 + 1e-4 * index)) for index, row in enumerate(values)]).double().mean(0)
+    expected = torch.stack([row * (1 + 1e-4 * index) for index, row in enumerate(values)]).double().mean(0)
+    large = expected.abs() > expected.abs().max() * 1e-3
+    torch.testing.assert_close(means[large], expected[large], rtol=1e-2, atol=0)
+
+
+@each
+def test_an_average_that_moves_slowly_arrives(codec: Codec) -> None:
+    """0.999 of a bfloat16 number rounds to that number: to nearest, Adam's second moment would stay where it is."""
+    states = torch.ones(4096)
+    target = torch.full((4096,), 0.25)
+    for _ in range(1500):
+        states = decoded(codec, states.lerp(target, 1e-3))
+    assert states.mean().item() == pytest.approx(0.25 + 0.75 * 0.999**1500, rel=0.02)
+
+
+@each
+def test_zero_is_zero_and_what_is_above_stays_above(codec: Codec) -> None:
+    values = torch.zeros(300)
+    values[::7] = torch.logspace(-20, 2, 43)
+    back = decoded(codec, values)
+    assert torch.equal(back == 0, values == 0)
+    signed = torch.tensor([0.0, -0.0, 3.0, -1e-9])
+    assert torch.signbit(decoded(codec, signed)).tolist() == [False, True, False, True]
+
+
+@each
+def test_inf_and_nan_are_seen(codec: Codec) -> None:
+    odd = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    assert decoded(codec, odd).isnan().all()
+    assert not decoded(codec, torch.tensor([1.0, float("inf"), -2.0])).isfinite()[1]
+    assert decoded(codec, torch.tensor([3e38, -3e38])).isfinite().all()
+
+
+@each
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 65536, 65537])
+def test_any_length(codec: Codec, length: int) -> None:
+    values = torch.rand(length) + 0.5
+    torch.testing.assert_close(decoded(codec, values), values, rtol=1 / 16, atol=0)
+
+
+# -- the tensor -------------------------------------------------------------------------------------------------------
+
+
+@each
+def test_an_encoded_tensor_reads_as_its_numbers(codec: Codec) -> None:
+    values = torch.randn(8, 3, 5, 5).to(memory_format=torch.channels_last)
+    state = EncodedState.of(values, codec)
+    assert state.shape == values.shape and state.stride() == values.stride() and state.dtype == torch.float32
+    assert torch.equal(state.decoded(), state + 0) and torch.equal(state[2], state.decoded()[2])
+    torch.testing.assert_close(state.decoded(), values, rtol=1 / 16, atol=2e-3)
+    assert "EncodedState" in repr(state) and type(state.clone()) is torch.Tensor
+    assert state.nbytes_held < values.nbytes * 0.6
+    state.mul_(2)
+    torch.testing.assert_close(state.decoded(), 2 * values, rtol=1 / 8, atol=8e-3)
+    assert type(torch.empty_like(values).copy_(state)) is torch.Tensor
+    torch._foreach_zero_([state])
+    assert not state.any()
+
+
+@each
+def test_a_write_to_a_part_is_refused(codec: Codec) -> None:
+    state = EncodedState.of(torch.randn(10, 10), codec)
+    with pytest.raises(RuntimeError, match="copy of an encoded state"):
+        state[2].zero_()
+    with pytest.raises(RuntimeError, match="copy of an encoded state"):
+        state.view(-1).add_(1)
+
+
+@each
+def test_copies_and_pickles_hold_the_codes(codec: Codec) -> None:
+    state = EncodedState.of(torch.randn(100, 50).t(), codec)
+    for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state)), copy.copy(state)):
+        assert type(other) is EncodedState and other.stride() == state.stride()
+        assert torch.equal(other.decoded(), state.decoded())
+    own = copy.deepcopy(state)
+    own.zero_()
+    assert state.any() and len(pickle.dumps(state)) < 3 * 5000

@@ -1,0 +1,317 @@
+"""optimizer_state: states in fewer bytes between steps, float32 inside of them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpinit
+from mpinit import registry
+from mpinit.masters.codecs.encoded import EncodedState
+
+SPLIT = ("O5", {"master_weights": "split"})
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "split": SPLIT,
+    "full": ("O5", {}),
+    "model": ("O5", {"master_weights": "model"}),
+    "O2": ("O2", {}),
+    "O0": ("O0", {}),
+    "O4": ("O4", {}),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+encodings = pytest.mark.parametrize("encoding", ["bfloat16", "int8"])
+Factory = Callable[[Any], torch.optim.Optimizer]
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-3)
+
+
+def set_up(
+    kind: str, encoding: str, make: Factory = adam, seed: int = 0, **more: Any
+) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 8))
+    optimizer = make(model.parameters())
+    level, extra = KINDS[kind]
+    options = {"split_bucket_bytes": 40_000, "verbosity": 0, **extra, **more}
+    mpinit.initialize(model, optimizer, level, optimizer_state=encoding, **options)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> float:
+    loss = torch.zeros(())
+    for index in range(first, first + steps):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(index))
+        optimizer.zero_grad()
+        loss = (model(x) - x[:, :8]).square().mean()
+        with mpinit.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def numbers(model: nn.Module) -> list[torch.Tensor]:
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def states(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+@encodings
+@kinds
+def test_large_states_are_encoded_and_small_ones_are_not(kind: str, encoding: str) -> None:
+    model, optimizer = set_up(kind, encoding)
+    train(model, optimizer, 2)
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            assert (type(value) is EncodedState) == (key != "step" and parameter.numel() >= 4096)
+    assert mpinit.describe(model).count(f"optimizer_state = {encoding}") == 1
+    mpinit.undo(model)
+    assert all(type(value) is torch.Tensor for value in states(optimizer))
+
+
+@encodings
+@kinds
+def test_training_ends_where_float32_states_do(kind: str, encoding: str) -> None:
+    with_codes, plain = (train(*set_up(kind, each), 20) for each in (encoding, "float32"))
+    assert with_codes == pytest.approx(plain, rel=0.02)
+
+
+@pytest.mark.parametrize("bucket", [64, 2**26])
+@kinds
+def test_parts_of_a_step_do_not_matter(kind: str, bucket: int) -> None:
+    """Whatever is together in a part: the codes are the same."""
+    results = []
+    for size in (bucket, 40_000):
+        model, optimizer = set_up(kind, "int8", split_bucket_bytes=size)
+        train(model, optimizer, 3)
+        results.append(numbers(model))
+    assert all(map(torch.equal, *results))
+
+
+@encodings
+@kinds
+def test_an_ordinary_state_dict_resumes_to_the_bit(kind: str, encoding: str) -> None:
+    model, optimizer = set_up(kind, encoding)
+    train(model, optimizer, 4)
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict(), mpinit.state_dict(optimizer)], file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    assert all(t.dtype == torch.float32 for state in saved[1]["state"].values() for t in state.values())
+    train(model, optimizer, 4, first=4)
+    other, other_optimizer = set_up(kind, encoding, seed=1)
+    other.load_state_dict(saved[0])
+    other_optimizer.load_state_dict(saved[1])
+    mpinit.load_state_dict(saved[2], other_optimizer)
+    assert any(type(value) is EncodedState for value in states(other_optimizer))
+    train(other, other_optimizer, 4, first=4)
+    assert all(map(torch.equal, numbers(other), numbers(model)))
+
+
+@encodings
+def test_the_codes_themselves_resume_to_the_bit(encoding: str) -> None:
+    model, optimizer = set_up("split", encoding)
+    train(model, optimizer, 4)
+    compact = pickle.dumps({i: dict(optimizer.state[p]) for i, p in enumerate(optimizer.param_groups[0]["params"])})
+    ordinary = optimizer.state_dict()
+    assert len(compact) < 0.7 * len(pickle.dumps(ordinary["state"]))
+    weights = model.state_dict()
+    saved = copy.deepcopy(weights)
+    train(model, optimizer, 4, first=4)
+    other, other_optimizer = set_up("split", encoding, seed=1)
+    other.load_state_dict(saved)
+    other_optimizer.load_state_dict({"state": pickle.loads(compact), "param_groups": ordinary["param_groups"]})
+    train(other, other_optimizer, 4, first=4)
+    assert all(map(torch.equal, numbers(other), numbers(model)))
+
+
+@encodings
+def test_plain_torch_takes_the_state_dict_over_and_back(encoding: str) -> None:
+    model, optimizer = set_up("split", encoding)
+    train(model, optimizer, 4)
+    plain = nn.Sequential(*(copy.deepcopy(layer) for layer in model)).float()
+    plain_optimizer = adam(plain.parameters())
+    plain_optimizer.load_state_dict(optimizer.state_dict())
+    plain(torch.ones(1, 64)).sum().backward()
+    plain_optimizer.step()
+    optimizer.load_state_dict(plain_optimizer.state_dict())
+    assert any(type(value) is EncodedState for value in states(optimizer))
+    train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("kind", ["split", "full", "O2"])
+def test_an_overflow_leaves_the_codes(kind: str) -> None:
+    model, optimizer = set_up(kind, "int8", loss_scale="dynamic")
+    train(model, optimizer, 3)
+    before = {id(v): copy.deepcopy(v.codes) for v in states(optimizer) if type(v) is EncodedState}
+    with mpinit.scale_loss(model(torch.ones(1, 64)).sum() * float("inf"), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert mpinit.step_was_skipped(optimizer) and before
+    after = {id(v): v.codes for v in states(optimizer) if type(v) is EncodedState}
+    assert all(all(map(torch.equal, after[key], codes)) for key, codes in before.items())
+
+
+class Fails(torch.optim.Adam):
+    """An Adam that fails after its update, when told to."""
+
+    fails = False
+    steps_per_parameter = True
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        if self.fails:
+            raise OSError("the disk is full")
+        return result
+
+
+@kinds
+def test_a_step_that_fails_leaves_states_that_go_on(kind: str) -> None:
+    model, optimizer = set_up(kind, "int8", lambda parameters: Fails(parameters, lr=1e-3))
+    train(model, optimizer, 2)
+    optimizer.fails = True  # type: ignore[attr-defined]
+    with pytest.raises(OSError, match="disk"):
+        train(model, optimizer, 1)
+    assert sum(type(value) is EncodedState for value in states(optimizer)) == 4
+    assert all(p.grad is not None for p in model.parameters())
+    optimizer.fails = False  # type: ignore[attr-defined]
+    assert train(model, optimizer, 3) < 5
+
+
+@kinds
+def test_groups_added_later_and_states_from_before(kind: str) -> None:
+    torch.manual_seed(0)
+    model, extra = nn.Linear(64, 96), nn.Linear(96, 64)
+    optimizer = adam(model.parameters())
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    level, more = KINDS[kind]
+    options = {"optimizer_state": "int8", "loss_scale": 1.0, "verbosity": 0}
+    mpinit.initialize([model, extra], optimizer, level, **options, **more)
+    assert sum(type(value) is EncodedState for value in states(optimizer)) == 2
+    optimizer.add_param_group({"params": list(extra.parameters()), "lr": 1e-2})
+    optimizer.zero_grad()
+    with mpinit.scale_loss(extra(model(torch.ones(1, 64))).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert sum(type(value) is EncodedState for value in states(optimizer)) == 4
+
+
+def test_closures_are_evaluated_once() -> None:
+    for kind in KINDS:
+        model, optimizer = set_up(kind, "int8")
+        calls = []
+
+        def closure(model: Any = model, optimizer: Any = optimizer, calls: list[int] = calls) -> torch.Tensor:
+            calls.append(1)
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(torch.ones(2, 64)).square().mean()
+            with mpinit.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            return loss
+
+        before = numbers(model)
+        loss = optimizer.step(closure)
+        assert len(calls) == 1 and loss is not None
+        assert not any(map(torch.equal, numbers(model), before))
+
+
+@kinds
+def test_copies_of_an_optimizer_have_codes_of_their_own(kind: str) -> None:
+    model, optimizer = set_up(kind, "int8")
+    train(model, optimizer, 2)
+    copied = copy.deepcopy(optimizer.state_dict())
+    assert all(type(value) is torch.Tensor for state in copied["state"].values() for value in state.values())
+    shown = copy.deepcopy(dict(next(iter(optimizer.state.values()))))
+    expected = shown["exp_avg"].decoded()
+    train(model, optimizer, 2)
+    assert torch.equal(shown["exp_avg"].decoded(), expected)
+
+
+MAKE: dict[str, Factory] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "Adam amsgrad": lambda p: torch.optim.Adam(p, lr=1e-3, amsgrad=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-4),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.05),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_any_per_parameter_optimizer(name: str) -> None:
+    losses = [train(*set_up("split", encoding, MAKE[name]), 12) for encoding in ("float32", "bfloat16", "int8")]
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=0.05)
+
+
+def test_weights_kept_in_a_state_stay_float32() -> None:
+    model, optimizer = set_up("full", "int8", MAKE["ASGD"])
+    train(model, optimizer, 2)
+    assert all(type(state["ax"]) is torch.Tensor for state in optimizer.state.values())
+
+
+def test_sparse_gradients_have_float32_states() -> None:
+    model = nn.Embedding(200, 64, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    mpinit.initialize(model, optimizer, "O0", optimizer_state="int8", verbosity=0)
+    for _ in range(2):
+        with mpinit.scale_loss(model(torch.tensor([1, 5])).sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert all(type(value) is not EncodedState for value in states(optimizer))
+
+
+def test_what_looks_across_parameters_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r'optimizer_state="int8".*LBFGS looks across'):
+        mpinit.initialize(model, torch.optim.LBFGS(model.parameters()), "O0", optimizer_state="int8")
+    assert registry.of(model) is None
+
+
+def test_a_compiled_step_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="compile_step=True contradicts optimizer_state='int8'"):
+        mpinit.initialize(model, adam(model.parameters()), "O5", optimizer_state="int8", compile_step=True)
+
+
+@pytest.mark.parametrize("given, meant", [("bf16", "bfloat16"), (torch.int8, "int8"), ("fp32", "float32")])
+def test_spellings(given: Any, meant: str) -> None:
+    assert mpinit.Properties(optimizer_state=given).optimizer_state == meant
+
+
+def test_other_spellings_are_refused() -> None:
+    with pytest.raises(ValueError, match="'float32', 'bfloat16' or 'int8'"):
+        mpinit.Properties(optimizer_state="float16")
+
+
+@pytest.mark.parametrize(("encoding", "most"), [("float32", 14.1), ("bfloat16", 10.1), ("int8", 8.2)])
+def test_bytes_a_parameter_with_adam_after_backward(encoding: str, most: float) -> None:
+    from test_split_masters import everything_held
+
+    model = nn.Linear(1024, 640, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    mpinit.initialize(model, optimizer, "O5", master_weights="split", optimizer_state=encoding, verbosity=0)
+    for _ in range(3):
+        with mpinit.scale_loss(model(torch.randn(4, 1024)).sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    with mpinit.scale_loss(model(torch.randn(4, 1024)).sum(), optimizer) as scaled:
+        scaled.backward()
+    held = []
+    for tensor in everything_held(model, optimizer):
+        held += tensor.codes if isinstance(tensor, EncodedState) else [tensor]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    assert sum(storages.values()) / model.weight.numel() <= most
