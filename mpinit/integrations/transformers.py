@@ -41,8 +41,8 @@ def enable(trainer: Any, opt_level: str = "O5", *, save_dtype: Any = torch.float
         opt_level: as of :func:`mpinit.initialize`. Default "O5": bfloat16 weights, float32 masters.
         save_dtype: of weights and config that ``trainer.save_model`` and ``model.save_pretrained`` write outside of
             ``train()``: float32, the masters' bits, or a 16-bit type. Default float32.
-        **properties: any other argument of :func:`mpinit.initialize`. ``keep_fp32`` is, by default, buffers that are
-            computed and not loaded, such as rotary frequencies: Transformers leaves them float32 as well.
+        **properties: any other argument of :func:`mpinit.initialize`. ``keep_fp32`` is, by default, what Transformers
+            and PEFT leave float32 too: buffers that are not loaded (rotary frequencies), and adapters that are trained.
 
     Raises:
         ValueError: the Trainer casts by itself, makes its model in ``train()``, or leaves training to FSDP, DeepSpeed
@@ -63,7 +63,7 @@ def enable(trainer: Any, opt_level: str = "O5", *, save_dtype: Any = torch.float
     model, optimizer = trainer.model, registry.unwrapped(trainer.optimizer)
     given = [] if optimizer is None else [optimizer]
     if not {"keep_fp32", "config"} & properties.keys():
-        properties["keep_fp32"] = _computed(model)
+        properties["keep_fp32"] = _float32_as_usual(model)
     amp.initialize([model], given, opt_level, await_optimizers=optimizer is None, **properties)
     session = registry.of(model)
     if session is None:
@@ -85,10 +85,12 @@ def _check(trainer: Any) -> None:
     check(trainer.accelerator)
 
 
-def _computed(model: Any) -> list[str]:
-    """Floating buffers that no checkpoint holds, rotary frequencies say: Transformers never casts them either."""
+def _float32_as_usual(model: Any) -> list[str]:
+    """What Transformers and PEFT leave float32 over 16-bit weights: buffers that no checkpoint holds, and adapters."""
     saved = model.state_dict()
-    return [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and name not in saved]
+    computed = [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and name not in saved]
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    return computed + (trained if hasattr(model, "peft_config") else [])
 
 
 def _taking_in(create: Callable[..., Any]) -> Callable[..., Any]:

@@ -193,6 +193,32 @@ def test_outputs_keep_their_class(name: str, tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_loss"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize("kind", ["lora", "prompt"])
+def test_adapters_are_float32_over_a_16_bit_model_and_resume(kind: str, tmp_path: Path) -> None:
+    import peft
+
+    def adapted() -> Any:
+        torch.manual_seed(0)
+        task = {"task_type": "CAUSAL_LM"}
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], **task)
+        config = lora if kind == "lora" else peft.PromptTuningConfig(num_virtual_tokens=2, **task)
+        return peft.get_peft_model(tiny_model("llama"), config)
+
+    trainers = [
+        trainer_of("llama", tmp_path, {}, model=adapted(), save_strategy="steps", save_steps=3) for _ in range(2)
+    ]
+    before = copy.deepcopy(trainers[0].model.state_dict())
+    trainers[0].train()
+    trainers[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    states = [trainer.model.state_dict() for trainer in trainers]
+    assert same_bits(*states)
+    dtypes = {weight.requires_grad: weight.dtype for weight in trainers[0].model.parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    trained = {name for name, weight in trainers[0].model.named_parameters() if weight.requires_grad}
+    assert all(torch.equal(before[name], states[0][name]) != (name in trained) for name in before)
+
+
 REFUSED = {
     "bf16": ({"bf16": True}, r"trainer\.args\.bf16 is set, .* leave TrainingArguments\(bf16=...\) out"),
     "eval": ({"bf16_full_eval": True}, r"trainer\.args\.bf16_full_eval is set, .* leave it out"),
