@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from frameworks import let_torchvision_load
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -89,3 +90,16 @@ def test_the_demo_refuses_settings_it_does_not_have(script, capsys) -> None:  # 
     message = capsys.readouterr().err
     assert "O9 fp16" in message
     assert "O2 bf16" in message, "the error lists what there is"
+
+
+def test_the_finetuning_example_compares_four_ways(tmp_path: Path, script) -> None:  # type: ignore[no-untyped-def]
+    let_torchvision_load()
+    output = script("finetune_16bit_checkpoint.py", "--pretrain-steps", 4, "--steps", 2, "--out", tmp_path)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in output.splitlines() if line[:1] == "|"]
+    assert [row[0] for row in rows[2:]] == [
+        *("float32-loaded", "bf16-loaded, plain", "bf16-loaded, mpinit O5", "bf16-loaded, mpinit O5 split")
+    ]
+    assert [float(row[5]) for row in rows[2:]] == [16.0, 8.0, 18.0, 14.0]
+    assert [float(row[4]) > 0 for row in rows[2:]] == [True, False, True, True], "norm weights"
+    assert (tmp_path / "table.md").read_text(encoding="utf-8") in output
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
