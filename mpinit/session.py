@@ -74,7 +74,7 @@ class Session:
         self.scalers = [LossScaler(plan.scaling) for _ in range(num_losses)]
         self.number = next(_numbers)
         self.is_live = False
-        self._store = _store_for(plan)
+        self._store = _store_for(plan, scales=not all(scaler.is_identity for scaler in self.scalers))
         self._store.keep_states(states_for(plan))
         self._controls = Controls(
             *(self.models, plan, self._store, self.scalers, self.name_of),
@@ -327,12 +327,12 @@ def _remove(optimizers: list[Optimizer], optimizer: Optimizer) -> None:
     optimizers[:] = [each for each in optimizers if each is not optimizer]
 
 
-def _store_for(plan: Plan) -> MasterStore:
+def _store_for(plan: Plan, scales: bool) -> MasterStore:
     if plan.masters is Masters.SPLIT:
-        return SplitMasters(plan.split_bucket_bytes)
+        return SplitMasters(plan.split_bucket_bytes, scales)
     if plan.masters is Masters.IN_MODEL:
         return MastersInModel()
-    return FullMasters() if plan.masters is Masters.FULL else NoMasters()
+    return FullMasters(scales) if plan.masters is Masters.FULL else NoMasters()
 
 
 def _undone_when_dropped(session: Session, undo: Undo) -> Undo:

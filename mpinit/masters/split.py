@@ -35,10 +35,11 @@ class SplitMasters(MasterStore):
 
     Args:
         bucket_bytes: float32 bytes (masters and their gradients) materialised at a time.
+        scales: whether losses are scaled.
     """
 
-    def __init__(self, bucket_bytes: int) -> None:
-        super().__init__()
+    def __init__(self, bucket_bytes: int, scales: bool = True) -> None:
+        super().__init__(scales)
         self._bucket_bytes = bucket_bytes
         self._buckets: dict[TwoCopies, tuple[list[Pair], list[Bucket]]] = {}
         self._buffers = Buffers()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..torch_internals.parameter_watching import Watcher
+from .arrivals import Arrivals
 from .pairs import Pair, PairTable
 from .states import PlainStates, StateStore
 from .two_copies import TwoCopies
@@ -22,6 +23,9 @@ Gradients = list[torch.Tensor | None]
 class MasterStore(ABC):
     """A session's masters.
 
+    Args:
+        scales: whether losses are scaled. Where not, masters show the gradients of any backward pass at once.
+
     Attributes:
         pairs: the weights that have masters.
         watcher: who takes down writes that leave no trace, on either side.
@@ -29,10 +33,11 @@ class MasterStore(ABC):
         states: what optimizers' states are between steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scales: bool = True) -> None:
         self.pairs = PairTable()
         self.watcher = Watcher()
         self.states: StateStore = PlainStates()
+        self._arrivals = None if scales else Arrivals(self.watcher, self.look_at_gradients)
         # Pairs that no optimizer steps at the moment: their numbers stay, as other parameters' do.
         self.idle = TwoCopies(self.watcher, self.as_held, lambda parameter: f"a parameter of shape {parameter.shape}")
 
@@ -56,7 +61,14 @@ class MasterStore(ABC):
             self.pairs.add(pair)
             self.watcher.watch(pair.model_param)
             self.watcher.watch(pair.master_param, twin=pair.model_param)
+            if self._arrivals is not None:
+                self._arrivals.follow(pair)
         return pair
+
+    def look_at_gradients(self) -> None:
+        """Make the gradients of every pair that an optimizer has one."""
+        for copies in {copies for pair in self.pairs for copies in pair.holders}:
+            copies.look_at_gradients()
 
     def hold_idle(self) -> None:
         """Take down which pairs are in no optimizer's groups; what was known of those that were stays."""
@@ -72,7 +84,7 @@ class MasterStore(ABC):
     def let_go(self, pair: Pair) -> None:
         """Drop a master that is in no optimizer's groups: its weight is a plain parameter from here on."""
         pair.let_go()
-        self.pairs.discard(pair)
+        self._forget(pair)
         self.watcher.unwatch(pair.model_param)
         self.watcher.unwatch(pair.master_param)
         self.hold_idle()
@@ -82,7 +94,12 @@ class MasterStore(ABC):
         self.watcher.close()
         self.idle.hold([])
         for pair in self.pairs:
-            self.pairs.discard(pair)
+            self._forget(pair)
+
+    def _forget(self, pair: Pair) -> None:
+        if self._arrivals is not None:
+            self._arrivals.forget(pair)
+        self.pairs.discard(pair)
 
     @abstractmethod
     def check(self, optimizers: Sequence[Optimizer]) -> None:

@@ -102,8 +102,10 @@ class TwoCopies:
         """
         ours, theirs = [m.grad for m in self.masters], [w.grad for w in self.weights]
         if all(map(is_, ours, theirs)):
+            if not all(map(is_, ours, self._gradients)):
+                self._highest.keep(ours)
             self._gradients = ours
-            self._watcher.cleared -= self._own
+            self._are_known()
             return ours
         true = [
             other if other is mine or mine is known else self._not_the_weights(pair, mine, other, known)
@@ -113,12 +115,27 @@ class TwoCopies:
         self.put_gradients(held)
         return held
 
+    def _are_known(self) -> None:
+        self._watcher.cleared -= self._own
+        if self._watcher.arrived:
+            for master in self.masters:
+                self._watcher.arrived.pop(id(master), None)
+
+    def look_at_assigned(self) -> None:
+        """:meth:`look_at_gradients` where anybody, an optimizer in its step say, has assigned one."""
+        if self._watcher.assigned:
+            self.look_at_gradients()
+            self._watcher.assigned -= self._own
+
     def _known(self) -> Gradients:
-        """What the two sides' gradients were when they were last one; None where both were cleared at once."""
-        cleared = self._watcher.cleared
-        if not cleared:
+        """What the two sides' gradients were when they were last one: looked at, or cleared or left there at once."""
+        cleared, arrived = self._watcher.cleared, self._watcher.arrived
+        if not cleared and not arrived:
             return self._gradients
-        return [None if id(m) in cleared else g for m, g in zip(self.masters, self._gradients, strict=True)]
+        return [
+            None if id(master) in cleared else arrived.get(id(master), known)
+            for master, known in zip(self.masters, self._gradients, strict=True)
+        ]
 
     def _not_the_weights(
         self, pair: Pair, mine: torch.Tensor | None, other: torch.Tensor | None, known: torch.Tensor | None
@@ -145,7 +162,7 @@ class TwoCopies:
                 assign(weight, gradient)
         if self._watcher.assigned:
             self._watcher.assigned -= self._own
-        self._watcher.cleared -= self._own
+        self._are_known()
         for pair in self._shared:
             for copies in pair.holders:
                 copies._gradients[copies._index[pair]] = pair.master_param.grad
@@ -238,8 +255,8 @@ class TwoCopies:
             The names of weights where they did; their gradients are dropped where those differ.
         """
         names = []
-        for index, pair in enumerate(self.pairs):
-            known, mine, other = self._known()[index], pair.master_param.grad, pair.model_param.grad
+        for index, (pair, known) in enumerate(zip(self.pairs, self._known(), strict=True)):
+            mine, other = pair.master_param.grad, pair.model_param.grad
             if other is not mine and mine is not known and other is not known and not _equal(mine, other):
                 pair.master_param.grad = pair.model_param.grad = None
                 names.append(self._name_of(pair.model_param))

@@ -104,6 +104,7 @@ class Step:
                 result = self._with_hooks(self._step, closure, *args, **kwargs)
         finally:
             self.is_running = False
+        self._groups.copies.look_at_assigned()
         if self._observers:
             self.tell_observers()
         return result

@@ -36,3 +36,15 @@ def around_backward(tensor: torch.Tensor, before: Callable[[], None], after: Cal
 def current_pass() -> int:
     """The number of the backward pass that is running; -1 where none is."""
     return int(torch._C._current_graph_task_id())
+
+
+def at_the_very_end(callback: Callable[[], None]) -> None:
+    """Have something called when the backward pass that is running is over, after what others have asked for till then.
+
+    DistributedDataParallel hands its gradients out in such a callback, asked for in the middle of the pass.
+
+    Args:
+        callback: not called where the pass raises.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(callback))

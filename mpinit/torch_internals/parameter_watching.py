@@ -45,6 +45,8 @@ class Watcher:
         self.assigned: set[int] = set()
         # Parameters whose gradient was cleared together with their twin's, by id.
         self.cleared: set[int] = set()
+        # What a backward pass has left on both of two parameters, by the id of the one that autograd does not know.
+        self.arrived: dict[int, torch.Tensor] = {}
         self._paused = False
         self._twins: dict[int, nn.Parameter] = {}
         self._held: dict[torch.Tensor, list[weakref.ref[torch.Tensor]]] = {}
@@ -139,12 +141,14 @@ class Watcher:
         if twin is not None and twin.grad is not None and twin.grad is parameter.grad:
             TENSOR_GRAD.__set__(twin, None)
             self.cleared.add(id(parameter))
+            self.arrived.pop(id(parameter), None)
 
     def close(self) -> None:
         """Stop watching everything."""
         self.handed_out.clear()
         self._held.clear()
         self._twins.clear()
+        self.arrived.clear()
         _forget(self._ids)
         self._ids.clear()
 
