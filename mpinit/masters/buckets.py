@@ -15,6 +15,7 @@ from ..basics.dtypes import is_lower_precision
 from ..basics.gradients import as_float32
 from ..basics.interrupts import InterruptsHeld
 from ..torch_internals.devices import bucket_bytes_at_most
+from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.parameter_watching import TENSOR_DATA, TENSOR_DETACH, TENSOR_GRAD
 from .float_split import add_remainder_, flat, take_remainder_
 from .split_pair import SplitPair, placeholder
@@ -68,8 +69,9 @@ class Bucket:
         self._weights = [pair.model_param for pair in pairs]
         self._sizes = [pair.model_param.numel() for pair in pairs]
         self._rooms = [pair.remainder.numel() for pair in pairs]
-        self.remainder = torch.cat([pair.remainder for pair in pairs])
-        self._checksums = torch.cat([pair.checksums for pair in pairs])
+        with CastsOff():  # a set-up may be inside an autocast block, which refuses to join integers
+            self.remainder = torch.cat([pair.remainder for pair in pairs])
+            self._checksums = torch.cat([pair.checksums for pair in pairs])
         blocks = [room // BLOCK for room in self._rooms]
         parts = self.remainder.split_with_sizes(self._rooms), self._checksums.split_with_sizes(blocks)
         for pair, remainder, sums in zip(pairs, *parts, strict=True):

@@ -15,6 +15,7 @@ from typing import Final
 import torch
 
 from ..basics.dtypes import is_lower_precision
+from ..torch_internals.native_autocast import CastsOff
 
 Cast = Callable[[torch.Tensor], torch.Tensor]
 
@@ -66,6 +67,11 @@ def encode(original: torch.Tensor, cast: Cast, *, may_change: bool = True) -> Re
         >>> encode(torch.tensor([0.5]), torch.Tensor.half) is None
         True
     """
+    with CastsOff():  # the caller may be inside an autocast block of his own, which casts what is joined
+        return _encode(original, cast, may_change)
+
+
+def _encode(original: torch.Tensor, cast: Cast, may_change: bool) -> Residual | None:
     if len(original) <= _SMALL and not may_change:
         return _whole(original, cast, may_change)
     if all(_same_bits(cast(part).to(original.dtype), part) for _, part in _chunks(original)):
@@ -105,6 +111,11 @@ def decode(residual: Residual, present: torch.Tensor) -> torch.Tensor:
     Returns:
         A new tensor on ``present``'s device; blocks of which an element was changed hold their present values.
     """
+    with CastsOff():
+        return _decode(residual, present)
+
+
+def _decode(residual: Residual, present: torch.Tensor) -> torch.Tensor:
     restored = present.to(residual.values.dtype)
     for start, part in _chunks(present):
         stop = start + len(part)

@@ -116,16 +116,11 @@ class TwoCopies:
         return held
 
     def _are_known(self) -> None:
+        self._watcher.assigned -= self._own
         self._watcher.cleared -= self._own
         if self._watcher.arrived:
             for master in self.masters:
                 self._watcher.arrived.pop(id(master), None)
-
-    def look_at_assigned(self) -> None:
-        """:meth:`look_at_gradients` where anybody, an optimizer in its step say, has assigned one."""
-        if self._watcher.assigned:
-            self.look_at_gradients()
-            self._watcher.assigned -= self._own
 
     def _known(self) -> Gradients:
         """What the two sides' gradients were when they were last one: looked at, or cleared or left there at once."""
@@ -160,8 +155,6 @@ class TwoCopies:
         if not weights_have_them:
             for weight, gradient in zip(self.weights, gradients, strict=True):
                 assign(weight, gradient)
-        if self._watcher.assigned:
-            self._watcher.assigned -= self._own
         self._are_known()
         for pair in self._shared:
             for copies in pair.holders:

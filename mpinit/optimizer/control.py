@@ -162,6 +162,7 @@ class OptimizerControl:
             if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
                 undos.push(optimizer.register_state_dict_pre_hook(self._drop_what_reading_left).remove)
             for function in methods:
+                # Bound, because learning-rate schedulers reach for ``optimizer.step.__func__``.
                 method = types.MethodType(function, optimizer)
                 name = function.__name__
                 undos.push(_revert_if_ours(optimizer, name, method, set_attribute(optimizer, name, method)))

@@ -1,8 +1,4 @@
-"""The step: skip on overflow, step the masters with casts off, round them back into the model.
-
-Puts ``step``, ``zero_grad`` and ``add_param_group`` on the optimizer instance as bound methods, because learning-rate
-schedulers reach for ``optimizer.step.__func__``.
-"""
+"""The step: skip on overflow, step the masters with casts off, round them back into the model."""
 
 from __future__ import annotations
 
@@ -104,7 +100,8 @@ class Step:
                 result = self._with_hooks(self._step, closure, *args, **kwargs)
         finally:
             self.is_running = False
-        self._groups.copies.look_at_assigned()
+        if self._groups.store.watcher.assigned:
+            self._groups.copies.look_at_gradients()  # the optimizer's own doing
         if self._observers:
             self.tell_observers()
         return result

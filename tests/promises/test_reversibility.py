@@ -320,3 +320,21 @@ def test_dtypes_that_came_in_go_out(kind: str) -> None:
     assert model.wide.dtype is torch.float64
     assert model.fine.dtype is torch.float64
     assert model.coarse.dtype is torch.float32, "what was 16-bit keeps its master's bits"
+
+
+@pytest.mark.parametrize("kind", ["O2", "O3", "O5", "O5 split"])
+def test_all_of_it_inside_of_an_autocast_block(kind: str) -> None:
+    level, *split = kind.split()
+    model = nn.Sequential(nn.Linear(70, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    model.register_buffer("table", torch.linspace(0, 1, 300))
+    model[0].weight.requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    keywords = {"master_weights": "split"} if split else {}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mpinit.initialize(model, optimizer, level, verbosity=0, **keywords)
+        saved = model.state_dict()
+        mpinit.undo(model)
+    for name, value in model.state_dict().items():
+        if level != "O3" or name in ("table", "0.weight"):
+            assert torch.equal(value, before[name]) and torch.equal(saved[name], before[name]), name
