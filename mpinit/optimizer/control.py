@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -104,15 +104,18 @@ class OptimizerControl:
         """Whether the gradients that are there overflowed, so that the next step is skipped. Waits for the device."""
         return self._active and self._step.overflowed()
 
-    def gradient_holders(self) -> Iterator[nn.Parameter]:
+    def gradient_holders(self, parameters: Iterable[nn.Parameter] | None = None) -> Iterator[nn.Parameter]:
         """The parameters whose ``.grad`` the next step uses, in the groups' order, with weights and masters agreeing.
 
         With split masters these are the weights, whose numbers can be looked at.
+
+        Args:
+            parameters: only those that stand for these weights, in their order.
         """
         self.groups.refresh()
         self.groups.copies.look_at_both()
         self._step.check_gradients()
-        yield from self.groups.gradient_holders()
+        yield from self.groups.gradient_holders(parameters)
 
     def before_forward(self) -> None:
         """Let weights follow what was written to masters."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import is_
 from typing import Any, final
 
@@ -224,8 +224,8 @@ class ParameterGroups:
                 copies.find_shared()
         self.store.hold_idle()
 
-    def gradient_holders(self) -> Iterator[nn.Parameter]:
-        """The parameters whose ``.grad`` the next step uses, in the groups' order."""
-        for parameter in self.present():
+    def gradient_holders(self, parameters: Iterable[nn.Parameter] | None = None) -> Iterator[nn.Parameter]:
+        """The parameters whose ``.grad`` the next step uses: of all groups, or in the place of given ones."""
+        for parameter in self.present() if parameters is None else parameters:
             pair = self.store.pairs.of(parameter)
             yield parameter if pair is None else pair.readable_param

@@ -1,0 +1,95 @@
+"""timm: the scaler that its training scripts call, over a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import amp, registry
+from . import require
+
+dispatch_clip_grad: Any = require("timm").utils.dispatch_clip_grad
+
+
+@final
+class Scaler:
+    """Stands for ``timm.utils.NativeScaler`` in loops, resumed runs and ``CheckpointSaver(amp_scaler=...)``.
+
+    ``ModelEmaV3`` and the other averages of timm need no help: copied from an initialised model they are float32, and
+    average its masters.
+
+    Args:
+        optimizer: initialised.
+
+    Raises:
+        RuntimeError: it is not initialised.
+
+    Example:
+        >>> import torch, mpinit
+        >>> from mpinit.integrations.timm import Scaler
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> scaler = Scaler(optimizer)
+        >>> scaler(model(torch.ones(1, 4)).sum(), optimizer, clip_grad=1.0, parameters=model.parameters())
+        >>> scaler.state_dict()["scale"]
+        65536.0
+        >>> mpinit.undo(model)
+    """
+
+    state_dict_key = "amp_scaler"
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._scaler = amp.GradScaler(optimizer)
+
+    def __call__(
+        self,
+        loss: torch.Tensor,
+        optimizer: Optimizer,
+        clip_grad: float | None = None,
+        clip_mode: str = "norm",
+        parameters: Iterable[nn.Parameter] | None = None,
+        create_graph: bool = False,
+        need_update: bool = True,
+    ) -> None:
+        """Backward, and where ``need_update`` clip and step.
+
+        Args:
+            loss: a floating tensor, divided by the number of micro-batches already.
+            optimizer: initialised.
+            clip_grad: what to clip to; None: gradients stay as they are.
+            clip_mode: "norm", "value", or "agc", which clips a gradient by the norm of its float32 master.
+            parameters: whose gradients to clip; None: all that ``optimizer`` steps.
+            create_graph: for optimizers that differentiate the gradients again.
+            need_update: False: more micro-batches of this step follow. The scale moves once for all of them.
+
+        Raises:
+            RuntimeError: ``optimizer`` is not initialised.
+        """
+        with amp.scale_loss(loss, optimizer, delay_unscale=not need_update) as scaled_loss:
+            scaled_loss.backward(create_graph=create_graph)
+        if not need_update:
+            return
+        if clip_grad is not None:
+            dispatch_clip_grad(_gradient_holders(optimizer, parameters), clip_grad, mode=clip_mode)
+        optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`mpinit.GradScaler.state_dict`, and timm's own."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state of :meth:`state_dict`, or of timm's own scaler."""
+        self._scaler.load_state_dict(state_dict)
+
+
+def _gradient_holders(optimizer: Optimizer, parameters: Iterable[nn.Parameter] | None) -> Iterator[nn.Parameter]:
+    session = registry.of(optimizer)
+    if session is None or parameters is None:
+        return amp.master_params(optimizer) if parameters is None else iter(parameters)
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    return session.controller_of(optimizer).gradient_holders(given)
