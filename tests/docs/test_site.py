@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import what_a_trainer_needs
+from frameworks import let_torchvision_load, what_a_trainer_needs, what_lightning_needs
 from snippets import ROOT, Snippet, blocks, snippets
 
 import mpinit
 
+let_torchvision_load()
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 # Its blocks have a test of their own: tests/compat/test_migration_page.py.
@@ -66,6 +67,9 @@ def test_every_block_is_found() -> None:
     assert len(ALL) == sum(blocks(page) for page in PAGES if page.name not in OTHERS) > 30
 
 
+# Lightning's data loading asks torch's pytree so, and would like processes of its own.
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("snippet", EXAMPLES, ids=str)
 def test_a_snippet_runs(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +78,8 @@ def test_a_snippet_runs(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.Mo
     PRELUDE.run(namespace)
     if snippet.mark == "a Trainer":
         namespace |= what_a_trainer_needs(tmp_path)
+    if snippet.mark == "a LightningModule":
+        namespace |= what_lightning_needs()
     snippet.run(namespace)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
-from frameworks import let_torchvision_load
+from frameworks import LEVELS, same_bits
+from lightning import Trainer
+from lightning.fabric import Fabric
 from loops import Batch, batches, mlp
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -17,35 +19,16 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import mpinit
 from mpinit import registry
-
-let_torchvision_load()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import lightning
-    from lightning import Trainer
-    from lightning.fabric import Fabric
-
-    from mpinit.integrations.lightning import MixedPrecision
+from mpinit.integrations.lightning import MixedPrecision
 
 pytestmark = [
-    # What Lightning says of a loop without logger, workers or validation, and of what it uses of torch itself.
-    pytest.mark.filterwarnings("ignore:.*:Warning:lightning"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
+    # Lightning's data loading asks torch's pytree so, and would like processes of its own.
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
 ]
 
-LEVELS: dict[str, dict[str, Any]] = {
-    "O0": {"opt_level": "O0"},
-    "O1": {"opt_level": "O1"},
-    "O2": {"opt_level": "O2"},
-    "O2, static": {"opt_level": "O2", "loss_scale": 128.0},
-    "O3": {"opt_level": "O3"},
-    "O4": {"opt_level": "O4"},
-    "O5": {"opt_level": "O5"},
-    "O5, split": {"opt_level": "O5", "master_weights": "split"},
-}
 # The first steps overflow, and later ones let the scale grow.
 LARGE = {"opt_level": "O2", "init_loss_scale": 2.0**21, "max_loss_scale": 2.0**40, "growth_interval": 4}
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(params=LEVELS)
@@ -89,9 +72,14 @@ def trainer(precision: dict[str, Any], **more: Any) -> Trainer:
     )
 
 
+def loader(data: list[Any]) -> Any:
+    """A bare list would be a list of loaders."""
+    return torch.utils.data.DataLoader(data, batch_size=None)
+
+
 def fit(module: Any, precision: dict[str, Any], data: list[Batch], ckpt: Any = None, **more: Any) -> Trainer:
     run = trainer(precision, **more)
-    run.fit(module, torch.utils.data.DataLoader(data, batch_size=None), ckpt_path=ckpt)
+    run.fit(module, loader(data), ckpt_path=ckpt)
     return run
 
 
@@ -115,10 +103,6 @@ def by_hand(
     counts = mpinit.step_counts(optimizer)
     mpinit.undo(module)
     return scheduler.get_last_lr()[0], counts
-
-
-def same_bits(one: Tensors, other: Tensors) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def usual(precision: dict[str, Any]) -> dict[str, Any]:
@@ -313,8 +297,7 @@ def test_a_checkpoint_made_in_the_run_is_that_made_after_it_and_of_float32(tmp_p
 def test_another_fit_goes_on_with_the_scale() -> None:
     module = Module()
     run = trainer(LARGE)
-    loader = torch.utils.data.DataLoader(batches(12), batch_size=None)
-    run.fit(module, loader)
+    run.fit(module, loader(batches(12)))
     scale = run.precision_plugin.state_dict()["loss_scaler0"]["loss_scale"]
     assert scale < LARGE["init_loss_scale"]
     run.fit_loop.max_epochs = 2
@@ -334,8 +317,7 @@ def test_a_checkpoint_of_lightnings_own_scaler_is_taken(tmp_path: Path) -> None:
 def test_evaluation_computes_in_the_level_and_leaves_the_module_as_it_was() -> None:
     module, x = Module(), batches(1)[0][0]
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    loader = torch.utils.data.DataLoader([x], batch_size=None)
-    outputs = trainer({"opt_level": "O5"}).predict(module, loader)
+    outputs = trainer({"opt_level": "O5"}).predict(module, loader([x]))
     assert same_bits(module.state_dict(), before) and not registry.live()
     mpinit.initialize(module.eval(), opt_level="O5", verbosity=0)
     assert torch.equal(outputs[0], module(x)) and outputs[0].dtype is torch.float32
@@ -465,5 +447,5 @@ def test_disabled_it_is_lightnings_own_float32() -> None:
     ours, other, data = Module(), Module(), batches(3)
     fit(ours, {"opt_level": "O2", "enabled": False}, data)
     run = Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False)
-    run.fit(other, torch.utils.data.DataLoader(data, batch_size=None))
+    run.fit(other, loader(data))
     assert same_bits(ours.state_dict(), other.state_dict())

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+LEVELS: dict[str, dict[str, Any]] = {
+    "O0": {"opt_level": "O0"},
+    "O1": {"opt_level": "O1"},
+    "O2": {"opt_level": "O2"},
+    "O2, static": {"opt_level": "O2", "loss_scale": 128.0},
+    "O3": {"opt_level": "O3"},
+    "O4": {"opt_level": "O4"},
+    "O5": {"opt_level": "O5"},
+    "O5, split": {"opt_level": "O5", "master_weights": "split"},
+}
 
 _libraries: list[torch.library.Library] = []
 
@@ -73,6 +85,28 @@ def what_a_trainer_needs(folder: Path) -> dict[str, Any]:
 
     args = hf.TrainingArguments(str(folder), max_steps=1, report_to=[], disable_tqdm=True, use_cpu=True)
     return {"Trainer": hf.Trainer, "model": tiny_model("gpt2"), "args": args, "dataset": samples("gpt2", 8)}
+
+
+def what_lightning_needs() -> dict[str, Any]:
+    """The names that snippets about Lightning's Trainer use without making them."""
+    let_torchvision_load()
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(8, 2)
+
+        def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], _: int) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = functools.partial(lightning.Trainer, accelerator="cpu", **quiet)
+    data = [(torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))] * 4
+    return {"Trainer": trainer, "module": Module(), "loader": torch.utils.data.DataLoader(data, batch_size=None)}
 
 
 def samples(name: str, count: int = 32, seed: int = 1) -> list[dict[str, Any]]:
