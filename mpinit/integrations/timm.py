@@ -33,11 +33,11 @@ class Scaler:
         >>> from mpinit.integrations.timm import Scaler
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)
         >>> scaler = Scaler(optimizer)
         >>> scaler(model(torch.ones(1, 4)).sum(), optimizer, clip_grad=1.0, parameters=model.parameters())
         >>> scaler.state_dict()["scale"]
-        65536.0
+        128.0
         >>> mpinit.undo(model)
     """
 
@@ -91,5 +91,5 @@ def _gradient_holders(optimizer: Optimizer, parameters: Iterable[nn.Parameter] |
     session = registry.of(optimizer)
     if session is None or parameters is None:
         return amp.master_params(optimizer) if parameters is None else iter(parameters)
-    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    given: Any = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     return session.controller_of(optimizer).gradient_holders(given)
