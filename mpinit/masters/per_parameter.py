@@ -154,7 +154,8 @@ def _try(optimizer: Optimizer) -> _Verdict:
     if not _same(together, alone) or not _same(together, apart):
         return _Verdict("looks across parameters: stepped alone and together they came out differently")
     throwaway, parameters = _throwaway(optimizer, _LARGE)
-    _step(throwaway, [parameters], _gradients(parameters, 0))
+    for index in range(_STEPS):
+        _step(throwaway, [parameters], _gradients(parameters, index))
     copies = {
         key
         for parameter in parameters

@@ -190,7 +190,9 @@ class OptimizerControl:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             run = functools.partial(half, inner) if half is not None and control._active else inner
             result = run(*args, **kwargs)
-            control.before_forward()
+            # A step that calls it sees to the weights itself, and split masters are put together meanwhile.
+            if not control._step.is_running:
+                control.before_forward()
             return result
 
         method.__name__ = name
