@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import checkpoint, checks, registry
+from . import checkpoint, checks, checks_of_ranks, registry
+from .distributed import norms
+from .distributed.sharding import is_sharded
 from .functions.registration import (
     float_function,
     half_function,
@@ -21,6 +23,7 @@ from .functions.registration import (
 from .grad_scaler import GradScaler
 from .initialization import add_optimizers, initialize, undo
 from .inspect.describe import describe as describing
+from .optimizer.ranks import copy_from
 from .scaling.scaled_loss import ScaledLoss, Unscaled
 from .settings.opt_levels import OPT_LEVELS
 from .settings.properties import Properties
@@ -31,6 +34,7 @@ __all__ = [
     "GradScaler",
     "Properties",
     "add_optimizers",
+    "broadcast_masters",
     "clip_grad_norm_",
     "describe",
     "disable_casts",
@@ -127,17 +131,57 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    process_group: Any = None,
 ) -> torch.Tensor:
-    """Clip the norm of all gradients the next step will use, in place; right at every level.
+    """Clip the norm of all gradients the next step will use, in place; right at every level, over any meshes.
 
     Args:
         optimizer: an initialised optimizer.
         max_norm, norm_type, error_if_nonfinite, foreach: as in ``torch.nn.utils.clip_grad_norm_``.
+        process_group: ranks that hold other parameters of the same model, one for each pipeline stage: the norm is
+            that of all of them. Default none; what is sharded over meshes is added up anyway.
 
     Returns:
         The total norm before clipping, of unscaled gradients: a 0-dimensional tensor on their device.
     """
-    return torch.nn.utils.clip_grad_norm_(master_params(optimizer), max_norm, norm_type, error_if_nonfinite, foreach)
+    parameters = list(master_params(optimizer))
+    if process_group is not None or any(map(is_sharded, parameters)):
+        return norms.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, process_group)
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+def broadcast_masters(optimizer: Optimizer, src: int = 0, group: Any = None) -> None:
+    """Give all ranks the parameters of one of them, in float32: masters, their 16-bit weights, and what has no master.
+
+    DistributedDataParallel needs no call: before the first step under it, and after its ``join()``, the masters are
+    made one by themselves. Call this where ranks part in other ways: a checkpoint was loaded on one rank, or weights
+    were averaged by hand. Every rank of the group has to call it.
+
+    Args:
+        optimizer: an initialised optimizer; on every rank over the same parameters.
+        src: whose parameters: a global rank.
+        group: a process group. Default: the default one.
+
+    Raises:
+        RuntimeError: the optimizer is not initialised, there is no process group, or ranks have different parameters.
+        ValueError: parameters are sharded: ranks hold different parts of one model.
+
+    Example:
+        >>> import torch, mpinit
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> if torch.distributed.is_initialized():
+        ...     mpinit.broadcast_masters(optimizer, src=0)
+        >>> mpinit.undo(model)
+    """
+    session = registry.session_meant(optimizer)
+    parameters = list(master_params(optimizer))
+    source = checks_of_ranks.check_broadcast(parameters, src, group)
+    if session is None:
+        copy_from(parameters, source, group)
+        return
+    session.controller_of(optimizer).broadcast(source, group)
 
 
 def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,13 +15,12 @@ from . import registry
 from .basics.dtypes import is_lower_precision
 from .basics.user_warnings import warn_user
 from .basics.wrappers import inside
+from .checks_of_ranks import check_not_left_behind, check_not_wrapped
 from .distributed.sharding import is_managed_by_fsdp, reshard
 from .model.entry_points import check_argument_names
 from .model.selection import named_tensors, own_tensors
 from .plan import Masters, Plan
 from .settings.properties import Properties
-
-_WRAPPERS: Final = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
 
 def as_list(given: Any, kind: type, what: str) -> list[Any]:
@@ -58,15 +57,16 @@ def check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: P
     """Raise a ValueError for whatever cannot be initialised; issue the warnings."""
     check_free(models, optimizers)
     for model in models:
-        _check_not_wrapped(model)
+        _check_not_prepared(model)
+    check_not_wrapped(models, plan)
+    for model in models:
         _check_not_lazy(model)
-    if plan.cast_model and is_lower_precision(plan.model_dtype):
-        _check_no_part_wrapped(models)
     if plan.masters is Masters.IN_MODEL:
         _check_not_fully_sharded(models)
     _check_not_shared(models, plan)
     _check_kept_names(models, props)
     check_argument_names(models, props.entry_points, props.keep_inputs)
+    check_not_left_behind(models, optimizers)
     # No check comes after this, and FSDP's gathered weights are not those that the warnings are about.
     reshard(models)
     if plan.patch_functions:
@@ -96,18 +96,12 @@ def _check_unique(objects: Sequence[Any], what: str) -> None:
         seen.add(id(item))
 
 
-def _check_not_wrapped(model: nn.Module) -> None:
+def _check_not_prepared(model: nn.Module) -> None:
     kind = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(
             f"the model is a torch.jit.ScriptModule ({kind}), whose forward is compiled and cannot have casts put "
             "around it: call mpinit.initialize on the module that it was made from, and torch.jit.trace that"
-        )
-    wrapper = _wrapper(model)
-    if wrapper is not None:
-        raise ValueError(
-            f"the model is wrapped in {wrapper} already, which has taken the parameters' dtypes down; "
-            f"call mpinit.initialize on the model inside first, and wrap what it returns in {wrapper}"
         )
     # What Lightning Fabric's setup and Accelerate's prepare leave behind.
     if "_forward_module" in model._modules:
@@ -124,27 +118,13 @@ def _check_not_wrapped(model: nn.Module) -> None:
         )
 
 
-def _wrapper(module: nn.Module) -> str | None:
-    return next((base.__name__ for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None)
-
-
-def _check_no_part_wrapped(models: Sequence[nn.Module]) -> None:
-    """Parts in DataParallel are no trouble: it takes the dtypes down anew in every forward."""
-    for name, module in (named for model in models for named in model.named_modules()):
-        wrapper = _wrapper(module)
-        if wrapper not in (None, "DataParallel"):
-            raise ValueError(
-                f"{name!r} is wrapped in {wrapper} already, which has taken the parameters' dtypes down; call "
-                f"mpinit.initialize first, and wrap {name!r} in {wrapper} afterwards"
-            )
-
-
 def _check_not_fully_sharded(models: Sequence[nn.Module]) -> None:
     for name, module in (named for model in models for named in model.named_modules()):
         if is_managed_by_fsdp(module):
             raise ValueError(
                 f"fully_shard was called on {name or type(module).__name__!r}: FSDP2 puts the gathered parameters on "
-                'modules inside forward, where master_weights="model" puts its casts. Use master_weights=True (O2, O5)'
+                'modules inside forward, where master_weights="model" puts its casts. Use master_weights=True (O2, '
+                "O5), where FSDP2's own float32 shards are the masters"
             )
 
 

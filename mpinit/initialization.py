@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from . import checks, registry
 from .basics.patching import UndoStack
+from .checks_of_ranks import check_process_group
 from .inspect.describe import announce
 from .plan import make_plan
 from .session import Session
@@ -45,6 +46,7 @@ def initialize(
     max_loss_scale: Any = DEFAULT_LIMIT,
     config: Config = None,
     verbosity: int = DEFAULT_ONE,
+    process_group: Any = None,
     **more: Any,
 ) -> Any:
     """Make models and their optimizers train in mixed precision, in place.
@@ -70,6 +72,10 @@ def initialize(
         min_loss_scale, max_loss_scale: limits of dynamic scaling. Default none and 2**24.
         config: a TOML file's path or a mapping with the same keys; keywords beat it, it beats the level.
         verbosity: 0 nothing, 1 one log line, 2 every first-seen cast of O1 at debug level.
+        process_group: a process group (of ``torch.distributed``) of ranks whose steps are one, though their
+            gradients are not: pipeline stages, models sharded over different meshes, gradients that are averaged by
+            hand. All of them skip a step where one overflowed. Default: the ranks that parameters are sharded
+            over, or that DistributedDataParallel leaves some parameters to.
         **more: any other field of :class:`Properties`.
 
     Returns:
@@ -98,7 +104,7 @@ def initialize(
     on, settings = is_enabled(enabled), read_settings(config, num_losses, verbosity)
     resolved = resolve(opt_level, given, settings.pop("config"))
     if on:
-        _set_up(model_list, optimizer_list, resolved, await_optimizers, **settings)
+        _set_up(model_list, optimizer_list, resolved, await_optimizers, process_group, **settings)
         registry.disabled.difference_update([*model_list, *optimizer_list])
     else:
         checks.check_free(model_list, optimizer_list)
@@ -111,14 +117,16 @@ def _set_up(
     optimizers: list[Optimizer],
     resolved: tuple[str, Properties],
     await_optimizers: bool,
+    process_group: Any,
     num_losses: int,
     verbosity: int,
 ) -> None:
     level, props = resolved
     plan = make_plan(props)
     checks.check(models, optimizers, props, plan)
+    check_process_group(process_group, models, plan)
     came_in_16_bit = checks.names_in_16_bit(models)
-    session = Session(models, optimizers, level, props, plan, num_losses, verbosity, await_optimizers)
+    session = Session(models, optimizers, level, props, plan, num_losses, verbosity, await_optimizers, process_group)
     session.apply()
     registry.add(session)
     announce(session, came_in_16_bit)

@@ -10,6 +10,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,13 +20,9 @@ from . import functions
 from .basics.dtypes import is_lower_precision
 from .basics.logs import log
 from .basics.patching import Undo, UndoStack
-from .distributed.sharding import reshard
-from .masters.full import FullMasters
+from .distributed.sharding import gather_in, reshard
 from .masters.in_model import MastersInModel
-from .masters.none import NoMasters
-from .masters.split import SplitMasters
-from .masters.states import states_for
-from .masters.store import MasterStore
+from .masters.kinds import store_for
 from .model import casting, forward, selection, state_dict
 from .optimizer.control import OptimizerControl
 from .optimizer.controls import Controls
@@ -64,6 +61,7 @@ class Session:
         num_losses: int,
         verbosity: int,
         awaits: bool = False,
+        process_group: Any = None,
     ) -> None:
         self.models = list(models)
         self.optimizers = list(optimizers)
@@ -74,11 +72,11 @@ class Session:
         self.scalers = [LossScaler(plan.scaling) for _ in range(num_losses)]
         self.number = next(_numbers)
         self.is_live = False
-        self._store = _store_for(plan, scales=not all(scaler.is_identity for scaler in self.scalers))
-        self._store.keep_states(states_for(plan))
+        self._store = store_for(plan, scales=not all(scaler.is_identity for scaler in self.scalers))
         self._controls = Controls(
             *(self.models, plan, self._store, self.scalers, self.name_of),
             original_values=lambda weight: self._casts.original_values(weight),
+            process_group=process_group,
         )
         self.waiting = WaitingWeights(awaits, self._controls, self._store, self.name_of)
         self._undos = UndoStack()
@@ -118,6 +116,7 @@ class Session:
         if plan.patch_functions:
             push(_undone_when_dropped(self, functions.apply(plan, verbose=self.verbosity > 1)))
         push(functools.partial(casting.rebuild_flat_weights, self.models))
+        push(gather_in(self.models, selected.gathered))
         push(self._give_masters_up)
         for optimizer in self.optimizers:
             push(self._controls.take(optimizer, targets))
@@ -176,8 +175,10 @@ class Session:
                     ", ".join(differing),
                 )
             self._is_ending = True
+        dtypes = {weight: weight.dtype for weight in _weights(self)}
         try:
             self._undos.unwind()
+            self._controls.ranks.leave(dtypes)
         finally:
             # What has failed and could not be done again is kept for the next call.
             self.is_live = len(self._undos) > 0
@@ -190,6 +191,7 @@ class Session:
         """A model is about to be run: its weights follow what was written to their masters."""
         # A process group may have been set up since, and DDP has made buckets of the weights' own type then.
         self._store.adds_up_natively()
+        self._controls.ranks.before_forward()
         for control in self._controls:
             control.before_forward()
 
@@ -208,6 +210,7 @@ class Session:
         for control in self._controls:
             control.check_closed("mpinit.add_optimizers()", "move it before or behind the with-block")
         self._store.check_all(optimizers)
+        self._controls.ranks.check_present()
         self.waiting.bring_along()
         failed, undos = UndoStack(), UndoStack()
         with failed:
@@ -216,7 +219,7 @@ class Session:
                 plain: list[torch.Tensor] = [*self._controls.of(optimizer).groups.plain]
                 casts = {p: (self._casts.came_in(p), p.dtype) for p in plain if self._casts.came_in(p) != p.dtype}
                 undos.push(cast_states([optimizer], casts))
-                failed.push(functools.partial(_remove, self.optimizers, optimizer))
+                failed.push(functools.partial(self.optimizers.remove, optimizer))
                 self.optimizers.append(optimizer)
         self._undos.push(undos.unwind)
         failed.push(functools.partial(self._undos.forget, undos.unwind))
@@ -321,18 +324,6 @@ class Session:
 
 def _weights(session: Session) -> Iterator[torch.Tensor]:
     return itertools.chain.from_iterable(model.parameters() for model in session.models)
-
-
-def _remove(optimizers: list[Optimizer], optimizer: Optimizer) -> None:
-    optimizers[:] = [each for each in optimizers if each is not optimizer]
-
-
-def _store_for(plan: Plan, scales: bool) -> MasterStore:
-    if plan.masters is Masters.SPLIT:
-        return SplitMasters(plan.split_bucket_bytes, scales)
-    if plan.masters is Masters.IN_MODEL:
-        return MastersInModel()
-    return FullMasters(scales) if plan.masters is Masters.FULL else NoMasters()
 
 
 def _undone_when_dropped(session: Session, undo: Undo) -> Undo:

@@ -5,7 +5,8 @@ Asked without importing torch's distributed packages, which are slow to import.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -67,17 +68,36 @@ def _groups(model: nn.Module) -> Iterator[Any]:
 
 
 def reshard(models: Iterable[nn.Module]) -> None:
-    """Let FSDP put the shards back on the modules, where a forward left the gathered weights on them."""
-    for module in (module for model in models for module in model.modules()):
-        if is_managed_by_fsdp(module):
-            module.reshard()  # type: ignore[operator]
+    """Let FSDP put the shards back on the modules, where a forward left the gathered weights on them, failed or not."""
+    for group in (group for model in models for group in _groups(model)):
+        # After an exception FSDP takes itself to be inside of the forward still, and leaves the weights there.
+        group._training_state = type(group._training_state).IDLE
+        group.reshard()
+
+
+def left_behind(models: Iterable[nn.Module], stepped: Iterable[torch.Tensor]) -> list[str]:
+    """Names of the models' sharded parameters whose former selves are stepped in their place.
+
+    ``fully_shard`` and ``parallelize_module`` put other parameters on the modules, FSDP1 flat ones. Parameters of a
+    loss function, which no model has, are of nobody's former self.
+    """
+    named = [(name, parameter) for model in models for name, parameter in model.named_parameters()]
+    given = list(stepped)
+    present, ids = {id(parameter) for _, parameter in named}, set(map(id, given))
+    shapes = {parameter.shape for parameter in given if id(parameter) not in present and not is_sharded(parameter)}
+    return [
+        name
+        for name, parameter in named
+        if id(parameter) not in ids and shapes
+        if (is_sharded(parameter) and parameter.shape in shapes) or type(parameter).__name__ == "FlatParameter"
+    ]
 
 
 def check_groups(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, torch.dtype]) -> None:
     """FSDP gathers a group's parameters in one buffer, so that they must have one dtype.
 
     Raises:
-        ValueError: a group would have two.
+        ValueError: a group would have two, or its policy says something else.
     """
     for group in (group for model in models for group in _groups(model)):
         found: dict[torch.dtype, str] = {}
@@ -93,6 +113,67 @@ def check_groups(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, tor
                 "gathers a group in one dtype: call fully_shard on the modules that stay float32 (BatchNorm, "
                 "keep_fp32) by themselves before it is called on the model, or give keep_batchnorm_fp32=False"
             )
+        asked = group.mp_policy.param_dtype
+        for dtype, name in found.items():
+            if asked is not None and asked is not dtype:
+                raise ValueError(
+                    f"fully_shard was given MixedPrecisionPolicy(param_dtype={asked}), and {name!r} is to compute in "
+                    f"{dtype}: leave mp_policy to mpinit.initialize, which sets it, or choose cast_model_type="
+                    f"{asked}, or opt_level='O1'"
+                )
+
+
+def gathered_dtypes(
+    models: Sequence[nn.Module], targets: Mapping[torch.Tensor, torch.dtype]
+) -> dict[torch.Tensor, torch.dtype]:
+    """Float32 shards that FSDP itself can gather in the type they are to compute in, and that type.
+
+    Args:
+        models: the models.
+        targets: the dtype that each parameter is to have inside of forwards.
+    """
+    found: dict[torch.Tensor, torch.dtype] = {}
+    for group in (group for model in models for group in _groups(model)):
+        parameters = [entry.sharded_param for entry in group.fsdp_params]
+        wanted = {targets.get(parameter) for parameter in parameters}
+        if len(wanted) == 1 and all(parameter.dtype is torch.float32 for parameter in parameters):
+            found |= {p: targets[p] for p in parameters if p in targets and targets[p] is not torch.float32}
+    return found
+
+
+def gather_in(models: Sequence[nn.Module], dtypes: Mapping[torch.Tensor, torch.dtype]) -> Callable[[], None]:
+    """Let FSDP gather float32 shards in 16 bit, and reduce their gradients in float32.
+
+    Takes effect with :func:`rebuild_groups`, its undo as well.
+
+    Args:
+        models: the models.
+        dtypes: of :func:`gathered_dtypes`.
+
+    Returns:
+        The undo.
+    """
+    before: list[tuple[Any, Any]] = []
+    for group in (group for model in models for group in _groups(model)):
+        dtype = next(
+            (dtypes[entry.sharded_param] for entry in group.fsdp_params if entry.sharded_param in dtypes), None
+        )
+        if dtype is not None:
+            before.append((group, group.mp_policy))
+            reduced = group.mp_policy.reduce_dtype or torch.float32
+            _set_policy(group, replace(group.mp_policy, param_dtype=dtype, reduce_dtype=reduced))
+
+    def undo() -> None:
+        for group, policy in before:
+            _set_policy(group, policy)
+
+    return undo
+
+
+def _set_policy(group: Any, policy: Any) -> None:
+    group.mp_policy = policy
+    for entry in group.fsdp_params:
+        entry.mp_policy = policy
 
 
 def rebuild_groups(models: Iterable[nn.Module]) -> None:

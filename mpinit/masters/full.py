@@ -139,7 +139,19 @@ class FullMasters(MasterStore):
     """The store of ``master_weights=True``."""
 
     def check(self, optimizers: Sequence[Optimizer]) -> None:
-        """Every optimizer can step float32 parameters."""
+        """They must step the parameters in their groups.
+
+        Raises:
+            ValueError: one of them steps a copy that it made of them.
+        """
+        for optimizer in optimizers:
+            if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+                raise ValueError(
+                    "ZeroRedundancyOptimizer steps an optimizer of its own over the model's 16-bit weights, and would "
+                    "leave float32 masters where they are: shard the masters along with everything else, by "
+                    "torch.distributed.fsdp.fully_shard(model) before the optimizer is made, give the optimizer inside "
+                    "itself, or use opt_level='O1'"
+                )
 
     def make(self, weight: nn.Parameter, dtype: torch.dtype) -> Pair | None:
         """A float32 master for a 16-bit weight."""

@@ -15,7 +15,7 @@ from torch.nn.modules.module import _forward_unimplemented
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..basics.dtypes import is_lower_precision
-from ..distributed.sharding import check_groups
+from ..distributed.sharding import check_groups, gathered_dtypes
 from ..plan import Masters, Plan
 
 
@@ -30,6 +30,7 @@ class Selection:
             Empty where the plan casts no model. Without parameters that only forwards are to see in 16 bit.
         holds_16_bit: whether any parameter or buffer will be 16-bit once ``targets`` are cast, or inside forwards.
         float32_modules: all modules that stay float32: those in ``kept`` and those below them.
+        gathered: float32 shards that FSDP gathers in 16 bit -> the type it gathers them in; no targets of a cast.
         parts: modules below the models -> the dtype their forward computes in, for those that hold tensors of that
             dtype or are in ``kept``. Empty where the plan makes no weight 16-bit.
     """
@@ -39,6 +40,7 @@ class Selection:
     targets: Mapping[torch.Tensor, torch.dtype]
     holds_16_bit: bool
     float32_modules: frozenset[nn.Module]
+    gathered: Mapping[torch.Tensor, torch.dtype]
     parts: Mapping[nn.Module, torch.dtype]
 
 
@@ -73,6 +75,8 @@ def select(models: Sequence[nn.Module], plan: Plan) -> Selection:
             inside = {t for t, dtype in targets.items() if is_lower_precision(dtype) and is_parameter(t)}
             targets = {tensor: dtype for tensor, dtype in targets.items() if tensor not in inside}
         check_groups(models, targets)
+    gathered = gathered_dtypes(models, targets) if plan.masters is Masters.FULL else {}
+    targets |= dict.fromkeys(gathered, torch.float32)
     dtypes = targets.values() if plan.cast_model else (tensor.dtype for tensor in tensors)
     return Selection(
         tuple(models),
@@ -80,6 +84,7 @@ def select(models: Sequence[nn.Module], plan: Plan) -> Selection:
         targets,
         plan.masters is Masters.IN_MODEL or any(map(is_lower_precision, dtypes)),
         frozenset(walk.kept_modules),
+        gathered,
         _parts(models, walk, plan),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import repeat
+from itertools import chain, repeat
 from operator import is_not
 from typing import Any, final
 
@@ -117,10 +117,10 @@ class BackwardPass(TakesPart):
                 "optimizer.param_groups was changed inside `with mpinit.scale_loss(...)`, where the gradients are "
                 "still scaled: move the change before or behind the with-block. All gradients were cleared"
             )
-        cycle.saw_backward()
         copies, store = groups.copies, groups.store
         arrived = copies.fresh_gradients()
         plain = [parameter.grad for parameter in groups.plain]
+        cycle.saw_backward(any(map(is_not, chain(arrived, plain), repeat(None))))
         usual = (not arrived or store.are_plain(copies, arrived, scaler.device)) and (
             not plain or are_plain(plain, scaler.device)
         )

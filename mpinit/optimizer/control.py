@@ -26,6 +26,7 @@ from .observers import Observer
 from .overflow_log import OverflowLog
 from .parameter_groups import ParameterGroups
 from .parts import show_states
+from .ranks import Ranks
 from .scaled_gradients import ScaledGradients
 from .state_by_name import StateByName
 from .step import Step
@@ -45,6 +46,7 @@ class OptimizerControl:
         targets: the dtypes that parameters are about to be cast to.
         scalers: the session's loss scalers.
         bystanders: who knows of gradients that are still scaled.
+        ranks: what is one over all ranks.
         name_of: a parameter's dotted name, for errors.
         original_values: what a weight was before it was cast without a master, where that is known.
 
@@ -64,11 +66,13 @@ class OptimizerControl:
         targets: Mapping[torch.Tensor, torch.dtype],
         scalers: Sequence[LossScaler],
         bystanders: OtherParameters,
+        ranks: Ranks,
         name_of: NameOf,
         original_values: Callable[[torch.Tensor], torch.Tensor | None],
     ) -> None:
         self.optimizer = optimizer
         self.groups = ParameterGroups(optimizer, store, targets, name_of, bystanders, original_values)
+        self._ranks = ranks
         self._cycle = GradientCycle()
         self.observers: list[Observer] = []
         self.overflows = OverflowLog(self.groups, name_of)
@@ -79,7 +83,7 @@ class OptimizerControl:
         self._inner_step: Callable[..., Any] = optimizer.step
         scales = not all(scaler.is_identity for scaler in scalers)
         self._step = Step(
-            *(self.groups, self._cycle, self.backward, bystanders, plan, scales, name_of, self._inner_step),
+            *(self.groups, self._cycle, self.backward, bystanders, ranks, plan, scales, name_of, self._inner_step),
             observers=self.observers,
             overflows=self.overflows,
         )
@@ -123,6 +127,11 @@ class OptimizerControl:
             self.groups.refresh()
             self.groups.copies.look_at_masters()
             self.groups.copies.look_at_trained_masters()
+
+    def broadcast(self, src: int, group: Any) -> None:
+        """Give all ranks the parameters of the rank ``src`` of a process group (None: the default one)."""
+        self.groups.refresh()
+        self._ranks.send(self.groups.copies.pairs, self.groups.plain, src, group)
 
     def follow_masters(self) -> None:
         """Round every master into its weight, written to or not."""
@@ -190,9 +199,7 @@ class OptimizerControl:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             run = functools.partial(half, inner) if half is not None and control._active else inner
             result = run(*args, **kwargs)
-            # A step that calls it sees to the weights itself, and split masters are put together meanwhile.
-            if not control._step.is_running:
-                control.before_forward()
+            control.before_forward()
             return result
 
         method.__name__ = name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from ..scaling.scaler import LossScaler
 from ..torch_internals.backward_passes import around_backward, current_pass
 from .bystanders import OtherParameters
 from .control import OptimizerControl
+from .ranks import Ranks
 from .state import as_it_is
 
 
@@ -34,8 +35,10 @@ class Controls:
         scalers: the session's loss scalers.
         name_of: a parameter's dotted name, for errors.
         original_values: what a weight was before it was cast without a master, where that is known.
+        process_group: over which steps are one, beside what parameters are sharded over; None: nothing.
 
     Attributes:
+        ranks: what is one over all ranks.
         bystanders: who knows of gradients that a scaled loss has left behind an optimizer's back.
     """
 
@@ -47,6 +50,7 @@ class Controls:
         scalers: Sequence[LossScaler],
         name_of: NameOf,
         original_values: Callable[[torch.Tensor], torch.Tensor | None],
+        process_group: Any = None,
     ) -> None:
         self._models = models
         self._plan = plan
@@ -60,6 +64,10 @@ class Controls:
         self._pass = -1
         self._loss = torch.zeros(())
         self.bystanders = OtherParameters(self._other_parameters)
+        self.ranks = Ranks(
+            *(models, store, scalers, self.all_copies, self._stepped, self._generation),
+            process_group=process_group,
+        )
 
     def __iter__(self) -> Iterator[OptimizerControl]:
         return iter(self._of.values())
@@ -106,7 +114,8 @@ class Controls:
 
     def _control(self, optimizer: Optimizer, targets: Mapping[torch.Tensor, torch.dtype]) -> OptimizerControl:
         return OptimizerControl(
-            *(optimizer, self._plan, self._store, targets, self._scalers, self.bystanders, self._name_of),
+            *(optimizer, self._plan, self._store, targets, self._scalers, self.bystanders, self.ranks),
+            name_of=self._name_of,
             original_values=self._original_values,
         )
 
@@ -163,6 +172,13 @@ class Controls:
         """The ids of the parameters that some optimizer has."""
         return {id(parameter) for control in self._of.values() for parameter in control.groups.model_params()}
 
+    def _stepped(self) -> Iterator[nn.Parameter]:
+        for control in self._of.values():
+            yield from control.groups.model_params()
+
+    def _generation(self) -> tuple[int, ...]:
+        return tuple(control.groups.generation for control in self._of.values())
+
     def waiting(self) -> list[nn.Parameter]:
         """The models' trainable parameters that no optimizer has."""
         taken = self.taken()
@@ -174,7 +190,7 @@ class Controls:
         for control in self._of.values():
             if control.backward not in parts:
                 yield from control.groups.model_params()
-        key = tuple(control.groups.generation for control in self._of.values())
+        key = self._generation()
         if self._loose[0] != key:
             taken = self.taken()
             everything = dict.fromkeys(p for model in self._models for p in model.parameters())

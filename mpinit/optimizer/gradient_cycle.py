@@ -24,13 +24,16 @@ class GradientCycle:
         scaled_by: what the gradients on the weights are scaled by, between a backward pass of a GradScaler's loss and
             their unscaling; else None.
         saw_unscaling: whether there has been such an unscaling in this cycle.
+        was_reached: whether any of those has left a gradient.
+        is_agreed: whether ``found_inf`` is what all ranks together found.
     """
 
     def __init__(self) -> None:
         self.found_inf: torch.Tensor | None = None
-        self.saw_scale_loss = False
+        self.saw_scale_loss = self.was_reached = False
         self.scaled_by: LossScaler | None = None
         self.saw_unscaling = False
+        self.is_agreed = False
         self._block: weakref.ref[object] | None = None
         self._aside: Kept | None = None
         self._pending: list[LossScaler] = []
@@ -96,23 +99,36 @@ class GradientCycle:
     def note(self, found_inf: torch.Tensor | None) -> None:
         """Add the outcome of one check."""
         self.found_inf = any_of([self.found_inf, found_inf])
+        self.is_agreed = False
+
+    def found(self, found_inf: torch.Tensor | None) -> None:
+        """Take the outcome of a check of all gradients, in the place of those before."""
+        self.found_inf = found_inf
+        self.is_agreed = False
+
+    def settle(self, found_inf: torch.Tensor) -> None:
+        """Take what all ranks together found."""
+        self.found_inf = found_inf
+        self.is_agreed = True
 
     def forget_overflow(self) -> None:
         """The gradients that overflowed are gone."""
         self.found_inf = None
+        self.is_agreed = False
 
     def cleared(self) -> None:
         """Nothing is left of the cycle."""
         self.found_inf = None
-        self.saw_scale_loss = self.saw_unscaling = False
+        self.saw_scale_loss = self.was_reached = self.saw_unscaling = self.is_agreed = False
         self.scaled_by = None
         if self._aside is not None:
             # Cleared inside of scale_loss, before its backward pass.
             self._aside[:] = [None] * len(self._aside)
 
-    def saw_backward(self) -> None:
-        """A scaled backward pass has ended."""
+    def saw_backward(self, reached: bool) -> None:
+        """A scaled backward pass has ended, and has left gradients or not."""
         self.saw_scale_loss = True
+        self.was_reached |= reached
 
     # -- updates put off ----------------------------------------------------------------------------------------
 
@@ -120,11 +136,10 @@ class GradientCycle:
         """A scale is to move at the step."""
         self._pending.append(scaler)
 
-    def update_scales(self) -> None:
-        """Move the scales whose update was put off until now."""
-        for scaler in self._pending:
-            scaler.update()
-        self._pending.clear()
+    def take_pending(self) -> list[LossScaler]:
+        """The scales whose update was put off until now, each once; it is the caller's from here on."""
+        pending, self._pending = list(dict.fromkeys(self._pending)), []
+        return pending
 
 
 def any_of(checks: list[torch.Tensor | None]) -> torch.Tensor | None:

@@ -101,6 +101,10 @@ class ParameterGroups:
             return False
         return all(map(is_, present, self._seen)) and all(map(is_, groups, self._seen_groups))
 
+    def are_without_gradients(self) -> bool:
+        """Whether nothing that the next step uses has a gradient."""
+        return all(parameter.grad is None for parameter in self.present())
+
     # -- masters ------------------------------------------------------------------------------------------------
 
     def put_masters(self) -> None:

@@ -149,7 +149,8 @@ class ScaledGradients:
             return
         inverse = self._backward.inverse_scale(scaler)
         checks = [unscale_and_check_(scaled, inverse), unscale_and_check_(sound, torch.ones_like(inverse))]
-        found_inf = self._cycle.found_inf = any_of(checks)
+        found_inf = any_of(checks)
+        self._cycle.found(found_inf)
         if found_inf is not None:
             scaler.note(found_inf)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, Final, final
 
 import torch
-from torch import nn
 
 from ..basics.patching import UndoStack, set_attribute
 from ..basics.user_warnings import warn_user
@@ -19,11 +18,13 @@ from ..torch_internals.step_hooks import StepHooks, has_step_hooks
 from .backward import BackwardPass
 from .bystanders import OtherParameters
 from .compiled_step import CompiledStep
+from .gradient_check import GradientCheck
 from .gradient_cycle import GradientCycle
 from .observers import Observer
 from .overflow_log import OverflowLog
 from .parameter_groups import ParameterGroups
 from .parts import in_parts, step_with_closure
+from .ranks import Ranks
 from .snapshot import Snapshot
 from .step_counts import StepCounter
 
@@ -46,6 +47,7 @@ class Step:
         cycle: the state of its gradients.
         backward: clears gradients.
         bystanders: who knows of gradients that are still scaled.
+        ranks: what is one over all ranks.
         plan: what to do.
         scales: whether any loss of the session is scaled at all.
         name_of: a parameter's dotted name, for errors.
@@ -60,6 +62,7 @@ class Step:
         cycle: GradientCycle,
         backward: BackwardPass,
         bystanders: OtherParameters,
+        ranks: Ranks,
         plan: Plan,
         scales: bool,
         name_of: NamesOf,
@@ -71,9 +74,9 @@ class Step:
         self._groups = groups
         self._cycle = cycle
         self._backward = backward
-        self._bystanders = bystanders
+        self._ranks = ranks
+        self._check = GradientCheck(groups, cycle, bystanders, ranks, scales, name_of)
         self._rule = plan.scaling
-        self._scales = scales
         self._name_of = name_of
         self._inner = inner
         self._observers = observers
@@ -82,8 +85,8 @@ class Step:
         self._compiled: CompiledStep | None = None
         if plan.compile_step:
             self._compiled = CompiledStep(groups.optimizer, inner, lambda: round_into_weights(groups.copies))
-        self._warned = False
         self._since_look = 0
+        self._has_agreed = False
         self.is_running = False
 
     def __call__(self, closure: Closure | None, *args: Any, **kwargs: Any) -> Any:
@@ -116,16 +119,26 @@ class Step:
         groups, cycle = self._groups, self._cycle
         cycle.check_closed(what, "move it behind the with-block")
         self._backward.abandon_backward()
-        cycle.update_scales()
         groups.refresh()
+        self._agree()
+        self._has_agreed = False
         groups.copies.look_at_weights()
         groups.copies.look_at_trained()
         # Schedulers ask whether a step came before them; a skipped one did.
         groups.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._skipped = False
 
+    def _agree(self) -> None:
+        """Once a step, with all ranks, who ask for as many."""
+        if not self._has_agreed:
+            self._ranks.before_step()
+            self._ranks.agree(self._cycle, self._groups)
+        self._has_agreed = True
+
     def skips(self) -> bool:
         """Count a step as skipped where that is certain before it begins; whether it was."""
+        self._groups.refresh()
+        self._agree()
         if not self._is_to_be_skipped():
             return False
         self.prepare("optimizer.step()")
@@ -197,7 +210,7 @@ class Step:
         found_inf = self._cycle.found_inf
         if found_inf is None or found_inf.item() == 0:
             return False
-        return any(p.grad is not None for p in self._groups.present())
+        return self._cycle.is_agreed or any(p.grad is not None for p in self._groups.present())
 
     def _is_to_be_skipped(self) -> bool:
         self.check_gradients()
@@ -266,42 +279,9 @@ class Step:
             self._raise_after_too_many()
         return result
 
-    # -- gradients that did not come through scale_loss -----------------------------------------------------------
-
     def check_gradients(self) -> None:
-        """Notice that scale_loss was forgotten: an error where gradients would be ignored or scaled, else a warning."""
-        cycle, copies = self._cycle, self._groups.copies
-        cycle.check_unscaled("optimizer.step() or mpinit.master_params() was called", self._groups.model_params())
-        scaled = self._bystanders.reached_one_of([*copies.weights, *self._groups.plain])  # type: ignore[list-item]
-        if scaled is not None:
-            raise RuntimeError(
-                f"the gradient of {self._name_of(scaled)!r} is scaled: the loss of another optimizer was scaled and "
-                "reached it. Pass both optimizers to mpinit.scale_loss, or clear the gradient (optimizer.zero_grad()) "
-                "before the backward pass that is to count"
-            )
-        if cycle.saw_scale_loss or cycle.saw_unscaling:
-            copies.look_at_gradients()
-            if cycle.found_inf is not None and all(p.grad is None for p in self._groups.present()):
-                cycle.forget_overflow()
-            return
-        stray = copies.left_by_backward() if self._scales else None
-        if stray is not None:
-            raise RuntimeError(self._forgotten(stray.model_param))
-        copies.look_at_gradients()
-        if self._scales and not self._warned and any(p.grad is not None for p in self._groups.present()):
-            self._warned = True
-            warn_user(
-                "optimizer.step() uses gradients that did not come through mpinit.scale_loss: they were not scaled "
-                "(small ones may have become 0 in 16 bit) and not checked. Use "
-                "`with mpinit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
-            )
-
-    def _forgotten(self, weight: nn.Parameter) -> str:
-        return (
-            f"parameter {self._name_of(weight)!r} has a gradient that its float32 master does not, so step() "
-            "would ignore it: backward() ran outside of mpinit.scale_loss. Use "
-            "`with mpinit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
-        )
+        """Refuse gradients that would be ignored or are scaled; warn of those that nobody scaled, or of none."""
+        self._check.check(self.is_running)
 
     # -- closures -----------------------------------------------------------------------------------------------
 
@@ -337,8 +317,8 @@ class Step:
                 else:
                     with CastsAs(casts):
                         loss = closure()
-                cycle.update_scales()
                 self.check_gradients()
+                self._ranks.agree(cycle, self._groups)
                 if cycle.found_inf is None or cycle.found_inf.item() == 0:
                     return loss
                 self._backward.clear()

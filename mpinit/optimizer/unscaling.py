@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
 
 import torch
 
 from ..basics.gradients import are_plain
-from ..distributed.agreement import agree_across_ranks
-from ..distributed.sharding import is_sharded, local
+from ..distributed.sharding import local
 
 
 def dense_view(gradient: torch.Tensor) -> torch.Tensor:
@@ -35,7 +33,7 @@ def unscale_and_check_(
 
     Returns:
         A 0-dimensional float32 tensor on ``inverse_scale``'s device, 1 where anything was inf or nan and 0
-        otherwise; where gradients are distributed, the same on every rank of their meshes. None without gradients.
+        otherwise; where gradients are sharded, for the parts of this process. None without gradients.
     """
     if not gradients:
         return None
@@ -48,10 +46,7 @@ def unscale_and_check_(
 
 def _unscale_and_check_any_(gradients: Iterable[torch.Tensor], inverse_scale: torch.Tensor) -> torch.Tensor:
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    meshes: dict[Any, None] = {}
     for gradient in gradients:
-        if is_sharded(gradient):
-            meshes[cast(Any, gradient).device_mesh] = None
         dense = dense_view(gradient)
         groups.setdefault((dense.device, dense.dtype), []).append(dense)
     found = {device: torch.zeros((), dtype=torch.float32, device=device) for device, _ in groups}
@@ -60,9 +55,7 @@ def _unscale_and_check_any_(gradients: Iterable[torch.Tensor], inverse_scale: to
             _unscale_double_(tensors, inverse_scale.to(device), found[device])
         else:
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, found[device], inverse_scale.to(device))
-    combined = _combine(list(found.values()), inverse_scale.device)
-    agree_across_ranks(combined, list(meshes))
-    return combined
+    return _combine(list(found.values()), inverse_scale.device)
 
 
 def _unscale_double_(tensors: list[torch.Tensor], inverse_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
@@ -73,11 +66,9 @@ def _unscale_double_(tensors: list[torch.Tensor], inverse_scale: torch.Tensor, f
 
 
 def any_nonzero(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Whether anything in the gradients is not 0: 1 or 0, 0-dimensional float32, the same on every rank."""
+    """Whether anything in the gradients is not 0: 1 or 0, 0-dimensional float32; of shards, in this process."""
     found = [(dense_view(gradient) != 0).any().float() for gradient in gradients]
-    combined = _combine(found, device)
-    agree_across_ranks(combined, list({cast(Any, g).device_mesh: None for g in gradients if is_sharded(g)}))
-    return combined
+    return _combine(found, device)
 
 
 def _combine(found: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -124,6 +124,15 @@ class LossScaler:
         """Whether one of those checks found inf or nan. Waits for the device."""
         return self._noted is not None and bool(self._noted.item() > 0)
 
+    @property
+    def noted(self) -> torch.Tensor | None:
+        """What the checks found since the last update, 0-dimensional; None where none was made."""
+        return self._noted
+
+    def settle(self, found_inf: torch.Tensor) -> None:
+        """Put what all ranks together found in the place of what was noted here."""
+        self._noted = found_inf.to(self.device)
+
     def note(self, found_inf: torch.Tensor) -> None:
         """Take down the outcome of one check: a 0-dimensional float32 tensor, above 0 where it found inf or nan."""
         self._noted = self._scaling.noted(self._noted, found_inf, self._state)

@@ -24,6 +24,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("optimizer",),
     ("session",),
     ("registry",),
+    ("checks_of_ranks",),
     ("checks",),
     ("inspect", "checkpoint"),
     ("initialization", "grad_scaler"),

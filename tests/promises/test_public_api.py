@@ -26,6 +26,7 @@ FUNCTIONS = {
     "loss_scale",
     "step_was_skipped",
     "scheduler_step",
+    "broadcast_masters",
     "clip_grad_norm_",
     "describe",
     "disable_casts",
@@ -63,6 +64,7 @@ SIGNATURES = {
         ("max_loss_scale", 2.0**24),
         ("config", None),
         ("verbosity", 1),
+        ("process_group", None),
     ],
     "add_optimizers": [("optimizers", inspect.Parameter.empty)],
     "scale_loss": [

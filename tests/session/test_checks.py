@@ -90,7 +90,7 @@ def test_a_wrapped_model_is_refused_with_the_way_out(kind: str, level: str) -> N
     assert {p.dtype for p in model.parameters()} == {F32} and registry.of(model) is None
 
 
-@pytest.mark.parametrize("kind", ["ddp", "a subclass of ddp", "fsdp1"])
+@pytest.mark.parametrize("kind", ["ddp", "a subclass of ddp"])
 def test_a_part_that_is_wrapped_is_refused_where_weights_are_cast(kind: str) -> None:
     model = net()
     model[1] = WRAPPED[kind][0](model[1])

@@ -8,6 +8,7 @@ import datetime
 import functools
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 
 import distributed_by_name
 import distributed_loops
+import distributed_replicas as replicas
+import distributed_verdicts as verdicts
 import torch
 import torch.distributed as dist
 from models import CASES, level_arguments, train
@@ -248,7 +251,7 @@ def fsdp_equals_one_process_with_the_large_batch(level: str, dtype: torch.dtype,
         model.zero_grad()
         model(x)  # leaves the gathered weights in place
     mpinit.initialize(model, optimizer, **level_arguments(level, dtype))
-    weights = F32 if level in ("O0", "O1") else dtype
+    weights = dtype if level == "O3" else F32
     assert {parameter.dtype for parameter in model.parameters()} == {weights}
     assert all(isinstance(parameter, DTensor) for parameter in mpinit.master_params(optimizer))
     train(model, optimizer, [mine(batch) for batch in batches], CASE.loss)
@@ -323,12 +326,15 @@ def a_group_of_two_dtypes_is_refused_and_batchnorm_by_itself_works() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, "O2", verbosity=0, loss_scale=8.0)
     x = torch.randn(4, 4)
+    inside: dict[int, torch.dtype] = {}
+    for index in range(2):
+        model[index].register_forward_pre_hook(lambda m, _, i=index: inside.update({i: m.weight.dtype}))
     for _ in range(2):
         with mpinit.scale_loss(model(x).square().mean(), optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
-    assert model[1].weight.dtype is F32
-    assert model[0].weight.dtype is F16
+    assert {parameter.dtype for parameter in model.parameters()} == {F32}
+    assert (inside[0], inside[1]) == (F16, F32)
 
 
 @check()
@@ -349,6 +355,30 @@ check(*distributed_by_name.DDP_CASES)(distributed_by_name.ddp_states_by_name)
 check(*distributed_by_name.FSDP_CASES)(distributed_by_name.fsdp_states_by_name)
 check(*distributed_loops.CASES)(distributed_loops.ddp_by_a_grad_scaler)
 
+check(*replicas.MASTERS, ("O5", True))(replicas.different_seeds_train_the_first_ranks_masters)
+check()(replicas.a_wrapped_part_has_the_first_ranks_masters)
+check(*replicas.MASTERS)(replicas.join_with_uneven_inputs_ends_with_one_models_masters)
+check(("O1",), *replicas.MASTERS)(replicas.a_checkpoint_of_one_rank_reaches_all)
+check()(replicas.broadcasting_refuses_what_it_cannot_send)
+check()(replicas.wrappers_are_found_wherever_they_are)
+check()(replicas.fsdp1_is_sent_to_fsdp2)
+check((False,), (True,))(replicas.training_on_after_undo_asks_for_another_wrapper)
+check()(replicas.undo_of_float32_weights_leaves_the_wrapper_be)
+check(("ddp",), ("fsdp",))(verdicts.a_cycle_takes_one_round_and_replicas_none)
+check(*verdicts.OVERFLOWS)(verdicts.random_overflows_leave_all_ranks_one)
+check(("O1",), ("O2",))(verdicts.an_expert_without_tokens_keeps_nobody_waiting)
+check(("plain",), ("mesh",))(verdicts.stages_skip_together)
+check()(verdicts.parameters_outside_of_the_wrapper_skip_with_it)
+check()(verdicts.process_groups_are_checked)
+check((1.0,), (2.0,), (float("inf"),))(verdicts.gradients_of_any_meshes_are_clipped_as_in_one_process)
+check()(verdicts.stages_are_clipped_as_one_model)
+check()(verdicts.what_is_made_before_sharding_is_refused)
+check(("O2",), ("O5",))(verdicts.shards_are_the_masters)
+check()(verdicts.a_policy_that_contradicts_the_level_is_refused)
+check(("O1",), ("O2",))(verdicts.undo_after_a_failed_forward)
+check()(verdicts.zero_redundancy_is_sent_to_fsdp2)
+check()(verdicts.a_step_without_any_gradient_is_told_once)
+
 
 def outcome_of(run: Callable[[], None]) -> str:
     torch.manual_seed(0)
@@ -362,14 +392,17 @@ def outcome_of(run: Callable[[], None]) -> str:
             left_over.undo()
 
 
-def main(report: Path) -> None:
-    """Run every check on both ranks, write what came of each."""
+def main(report: Path, *words: str) -> None:
+    """Run every check on both ranks, or those that have one of the words in their names; write what came of each."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
     outcomes: dict[str, str] = {}
-    for name, run in CHECKS.items():
+    chosen = {name: run for name, run in CHECKS.items() if any(word in name for word in words)} if words else CHECKS
+    for name, run in chosen.items():
         both: list[Any] = [None, None]
+        start = time.perf_counter()
         dist.all_gather_object(both, outcome_of(run))
+        print(f"{time.perf_counter() - start:6.2f} s  {name}")
         outcomes[name] = "\n".join(outcome for outcome in both if outcome != "ok") or "ok"
         if dist.get_rank() == 0:
             report.write_text(json.dumps(outcomes), encoding="utf-8")
@@ -377,4 +410,4 @@ def main(report: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,164 @@
+"""What ``initialize`` and the like were given, where there are other processes; checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .basics.dtypes import is_lower_precision
+from .distributed.agreement import device_for, meshes_of, reach
+from .distributed.replicas import wrappers_of
+from .distributed.sharding import is_distributed, is_sharded, left_behind
+from .plan import Masters, Plan
+
+_REDUCES: Final = "DistributedDataParallel"
+_FLATTENS: Final = "FullyShardedDataParallel"
+_WRAPPERS: Final = (_REDUCES, "DataParallel", _FLATTENS)
+
+
+def check_not_wrapped(models: Sequence[nn.Module], plan: Plan) -> None:
+    """Refuse what has taken the parameters' dtypes down, around a model, in it, or somewhere outside.
+
+    Parts in DataParallel are no trouble: it takes the dtypes down anew in every forward.
+
+    Raises:
+        ValueError: a model is wrapped, or a part of it is and weights are to be cast.
+    """
+    casts = plan.cast_model and is_lower_precision(plan.model_dtype)
+    for model in models:
+        _check_root(model)
+        for name, module in model.named_modules():
+            wrapper = _wrapper(module)
+            if wrapper == _FLATTENS:
+                raise ValueError(_flattened(f"{name!r}"))
+            if wrapper == _REDUCES and casts:
+                raise ValueError(
+                    f"{name!r} is wrapped in {wrapper} already, which has taken the parameters' dtypes down; call "
+                    f"mpinit.initialize first, and wrap {name!r} in {wrapper} afterwards"
+                )
+    parameters = [p for model in models for p in model.parameters() if p.is_floating_point()]
+    if plan.masters is Masters.IN_MODEL:
+        return  # no dtype changes
+    if casts and wrappers_of([parameter for parameter in parameters if parameter.dtype != plan.model_dtype]):
+        raise ValueError(
+            f"a {_REDUCES} around the model, or around a part of it, is there already, and has taken the parameters' "
+            "dtypes down: it would not reduce the gradients of 16-bit weights, and every rank would train by itself. "
+            f"Call mpinit.initialize first and wrap the model in {_REDUCES} afterwards; where the model was wrapped "
+            "for something that is over, `del` the wrapper"
+        )
+
+
+def _check_root(model: nn.Module) -> None:
+    inside = model
+    # What torch.compile makes of a module.
+    while "_orig_mod" in inside._modules:
+        inside = inside._modules["_orig_mod"]  # type: ignore[assignment]
+    wrapper = _wrapper(inside)
+    compiled = "" if inside is model else ", inside torch.compile,"
+    if wrapper == _FLATTENS:
+        raise ValueError(_flattened(f"the model{compiled}"))
+    if wrapper is not None:
+        raise ValueError(
+            f"the model{compiled} is wrapped in {wrapper} already, which has taken the parameters' dtypes down; "
+            f"call mpinit.initialize on the model inside first, and wrap what it returns in {wrapper}"
+        )
+
+
+def _wrapper(module: nn.Module) -> str | None:
+    return next((base.__name__ for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None)
+
+
+def _flattened(what: str) -> str:
+    return (
+        f"{what} is wrapped in {_FLATTENS} (FSDP1), which puts flat parameters of its own in the places of the "
+        "model's, before or after mpinit.initialize: use FSDP2, torch.distributed.fsdp.fully_shard(model), then make "
+        "the optimizer, then call mpinit.initialize"
+    )
+
+
+def check_not_left_behind(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that were made before the model was sharded.
+
+    Raises:
+        ValueError: one steps what the model's parameters were before.
+    """
+    given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    names = left_behind(models, given) if is_distributed() else []
+    if names:
+        raise ValueError(
+            f"the optimizer was made before fully_shard (or parallelize_module) replaced {names[0]!r} by a "
+            "shard, and steps parameters that the model no longer has: shard the model first, make the optimizer from "
+            "model.parameters() then, and call mpinit.initialize last"
+        )
+
+
+def check_process_group(group: Any, models: Sequence[nn.Module], plan: Plan) -> None:
+    """Refuse a group that is none, and shards among which overflow cannot be agreed on without one.
+
+    Raises:
+        ValueError: there is no process group, this process is in none, or parameters are sharded over a part of the
+            ranks and nobody said whether the others train the same model.
+        TypeError: it is something else.
+    """
+    if group is not None:
+        _check_group(group, "process_group")
+    elif plan.scaling.dynamic and is_distributed():
+        meshes = meshes_of(parameter for model in models for parameter in model.parameters())
+        world = torch.distributed.get_world_size()
+        if meshes and reach(meshes) < world:
+            raise ValueError(
+                f"the model's parameters are sharded over {reach(meshes)} of {world} ranks, and with a dynamic loss "
+                "scale all ranks that train one model have to skip the same steps: give process_group="
+                "torch.distributed.group.WORLD where the others hold other parts of it (pipeline stages), or "
+                "process_group=mesh.get_group() where they train something else"
+            )
+
+
+def check_broadcast(parameters: Sequence[nn.Parameter], src: Any, group: Any) -> int:
+    """Whether all ranks of a group can take these parameters from one of them.
+
+    Returns:
+        The sender's rank within the group.
+
+    Raises:
+        ValueError: ``src`` is no rank of the group, or a parameter is sharded.
+        RuntimeError: there is no process group, or ranks have different parameters.
+    """
+    distributed: Any = torch.distributed
+    if not is_distributed():
+        raise RuntimeError(
+            "mpinit.broadcast_masters sends parameters to other processes, and there are none: call "
+            "torch.distributed.init_process_group first"
+        )
+    if group is not None:
+        _check_group(group, "group")
+    members = distributed.get_process_group_ranks(group or distributed.group.WORLD)
+    if isinstance(src, bool) or not isinstance(src, int) or src not in members:
+        raise ValueError(f"src={src!r} is no rank of the group, whose ranks are {members}")
+    if any(map(is_sharded, parameters)):
+        raise ValueError(
+            "some of the parameters are sharded (DTensor): ranks hold different parts of one model, and there is "
+            "nothing to copy. Load a state on all ranks, or with torch.distributed.checkpoint.state_dict's "
+            "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)"
+        )
+    numbers = torch.tensor([len(parameters), sum(parameter.numel() for parameter in parameters)], dtype=torch.int64)
+    there = torch.cat([numbers, -numbers]).to(device_for(group or distributed.group.WORLD, torch.device("cpu")))
+    distributed.all_reduce(there, distributed.ReduceOp.MAX, group=group)
+    most, fewest = there[:2].tolist(), (-there[2:]).tolist()
+    if most != fewest:
+        raise RuntimeError(
+            f"the ranks step different parameters, between {fewest[0]} of {fewest[1]} numbers and {most[0]} of "
+            f"{most[1]}: nothing was sent. Give the optimizer the same parameters on every rank"
+        )
+    return int(members.index(src))
+
+
+def _check_group(group: Any, name: str) -> None:
+    if not is_distributed():
+        raise ValueError(f"{name} was given, but torch.distributed is not initialised: init_process_group comes first")
+    if not isinstance(group, torch.distributed.ProcessGroup):
+        raise TypeError(f"{name} must be a torch.distributed.ProcessGroup that this process is in, not {group!r}")

@@ -1,0 +1,177 @@
+"""Replicas: what DistributedDataParallel keeps equal over ranks, which is what it can see: 16-bit weights.
+
+Asked without importing anything: torch has the wrapper at hand.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+
+from .sharding import is_distributed
+
+# Bytes sent in one call.
+_CHUNK: Final = 1 << 26
+
+
+def running_wrapper() -> Any:
+    """The DistributedDataParallel whose forward is running; None outside of one."""
+    return nn.parallel.DistributedDataParallel._active_ddp_module if is_distributed() else None
+
+
+def wrappers_of(parameters: Collection[torch.Tensor], alive: Collection[Any] = ()) -> list[Any]:
+    """Every DistributedDataParallel of this process that reduces gradients of one of these parameters.
+
+    A model does not know who wraps it, so they are looked for among all objects. Those that nobody has any more are not
+    meant, and every rank finds the same.
+
+    Args:
+        parameters: the parameters.
+        alive: wrappers that are known to be in use.
+    """
+    if not is_distributed():
+        return []
+    ids = set(map(id, parameters))
+    found = _wrappers(ids)
+    if all(wrapper in alive for wrapper in found):
+        return found
+    gc.collect()
+    return _wrappers(ids)
+
+
+def _wrappers(ids: set[int]) -> list[Any]:
+    kinds: set[type] = set()
+    left: list[type] = [nn.parallel.DistributedDataParallel]
+    while left:
+        kind = left.pop()
+        kinds.add(kind)
+        left += kind.__subclasses__()
+    everything = [each for each in gc.get_objects() if type(each) in kinds and not _is_outdated(each)]
+    return [each for each in everything if any(id(parameter) in ids for parameter in reduced_by(each))]
+
+
+def reduced_by(wrapper: Any) -> list[nn.Parameter]:
+    """The parameters whose gradients a DistributedDataParallel reduces."""
+    parameters = getattr(wrapper, "_module_parameters", None)
+    # One that is half made, or half gone, has no module either.
+    return list(parameters if parameters is not None else _parameters_inside(wrapper))
+
+
+def _parameters_inside(wrapper: Any) -> Iterator[nn.Parameter]:
+    module = vars(wrapper).get("_modules", {}).get("module")
+    return iter(()) if module is None else module.parameters()
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def broadcast(values: Sequence[Callable[[], torch.Tensor]], src: int, group: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """Send float32 numbers from one rank to all others, a few at a time.
+
+    Args:
+        values: what to call for each tensor; all ranks have as many, of the same shapes.
+        src: who sends, its rank within ``group``.
+        group: a process group; None: the default one.
+
+    Yields:
+        On the ranks that receive: the place in ``values``, and what it is on ``src``; a tensor of its own. On
+        ``src``: nothing.
+    """
+    distributed: Any = torch.distributed
+    receives = distributed.get_rank(group) != src
+    for first, chunk in _chunks(values):
+        flat = torch.cat([part.reshape(-1) for part in chunk])
+        distributed.broadcast(flat, group=group, group_src=src)
+        if receives:
+            parts = torch.split(flat, [part.numel() for part in chunk])
+            for index, (part, old) in enumerate(zip(parts, chunk, strict=True)):
+                yield first + index, part.view(old.shape)
+
+
+def _chunks(values: Sequence[Callable[[], torch.Tensor]]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    chunk: list[torch.Tensor] = []
+    first = size = 0
+    for index, get in enumerate(values):
+        value = get().detach()
+        if chunk and (size + 4 * value.numel() > _CHUNK or chunk[0].device != value.device):
+            yield first, chunk
+            chunk, first, size = [], index, 0
+        chunk.append(value)
+        size += 4 * value.numel()
+    if chunk:
+        yield first, chunk
+
+
+# -- uneven inputs ----------------------------------------------------------------------------------------------------
+
+
+@final
+class FinalSync:
+    """A DistributedDataParallel's ``_sync_final_model``, with which ``join()`` ends, and what comes after it.
+
+    Args:
+        wrapper: the DistributedDataParallel.
+        afterwards: what to call with it and with the rank, within its group, that all have taken the model of; held
+            weakly.
+    """
+
+    def __init__(self, wrapper: Any, afterwards: Callable[[Any, int], None]) -> None:
+        self._wrapper = wrapper
+        self._afterwards: Any = weakref.WeakMethod(afterwards)
+
+    def __call__(self, is_last_joiner: bool) -> None:
+        """Let torch broadcast the 16-bit weights, and whoever asked for it follow."""
+        type(self._wrapper)._sync_final_model(self._wrapper, is_last_joiner)
+        afterwards = self._afterwards()
+        if afterwards is not None:
+            afterwards(self._wrapper, self._wrapper._authoritative_rank)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the wrapper is no part of any session.
+        return {"_wrapper": self._wrapper, "_afterwards": _nobody}
+
+
+def _nobody() -> None:
+    return None
+
+
+def after_join(wrapper: Any, afterwards: Callable[[Any, int], None]) -> None:
+    """Call a method whenever a DistributedDataParallel's ``join()`` has made all ranks' weights one."""
+    wrapper._sync_final_model = FinalSync(wrapper, afterwards)
+
+
+def no_longer_after_join(wrapper: Any) -> None:
+    """Take back what :func:`after_join` did."""
+    if isinstance(vars(wrapper).get("_sync_final_model"), FinalSync):
+        del wrapper._sync_final_model
+
+
+# -- wrappers that reduce nothing any more ----------------------------------------------------------------------------
+
+
+def outdate(wrapper: Any) -> None:
+    """Refuse to train with a DistributedDataParallel whose parameters have another dtype than it was made for.
+
+    torch drops its hooks without a word then, and no gradient is reduced. Evaluation goes on.
+    """
+    wrapper.register_forward_pre_hook(_refuse_training)
+
+
+def _is_outdated(wrapper: Any) -> bool:
+    return _refuse_training in vars(wrapper).get("_forward_pre_hooks", {}).values()
+
+
+def _refuse_training(wrapper: nn.Module, args: Any) -> None:
+    if torch.is_grad_enabled() and wrapper.training:
+        name = type(wrapper).__name__
+        raise RuntimeError(
+            f"this {name} was made around 16-bit weights, which mpinit.undo has given their float32 back: it would "
+            f"not reduce gradients over ranks any more. Wrap the model again, model = {name}(model), or evaluate "
+            "with it under torch.no_grad()"
+        )
