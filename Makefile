@@ -4,6 +4,7 @@
 #   make test       the test suite                make test ARGS="-k trees"
 #   make nightly    the long randomised runs that the test suite leaves out
 #   make docs       the site, into runs/site/
+#   make package    build, check and try the wheel and the source archive, in runs/package/
 #   make lint       ruff, formatting too          make typecheck  mypy --strict
 #   make check      all of the above but the demo, as continuous integration runs them
 #   make bench      the CPU benchmarks            make bench-gpu  the CUDA ones
@@ -23,7 +24,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1); test $$n -gt 8 && echo 8 || echo $$n)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test nightly docs lint typecheck examples check clean
+.PHONY: help demo test nightly docs package lint typecheck examples check clean
 
 help:
 	@sed -n '/^#  /s/^# *//p' Makefile
@@ -53,6 +54,9 @@ nightly: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	$(PY) -m sphinx --fail-on-warning --keep-going --quiet -b html docs runs/site
+
+package: $(VENV)/.dev
+	$(PY) .ci/package.py runs/package
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

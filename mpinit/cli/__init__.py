@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .. import __version__
+
 
 @dataclass(frozen=True)
 class Command:
@@ -151,6 +153,7 @@ class _OneLineParser(argparse.ArgumentParser):
 def _parser(chosen: str | None = None) -> argparse.ArgumentParser:
     """The parser; with one command's name, only that one's arguments are described, and imported for it."""
     parser = argparse.ArgumentParser(prog="mpinit", description="Mixed precision for PyTorch training scripts.")
+    parser.add_argument("--version", action="version", version=f"mpinit {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=command.summary, prog=f"mpinit {name}")
