@@ -6,15 +6,14 @@ Only where losses are not scaled: what arrives elsewhere is to be unscaled first
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, Final, final
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..torch_internals.backward_passes import at_the_very_end, current_pass
-from ..torch_internals.parameter_watching import TENSOR_GRAD, Watcher
-from .pairs import Pair
+from ..torch_internals.parameter_watching import TENSOR_GRAD, Shown, Watcher
+from .pairs import Pair, PairTable
 
 _BOTH: Final = (
     "the gradient of a weight's float32 master was replaced, and then backward() added to the weight's: which of the "
@@ -29,13 +28,12 @@ class Arrivals:
 
     Args:
         watcher: who knows which gradients somebody has assigned.
-        look: makes all pairs' gradients one; for those that are not yet what they are going to be when they arrive.
-            Held weakly.
+        pairs: those whose gradients are not yet what they are going to be when they arrive are among them.
     """
 
-    def __init__(self, watcher: Watcher, look: Callable[[], None]) -> None:
+    def __init__(self, watcher: Watcher, pairs: PairTable) -> None:
         self._watcher = watcher
-        self._look: weakref.WeakMethod[Any] = weakref.WeakMethod(look)
+        self._pairs = pairs
         self._handles: dict[int, RemovableHandle] = {}
         self._pass = -1
 
@@ -67,15 +65,28 @@ class Arrivals:
         if (wanted is None or gradient.dtype is wanted) and gradient.layout is torch.strided:
             TENSOR_GRAD.__set__(master, gradient)
             self._watcher.arrived[id(master)] = gradient
-        elif self._pass != current_pass():
+        elif self._pass != current_pass() and gradient.layout is torch.strided:
             # In another type, so that ranks can exchange it: it is the mean when the pass is over.
             self._pass = current_pass()
-            at_the_very_end(self._look_at_all)
+            at_the_very_end(self._show_all)
 
-    def _look_at_all(self) -> None:
-        look = self._look()
-        if look is not None:
-            look()
+    def _show_all(self) -> None:
+        """Show masters copies in their own type; what autograd adds to stays in the ranks'."""
+        arrived = self._watcher.arrived
+        for pair in self._pairs:
+            weight, master = pair.model_param, pair.master_param
+            gradient, mine = TENSOR_GRAD.__get__(weight), TENSOR_GRAD.__get__(master)
+            wanted = master.grad_dtype
+            if gradient is None or gradient is mine or wanted is None or gradient.layout is not torch.strided:
+                continue
+            shown = arrived.get(id(master))
+            if id(master) in self._watcher.assigned or (isinstance(shown, Shown) and shown.known(mine) is None):
+                raise RuntimeError(_BOTH)
+            if gradient.dtype is not wanted and not (
+                isinstance(shown, Shown) and shown.source is gradient and shown.source_version == gradient._version
+            ):
+                shown = arrived[id(master)] = Shown.of(gradient, wanted)
+                TENSOR_GRAD.__set__(master, shown.copy)
 
 
 class _Hook:

@@ -37,7 +37,7 @@ class MasterStore(ABC):
         self.pairs = PairTable()
         self.watcher = Watcher()
         self.states: StateStore = PlainStates()
-        self._arrivals = None if scales else Arrivals(self.watcher, self._look_at_gradients)
+        self._arrivals = None if scales else Arrivals(self.watcher, self.pairs)
         # Pairs that no optimizer steps at the moment: their numbers stay, as other parameters' do.
         self.idle = TwoCopies(self.watcher, self.as_held, lambda parameter: f"a parameter of shape {parameter.shape}")
 
@@ -64,11 +64,6 @@ class MasterStore(ABC):
             if self._arrivals is not None:
                 self._arrivals.follow(pair)
         return pair
-
-    def _look_at_gradients(self) -> None:
-        """Make the gradients of every pair that an optimizer has one."""
-        for copies in {copies for pair in self.pairs for copies in pair.holders}:
-            copies.look_at_gradients()
 
     def hold_idle(self) -> None:
         """Take down which pairs are in no optimizer's groups; what was known of those that were stays."""

@@ -21,7 +21,7 @@ from typing import final
 import torch
 
 from ..torch_internals.allocator import HighestGradient
-from ..torch_internals.parameter_watching import TENSOR_GRAD, Watcher
+from ..torch_internals.parameter_watching import TENSOR_GRAD, Shown, Watcher
 from .pairs import Pair
 
 NameOf = Callable[[torch.Tensor], str]
@@ -127,10 +127,12 @@ class TwoCopies:
         cleared, arrived = self._watcher.cleared, self._watcher.arrived
         if not cleared and not arrived:
             return self._gradients
-        return [
-            None if id(master) in cleared else arrived.get(id(master), known)
-            for master, known in zip(self.masters, self._gradients, strict=True)
-        ]
+        found: Gradients = []
+        for master, known in zip(self.masters, self._gradients, strict=True):
+            seen = arrived.get(id(master), known)
+            seen = seen.known(master.grad) if isinstance(seen, Shown) else seen
+            found.append(None if id(master) in cleared else seen)
+        return found
 
     def _not_the_weights(
         self, pair: Pair, mine: torch.Tensor | None, other: torch.Tensor | None, known: torch.Tensor | None

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +25,35 @@ TENSOR_DETACH: Final[Any] = torch.Tensor.detach
 
 _watchers: dict[int, weakref.ref[Watcher]] = {}
 _lock = threading.RLock()  # the garbage collector may drop a watcher while one is being set up
+
+
+class Shown(NamedTuple):
+    """A gradient of another type than a parameter takes, and the copy of it that the parameter shows."""
+
+    source: torch.Tensor
+    source_version: int
+    copy: torch.Tensor
+    copy_version: int
+
+    @classmethod
+    def of(cls, source: torch.Tensor, dtype: torch.dtype) -> Shown:
+        """Make the copy."""
+        copy = TENSOR_DETACH(source).to(dtype)
+        return cls(source, source._version, copy, copy._version)
+
+    def is_as_shown(self, gradient: torch.Tensor | None) -> bool:
+        """Whether a parameter's gradient is the copy still, and nobody has written to it."""
+        return gradient is self.copy and self.copy._version == self.copy_version
+
+    def known(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Which of the two is what it was; None where neither is.
+
+        Args:
+            gradient: the parameter's at present.
+        """
+        if self.is_as_shown(gradient):
+            return self.copy
+        return self.source if self.source._version == self.source_version else None
 
 
 class Watcher:
@@ -46,7 +75,7 @@ class Watcher:
         # Parameters whose gradient was cleared together with their twin's, by id.
         self.cleared: set[int] = set()
         # What a backward pass has left on both of two parameters, by the id of the one that autograd does not know.
-        self.arrived: dict[int, torch.Tensor] = {}
+        self.arrived: dict[int, torch.Tensor | Shown] = {}
         self._paused = False
         self._twins: dict[int, nn.Parameter] = {}
         self._held: dict[torch.Tensor, list[weakref.ref[torch.Tensor]]] = {}
@@ -138,7 +167,9 @@ class Watcher:
         Not by an optimizer in its step.
         """
         twin = None if self._paused else self._twins.get(id(parameter))
-        if twin is not None and twin.grad is not None and twin.grad is parameter.grad:
+        shown = self.arrived.get(id(parameter))
+        one = shown.source if isinstance(shown, Shown) and shown.is_as_shown(parameter.grad) else parameter.grad
+        if twin is not None and twin.grad is not None and twin.grad is one:
             TENSOR_GRAD.__set__(twin, None)
             self.cleared.add(id(parameter))
             self.arrived.pop(id(parameter), None)

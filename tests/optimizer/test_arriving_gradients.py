@@ -157,6 +157,44 @@ def test_under_ddp_groups_show_what_the_ranks_have_made_of_them(masters: Any) ->
         optimizer.zero_grad()
 
 
+@pytest.mark.usefixtures("_process_group")
+@KINDS
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("clear", ["optimizer", "groups", "model"])
+def test_accumulation_under_ddp_adds_up_and_is_cleared(masters: Any, view: bool, clear: str) -> None:
+    model, optimizer = begin(masters)
+    parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=view)
+    alone, by_hand = begin(masters)
+    for _ in range(2):
+        for target in (parallel, alone):
+            for _ in range(2):
+                loss_of(target).backward()
+        for entry, other in zip(in_groups(optimizer), in_groups(by_hand), strict=True):
+            assert entry.grad is not None and other.grad is not None
+            torch.testing.assert_close(entry.grad.float(), other.grad.float(), atol=2e-2, rtol=2e-2)
+        optimizer.step()
+        by_hand.step()
+        by_hand.zero_grad()
+        if clear == "optimizer":
+            optimizer.zero_grad()
+        elif clear == "model":
+            model.zero_grad()
+        else:
+            for entry in in_groups(optimizer):
+                entry.grad = None
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_under_ddp_an_edited_copy_is_not_lost_to_the_next_backward_pass() -> None:
+    model, optimizer = begin(True)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    loss_of(parallel).backward()
+    nn.utils.clip_grad_norm_(in_groups(optimizer), 0.01)
+    with pytest.raises(RuntimeError, match=r"replaced, and then backward\(\) added|was changed on the weight"):
+        loss_of(parallel).backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize("backend", ["aot_eager"])
 @KINDS
 def test_of_compiled_models_too(masters: Any, backend: str) -> None:
