@@ -14,11 +14,14 @@ from models import train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import mpinit
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # it scripts what torch itself deprecates
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 OVERFLOWS = [("ddp", "O2"), ("ddp", "split"), ("fsdp", "O2"), ("fsdp", "O1", "scaler")]
 SCALED = {"init_loss_scale": 1024.0, "verbosity": 0}
