@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from frameworks import what_a_trainer_needs
+from frameworks import names_for
 from snippets import Snippet, blocks, snippets
 
 import mpinit
@@ -26,6 +26,12 @@ def test_the_readme_is_short() -> None:
     assert len(TEXT.splitlines()) <= 200
 
 
+def test_a_framework_takes_six_lines() -> None:
+    frameworks = [snippet for snippet in ALL if "mpinit.integrations" in snippet.source]
+    assert len(frameworks) == 4
+    assert all(len(snippet.source.splitlines()) <= 6 for snippet in frameworks)
+
+
 def test_the_readme_has_its_snippets() -> None:
     assert len(EXAMPLES) == blocks(README) - 1 >= 4
 
@@ -35,13 +41,15 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+# Lightning's data loading asks torch's pytree so, and would like processes of its own.
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 @pytest.mark.usefixtures("in_the_repository")
 @pytest.mark.parametrize("snippet", EXAMPLES, ids=str)
 def test_a_snippet_runs(snippet: Snippet, tmp_path: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     PRELUDE.run(namespace)
-    if snippet.mark == "a Trainer":
-        namespace |= what_a_trainer_needs(tmp_path)
+    namespace |= names_for(snippet.mark, tmp_path)
     snippet.run(namespace)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import let_torchvision_load, what_a_trainer_needs, what_lightning_needs
+from frameworks import let_torchvision_load, names_for
 from snippets import ROOT, Snippet, blocks, snippets
 
 import mpinit
@@ -76,10 +76,7 @@ def test_a_snippet_runs(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(ROOT)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     PRELUDE.run(namespace)
-    if snippet.mark == "a Trainer":
-        namespace |= what_a_trainer_needs(tmp_path)
-    if snippet.mark == "a LightningModule":
-        namespace |= what_lightning_needs()
+    namespace |= names_for(snippet.mark, tmp_path)
     snippet.run(namespace)
 
 

@@ -78,6 +78,21 @@ def tiny_model(name: str, seed: int = 0) -> Any:
     raise ValueError(name)
 
 
+def names_for(mark: str, folder: Path) -> dict[str, Any]:
+    """The names that a snippet with this mark uses without making them."""
+    let_torchvision_load()
+    match mark:
+        case "a Trainer":
+            return what_a_trainer_needs(folder)
+        case "a LightningModule":
+            return what_lightning_needs()
+        case "accelerate":
+            import accelerate
+
+            return {"accelerator": accelerate.Accelerator(cpu=True)}
+    return {}
+
+
 def what_a_trainer_needs(folder: Path) -> dict[str, Any]:
     """The names that snippets about a Trainer use without making them."""
     let_torchvision_load()
