@@ -54,7 +54,7 @@ class GradScaler:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
         >>> scaler = mpinit.GradScaler(optimizer)
-        >>> scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+        >>> scaler.scale(model(torch.ones(1, 4)).mean()).backward()
         >>> scaler.unscale_(optimizer)
         >>> _ = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         >>> _ = scaler.step(optimizer)

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .. import __version__
-
 
 @dataclass(frozen=True)
 class Command:
@@ -150,10 +148,20 @@ class _OneLineParser(argparse.ArgumentParser):
         sys.exit(2)
 
 
+class _Version(argparse.Action):
+    """Says which version is installed, without importing it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"mpinit {version('mpinit')}")
+        parser.exit()
+
+
 def _parser(chosen: str | None = None) -> argparse.ArgumentParser:
     """The parser; with one command's name, only that one's arguments are described, and imported for it."""
     parser = argparse.ArgumentParser(prog="mpinit", description="Mixed precision for PyTorch training scripts.")
-    parser.add_argument("--version", action="version", version=f"mpinit {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=command.summary, prog=f"mpinit {name}")

@@ -31,6 +31,7 @@ def play(config: Config, actions: list[Any]) -> None:
     with warnings.catch_warnings():
         # A group added with a gradient and stepped at once: the warning is right, and tested elsewhere.
         warnings.filterwarnings("ignore", message=".*did not come through mpinit.scale_loss.*")
+        warnings.filterwarnings("ignore", message=".*none of its parameters has a gradient.*")  # all may be frozen
         run = Run(config)
         try:
             for action in actions:
