@@ -56,15 +56,16 @@ class Arrivals:
         Raises:
             RuntimeError: somebody has replaced the master's meanwhile, and the two cannot both count.
         """
-        gradient = TENSOR_GRAD.__get__(weight)
-        if gradient is None or TENSOR_GRAD.__get__(master) is gradient:
+        gradient = weight.grad
+        if gradient is None or master.grad is gradient:
             return
-        if id(master) in self._watcher.assigned:
+        watcher = self._watcher
+        if watcher.assigned and id(master) in watcher.assigned:
             raise RuntimeError(_BOTH)
         wanted = master.grad_dtype
         if (wanted is None or gradient.dtype is wanted) and gradient.layout is torch.strided:
             TENSOR_GRAD.__set__(master, gradient)
-            self._watcher.arrived[id(master)] = gradient
+            watcher.arrived[id(master)] = gradient
         elif self._pass != current_pass() and gradient.layout is torch.strided:
             # In another type, so that ranks can exchange it: it is the mean when the pass is over.
             self._pass = current_pass()

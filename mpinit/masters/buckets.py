@@ -124,7 +124,7 @@ class Bucket:
         self._stage = _Stage.MATERIALISED
         for pair, values, gradient in zip(self.pairs, layout.masters, gradients, strict=True):
             TENSOR_DATA.__set__(pair.master_param, values)
-            pair.master_param.grad = gradient
+            TENSOR_GRAD.__set__(pair.master_param, gradient)
 
     @torch.no_grad()
     def write_back(self) -> bool:

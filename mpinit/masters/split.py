@@ -143,7 +143,7 @@ class SplitMasters(MasterStore):
             for parameter, gradient in plain:
                 parameter.grad = gradient
             for pair in copies.pairs:
-                pair.master_param.grad = pair.model_param.grad
+                TENSOR_GRAD.__set__(pair.master_param, pair.model_param.grad)
 
     def _buckets_of(self, copies: TwoCopies) -> list[Bucket]:
         known = self._buckets.get(copies)
