@@ -1,4 +1,4 @@
-"""Two processes over gloo: DistributedDataParallel and FSDP2 at every level. One launch runs all the checks."""
+"""Several processes over gloo: torch's engines at every level. One launch runs all the checks."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-import distributed_worker
+import distributed_launch
 import pytest
-from distributed_worker import CHECKS
 
-WORKER = Path(distributed_worker.__file__)
+NAMES = [name for checks in distributed_launch.CHECKS.values() for name in checks]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     report = tmp_path_factory.mktemp("distributed") / "outcomes.json"
     launched = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER), str(report)],
+        [sys.executable, distributed_launch.__file__, str(report)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -27,9 +25,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     )
     found: dict[str, str] = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
     missing = f"never ran; the launch ended with {launched.returncode}: {launched.stderr[-3000:]}"
-    return dict.fromkeys(CHECKS, missing) | found
+    return dict.fromkeys(NAMES, missing) | found
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_two_processes(name: str, outcomes: dict[str, str]) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_processes(name: str, outcomes: dict[str, str]) -> None:
     assert outcomes[name] == "ok", outcomes[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 from typing import Any
@@ -27,6 +28,7 @@ OVERFLOWS = [("ddp", "O2"), ("ddp", "split"), ("fsdp", "O2"), ("fsdp", "O1", "sc
 SCALED = {"init_loss_scale": 1024.0, "verbosity": 0}
 
 
+@functools.cache
 def mesh_of_two() -> Any:
     return init_device_mesh("cpu", (2,))
 

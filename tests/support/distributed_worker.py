@@ -1,17 +1,11 @@
-"""What two processes check together; run by torchrun, its outcomes read by test_distributed."""
+"""What two processes check together; run by distributed_launch."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import datetime
 import functools
-import json
-import sys
-import time
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import distributed_by_name
@@ -28,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import mpinit
-from mpinit import registry
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 CASE = CASES["transformer"]
@@ -378,36 +371,3 @@ check()(verdicts.a_policy_that_contradicts_the_level_is_refused)
 check(("O1",), ("O2",))(verdicts.undo_after_a_failed_forward)
 check()(verdicts.zero_redundancy_is_sent_to_fsdp2)
 check()(verdicts.a_step_without_any_gradient_is_told_once)
-
-
-def outcome_of(run: Callable[[], None]) -> str:
-    torch.manual_seed(0)
-    try:
-        run()
-        return "ok"
-    except Exception:
-        return f"rank {dist.get_rank()}: {traceback.format_exc()}"
-    finally:
-        for left_over in reversed(registry.live()):
-            left_over.undo()
-
-
-def main(report: Path, *words: str) -> None:
-    """Run every check on both ranks, or those that have one of the words in their names; write what came of each."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
-    outcomes: dict[str, str] = {}
-    chosen = {name: run for name, run in CHECKS.items() if any(word in name for word in words)} if words else CHECKS
-    for name, run in chosen.items():
-        both: list[Any] = [None, None]
-        start = time.perf_counter()
-        dist.all_gather_object(both, outcome_of(run))
-        print(f"{time.perf_counter() - start:6.2f} s  {name}")
-        outcomes[name] = "\n".join(outcome for outcome in both if outcome != "ok") or "ok"
-        if dist.get_rank() == 0:
-            report.write_text(json.dumps(outcomes), encoding="utf-8")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -82,6 +81,8 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @functools.cache
 def _images() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits  # slow to import, and not every user of this file wants it
+
     digits = load_digits()
     return torch.tensor(digits.images / 16.0, dtype=torch.float32)[:, None], torch.tensor(digits.target)
 
