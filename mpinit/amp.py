@@ -28,11 +28,13 @@ from .scaling.scaled_loss import ScaledLoss, Unscaled
 from .settings.opt_levels import OPT_LEVELS
 from .settings.properties import Properties
 from .torch_internals.native_autocast import disable_casts
+from .train_state import TrainState
 
 __all__ = [
     "OPT_LEVELS",
     "GradScaler",
     "Properties",
+    "TrainState",
     "add_optimizers",
     "broadcast_masters",
     "clip_grad_norm_",

@@ -6,12 +6,17 @@ Masters need no place of their own: ``model.state_dict()`` holds their float32 b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
-from .scaling.scaler import check_state
+import torch
+
+from .scaling.scaler import LossScaler, check_state
 from .session import Session
 
 _GRAD_SCALER = ("scale", "_growth_tracker")
+
+# What a row of scalers_as_rows() is made of; a tolerance of -1: overflows are not counted against one.
+_COLUMNS: Final = ("loss_scale", "unskipped", "tolerance", "scales")
 
 
 def session_state(session: Session) -> dict[str, Any]:
@@ -23,6 +28,20 @@ def load_session_state(session: Session, state: Mapping[str, Any]) -> None:
     """Set a session's scalers; a state that does not fit changes nothing.
 
     A static scale stays what it is, whatever was saved: see :meth:`LossScaler.load_state_dict`.
+
+    Args:
+        session: the session.
+        state: see :func:`checked_state`.
+
+    Raises:
+        TypeError, ValueError: as in :func:`checked_state`.
+    """
+    for scaler, part in zip(session.scalers, checked_state(session, state).values(), strict=True):
+        scaler.load_state_dict(part)
+
+
+def checked_state(session: Session, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of a session's scalers, in their order, if they can all be loaded.
 
     Args:
         session: the session.
@@ -44,9 +63,52 @@ def load_session_state(session: Session, state: Mapping[str, Any]) -> None:
             f"the state does not fit {session.describe()} with num_losses={len(session.scalers)}, and nothing was "
             f"loaded: {'; '.join(faults)}. Initialise with the num_losses the state was saved with"
         )
-    for key, scaler in zip(expected, session.scalers, strict=True):
-        scaler.load_state_dict(states[key])
+    return {key: states[key] for key in expected}
 
 
 def _from_grad_scaler(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"loss_scaler0": {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]}}
+
+
+def scalers_as_rows(session: Session | None) -> torch.Tensor:
+    """The scalers' states as numbers, so that files of ``torch.distributed.checkpoint`` tell at once what fits.
+
+    Args:
+        session: whose; None: one row that scales nothing.
+
+    Returns:
+        (number of losses, 4), float64, on the CPU: loss scale, good updates, tolerance, and whether it scales at all.
+    """
+    rows = [[1.0, 0.0, -1.0, 0.0]] if session is None else [_row(scaler) for scaler in session.scalers]
+    return torch.tensor(rows, dtype=torch.float64, device="cpu")
+
+
+def _row(scaler: LossScaler) -> list[float]:
+    state = scaler.state_dict()
+    return [state["loss_scale"], state["unskipped"], state.get("tolerance", -1), not scaler.is_identity]
+
+
+def state_of_rows(session: Session, rows: torch.Tensor) -> dict[str, Any]:
+    """A state for :func:`load_session_state` of what :func:`scalers_as_rows` gave.
+
+    A scale that was none, at another level, is no start for one that moves: such a scaler stays where it is.
+
+    Raises:
+        ValueError: these are no such rows.
+    """
+    if rows.dim() != 2 or rows.shape[1] != len(_COLUMNS):
+        raise ValueError(
+            f"scalers saved by mpinit.TrainState are rows of {', '.join(_COLUMNS)}; these have the shape "
+            f"{tuple(rows.shape)}, and nothing was loaded"
+        )
+    present = [scaler.state_dict() for scaler in session.scalers]
+    states: dict[str, Any] = {}
+    for index, (scale, unskipped, tolerance, scales) in enumerate(rows.tolist()):
+        counted = {} if tolerance < 0 else {"tolerance": _whole(tolerance)}
+        saved = {"loss_scale": scale, "unskipped": _whole(unskipped)} | counted
+        states[f"loss_scaler{index}"] = saved if scales or index >= len(present) else present[index]
+    return states
+
+
+def _whole(number: float) -> int | float:
+    return int(number) if number.is_integer() else number

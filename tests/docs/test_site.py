@@ -42,6 +42,7 @@ QUESTIONS = {
     "bytes a parameter": ("how-to/memory.md", "The least memory: split masters"),
     "DistributedDataParallel": ("how-to/distributed.md", "Distributed data parallel"),
     "fully_shard": ("how-to/distributed.md", "FSDP2"),
+    "save from several processes": ("how-to/distributed.md", "Save and resume"),
     "from apex": ("how-to/migrate.md", "From apex.amp"),
     "from GradScaler": ("how-to/migrate.md", "From torch.amp"),
     "Trainer of Transformers": ("how-to/frameworks.md", "Transformers: Trainer"),

@@ -24,10 +24,10 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("optimizer",),
     ("session",),
     ("registry",),
-    ("checks_of_ranks",),
+    ("checks_of_ranks", "checks_of_states"),
     ("checks",),
     ("inspect", "checkpoint"),
-    ("initialization", "grad_scaler"),
+    ("initialization", "grad_scaler", "train_state"),
     ("amp",),
     ("", "__main__", "cli", "compat", "integrations"),
 )

@@ -99,7 +99,9 @@ def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def test_the_names_that_are_exported() -> None:
     assert sorted(mpinit.__all__) == sorted(
-        FUNCTIONS | INSPECTORS | {"GradScaler", "History", "Properties", "OPT_LEVELS", "amp", "__version__"}
+        FUNCTIONS
+        | INSPECTORS
+        | {"GradScaler", "History", "Properties", "TrainState", "OPT_LEVELS", "amp", "__version__"}
     )
     assert all(hasattr(mpinit, name) for name in mpinit.__all__)
     assert mpinit.Properties is Properties
@@ -108,7 +110,8 @@ def test_the_names_that_are_exported() -> None:
 
 def test_amp_is_a_module_with_the_same_names() -> None:
     assert inspect.ismodule(amp)
-    assert sorted(amp.__all__) == sorted(FUNCTIONS - {"install_as_apex"} | {"GradScaler", "Properties", "OPT_LEVELS"})
+    classes = {"GradScaler", "Properties", "TrainState"}
+    assert sorted(amp.__all__) == sorted(FUNCTIONS - {"install_as_apex"} | classes | {"OPT_LEVELS"})
     for name in amp.__all__:
         assert getattr(amp, name) is getattr(mpinit, name)
 

@@ -1,0 +1,288 @@
+"""One object for ``torch.distributed.checkpoint``: a model, its optimizers and loss scalers, by parameter names."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from . import checkpoint, checks, registry
+from .checks_of_states import model_faults, optimizer_faults
+from .distributed.sharding import is_distributed
+from .session import Session
+
+
+@final
+class TrainState:
+    """All that a training run has to save, as a ``Stateful`` of ``torch.distributed.checkpoint``.
+
+    What it holds is what a float32 model's state would be, at every level and under DDP, FSDP2 and tensor parallelism:
+    weights in float32, with the masters' bits, and the optimizer's state, under the names of the model's parameters;
+    and the loss scales. So a checkpoint can be loaded at another level, by another number of processes, into plain
+    torch, and the other way round: keys are those of torch's own recipe, ``{"model": ..., "optim": ...}``.
+
+    ``dcp.load`` reads into the tensors of the model themselves, as in plain torch. What files do not hold, or in
+    other shapes, it refuses before; a state given to :meth:`load_state_dict` is looked at as a whole before anything
+    of it is loaded.
+
+    Args:
+        model: the model, or what DistributedDataParallel, torch.compile or the like made of it.
+        optimizer: its optimizer, or several; None: weights alone, of whatever checkpoint.
+        options: ``torch.distributed.checkpoint.state_dict.StateDictOptions``. With ``full_state_dict=True,
+            cpu_offload=True`` rank 0's :meth:`state_dict` is all of it, on the CPU, and the others' are empty; with
+            ``broadcast_from_rank0=True`` too, :meth:`load_state_dict` takes rank 0's.
+        scalers: False: leave the loss scales out. Files that torch's own ``get_state_dict`` wrote have none.
+
+    Raises:
+        TypeError: ``model`` is no module, ``optimizer`` no optimizer.
+
+    Example:
+        >>> import copy, torch, mpinit
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> state = mpinit.TrainState(model, optimizer)  # dcp.save({"train": state}, checkpoint_id="checkpoint")
+        >>> saved = copy.deepcopy(state.state_dict())
+        >>> saved["model"]["weight"].dtype
+        torch.float32
+        >>> _ = torch.nn.init.zeros_(model.weight)
+        >>> state.load_state_dict(saved)  # dcp.load({"train": state}, checkpoint_id="checkpoint")
+        >>> torch.equal(model.weight, saved["model"]["weight"].half())
+        True
+        >>> mpinit.undo(model)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
+        *,
+        options: Any = None,
+        scalers: bool = True,
+    ) -> None:
+        self._model: nn.Module = checks.as_list(model, nn.Module, "the model")[0]
+        if model is not self._model:
+            raise TypeError("a TrainState is of one model: make one for each, under a name of its own")
+        given = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Iterable) else optimizer
+        self._optimizers: list[Optimizer] = checks.as_optimizers(given)
+        self._options = options
+        self._scalers = scalers and len(self._optimizers) > 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as it is now.
+
+        Tensors are, as in torch, the model's and optimizer's own wherever these are float32: copy what is to stay.
+        An optimizer that has made no step yet is shown with the zeros it is going to start from, and stays without.
+        Every rank has to call this where tensors are sharded, and those of DistributedDataParallel need not.
+
+        Returns:
+            ``{"model": {name: tensor}, "optim": {"state": {name: {...}}, "param_groups": [...]}, "scalers": tensor}``:
+            floating point weights in float32; of scalers a row each, (number of losses, 4) in float64.
+        """
+        options = self._asked()
+        state = self._named(options)
+        if options.full_state_dict and options.cpu_offload and is_distributed() and torch.distributed.get_rank() > 0:
+            return {}
+        if self._scalers:
+            state["scalers"] = checkpoint.scalers_as_rows(self._session())
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set weights, optimizers and loss scales.
+
+        Every rank has to call this where tensors are sharded, or rank 0's state is broadcast.
+
+        Args:
+            state_dict: of :meth:`state_dict`, of this or another level; or what torch's
+                ``get_state_dict(model, optimizer)`` returned, as the pair or under ``"model"`` and ``"optim"`` (or
+                ``"optimizer"``). Without scalers the scales stay as they are. With ``broadcast_from_rank0`` rank 0's
+                counts.
+
+        Raises:
+            TypeError: it is no mapping.
+            ValueError: it does not fit; the message lists what differs, and nothing was changed.
+            RuntimeError: gradients are scaled at the moment.
+        """
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+
+        options = self._asked()
+        sent: list[Any] = [{}, None, None]
+        from_rank0 = options.broadcast_from_rank0 and is_distributed()
+        if not from_rank0 or torch.distributed.get_rank() == 0:
+            try:
+                sent = [*self._checked(state_dict, options), None]
+            except (TypeError, ValueError, RuntimeError) as error:
+                sent[2] = error
+        state, *verdict = sent
+        if from_rank0:
+            torch.distributed.broadcast_object_list(verdict, src=0)
+        scalers, refusal = verdict
+        if refusal is not None:
+            raise refusal
+        for optimizer in self._optimizers:
+            part, how = self._part_of(optimizer, state.get("optim", {}), options)
+            set_optimizer_state_dict(self._model, optimizer, part, options=how)
+        # A copy: the names of wrappers are put in.
+        set_model_state_dict(self._model, dict(state.get("model", {})), options=options)
+        session = self._session()
+        if scalers is not None and session is not None:
+            checkpoint.load_session_state(session, scalers)
+
+    def _asked(self) -> Any:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+        return self._options or StateDictOptions()
+
+    def _session(self) -> Session | None:
+        """Whose scalers these are.
+
+        Raises:
+            ValueError: the optimizers belong to several sessions.
+        """
+        sessions = registry.sessions_of(self._optimizers)
+        if len(sessions) > 1:
+            named = " and ".join(session.describe() for session in sessions)
+            raise ValueError(f"the optimizers belong to {named}: make a TrainState for the optimizers of each")
+        return sessions[0] if sessions else None
+
+    def _named(self, options: Any) -> dict[str, Any]:
+        """Weights and optimizers' state by names."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        state: dict[str, Any] = {"model": get_model_state_dict(self._model, options=options)}
+        parts = [self._named_state(optimizer, options) for optimizer in self._optimizers]
+        if parts:
+            state["optim"] = parts[0]
+        for part in parts[1:]:
+            if options.flatten_optimizer_state_dict or not part:
+                state["optim"].update(part)
+            else:
+                state["optim"]["state"].update(part["state"])
+                state["optim"]["param_groups"] += part["param_groups"]
+        return state
+
+    def _named_state(self, optimizer: Optimizer, options: Any) -> Any:
+        """An optimizer's state by names; one that has none is left without, for its first step to make."""
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        starts = not optimizer.state
+        try:
+            if starts:
+                with _without_decay(optimizer):
+                    get_optimizer_state_dict(self._model, optimizer, options=_as_they_lie(options))
+            state: Any = get_optimizer_state_dict(self._model, optimizer, options=options)
+        except KeyError as error:
+            raise ValueError(
+                f"this {type(optimizer).__name__} steps parameters that {type(self._model).__name__} does not have, "
+                "and a TrainState knows them by the model's names: give the model that has them all"
+            ) from error
+        finally:
+            if starts:
+                optimizer.state.clear()
+        return _unstepped(state) if starts else state
+
+    def _part_of(self, optimizer: Optimizer, optim: Any, options: Any) -> tuple[Any, Any]:
+        """What of a state is an optimizer's, and how to load it.
+
+        torch takes it out of the whole, but not that of one that keeps nothing, as SGD: there it asks for entries.
+        """
+        own = self._named_state(optimizer, _as_they_lie(options))
+        if options.flatten_optimizer_state_dict:
+            keeps = any(key.startswith("state.") for key in own)
+            part = {key: value for key, value in optim.items() if key.startswith("param_groups.")}
+        else:
+            keeps = len(own["state"]) > 0
+            given = {frozenset(group["params"]): group for group in optim.get("param_groups", ())}
+            groups = [given[frozenset(group["params"])] for group in own["param_groups"]] if given else []
+            part = {"state": {}, "param_groups": groups}
+        if keeps:
+            return optim, options
+        sent = [part]
+        if options.broadcast_from_rank0 and is_distributed():
+            torch.distributed.broadcast_object_list(sent, src=0)
+        return sent[0], _as_they_lie(options)
+
+    def _checked(self, given: Any, options: Any) -> tuple[dict[str, Any], Any]:
+        """What is to be loaded, and the scalers' state or None, if all of it fits."""
+        state = _as_parts(given)
+        own = self._named(_as_they_lie(options))
+        whole, strict = options.full_state_dict, options.strict and not options.ignore_frozen_params
+        faults = [f"there is no {key!r}" for key in own if key not in state]
+        if faults and not state and whole:
+            faults = ["there is none on this rank: StateDictOptions(broadcast_from_rank0=True) takes rank 0's"]
+        if "model" in state:
+            faults += model_faults(own["model"], state["model"], strict, whole)
+        if "optim" in own and "optim" in state:
+            faults += optimizer_faults(own["optim"], state["optim"], options.strict, whole)
+        session = self._session()
+        if faults:
+            raise ValueError(
+                f"the state does not fit {'this model' if session is None else session.describe()}, and nothing was "
+                f"loaded: {'; '.join(faults[:10])}{f'; and {len(faults) - 10} more' if len(faults) > 10 else ''}. Load "
+                "it into the model and optimizer it was saved from, or with StateDictOptions(strict=False)"
+            )
+        scalers = state.get("scalers") if self._scalers else None
+        if scalers is None or session is None:
+            return state, None
+        if isinstance(scalers, torch.Tensor):
+            scalers = checkpoint.state_of_rows(session, scalers)
+        return state, checkpoint.checked_state(session, scalers)
+
+
+def _as_parts(given: Any) -> dict[str, Any]:
+    """A state under the names of :meth:`TrainState.state_dict`."""
+    if isinstance(given, tuple) and len(given) == 2:
+        given = dict(zip(("model", "optim"), given, strict=True))
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"a state is a mapping such as TrainState.state_dict() returns, or what torch's get_state_dict did, not "
+            f"{type(given).__name__}"
+        )
+    state = dict(given)
+    if "optimizer" in state and "optim" not in state:
+        state["optim"] = state.pop("optimizer")
+    unknown = [key for key in state if key not in ("model", "optim", "scalers")]
+    if unknown:
+        raise ValueError(
+            f"a state has 'model', 'optim' and 'scalers'; nothing was loaded, because this one has "
+            f"{', '.join(map(repr, unknown[:5]))}: give the part that TrainState.state_dict() returned"
+        )
+    return state
+
+
+def _as_they_lie(options: Any) -> Any:
+    """The same options, without gathering anything."""
+    return replace(options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
+
+
+@contextlib.contextmanager
+def _without_decay(optimizer: Optimizer) -> Iterator[None]:
+    """torch makes state by a step with gradients and a rate of 0; decay would enter moments as a gradient does."""
+    decays = [(group, group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group]
+    for group, _ in decays:
+        group["weight_decay"] = 0.0
+    try:
+        yield
+    finally:
+        for group, decay in decays:
+            group["weight_decay"] = decay
+
+
+def _unstepped(state: Any) -> Any:
+    """An optimizer's state as its first step finds it: torch makes it by a step without effect, which is counted."""
+    for entries in state.get("state", {}).values():
+        if isinstance(entries, dict) and "step" in entries:
+            entries["step"] = _zero(entries["step"])
+    for key in state:
+        if key.startswith("state.") and key.endswith(".step"):
+            state[key] = _zero(state[key])
+    return state
+
+
+def _zero(step: Any) -> Any:
+    return torch.zeros_like(step) if isinstance(step, torch.Tensor) else 0

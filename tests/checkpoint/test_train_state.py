@@ -1,0 +1,322 @@
+"""mpinit.TrainState in one process: files, levels, several optimizers, and states that do not fit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from loops import adam, backward, batches, keywords, mlp, momentum, mse, plain_sgd, train, train_plainly
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+import mpinit
+from mpinit import TrainState
+
+LEVELS: dict[str, dict[str, Any]] = {
+    "O0": keywords("O0"),
+    "O1": keywords("O1"),
+    "O2": keywords("O2"),
+    "O3": keywords("O3"),
+    "O5": {"opt_level": "O5", "verbosity": 0},
+    "split": {"opt_level": "O5", "verbosity": 0, "master_weights": "split"},
+    "model": keywords("O2") | {"master_weights": "model"},
+    "int8": {"opt_level": "O5", "verbosity": 0, "optimizer_state": "int8"},
+}
+Pair = tuple[nn.Module, Optimizer]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
+
+def build(level: str, seed: int = 0, make: Callable[[Any], Optimizer] = adam, **more: Any) -> Pair:
+    model = mlp(seed)
+    optimizer = make(model.parameters())
+    mpinit.initialize(model, optimizer, **LEVELS[level] | more)
+    return model, optimizer
+
+
+def leaves(state: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(state, (dict, list, tuple)):
+        for name, part in state.items() if isinstance(state, dict) else enumerate(state):
+            yield from leaves(part, f"{where}.{name}")
+    else:
+        yield where, state
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    ours, theirs = dict(leaves(ours)), dict(leaves(theirs))
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        equal = torch.equal(value, theirs[key]) if isinstance(value, torch.Tensor) else value == theirs[key]
+        assert equal, key
+
+
+def copied(state: TrainState) -> dict[str, Any]:
+    return copy.deepcopy(state.state_dict())
+
+
+def without_scalers(state: dict[str, Any]) -> dict[str, Any]:
+    return {part: entries for part, entries in state.items() if part != "scalers"}
+
+
+def test_it_is_what_torch_asks_for() -> None:
+    assert isinstance(TrainState(*build("O2")), Stateful)
+
+
+# -- resuming ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("level", "steps"), [*((level, 3) for level in LEVELS), ("O0", 0), ("O2", 0), ("split", 0)])
+@pytest.mark.parametrize("make", [adam, momentum])
+def test_resuming_from_files_changes_no_bit(make: Any, level: str, steps: int, tmp_path: Path) -> None:
+    if level == "O3" and make is adam:
+        pytest.skip("Adam's epsilon is 0 in float16")
+    model, optimizer = build(level, make=make)
+    state = TrainState(model, optimizer)
+    train(model, optimizer, batches(steps))
+    dcp.save({"app": state}, checkpoint_id=tmp_path, no_dist=True)
+    train(model, optimizer, batches(3, seed=5))
+    end = copied(state)
+    mpinit.undo(model)
+    again, resumed = build(level, 7, make)
+    state = TrainState(again, resumed)
+    dcp.load({"app": state}, checkpoint_id=tmp_path, no_dist=True)
+    train(again, resumed, batches(3, seed=5))
+    assert_same(copied(state), end)
+
+
+@pytest.mark.parametrize("level", ["O2", "split", "int8"])
+def test_looking_at_an_optimizer_without_state_leaves_it_without(level: str) -> None:
+    model, optimizer = build(level)
+    plain, plain_optimizer = build(level)
+    entries = TrainState(plain, plain_optimizer).state_dict()["optim"]["state"].values()
+    assert {float(each["step"]) for each in entries} == {0.0}
+    assert not plain_optimizer.state
+    with pytest.raises(ValueError, match="nothing was loaded"):
+        TrainState(plain, plain_optimizer).load_state_dict({})
+    assert not plain_optimizer.state
+    for pair in ((model, optimizer), (plain, plain_optimizer)):
+        train(*pair, batches(3))
+    assert_same(copied(TrainState(plain, plain_optimizer)), copied(TrainState(model, optimizer)))
+
+
+def test_a_state_goes_through_every_level_and_back() -> None:
+    levels = [level for level in LEVELS if level not in ("O3", "int8")]
+    model, optimizer = build("O2")
+    train(model, optimizer, batches(3))
+    first = state = copied(TrainState(model, optimizer))
+    for level in (*levels, "O2"):
+        model, optimizer = build(level, seed=7)
+        here = TrainState(model, optimizer)
+        here.load_state_dict(copy.deepcopy(state))
+        state = copied(here)
+        assert_same(without_scalers(state), without_scalers(first))
+        mpinit.undo(model)
+    plain = mlp(4)
+    theirs = TrainState(plain, adam(plain.parameters()))
+    theirs.load_state_dict(state)
+    assert_same(without_scalers(copied(theirs)), without_scalers(first))
+
+
+# -- loss scales ------------------------------------------------------------------------------------------------------
+
+
+def test_a_scale_that_was_none_is_no_start_for_one_that_moves() -> None:
+    model, optimizer = build("O0")
+    train(model, optimizer, batches(1))
+    state = copied(TrainState(model, optimizer))
+    model, optimizer = build("O2")
+    TrainState(model, optimizer).load_state_dict(state)
+    assert mpinit.loss_scale(optimizer) == 1024.0
+    train(model, optimizer, batches(2))
+    state = copied(TrainState(model, optimizer))
+    again, resumed = build("O2", init_loss_scale=8.0)
+    TrainState(again, resumed).load_state_dict(state)
+    assert mpinit.state_dict(resumed) == {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 2}}
+
+
+def test_scales_counters_and_tolerance_go_on() -> None:
+    model, optimizer = build("O2", num_losses=2, hysteresis=3)
+    for loss_id in (0, 1):
+        for factor in (1.0, float("inf")):
+            backward(mse(model, batches(1)[0]) * (factor if loss_id else 1.0), optimizer, loss_id)
+    optimizer.zero_grad()
+    before = mpinit.state_dict(optimizer)
+    assert before["loss_scaler0"] != before["loss_scaler1"]
+    state = copied(TrainState(model, optimizer))
+    again, resumed = build("O2", num_losses=2, hysteresis=3)
+    TrainState(again, resumed).load_state_dict(state)
+    assert mpinit.state_dict(resumed) == before
+
+
+@pytest.mark.parametrize("scalers", [{"loss_scaler0": {"loss_scale": 64.0, "unskipped": 3}}, None])
+def test_scalers_as_mpinit_state_dict_gives_them_or_none(scalers: Any) -> None:
+    pair = build("O2")
+    state = without_scalers(copied(TrainState(*pair))) | ({"scalers": scalers} if scalers else {})
+    TrainState(*pair).load_state_dict(state)
+    assert mpinit.loss_scale(pair[1]) == (64.0 if scalers else 1024.0)
+
+
+def test_optimizers_of_several_sessions_have_no_state_of_one() -> None:
+    model = nn.Sequential(mlp(), nn.Linear(3, 3))
+    optimizers = [adam(part.parameters()) for part in model]
+    for part, optimizer in zip(model, optimizers, strict=True):
+        mpinit.initialize(part, optimizer, **LEVELS["O5"])
+    with pytest.raises(ValueError, match=r"session \d+ .* and session \d+ .*: make a TrainState for the"):
+        TrainState(model, optimizers).state_dict()
+
+
+# -- what is in it ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"flatten_optimizer_state_dict": True}, {"full_state_dict": True}], ids=str)
+def test_several_optimizers(options: dict[str, bool]) -> None:
+    def pair(seed: int) -> tuple[nn.Module, list[Optimizer], TrainState]:
+        model = mlp(seed)
+        optimizers = [plain_sgd(model[0].parameters()), adam(model[3].parameters())]
+        mpinit.initialize(model, optimizers, **LEVELS["O2"])
+        return model, optimizers, TrainState(model, iter(optimizers), options=StateDictOptions(**options))
+
+    def run(model: nn.Module, optimizers: list[Optimizer], seed: int) -> None:
+        for batch in batches(2, seed):
+            backward(mse(model, batch), optimizers)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    model, optimizers, state = pair(0)
+    run(model, optimizers, 1)
+    saved = copied(state)
+    run(model, optimizers, 2)
+    end = copied(state)
+    again, resumed, state = pair(4)
+    state.load_state_dict(saved)
+    run(again, resumed, 2)
+    assert_same(copied(state), end)
+
+
+def test_weights_alone_of_any_checkpoint(tmp_path: Path) -> None:
+    model, optimizer = build("O2")
+    train(model, optimizer, batches(2))
+    everything = TrainState(model, optimizer)
+    dcp.save({"app": everything}, checkpoint_id=tmp_path, no_dist=True)
+    alone = mlp(5)
+    state = TrainState(alone)
+    assert list(state.state_dict()) == ["model"]
+    dcp.load({"app": state}, checkpoint_id=tmp_path, no_dist=True)
+    assert_same(alone.state_dict(), model.state_dict())
+    other = mlp(6)
+    TrainState(other).load_state_dict(copied(everything))
+    assert_same(other.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "split"])
+def test_what_torch_wrote_for_a_plain_model(level: str, tmp_path: Path) -> None:
+    plain = mlp()
+    plain_optimizer = adam(plain.parameters())
+    train_plainly(plain, plain_optimizer, batches(3))
+    ours, theirs = copy.deepcopy(get_state_dict(plain, plain_optimizer))
+    pair = build(level, seed=4)
+    for given in ((ours, theirs), {"model": ours, "optim": theirs}, {"model": ours, "optimizer": theirs}):
+        TrainState(*pair).load_state_dict(given)
+        assert_same(without_scalers(copied(TrainState(*pair))), {"model": ours, "optim": theirs})
+        train(*pair, batches(1))
+    dcp.save({"app": {"model": ours, "optim": theirs}}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load({"app": TrainState(*pair, scalers=False)}, checkpoint_id=tmp_path, no_dist=True)
+    assert_same(without_scalers(copied(TrainState(*pair))), {"model": ours, "optim": theirs})
+
+
+def test_it_loads_where_a_part_of_the_names_is_wanted() -> None:
+    pair = build("O2")
+    state = copied(TrainState(*pair))
+    del state["model"]["0.bias"], state["optim"]["state"]["0.bias"]
+    state["model"]["3.bias"] = torch.full_like(state["model"]["3.bias"], 0.3)
+    before = pair[0].state_dict()["0.bias"].clone()
+    TrainState(*pair, options=StateDictOptions(strict=False)).load_state_dict(state)
+    assert torch.equal(pair[0].state_dict()["3.bias"], state["model"]["3.bias"])
+    assert torch.equal(pair[0].state_dict()["0.bias"], before)
+
+
+# -- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def spoil(state: dict[str, Any], case: str) -> Any:
+    model, optim = state["model"], state["optim"]
+    entries = optim["state"]["0.weight"]
+    spoilers: dict[str, Callable[[], Any]] = {
+        "no mapping": lambda: [state],
+        "whole checkpoint": lambda: {"app": state},
+        "no optimizer": lambda: state.pop("optim") and state,
+        "weight missing": lambda: model.pop("3.bias") is not None and state,
+        "stranger": lambda: model.update({"stranger": model["3.bias"]}) or state,
+        "shape": lambda: model.update({"3.bias": torch.ones(7)}) or state,
+        "number": lambda: model.update({"3.bias": 3.0}) or state,
+        "state missing": lambda: optim["state"].pop("0.weight") and state,
+        "other optimizer": lambda: entries.update({"momentum_buffer": entries.pop("exp_avg")}) or state,
+        "shape of state": lambda: entries.update({"exp_avg": torch.ones(2)}) or state,
+        "groups": lambda: optim["param_groups"][0]["params"].pop() and state,
+        "no groups": lambda: optim.pop("param_groups") and state,
+        "two losses": lambda: state | {"scalers": state["scalers"].repeat(2, 1)},
+        "scale": lambda: state["scalers"].fill_(float("nan")) is not None and state,
+        "columns": lambda: state | {"scalers": state["scalers"][:, :2]},
+    }
+    return spoilers[case]()
+
+
+MESSAGES = {
+    "no mapping": "a state is a mapping such as TrainState.state_dict",
+    "whole checkpoint": r"this one has 'app': give the part that TrainState\.state_dict",
+    "no optimizer": "there is no 'optim'",
+    "weight missing": r"the model's state lacks '3\.bias'",
+    "stranger": "the model has no 'stranger'",
+    "shape": r"'3\.bias' has the shape \(7,\), and here \(3,\)",
+    "number": r"'3\.bias' is a float, not a tensor",
+    "state missing": r"the optimizer's state has none for '0\.weight'",
+    "other optimizer": r"state of '0\.weight' has no 'exp_avg', but step, exp_avg_sq, momentum_buffer",
+    "shape of state": r"'exp_avg' of '0\.weight' has the shape \(2,\), and here \(8, 6\)",
+    "groups": r"no group .* has the 4 parameters of group 0 \(0\.weight, 0\.bias first; groups saved: 3 parameters\)",
+    "no groups": "has no 'state' and 'param_groups'",
+    "two losses": "'loss_scaler1' is not known here",
+    "scale": "has loss_scale=nan",
+    "columns": r"rows of loss_scale, unskipped, tolerance, scales; these have the shape \(1, 2\)",
+}
+
+
+@pytest.mark.parametrize("case", MESSAGES)
+def test_what_does_not_fit_is_refused_and_changes_nothing(case: str) -> None:
+    pair = build("O2")
+    train(*pair, batches(1))
+    here = TrainState(*pair)
+    state = spoil(copied(here), case)
+    train(*pair, batches(1, seed=8))
+    before = copied(here)
+    with pytest.raises((TypeError, ValueError), match=MESSAGES[case]):
+        here.load_state_dict(state)
+    assert_same(copied(here), before)
+    train(*pair, batches(1))
+
+
+def test_what_it_is_made_of_is_checked() -> None:
+    model, optimizer = build("O5")
+    with pytest.raises(TypeError, match="make one for each"):
+        TrainState([model], optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model must be a Module.*got SGD"):
+        TrainState(momentum(model.parameters()), model)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="optimizers must be a Optimizer"):
+        TrainState(model, [model])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="Adam steps parameters that Linear does not have"):
+        TrainState(model[0], optimizer).state_dict()
+
+
+def test_inside_of_a_scaled_loss_an_optimizer_without_state_is_refused() -> None:
+    pair = build("O2")
+    with (
+        pytest.raises(RuntimeError, match=r"inside `with mpinit\.scale_loss"),
+        mpinit.scale_loss(mse(pair[0], batches(1)[0]), pair[1]),
+    ):
+        TrainState(*pair).state_dict()
