@@ -18,7 +18,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     report = tmp_path_factory.mktemp("distributed") / "outcomes.json"
     launched = subprocess.run(
         [sys.executable, distributed_launch.__file__, str(report)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(report.parent)},
         capture_output=True,
         text=True,
         timeout=280,
