@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
@@ -29,6 +29,11 @@ def all_dense(gradients: Sequence[torch.Tensor | None]) -> bool:
         return set(map(_IS_SPARSE, gradients)) == _NO
     except AttributeError:
         return False  # None is among them
+
+
+def are_dense_in(gradients: Sequence[torch.Tensor | None], dtypes: Container[torch.dtype]) -> bool:
+    """Whether all are there, dense, and of these dtypes."""
+    return all_dense(gradients) and all(dtype in dtypes for dtype in set(map(_DTYPE, gradients)))
 
 
 def are_plain(gradients: Sequence[torch.Tensor | None], device: torch.device) -> bool:

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..basics.dtypes import is_lower_precision
+from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
+from ..basics.gradients import are_dense_in
 from ..distributed.sharding import is_sharded
 from ..torch_internals.parameter_watching import TENSOR_GRAD
 from .buckets import Bucket, Buffers, grouped
@@ -92,6 +93,8 @@ class SplitMasters(MasterStore):
 
     def as_held(self, gradients: Gradients) -> Gradients:
         """In the weights' type, sparse ones coalesced."""
+        if are_dense_in(gradients, LOWER_PRECISION):
+            return gradients
         held = [None if g is None else (g if is_lower_precision(g.dtype) else g.to(torch.bfloat16)) for g in gradients]
         return [g.coalesce() if g is not None and g.is_sparse else g for g in held]
 

@@ -31,13 +31,14 @@ class MasterStore(ABC):
         watcher: who takes down writes that leave no trace, on either side.
         idle: pairs in no optimizer's groups, for now.
         states: what optimizers' states are between steps.
+        arrivals: who shows masters what backward passes leave on their weights.
     """
 
     def __init__(self, scales: bool = True) -> None:
         self.pairs = PairTable()
         self.watcher = Watcher()
         self.states: StateStore = PlainStates()
-        self._arrivals = None if scales else Arrivals(self.watcher, self.pairs)
+        self.arrivals = Arrivals(self.watcher, self.pairs, scales)
         # Pairs that no optimizer steps at the moment: their numbers stay, as other parameters' do.
         self.idle = TwoCopies(self.watcher, self.as_held, lambda parameter: f"a parameter of shape {parameter.shape}")
 
@@ -61,8 +62,7 @@ class MasterStore(ABC):
             self.pairs.add(pair)
             self.watcher.watch(pair.model_param)
             self.watcher.watch(pair.master_param, twin=pair.model_param)
-            if self._arrivals is not None:
-                self._arrivals.follow(pair)
+            self.arrivals.changed()
         return pair
 
     def hold_idle(self) -> None:
@@ -92,9 +92,8 @@ class MasterStore(ABC):
             self._forget(pair)
 
     def _forget(self, pair: Pair) -> None:
-        if self._arrivals is not None:
-            self._arrivals.forget(pair)
         self.pairs.discard(pair)
+        self.arrivals.changed()
 
     @abstractmethod
     def check(self, optimizers: Sequence[Optimizer]) -> None:

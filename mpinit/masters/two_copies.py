@@ -15,13 +15,15 @@ step, ``zero_grad``, ``master_params``, a state dict, and undoing. Nobody else c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from operator import is_
 from typing import final
 
 import torch
 
 from ..torch_internals.allocator import HighestGradient
-from ..torch_internals.parameter_watching import TENSOR_GRAD, Shown, Watcher
+from ..torch_internals.columns import are_trained, do_all, grads_of, set_grads, versions_of
+from ..torch_internals.parameter_watching import Shown, Watcher
 from .pairs import Pair
 
 NameOf = Callable[[torch.Tensor], str]
@@ -53,6 +55,7 @@ class TwoCopies:
         self._gradients: Gradients = []
         self._weight_versions: list[int] = []
         self._master_versions: list[int] = []
+        self._trained: list[bool] = []
         # Pairs that still know what their weights were before somebody wrote to them.
         self._followed: set[Pair] = set()
         self._highest = HighestGradient([])
@@ -78,6 +81,7 @@ class TwoCopies:
         self._gradients = [row[0] for row in rows]
         self._weight_versions = [row[1] for row in rows]
         self._master_versions = [row[2] for row in rows]
+        self._trained = [pair.trained for pair in self.pairs]
         self._highest = HighestGradient(self.weights)
         self._own = {id(parameter) for parameter in (*self.weights, *self.masters)}
         self.find_shared()
@@ -100,7 +104,7 @@ class TwoCopies:
         Raises:
             RuntimeError: both sides' were changed, to different ones.
         """
-        ours, theirs = [m.grad for m in self.masters], [w.grad for w in self.weights]
+        ours, theirs = grads_of(self.masters), grads_of(self.weights)
         if all(map(is_, ours, theirs)):
             if not all(map(is_, ours, self._gradients)):
                 self._highest.keep(ours)
@@ -116,11 +120,17 @@ class TwoCopies:
         return held
 
     def _are_known(self) -> None:
-        self._watcher.assigned -= self._own
-        self._watcher.cleared -= self._own
-        if self._watcher.arrived:
-            for master in self.masters:
-                self._watcher.arrived.pop(id(master), None)
+        watcher = self._watcher
+        if watcher.assigned or watcher.cleared:
+            watcher.assigned -= self._own
+            watcher.cleared -= self._own
+        if watcher.arrived:
+            do_all(map(watcher.arrived.pop, map(id, self.masters), repeat(None)))
+
+    def look_at_masters_gradients(self) -> None:
+        """Before a backward pass that adds to the weights' gradients: they follow what was done to the masters'."""
+        if not all(map(is_, grads_of(self.masters), self._gradients)) or self._watcher.arrived:
+            self.look_at_gradients()
 
     def _known(self) -> Gradients:
         """What the two sides' gradients were when they were last one: looked at, or cleared or left there at once."""
@@ -145,18 +155,11 @@ class TwoCopies:
             "mpinit.master_params()'s"
         )
 
-    def fresh_gradients(self) -> Gradients:
-        """What a backward pass has just left on the weights, in the pairs' order."""
-        return [weight.grad for weight in self.weights]
-
     def put_gradients(self, gradients: Gradients, weights_have_them: bool = False) -> None:
         """Give both sides of each pair its gradient, in the form in which pairs hold it."""
-        assign = TENSOR_GRAD.__set__
-        for master, gradient in zip(self.masters, gradients, strict=True):
-            assign(master, gradient)
+        set_grads(self.masters, gradients)
         if not weights_have_them:
-            for weight, gradient in zip(self.weights, gradients, strict=True):
-                assign(weight, gradient)
+            set_grads(self.weights, gradients)
         self._are_known()
         for pair in self._shared:
             for copies in pair.holders:
@@ -183,7 +186,7 @@ class TwoCopies:
         Raises:
             RuntimeError: both sides were written to, differently.
         """
-        versions = [weight._version for weight in self.weights]
+        versions = versions_of(self.weights)
         if versions != self._weight_versions or self._watcher.handed_out:
             for index, (pair, version) in enumerate(zip(self.pairs, versions, strict=True)):
                 if version != self._weight_versions[index] or self._watcher.was_written(pair.model_param):
@@ -197,7 +200,7 @@ class TwoCopies:
         Raises:
             RuntimeError: both sides were written to, differently.
         """
-        versions = [master._version for master in self.masters]
+        versions = versions_of(self.masters)
         if versions != self._master_versions or self._watcher.handed_out:
             for index in range(len(self.pairs)):
                 if self._master_was_written(index):
@@ -288,8 +291,8 @@ class TwoCopies:
         if copied_once:
             self._weight_versions = [version + 1 for version in self._weight_versions]
         else:
-            self._weight_versions = [weight._version for weight in self.weights]
-        self._master_versions = [master._version for master in self.masters]
+            self._weight_versions = versions_of(self.weights)
+        self._master_versions = versions_of(self.masters)
         self._watcher.forget_all(self._own)
         for pair in self._shared:
             self.note_one(pair)
@@ -298,14 +301,21 @@ class TwoCopies:
 
     # -- membership ---------------------------------------------------------------------------------------------
 
-    def look_at_trained(self) -> None:
-        """Before a step: masters' ``requires_grad`` follows the weights'."""
-        if [pair.trained for pair in self.pairs] != [weight.requires_grad for weight in self.weights]:
+    def look_at_trained(self, to_step: bool = False) -> None:
+        """Masters' ``requires_grad`` follows the weights'.
+
+        Args:
+            to_step: only for a step, which asks for gradients: where all were trained and have some, it has what it
+                needs, and what was frozen since shows at the next look.
+        """
+        if to_step and all(self._trained) and self._gradients and not any(map(is_, self._gradients, repeat(None))):
+            return
+        if self._trained != are_trained(self.weights):
             self._agree_on_trained()
 
     def look_at_trained_masters(self) -> None:
         """Before a forward pass: the weights' ``requires_grad`` follows the masters'."""
-        if [pair.trained for pair in self.pairs] != [master.requires_grad for master in self.masters]:
+        if self._trained != are_trained(self.masters):
             self._agree_on_trained()
 
     def _agree_on_trained(self) -> None:
@@ -314,6 +324,7 @@ class TwoCopies:
             pair.trained = theirs if theirs != pair.trained else ours
             pair.model_param.requires_grad_(pair.trained)
             pair.master_param.requires_grad_(pair.trained)
+        self._trained = [pair.trained for pair in self.pairs]
 
 
 def _first_look(pair: Pair) -> tuple[torch.Tensor | None, int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain, repeat
-from operator import is_not
+from operator import is_, is_not
 from typing import Any, final
 
 import torch
@@ -12,6 +12,7 @@ from ..basics.gradients import add_, are_plain
 from ..distributed.sharding import is_distributed, is_sharded
 from ..scaling.scaled_loss import Done, TakesPart
 from ..scaling.scaler import LossScaler
+from ..torch_internals.columns import grads_of
 from ..torch_internals.devices import is_read_freely
 from .gradient_cycle import GradientCycle, Kept, any_of
 from .observers import Observer
@@ -65,11 +66,11 @@ class BackwardPass(TakesPart):
         self.abandon_backward()
         groups.refresh()
         cycle.check_unscaled("mpinit.scale_loss was entered", groups.model_params())
-        held = groups.copies.look_at_gradients()
-        adds_up = groups.store.adds_up_natively()
-        if scaler.is_identity and adds_up:
+        if scaler.is_identity and groups.store.adds_up_natively():
+            groups.copies.look_at_masters_gradients()
+            groups.store.arrivals.hold_back(block)
             return
-        kept: Kept = [*held, *(parameter.grad for parameter in groups.plain)]
+        kept: Kept = [*groups.copies.look_at_gradients(), *(parameter.grad for parameter in groups.plain)]
         any_left = any(map(is_not, kept, repeat(None)))
         self._forget_old_overflow(kept, any_left)
         self._left_to_ranks.clear()
@@ -118,7 +119,7 @@ class BackwardPass(TakesPart):
                 "still scaled: move the change before or behind the with-block. All gradients were cleared"
             )
         copies, store = groups.copies, groups.store
-        arrived = copies.fresh_gradients()
+        arrived = grads_of(copies.weights)
         plain = [parameter.grad for parameter in groups.plain]
         cycle.saw_backward(any(map(is_not, chain(arrived, plain), repeat(None))))
         usual = (not arrived or store.are_plain(copies, arrived, scaler.device)) and (
@@ -128,7 +129,8 @@ class BackwardPass(TakesPart):
         kept = cycle.close()
         if kept is None:
             # Nothing was scaled.
-            copies.put_gradients(fresh, weights_have_them=usual)
+            copies.put_gradients(fresh, weights_have_them=usual or all(map(is_, fresh, arrived)))
+            store.arrivals.go_on(len(copies.pairs))
             return None
         fresh = [*fresh, *(plain if usual else map(_coalesced, plain))]
         found_inf = self._unscale(_present(fresh), scaler, usual, done)

@@ -215,7 +215,7 @@ class OptimizerControl:
         """The optimizer's ``zero_grad``, for weights and masters."""
         copies = self.groups.copies
         if self._active:
-            copies.look_at_both()
+            copies.look_at_masters()
             if set_to_none and self._zeroes_as_torch_does:
                 self.backward.clear()
                 return

@@ -60,8 +60,8 @@ class ParameterGroups:
         self._original_values = original_values
         self._finished = False
         self.generation = 0
-        self._seen: list[nn.Parameter] = []
-        self._seen_groups: list[dict[str, Any]] = []
+        # The groups at the last look, and what was in them.
+        self._seen: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
         self._frozen: list[nn.Parameter] = []
         self._references = References(optimizer)
         # Parameters that are their own masters and came in 16-bit.
@@ -96,14 +96,18 @@ class ParameterGroups:
 
     def is_as_seen(self) -> bool:
         """Whether the groups hold the same parameters as at the last look."""
-        groups, present = self.optimizer.param_groups, self.present()
-        if len(groups) != len(self._seen_groups) or len(present) != len(self._seen):
+        groups, seen = self.optimizer.param_groups, self._seen
+        if len(groups) != len(seen):
             return False
-        return all(map(is_, present, self._seen)) and all(map(is_, groups, self._seen_groups))
+        for group, (known, members) in zip(groups, seen, strict=True):
+            params = group["params"]
+            if group is not known or len(params) != len(members) or not all(map(is_, params, members)):
+                return False
+        return True
 
     def are_without_gradients(self) -> bool:
         """Whether nothing that the next step uses has a gradient."""
-        return all(parameter.grad is None for parameter in self.present())
+        return all(member.grad is None for group in self.optimizer.param_groups for member in group["params"])
 
     # -- masters ------------------------------------------------------------------------------------------------
 
@@ -172,7 +176,7 @@ class ParameterGroups:
         self.plain = [parameter for parameter, pair in found if pair is None]
         self._frozen = [parameter for parameter in self.plain if not parameter.requires_grad]
         self.unsound = stepped_wrongly((self.optimizer, *wrapped_by(self.optimizer)), self._groups(), self._targets)
-        self._seen, self._seen_groups = self.present(), list(self.optimizer.param_groups)
+        self._seen = [(group, list(group["params"])) for group in self.optimizer.param_groups]
         self.generation += 1
 
     def finish(self) -> None:
@@ -191,7 +195,7 @@ class ParameterGroups:
             ValueError: it names a weight again whose master is in another group; the group is taken out again.
         """
         groups = self.optimizer.param_groups
-        known = set(map(id, self._seen))
+        known = {id(member) for _, members in self._seen for member in members}
         pairs = [self.store.pairs.of(parameter) for parameter in groups[-1]["params"]]
         if any(pair is not None and id(pair.master_param) in known for pair in pairs):
             groups.pop()

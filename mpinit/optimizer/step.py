@@ -123,7 +123,7 @@ class Step:
         self._agree()
         self._has_agreed = False
         groups.copies.look_at_weights()
-        groups.copies.look_at_trained()
+        groups.copies.look_at_trained(to_step=True)
         # Schedulers ask whether a step came before them; a skipped one did.
         groups.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._skipped = False

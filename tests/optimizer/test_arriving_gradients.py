@@ -112,10 +112,66 @@ def test_a_gradient_that_a_step_replaces_is_no_write_of_the_users(masters: Any) 
 
 
 @KINDS
-def test_undo_takes_the_hooks_away(masters: Any) -> None:
-    model, _ = begin(masters)
-    mpinit.undo(model)
-    assert all(not weight._post_accumulate_grad_hooks for weight in model.parameters())
+def test_undo_gives_torch_its_backward_back(masters: Any) -> None:
+    plain = torch.autograd.backward
+    first, second = begin(masters)[0], begin(masters)[0]
+    assert torch.autograd.backward is not plain
+    mpinit.undo(first)
+    assert torch.autograd.backward is not plain
+    mpinit.undo(second)
+    assert torch.autograd.backward is plain
+
+
+@KINDS
+def test_a_pass_that_fails_shows_what_arrived_and_why_it_failed(masters: Any) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            raise ArithmeticError("in the middle")
+
+    model, optimizer = begin(masters)
+    hidden = Fails.apply(model[0](X))  # type: ignore[index]
+    last = model[2].weight  # type: ignore[index]
+    with pytest.raises(ArithmeticError, match="in the middle"):
+        model[2](hidden.tanh()).sum().backward()  # type: ignore[index]
+    assert last.grad is not None
+    assert in_groups(optimizer)[2].grad is last.grad
+
+
+@KINDS
+def test_a_pass_inside_a_pass_is_no_end(masters: Any) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model, optimizer = begin(masters)
+    checkpoint(model, X.clone().requires_grad_(), use_reentrant=True).square().sum().backward()
+    seen = [p.grad for p in in_groups(optimizer)]
+    assert all(g is not None and g is w.grad for g, w in zip(seen, model.parameters(), strict=True))
+
+
+@KINDS
+def test_a_loss_over_several_optimizers_of_which_one_takes_part(masters: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizers = [torch.optim.SGD(model[i].parameters(), lr=0.5) for i in (0, 2)]
+    mpinit.initialize(model, optimizers, "O5", master_weights=masters, verbosity=0)
+    with mpinit.scale_loss(loss_of(model), optimizers[0]) as loss:
+        loss.backward()
+    for optimizer, layer in zip(optimizers, (model[0], model[2]), strict=True):
+        assert all(p.grad is w.grad is not None for p, w in zip(in_groups(optimizer), layer.parameters(), strict=True))
+
+
+@KINDS
+def test_a_block_that_was_left_without_its_end_holds_nothing_back(masters: Any) -> None:
+    model, optimizer = begin(masters)
+    block = mpinit.scale_loss(loss_of(model), optimizer)
+    block.__enter__()
+    del block
+    loss_of(model).backward()
+    assert all(p.grad is w.grad is not None for p, w in zip(in_groups(optimizer), model.parameters(), strict=True))
 
 
 @KINDS

@@ -1,0 +1,40 @@
+"""What many tensors are, read or set at once: on every step, so in the ways that take the least time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Any, Final
+
+import torch
+
+from .parameter_watching import TENSOR_GRAD
+
+_GRAD_OF: Final[Any] = TENSOR_GRAD.__get__
+_SET_GRAD_OF: Final[Any] = TENSOR_GRAD.__set__
+_VERSION_OF: Final = attrgetter("_version")
+_IS_TRAINED: Final = attrgetter("requires_grad")
+
+# Exhausts an iterator without running Python code for each element.
+do_all: Final = deque[Any](maxlen=0).extend
+
+
+def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Each tensor's ``grad``."""
+    return list(map(_GRAD_OF, tensors))
+
+
+def set_grads(tensors: Iterable[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
+    """Set each tensor's ``grad``, unnoticed by who watches parameters."""
+    do_all(map(_SET_GRAD_OF, tensors, grads))
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """How often each tensor was written to in ways that torch counts."""
+    return list(map(_VERSION_OF, tensors))
+
+
+def are_trained(tensors: Iterable[torch.Tensor]) -> list[bool]:
+    """Each tensor's ``requires_grad``."""
+    return list(map(_IS_TRAINED, tensors))
