@@ -187,8 +187,14 @@ class Session:
         """Take something back with the session: what a framework was given because of it."""
         self._undos.push(undo)
 
-    def before_forward(self) -> None:
-        """A model is about to be run: its weights follow what was written to their masters."""
+    def before_forward(self, perhaps: bool = False) -> None:
+        """A model is about to be run: its weights follow what was written to their masters.
+
+        Args:
+            perhaps: it may also be something else that is run, by an optimizer in its step, say.
+        """
+        if perhaps and self._store.watcher.is_paused:
+            return
         # A process group may have been set up since, and DDP has made buckets of the weights' own type then.
         self._store.adds_up_natively()
         self._controls.ranks.before_forward()

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..basics.patching import Undo, UndoStack
 from ..plan import Plan
+from ..torch_internals.compiled_calls import compiled_calls
 from ..torch_internals.native_autocast import ForwardCasts
 from ..torch_internals.running import is_tracing_symbolically
 from .arguments import ArgumentNames
@@ -46,7 +47,8 @@ class PatchedForward:
 
     # Without a __dict__, which functools.wraps would copy into a wrapper of the user's, session and all.
     __slots__ = (
-        *("__weakref__", "boundary", "inner", "is_part", "is_replica", "module", "name", "names", "owner", "weights"),
+        *("__weakref__", "boundary", "inner", "is_direct", "is_part", "is_replica", "module", "name", "names"),
+        *("owner", "weights"),
     )
 
     def __init__(
@@ -67,9 +69,15 @@ class PatchedForward:
         self.names = ArgumentNames(self.__wrapped__) if boundary.keep_inputs else None
         self.owner: object = None
         self.weights = weights
+        # Whether calls that need no cast go to the class's own forward.
+        self.is_direct = is_part and weights is None and self.inner is None and name == "forward"
 
     def __call__(self, first: Any = _ABSENT, /, *args: Any, **kwargs: Any) -> Any:
-        # Every module of a model comes through here. One argument by itself is passed on in half the time.
+        # Every module of a model comes through here, with one argument nearly always.
+        if self.is_direct and here.dtype is self.boundary.inner_dtype and not args and not kwargs:
+            module = self.module
+            if first is not _ABSENT:
+                return type(module).forward(module, first)
         if (
             here.dtype is self.boundary.inner_dtype
             and (self.is_part or here.module is self.module)
@@ -171,7 +179,7 @@ def patch_forwards(
     selection: Selection,
     plan: Plan,
     owner: object,
-    before_forward: Callable[[], None] | None = None,
+    before_forward: Callable[..., None] | None = None,
     writes: Writes | None = None,
 ) -> Undo:
     """Put casts around the models' forwards and entry points, and around whatever of them can be called by itself.
@@ -180,7 +188,8 @@ def patch_forwards(
         selection: the models and what of them computes in which type; patched in place.
         plan: what to do.
         owner: kept alive as long as the models are.
-        before_forward: called before every forward that comes from outside of all initialised models.
+        before_forward: called before every forward that comes from outside of all initialised models; with True where
+            compiled code is run that may hold one.
         writes: who knows of writes to parameters, where these stay float32 and are cast inside forwards.
 
     Returns:
@@ -198,6 +207,8 @@ def patch_forwards(
         own = _modules_with_casts(selection, plan, writes, undos)
         undos.push(kept.retire)
         undos.push(cast.retire)
+        if before_forward is not None:
+            compiled_calls.add(cast)
 
         def patch(module: nn.Module, is_kept: bool, name: str, is_part: bool) -> PatchedForward:
             weights = None if is_kept or own is None else ForwardWeights(module, own)

@@ -76,7 +76,7 @@ class Watcher:
         self.cleared: set[int] = set()
         # What a backward pass has left on both of two parameters, by the id of the one that autograd does not know.
         self.arrived: dict[int, torch.Tensor | Shown] = {}
-        self._paused = False
+        self.is_paused = False
         self._twins: dict[int, nn.Parameter] = {}
         self._held: dict[torch.Tensor, list[weakref.ref[torch.Tensor]]] = {}
         self._ids: set[int] = set()
@@ -109,27 +109,27 @@ class Watcher:
 
     def __enter__(self) -> Watcher:
         """Inside the block whoever asks is not taken down: an optimizer may use ``.data`` in its step."""
-        self._paused = True
+        self.is_paused = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._paused = False
+        self.is_paused = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Inside the block whoever asks is taken down again: a closure of the user's runs in an optimizer's step."""
-        paused, self._paused = self._paused, False
+        paused, self.is_paused = self.is_paused, False
         try:
             yield
         finally:
-            self._paused = paused
+            self.is_paused = paused
 
     def hand_out(self, parameter: torch.Tensor, view: Callable[[Any], Any]) -> torch.Tensor:
         """A view of the parameter's memory; as long as somebody holds it, writes through it are expected."""
-        if not self._paused:
+        if not self.is_paused:
             self.take_down(parameter)
         seen: torch.Tensor = view(parameter)
-        if not self._paused:
+        if not self.is_paused:
             self._held.setdefault(parameter, []).append(weakref.ref(seen))
         return seen
 
@@ -166,7 +166,7 @@ class Watcher:
 
         Not by an optimizer in its step.
         """
-        twin = None if self._paused else self._twins.get(id(parameter))
+        twin = None if self.is_paused else self._twins.get(id(parameter))
         shown = self.arrived.get(id(parameter))
         one = shown.source if isinstance(shown, Shown) and shown.is_as_shown(parameter.grad) else parameter.grad
         if twin is not None and twin.grad is not None and twin.grad is one:

@@ -12,6 +12,8 @@ from loops import plain_sgd
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+import mpinit
+
 NEW = torch.tensor([[0.75, -1.5, 3.0]])
 Write = Callable[[Any], Any]
 
@@ -63,6 +65,27 @@ def test_a_checkpoint_holds_a_write_to_a_weight(dtype: torch.dtype, masters: Any
     with torch.no_grad():
         write(model.weight)
     is_number(model, NEW)
+
+
+@full_masters
+@each_way
+@pytest.mark.parametrize("how", ["model", "function", "in place"])
+def test_a_write_to_a_master_reaches_what_is_compiled(dtype: torch.dtype, masters: Any, write: Write, how: str) -> None:
+    torch._dynamo.reset()
+    model, optimizer = begin(dtype, masters)
+    x = torch.ones(1, model.weight.shape[1])
+    run: Any = model
+    if how == "in place":
+        model.compile(backend="eager")
+    else:
+        run = torch.compile(model if how == "model" else lambda x: model(x), backend="eager", fullgraph=True)
+    run(x)
+    with torch.no_grad():
+        write(entry(optimizer))
+    assert torch.equal(run(x), nn.functional.linear(x, NEW.to(dtype).float(), model.bias))
+    mpinit.undo(model)
+    assert torch._dynamo.eval_frame._callback_from_stance.__module__ == "torch._dynamo.eval_frame"
+    assert not hasattr(torch._dynamo.eval_frame._callback_from_stance, "__wrapped__")
 
 
 @full_masters

@@ -1,0 +1,29 @@
+"""Where calls of compiled functions and models begin: nothing that Python does by itself runs inside of them.
+
+torch 2.11 to 2.13: every call that comes from outside of compiled code asks ``_callback_from_stance`` of
+``torch._dynamo.eval_frame`` what is to be compiled, with tracing off. Can go when torch.compile has a hook for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import torch
+
+from .listeners import Listeners
+
+
+def _saying_that_it_begins(callback_from_stance: Callable[..., Any], listeners: Iterable[Any]) -> Callable[..., Any]:
+    def tell_and_ask(*args: Any, **kwargs: Any) -> Any:
+        # Not of what is compiled inside of what is being compiled.
+        if not torch.compiler.is_compiling():
+            for listener in listeners:
+                listener.compiled_call_begins()
+        return callback_from_stance(*args, **kwargs)
+
+    return tell_and_ask
+
+
+# Their ``compiled_call_begins()`` is called.
+compiled_calls: Final = Listeners("torch._dynamo.eval_frame", "_callback_from_stance", _saying_that_it_begins)
