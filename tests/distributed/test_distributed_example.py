@@ -1,0 +1,57 @@
+"""examples/distributed.py under torchrun: trained in one go, and with a worker killed on the way; the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import distributed_example
+import pytest
+
+RUNS = ("digits:O0", "digits:O2", "digits:O5:split", "digits:O5:model", "text:O2")
+# torch's own processes find one another again after a crash, mostly; over gloo a restart may hang.
+ATTEMPTS, SECONDS = 2, 150
+
+
+def launch(folder: Path) -> str | None:
+    """What the processes log, launcher included; None where they hang."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2"]
+    torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", distributed_example.__file__, str(folder), "3"]
+    launched = subprocess.Popen(
+        [*torchrun, "--steps=4", "--save-every=2", "--batch=8", "--runs", *RUNS],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        log, _ = launched.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(launched.pid, signal.SIGTERM)
+        launched.communicate(timeout=60)
+        return None
+    assert launched.returncode == 0, log[-4000:]
+    return log
+
+
+def test_it_trains_and_after_a_killed_worker_ends_with_the_same_bits(tmp_path: Path) -> None:
+    log = next(filter(None, (launch(tmp_path / str(attempt)) for attempt in range(ATTEMPTS))), None)
+    if log is None:
+        pytest.skip(f"torchrun's restart hung {ATTEMPTS} times")
+    said = [line for line in log.splitlines() if line.startswith(("from step", "step", *RUNS))]
+    starts = [line for line in said if line.startswith("from")]
+    # In one go; until it is killed; what is over, and the other from its checkpoint on.
+    assert starts == ["from step 0", "from step 0", "from step 4", "from step 2"]
+    for line in (line for line in said if line.startswith("step")):
+        losses = dict(part.split() for part in line.split(": ", 1)[1].split(", "))
+        assert tuple(losses) == RUNS
+        assert all(0 < float(loss) < 7 for loss in losses.values()), losses
+    ends = [line for line in said if " ends as " in line]
+    count = len(RUNS)
+    assert len(ends) == 3 * count and len(set(ends)) == count
+    assert ends[:count] == ends[count : 2 * count] == ends[2 * count :]
+    assert len({line.split()[-1] for line in ends}) == count
