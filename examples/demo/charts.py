@@ -41,20 +41,22 @@ def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
 
 
 def draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
-    """Smoothed training loss, on a logarithmic axis; a dot where a run turned into nan."""
+    """Smoothed training loss, on a logarithmic axis; a dot where a run turned into nan, named below the axes."""
     for run in runs:
-        curve = smooth(run.losses)
-        axes.plot(curve, label=run.setting.level, **LOOKS[run.setting.level])
+        curve, look = smooth(run.losses), LOOKS[run.setting.level]
+        axes.plot(curve, label=run.setting.level, **look)
         if curve and run.diverged_at is not None:
-            color = LOOKS[run.setting.level]["color"]
-            axes.plot(len(curve) - 1, curve[-1], "o", color=color, zorder=3)
-            axes.annotate(
-                f"{run.setting.level}: nan from here",
-                (len(curve) - 1, curve[-1]),
-                xytext=(8, -16),
-                textcoords="offset points",
+            last, color = len(curve) - 1, look["color"]
+            axes.plot(last, curve[-1], "o", color=color, zorder=3)
+            axes.axvline(last, color=color, linewidth=0.8, linestyle=":", zorder=0)
+            # Outside of the axes, where no curve can be.
+            axes.text(
+                *(last, -0.03, f"{run.setting.level}: nan from here"),
+                transform=axes.get_xaxis_transform(),
                 color=color,
                 fontsize=9,
+                va="top",
+                ha="left" if last < len(run.losses) / 2 else "right",
             )
     axes.set_yscale("log")
 
