@@ -7,7 +7,7 @@
 #   make package    build, check and try the wheel and the source archive, in runs/package/
 #   make lint       ruff, formatting too          make typecheck  mypy --strict
 #   make check      all of the above but the demo, as continuous integration runs them
-#   make bench      the CPU benchmarks            make bench-gpu  the CUDA ones
+#   make bench      the CPU benchmarks            make bench-gpu  the CUDA ones        make bench-tables  from results
 #   make clean      remove .venv and what runs have left
 
 PYTHON ?= python3
@@ -41,7 +41,11 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP) "$(TORCH)" --editable ".[dev]"
-	@touch $@ $(VENV)/.demo
+	@touch $@ $(VENV)/.demo $(VENV)/.bench
+
+$(VENV)/.bench: $(VENV)/.torch pyproject.toml
+	$(PIP) "$(TORCH)" --editable ".[bench]"
+	@touch $@
 
 demo: $(VENV)/.demo
 	$(PY) examples/digits.py $(ARGS)
@@ -76,4 +80,4 @@ check:
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
--include examples/benchmarks/bench.mk
+-include benchmarks/bench.mk

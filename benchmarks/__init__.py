@@ -1,1 +1,1 @@
-"""The benchmark suite: workloads x contenders, each contender in a process of its own, the processes taking turns."""
+"""The benchmark suite: workloads x contenders, each in fresh processes that take turns; see benchmarks/README.md."""

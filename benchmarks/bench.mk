@@ -1,29 +1,35 @@
-# Benchmarks; included by the top Makefile. Figures go to examples/benchmarks/results/.
+# Benchmarks; included by the top Makefile. Figures go to benchmarks/results/<machine>/.
 #
-# bench-gpu uses .venv where there is one and otherwise the machine's own python3 and torch: nothing is installed.
+# A run that was stopped goes on where it was: a workload with results of these sources is not measured again, unless
+# BENCH_ARGS=--fresh. bench-gpu uses .venv where there is one and otherwise the machine's own python3: nothing is
+# installed, pyperf, matplotlib and tqdm have to be there.
 
-BENCH := examples.benchmarks
-BENCH_VENV_PY := $(if $(VENV),$(VENV),.venv)/bin/python
-BENCH_GPU_PY := $(if $(wildcard $(BENCH_VENV_PY)),$(BENCH_VENV_PY),python3)
+BENCH_PY := $(if $(VENV),$(VENV),.venv)/bin/python
+BENCH_GPU_PY := $(if $(wildcard $(BENCH_PY)),$(BENCH_PY),python3)
 BENCH_ARGS ?=
 
-.PHONY: bench bench-gpu bench-quick bench-peers
+.PHONY: bench bench-gpu bench-quick bench-tables bench-peers bench-states
 
-bench: $(VENV)/.demo
-	$(BENCH_VENV_PY) -m $(BENCH).run $(BENCH_ARGS)
-	$(BENCH_VENV_PY) -m $(BENCH).memory
-	$(BENCH_VENV_PY) -m $(BENCH).init_scale
-	-test ! -f examples/benchmarks/o1_overhead.py || OMP_NUM_THREADS=1 $(BENCH_VENV_PY) -m $(BENCH).o1_overhead
+bench: $(VENV)/.bench
+	$(BENCH_PY) -m benchmarks run $(BENCH_ARGS)
+	$(BENCH_PY) -m benchmarks tables
 
 bench-gpu:
-	PYTHONPATH=.:$$PYTHONPATH $(BENCH_GPU_PY) -m $(BENCH).run --device cuda --limit-s 400 $(BENCH_ARGS)
-	PYTHONPATH=.:$$PYTHONPATH $(BENCH_GPU_PY) -m $(BENCH).memory --device cuda
+	PYTHONPATH=.:$$PYTHONPATH $(BENCH_GPU_PY) -m benchmarks run --device cuda $(BENCH_ARGS)
+	PYTHONPATH=.:$$PYTHONPATH $(BENCH_GPU_PY) -m benchmarks tables
 
-bench-quick: $(VENV)/.demo
-	$(BENCH_VENV_PY) -m $(BENCH).run --quick $(BENCH_ARGS)
-	$(BENCH_VENV_PY) -m $(BENCH).memory --quick
-	$(BENCH_VENV_PY) -m $(BENCH).init_scale --quick
+# Tiny sizes: does everything run?
+bench-quick: $(VENV)/.bench
+	$(BENCH_PY) -m benchmarks run --quick --fresh $(BENCH_ARGS)
+
+# README's and the documentation's tables and plots, from the committed results.
+bench-tables: $(VENV)/.bench
+	$(BENCH_PY) -m benchmarks tables
 
 # Others' optimizers, measured too where they are installed.
-bench-peers: $(VENV)/.demo
-	$(BENCH_VENV_PY) -m pip install --quiet --disable-pip-version-check torch-optimi torchao "$(TORCH)"
+bench-peers: $(VENV)/.bench
+	$(BENCH_PY) -m pip install --quiet --disable-pip-version-check torch-optimi torchao bitsandbytes "$(TORCH)"
+
+# Final loss with encoded optimizer states.
+bench-states: $(VENV)/.bench
+	$(BENCH_PY) -m benchmarks.states $(BENCH_ARGS)

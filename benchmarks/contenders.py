@@ -6,17 +6,15 @@ optimizer (unscaled, checked, on the masters) where the contender does that apar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .workloads import Rule, Task
-
-
-class Unavailable(Exception):
-    """The contender has no part in this run: a package, a device or a rule is missing. Says which."""
+from .case import Unavailable
+from .tasks import Rule, Task
 
 
 def torch_optimizer(rule: Rule, params: Iterable[Tensor], *, fused: bool = True) -> torch.optim.Optimizer:
@@ -35,12 +33,26 @@ class Contender:
         self.model = task.model
         self.device_type = next(task.model.parameters()).device.type
         self.optimizer = self.make_optimizer()
+        self.run: Callable[[Tensor, Tensor], Tensor] = self.compute
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch_optimizer(self.task.rule, self.model.parameters())
 
-    def forward(self, inputs: Tensor, target: Tensor) -> Tensor:
+    def compile_forward(self) -> None:
+        """From here on model and loss run as one compiled function."""
+        self.run = torch.compile(self.compute)
+
+    def compute(self, inputs: Tensor, target: Tensor) -> Tensor:
+        """Model and loss: what a compiler is given."""
         return self.task.loss(self.model(inputs), target)
+
+    def casts(self) -> AbstractContextManager[object]:
+        """What forward runs in."""
+        return nullcontext()
+
+    def forward(self, inputs: Tensor, target: Tensor) -> Tensor:
+        with self.casts():
+            return self.run(inputs, target)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -87,18 +99,6 @@ class Checked:
             torch._amp_update_scale_(self.scale, self.growth, self.found_inf, 2.0, 0.5, 2000)
 
 
-class Float32Checked(Float32):
-    """Float32 with a finite check of the gradients before the fused step, which it can cancel."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        self.check = Checked(self.device_type, 1.0)
-        self.optimizer.found_inf = self.check.found_inf  # type: ignore[attr-defined]
-
-    def settle(self) -> None:
-        self.check.unscale([p.grad for p in self.model.parameters() if p.grad is not None])
-
-
 class TorchAmp(Contender):
     """torch.amp as its documentation has it: autocast around forward and loss, a GradScaler for float16."""
 
@@ -107,9 +107,8 @@ class TorchAmp(Contender):
         self.dtype = dtype
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=dtype is torch.float16)
 
-    def forward(self, inputs: Tensor, target: Tensor) -> Tensor:
-        with torch.autocast(self.device_type, dtype=self.dtype):
-            return super().forward(inputs, target)
+    def casts(self) -> AbstractContextManager[object]:
+        return torch.autocast(self.device_type, dtype=self.dtype)
 
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
@@ -128,7 +127,7 @@ class SixteenBit(Contender):
         _lower(task.model, dtype)
         super().__init__(task)
 
-    def forward(self, inputs: Tensor, target: Tensor) -> Tensor:
+    def compute(self, inputs: Tensor, target: Tensor) -> Tensor:
         lowered = inputs.to(self.dtype) if inputs.is_floating_point() else inputs
         return self.task.loss(self.model(lowered).float(), target)
 

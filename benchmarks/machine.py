@@ -10,21 +10,22 @@ from pathlib import Path
 
 import torch
 
-PEERS = ("torch-optimi", "torchao", "flashoptim", "triton")
+PEERS = ("torch-optimi", "torchao", "bitsandbytes", "flashoptim", "triton")
 
 
-def describe(device: str) -> dict[str, object]:
-    """Machine and versions, as the results' JSON names them."""
+def describe(device: str) -> dict[str, str | int]:
+    """Machine and versions, as the results name them."""
+    peers = {f"version of {peer}": _version(peer) or "not installed" for peer in PEERS}
     return {
         "machine": name(device),
         "device": device,
-        "cores": os.cpu_count(),
+        "cores": os.cpu_count() or 0,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "cuda": torch.version.cuda if device == "cuda" else None,
-        "mpinit": mpinit_version(),
-        "peers": {peer: _version(peer) for peer in PEERS},
+        **({"cuda": str(torch.version.cuda)} if device == "cuda" else {}),
+        "mpinit": mpinit_version() or "not installed",
+        **peers,
     }
 
 

@@ -10,14 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def launch_bound(blocks: int, width: int) -> nn.Module:
+def launch_bound(blocks: int, width: int, norms: bool = True) -> nn.Module:
     """Many layers so small that the time goes into launching them."""
-    return nn.Sequential(
-        *(layer for _ in range(blocks) for layer in (nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU()))
-    )
+    layers: list[nn.Module] = []
+    for _ in range(blocks):
+        layers += [nn.Linear(width, width), *([nn.LayerNorm(width)] if norms else []), nn.ReLU()]
+    return nn.Sequential(*layers)
 
 
-def classic(layers: int, width: int) -> nn.Module:
+def wide(layers: int, width: int) -> nn.Module:
     """The net of PyTorch's own mixed precision recipe: wide linear layers with ReLU between them."""
     hidden = [layer for _ in range(layers - 1) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(*hidden, nn.Linear(width, width))

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from .contenders import SixteenBit, Unavailable
-from .workloads import Rule, Task
+from .case import Unavailable
+from .contenders import SixteenBit
+from .tasks import Rule, Task
 
 Build = Callable[[Any, Rule, list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -43,6 +44,13 @@ def torchao_8bit(module: Any, rule: Rule, params: list[torch.nn.Parameter]) -> t
     if rule.name != "adam":
         raise Unavailable("torchao has no SGD")
     return _optimizer(module.AdamW8bit(params, lr=rule.lr, weight_decay=0.0, bf16_stochastic_round=True))
+
+
+def bitsandbytes_8bit(module: Any, rule: Rule, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """bitsandbytes' 8-bit Adam, which rounds to the weights' own type."""
+    if rule.name != "adam":
+        raise Unavailable("measured with Adam")
+    return _optimizer(module.optim.Adam8bit(params, lr=rule.lr))
 
 
 def flashoptim(module: Any, rule: Rule, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Final loss with encoded optimizer states beside float32 ones: python -m examples.benchmarks.states [--seeds 3].
+"""Final loss with encoded optimizer states beside float32 ones: python -m benchmarks.states [--seeds 3].
 
 A CNN on scikit-learn's digits, a transformer and an LSTM on the standard library's own text, at O5 with split masters;
 for each the loss on data held out, its mean over the seeds and their spread.

@@ -1,4 +1,4 @@
-"""What is trained: one row per workload, each a network, its data, its loss and its optimizer's rule."""
+"""What is trained: one row per task, each a network, its data, its loss and its optimizer's rule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Task:
-    """A workload made concrete: what a contender is handed.
+    """A task made concrete: what a contender is handed.
 
     Attributes:
         model: float32, on the device, in training mode.
@@ -46,7 +46,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Workload:
+class TaskRow:
     """A row of the table.
 
     Attributes:
@@ -78,6 +78,14 @@ def _launch(size: Size, device: torch.device) -> Task:
     )  # fmt: skip
 
 
+def _launch_sgd(size: Size, device: torch.device) -> Task:
+    shape = size["batch"], size["width"]
+    return _supervised(
+        models.launch_bound(size["blocks"], size["width"], norms=bool(size["norms"])), F.mse_loss, Rule("sgd", 1e-3),
+        device, lambda: (torch.randn(shape), torch.randn(shape)),
+    )  # fmt: skip
+
+
 def _bandwidth(size: Size, device: torch.device) -> Task:
     model = models.GivenGradients(size["tensors"], size["side"]).to(device)
     nothing = torch.zeros((), dtype=torch.long, device=device)
@@ -87,10 +95,10 @@ def _bandwidth(size: Size, device: torch.device) -> Task:
     )  # fmt: skip
 
 
-def _classic(size: Size, device: torch.device) -> Task:
+def _wide(size: Size, device: torch.device) -> Task:
     shape = size["batch"], size["width"]
     return _supervised(
-        models.classic(3, size["width"]), F.mse_loss, Rule("sgd", 1e-3), device,
+        models.wide(3, size["width"]), F.mse_loss, Rule("sgd", 1e-3), device,
         lambda: (torch.randn(shape), torch.randn(shape)),
     )  # fmt: skip
 
@@ -141,8 +149,8 @@ _BERT_BASE = {"vocabulary": 30522, "width": 768, "layers": 12, "heads": 12, "fee
 _BERT_SMALL = {"vocabulary": 2000, "width": 128, "layers": 4, "heads": 4, "feedforward": 512}
 _BERT_TINY = {"vocabulary": 100, "width": 16, "layers": 2, "heads": 2, "feedforward": 32}
 
-WORKLOADS: Final[Mapping[str, Workload]] = {
-    "launch": Workload(
+TASKS: Final[Mapping[str, TaskRow]] = {
+    "launch": TaskRow(
         "launch-bound: 40 x [Linear 32, LayerNorm, ReLU], batch 4, Adam",
         {
             "quick": {"blocks": 4, "width": 32, "batch": 4},
@@ -151,8 +159,18 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
         },
         _launch,
     ),
-    "bandwidth": Workload(
-        "bandwidth-bound: the Adam step of 40 M parameters, no network",
+    "bandwidth": TaskRow(
+        "bandwidth-bound: the Adam step of 10 M parameters in 40 tensors, no network",
+        {
+            "quick": {"tensors": 4, "side": 400},
+            "cpu": {"tensors": 40, "side": 500},
+            "cuda": {"tensors": 40, "side": 500},
+        },
+        _bandwidth,
+        optimizer_only=True,
+    ),
+    "bandwidth_40m": TaskRow(
+        "the Adam step of 40 M parameters in 40 tensors, no network",
         {
             "quick": {"tensors": 4, "side": 400},
             "cpu": {"tensors": 40, "side": 1000},
@@ -161,16 +179,44 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
         _bandwidth,
         optimizer_only=True,
     ),
-    "classic": Workload(
-        "classic recipe: three wide Linear layers, MSE, SGD",
+    "bandwidth_small": TaskRow(
+        "the Adam step of 40 small tensors, 164,000 parameters, no network",
+        {
+            "quick": {"tensors": 4, "side": 16},
+            "cpu": {"tensors": 40, "side": 64},
+            "cuda": {"tensors": 40, "side": 64},
+        },
+        _bandwidth,
+        optimizer_only=True,
+    ),
+    "o1_linear": TaskRow(
+        "launch-bound without norms: 40 x [Linear 32, ReLU], batch 4, SGD",
+        {
+            "quick": {"blocks": 4, "width": 32, "batch": 4, "norms": 0},
+            "cpu": {"blocks": 40, "width": 32, "batch": 4, "norms": 0},
+            "cuda": {"blocks": 40, "width": 32, "batch": 4, "norms": 0},
+        },
+        _launch_sgd,
+    ),
+    "o1_layer_norm": TaskRow(
+        "launch-bound with norms: 40 x [Linear 32, LayerNorm, ReLU], batch 4, SGD",
+        {
+            "quick": {"blocks": 4, "width": 32, "batch": 4, "norms": 1},
+            "cpu": {"blocks": 40, "width": 32, "batch": 4, "norms": 1},
+            "cuda": {"blocks": 40, "width": 32, "batch": 4, "norms": 1},
+        },
+        _launch_sgd,
+    ),
+    "wide": TaskRow(
+        "three wide Linear layers with ReLU, SGD",
         {
             "quick": {"width": 32, "batch": 8},
             "cpu": {"width": 512, "batch": 64},
             "cuda": {"width": 4096, "batch": 512},
         },
-        _classic,
+        _wide,
     ),
-    "bert": Workload(
+    "bert": TaskRow(
         "BERT-shaped encoder, Adam",
         {
             "quick": _BERT_TINY | {"batch": 2, "length": 12},
@@ -179,7 +225,7 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
         },
         _bert,
     ),
-    "unet": Workload(
+    "unet": TaskRow(
         "U-Net with BatchNorm, Adam",
         {
             "quick": {"base": 2, "batch": 2, "side": 32},
@@ -188,7 +234,7 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
         },
         _unet,
     ),
-    "resnet": Workload(
+    "resnet": TaskRow(
         "ResNet-50-shaped CNN with BatchNorm, SGD with momentum",
         {
             "quick": {"width": 2, "classes": 4, "batch": 2, "side": 64},
@@ -197,7 +243,7 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
         },
         _resnet,
     ),
-    "lstm": Workload(
+    "lstm": TaskRow(
         "LSTM language model on the standard library's source text, Adam",
         {
             "quick": {"width": 8, "batch": 2, "length": 8},

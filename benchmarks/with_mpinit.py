@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .contenders import Contender, Unavailable, torch_optimizer
-from .workloads import Task
+from .case import Unavailable
+from .contenders import Contender, torch_optimizer
+from .tasks import Task
 
 
 class Mpinit(Contender):

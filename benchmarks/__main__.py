@@ -1,0 +1,50 @@
+"""Measure, and make tables of it: python -m benchmarks run [--quick], python -m benchmarks tables."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from . import results, tables
+from .protocol import FULL, QUICK, run
+from .suite import workloads
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    measure = commands.add_parser("run", help="measure what has no results yet")
+    measure.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
+    measure.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    measure.add_argument("--workloads", nargs="+", choices=list(workloads("full")), help="only these")
+    measure.add_argument("--contenders", nargs="+", help="only these, besides the controls")
+    measure.add_argument("--rounds", type=int, help="processes of each contender; figures are shown from 5 on")
+    measure.add_argument("--fresh", action="store_true", help="measure again what has results")
+    measure.add_argument("--out", type=Path, help="folder for the results")
+    show = commands.add_parser("tables", help="write README's and the documentation's tables and plots from results")
+    show.add_argument("--print", action="store_true", help="print them instead")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command."""
+    options = parse(arguments)
+    if options.command == "tables":
+        if options.print:
+            print(tables.summary(tables.machines()[0], "full"))
+        else:
+            tables.write()
+        return
+    effort = QUICK if options.quick else FULL
+    if options.rounds is not None:
+        effort = replace(effort, rounds=options.rounds, most_rounds=options.rounds)
+    out = options.out or results.folder(options.device, effort.size)
+    run(effort, options.device, out, options.workloads, options.contenders, options.fresh)
+    print(tables.summary(out, effort.size))
+
+
+if __name__ == "__main__":
+    main()

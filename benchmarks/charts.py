@@ -1,0 +1,160 @@
+"""Pictures of committed results: time beside memory, a picture for each 16-bit type, and cost as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import growth_figures
+from .estimate import Estimate
+from .footprint import KINDS
+from .growth import AXES
+from .results import Results
+from .roster import BY_TYPE
+from .suite import title_of
+
+COLUMNS = 3
+KIND_COLORS = dict(zip(KINDS, ("#0072b2", "#56b4e9", "#e69f00", "#009e73"), strict=True))
+OURS, THEIRS = "#d55e00", "#555555"
+
+
+def training_path(folder: Path, dtype: str) -> Path:
+    """Where the picture of a 16-bit type is."""
+    return folder / f"training-{dtype}.png"
+
+
+def growth_path(folder: Path) -> Path:
+    """Where the picture of growth is."""
+    return folder / "growth.png"
+
+
+def draw(found: Mapping[str, Results], folder: Path) -> list[Path]:
+    """Write every picture there are results for."""
+    drawn = []
+    for dtype, names in BY_TYPE.items():
+        rows = {
+            name: results
+            for name, results in found.items()
+            if results.workload.kind == "training" and any(results.rounds(contender) for contender in names)
+        }
+        if rows:
+            drawn.append(_training(rows, found.get("bandwidth"), dtype, training_path(folder, dtype)))
+    if any(results.workload.kind == "growth" for results in found.values()):
+        drawn.append(_growth(found, growth_path(folder)))
+    return drawn
+
+
+def _panels(count: int, height: float) -> tuple[Any, list[Any]]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = -(-count // COLUMNS)
+    figure, grid = pyplot.subplots(lines, COLUMNS, figsize=(15, height * lines), layout="constrained", squeeze=False)
+    panels = list(grid.flat)
+    for panel in panels[count:]:
+        panel.axis("off")
+    for panel in panels[:count]:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(color="#e4e4e4", linewidth=0.6)
+        panel.set_axisbelow(True)
+    return figure, panels
+
+
+def _save(figure: Any, path: Path) -> Path:
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+    return path
+
+
+def _training(rows: Mapping[str, Results], memory: Results | None, dtype: str, path: Path) -> Path:
+    figure, panels = _panels(len(rows) + (memory is not None), 3.4)
+    for (name, results), panel in zip(rows.items(), panels, strict=False):
+        panel.set_title(name, fontsize=11, loc="left")
+        names = [contender for contender in ("fp32", *BY_TYPE[dtype]) if results.rounds(contender)]
+        if results.is_measurable():
+            _times(panel, results, names)
+        else:
+            _say(panel, "not measurable here:\nits controls do not hold")
+    if memory is not None:
+        _bytes(panels[len(rows)], memory, dtype)
+    figure.suptitle(f"Time of a step over float32's, {dtype}: median and 95 % interval over processes", fontsize=13)
+    return _save(figure, path)
+
+
+def _say(panel: Any, words: str) -> None:
+    panel.text(0.5, 0.5, words, ha="center", va="center", transform=panel.transAxes, color="#888888")
+    panel.set_xticks([])
+    panel.set_yticks([])
+
+
+def _times(panel: Any, results: Results, names: Sequence[str]) -> None:
+    estimates: list[Estimate] = []
+    for name in names:
+        estimate = results.ratio(name, "fp32")
+        assert estimate is not None, "it has rounds, and so has float32"
+        estimates.append(estimate)
+    for place, (name, estimate) in enumerate(zip(names, estimates, strict=True)):
+        color = OURS if title_of(name).startswith("mpinit") else THEIRS
+        panel.barh(place, estimate.median, height=0.62, color=color, alpha=0.85)
+        panel.plot([estimate.low, estimate.high], [place, place], color="black", linewidth=1.4)
+        panel.text(estimate.high, place, f"  {estimate.median:.2f}", va="center", fontsize=8)
+    panel.set_yticks(range(len(names)), [title_of(name) for name in names], fontsize=8)
+    panel.set_xlim(0, 1.15 * max(estimate.high for estimate in estimates))
+    panel.axvline(1.0, color="grey", linewidth=0.8)
+    panel.invert_yaxis()
+
+
+def _bytes(panel: Any, results: Results, dtype: str) -> None:
+    names = [name for name in ("fp32", *BY_TYPE[dtype]) if results.facts(name)]
+    facts = [results.facts(name) for name in names]
+    left = [0.0] * len(names)
+    for kind in KINDS:
+        lengths = [each[f"bytes_{kind}"] / each["parameters"] for each in facts]
+        panel.barh(range(len(names)), lengths, left=left, height=0.62, label=kind, color=KIND_COLORS[kind])
+        left = [start + length for start, length in zip(left, lengths, strict=True)]
+    for place, total in enumerate(left):
+        panel.text(total, place, f"  {total:.1f}", va="center", fontsize=8)
+    panel.set_yticks(range(len(names)), [title_of(name) for name in names], fontsize=8)
+    panel.set_xlim(0, 1.15 * max(left))
+    panel.invert_yaxis()
+    panel.set_title("bytes a parameter after backward, Adam", fontsize=11, loc="left")
+    # Below the bars: a legend among them would hide some.
+    panel.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.08))
+
+
+def _growth(found: Mapping[str, Results], path: Path) -> Path:
+    rows = [results for results in found.values() if results.workload.kind == "growth"]
+    figure, panels = _panels(len(rows), 4.0)
+    for results, panel in zip(rows, panels, strict=False):
+        axis = AXES[results.name.removeprefix("grow_")]
+        panel.set_xlabel(axis.title, fontsize=9)
+        if not results.is_measurable():
+            _say(panel, "not measurable here:\nits control does not hold")
+            continue
+        at = growth_figures.points(results)
+        step = growth_figures.step_slope(results).median
+        _curve(panel, at, growth_figures.step_seconds(results), f"scale_loss + step, slope {step:.2f}", OURS)
+        if results.name != "grow_steps":
+            set_up = growth_figures.initialize_slope(results).median
+            _curve(panel, at, growth_figures.initialize_seconds(results), f"initialize, slope {set_up:.2f}", "#0072b2")
+        panel.set_xscale("log")
+        panel.set_yscale("log")
+        # Above the axes, where no curve is.
+        panel.legend(fontsize=9, frameon=False, loc="lower left", bbox_to_anchor=(0.0, 1.0))
+    panels[0].set_ylabel("ms", fontsize=9)
+    figure.suptitle("What mpinit costs at O2 with Adam as something grows; slope: exponent over the last three points")
+    return _save(figure, path)
+
+
+def _curve(panel: Any, at: Sequence[int], took: Sequence[Estimate], label: str, color: str) -> None:
+    ms = [estimate.times(1e3) for estimate in took]
+    reach = [[e.median - e.low for e in ms], [e.high - e.median for e in ms]]
+    panel.errorbar(
+        at, [e.median for e in ms], yerr=reach, label=label, color=color, marker="o", markersize=4, capsize=3
+    )

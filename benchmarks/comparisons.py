@@ -1,0 +1,73 @@
+"""Pairs of contenders that are compared with a goal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from .estimate import Estimate, seconds
+from .results import Results
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One goal.
+
+    Attributes:
+        title: what is compared.
+        workload: where.
+        above, below: contenders; with ``kind`` "time" there is only the first.
+        goal: the figure may not exceed it.
+        kind: "ratio", or "time" in milliseconds.
+    """
+
+    title: str
+    workload: str
+    above: str
+    below: str
+    goal: float
+    kind: str = "ratio"
+
+    @property
+    def unit(self) -> str:
+        """Behind the figures."""
+        return {"ratio": "", "time": " ms"}[self.kind]
+
+    def estimate(self, results: Results) -> Estimate | None:
+        """The figure; None where a contender is missing."""
+        above, below = results.rounds(self.above), results.rounds(self.below)
+        if not above or not below:
+            return None
+        if self.kind == "time":
+            return seconds(above).times(1e3)
+        return results.ratio(self.above, self.below)
+
+
+def _time(title: str, workload: str, contender: str, goal_ms: float) -> Comparison:
+    return Comparison(title, workload, contender, contender, goal_ms, "time")
+
+
+_NETWORKS: Final = ("wide", "bert", "unet", "resnet", "lstm")
+COMPARISONS: Final = (
+    Comparison("O2 / hand-written O2, fp16", "launch", "o2_fp16", "hand_fp16", 1.00),
+    Comparison("O5 / hand-written O2, bf16", "launch", "o2_bf16", "hand_bf16", 1.00),
+    Comparison("O2 / hand-written O2, fp16", "bandwidth", "o2_fp16", "hand_fp16", 1.00),
+    Comparison("O5 / hand-written O2, bf16", "bandwidth", "o2_bf16", "hand_bf16", 1.00),
+    *(Comparison("O5 / hand-written O2, bf16", name, "o2_bf16", "hand_bf16", 1.00) for name in _NETWORKS),
+    Comparison("O1 / torch.amp, fp16", "o1_linear", "o1_fp16", "amp_fp16", 1.03),
+    Comparison("O4 / torch.amp, bf16", "o1_linear", "o1_bf16", "amp_bf16", 1.03),
+    Comparison("O1 / torch.amp, fp16", "o1_layer_norm", "o1_fp16", "amp_fp16", 1.10),
+    Comparison("O4 / torch.amp, bf16", "o1_layer_norm", "o1_bf16", "amp_bf16", 1.10),
+    Comparison("split / full masters", "bandwidth", "o2_split", "o2_bf16", 1.35),
+    Comparison("split / full masters", "bandwidth_40m", "o2_split", "o2_bf16", 1.35),
+    Comparison("split / full masters", "bandwidth_small", "o2_split", "o2_bf16", 1.35),
+    Comparison("compiled step / O2", "bandwidth", "o2_compiled", "o2_fp16", 1.00),
+    Comparison("compiled step / O2", "launch", "o2_compiled", "o2_fp16", 1.00),
+    Comparison("compiled O4 / torch.amp, bf16", "compiled", "o1_bf16", "amp_bf16", 1.03),
+    Comparison("compiled O5 / torch.amp, bf16", "compiled", "o2_bf16", "amp_bf16", 1.00),
+    Comparison("compiled O1 / torch.amp, fp16", "compiled", "o1_fp16", "amp_fp16", 1.03),
+    Comparison("compiled O2 / torch.amp, fp16", "compiled", "o2_fp16", "amp_fp16", 1.00),
+    _time("initialize at O2", "initialize", "o2", 30.0),
+    _time("initialize at O1", "initialize", "o1", 30.0),
+    _time("import mpinit behind import torch", "import", "mpinit", 200.0),
+)

@@ -1,0 +1,167 @@
+"""An interpreter that forks itself for each contender: python -m benchmarks.interpreter [MODULE TO PRELOAD ...].
+
+A line on stdin is for a contender, a line on stdout its answer. Forking spares each process the seconds of importing
+torch, and every contender of a round meets the same addresses and hash seed, which differ from round to round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, TextIO
+
+import torch
+
+from .case import Case, Unavailable
+from .suite import workloads
+
+# One arena, nothing by mmap and nothing given back to the system: figures moved by 2x with what the allocator did.
+ENVIRONMENT: Final = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "-1",
+    "MALLOC_TOP_PAD_": "67108864",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+Answer = dict[str, Any]
+
+
+class Forked:
+    """The interpreter's end of a process that measures one contender, which ends when this end is gone."""
+
+    def __init__(self, others: Iterable[Forked], patience_s: float, **words: str) -> None:
+        self._patience_s = patience_s
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by end)
+        ours, theirs = socket.socketpair()
+        self._pid = os.fork()
+        if self._pid == 0:
+            ours.close()
+            for other in others:
+                other.let_go()
+            for stream in (1, 2):
+                os.dup2(self._log.fileno(), stream)
+            with theirs.makefile("rw") as line:
+                answer_as(line, **words)
+            sys.stderr.flush()
+            os._exit(0)
+        theirs.close()
+        ours.settimeout(patience_s)
+        self._descriptor, self._line = ours.fileno(), ours.makefile("rw")
+
+    def send(self, request: Answer) -> None:
+        """The first request is answered when it is ready."""
+        # One that has ended says so where its answer is read.
+        with contextlib.suppress(OSError):
+            self._line.write(json.dumps(request) + "\n")
+            self._line.flush()
+
+    def receive(self) -> Answer:
+        """The answer to what was sent."""
+        try:
+            return json.loads(self._line.readline())  # type: ignore[no-any-return]
+        except TimeoutError:
+            return {"failed": f"no answer within {self._patience_s:.0f} s"}
+        except (OSError, ValueError):
+            self._log.seek(0)
+            last = (self._log.read().strip().splitlines() or ["nothing"])[-1]
+            return {"failed": f"the process ended; its last words: {last}"}
+
+    def let_go(self) -> None:
+        """In another process that has a copy of this end."""
+        os.close(self._descriptor)
+
+    def end(self) -> None:
+        """Let go of it, whatever it is doing."""
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        self._log.close()
+
+
+def serve(preloaded: Sequence[str]) -> None:
+    """Answer until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    # What forked processes run imports mpinit by itself: preloading it would leave nothing to be seen of its import.
+    torch.set_num_threads(1)
+    for module in preloaded:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    there: dict[str, Forked] = {}
+    for line in sys.stdin:
+        print(json.dumps(_answers(there, json.loads(line))), file=answers, flush=True)
+    for forked in there.values():
+        forked.end()
+
+
+def _answers(there: dict[str, Forked], request: Answer) -> dict[str, Answer]:
+    """By contender, the answers to one request, which what is not timed works on several at once."""
+    found: dict[str, Answer] = {}
+    waiting = list(request["contenders"])
+    while waiting:
+        batch, waiting = waiting[: request["at_once"]], waiting[request["at_once"] :]
+        if "start" in request:
+            for who in batch:
+                there[who] = Forked(list(there.values()), **request["start"], contender=who)
+        for who in batch:
+            there[who].send(request)
+        for who in batch:
+            found[who] = there[who].receive()
+            if "seconds" not in found[who] and "once" not in found[who]:
+                there.pop(who).end()
+    return found
+
+
+def answer_as(line: TextIO, workload: str, contender: str, size: str, device: str) -> None:
+    """The forked process: be prepared, take turns, give the facts; what goes wrong is an answer too."""
+    case: Case | None = None
+    for request in map(json.loads, line):
+        try:
+            if case is None:
+                row = workloads(size)[workload]
+                case = row.make(contender, size, device)
+                answer: Answer = prepared(case, row.repeat_s)
+            else:
+                answer = (
+                    turn(case, request["turn"], request["untimed"])
+                    if "turn" in request
+                    else {"facts": case.facts(request["first"])}
+                )
+        except Unavailable as reason:
+            answer = {"unavailable": str(reason)}
+        except Exception as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            first_line = (str(error).strip() or "no message").splitlines()[0]
+            answer = {"failed": f"{type(error).__name__}: {first_line}"}
+        line.write(json.dumps(answer) + "\n")
+        line.flush()
+
+
+def prepared(case: Case, repeat_s: float) -> Answer:
+    """Get ready; about what one repetition takes, or 0 where none may come before those that count."""
+    case.prepare()
+    return {"once": 0.0 if repeat_s == 0 else case.seconds(1)}
+
+
+def turn(case: Case, loops: int, untimed: int) -> Answer:
+    """Seconds of a repetition, after some that fill the caches again."""
+    if untimed:
+        case.seconds(untimed)
+    begin = time.perf_counter()
+    seconds = case.seconds(loops) / loops
+    return {"seconds": seconds, "wall_s": (time.perf_counter() - begin) / loops}
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])

@@ -1,0 +1,232 @@
+"""The one way in which everything is measured: fresh processes that take turns in random order, until controls hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final
+
+import tqdm
+
+from . import machine
+from .interpreter import ENVIRONMENT
+from .results import ROOT, Results, fingerprint, read
+from .suite import Workload, workloads
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is done.
+
+    Attributes:
+        size: "quick" or "full".
+        rounds: processes of each contender.
+        most_rounds: up to which a workload is measured on whose controls do not hold.
+        turns: of each process, fewer where they would take longer than ``limit_s``, but at least three.
+        preloaded: what contenders need anyway and is slow to import.
+        patience_s: how long an answer may take.
+    """
+
+    size: str
+    rounds: int
+    most_rounds: int
+    turns: int
+    limit_s: float
+    preloaded: tuple[str, ...] = ()
+    patience_s: float = 240.0
+
+
+_SLOW: Final = ("torch._dynamo", "torch._inductor.compile_fx")
+FULL: Final = Effort("full", rounds=5, most_rounds=9, turns=8, limit_s=0.3, preloaded=_SLOW)
+QUICK: Final = Effort("quick", rounds=2, most_rounds=2, turns=3, limit_s=0.01)
+LEAST_TURNS: Final = 3
+# What is not timed, getting ready above all, may use every core.
+AT_ONCE: Final = os.cpu_count() or 1
+
+
+class Interpreters:
+    """One interpreter for each round, started when it is first needed.
+
+    Args:
+        preloaded: modules that they import, besides torch, before they fork.
+    """
+
+    def __init__(self, preloaded: Sequence[str]) -> None:
+        self._preloaded = preloaded
+        self._started: dict[int, subprocess.Popen[str]] = {}
+
+    def __enter__(self) -> Interpreters:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._started.values():
+            process.communicate()
+
+    def ask(self, number: int, contenders: Sequence[str], at_once: int = 1, **request: Any) -> dict[str, Any]:
+        """Have the processes of some contenders do something, a few at once; what each answers."""
+        process = self._started.get(number) or self._start(number)
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps({**request, "contenders": contenders, "at_once": at_once}) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        if not line:
+            del self._started[number]
+            reason = f"the interpreter ended with exit status {process.wait()}"
+            return {contender: {"failed": reason} for contender in contenders}
+        answers: dict[str, Any] = json.loads(line)
+        return answers
+
+    def _start(self, number: int) -> subprocess.Popen[str]:
+        cache = ROOT / "runs" / "benchmarks" / "compiled"
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        own = {"PYTHONPATH": os.pathsep.join(paths), "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+        process = self._started[number] = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.interpreter", *self._preloaded],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **ENVIRONMENT, **own, "PYTHONHASHSEED": str(number)},
+        )
+        return process
+
+
+def run(
+    effort: Effort,
+    device: str,
+    out: Path,
+    names: Sequence[str] | None = None,
+    contenders: Sequence[str] | None = None,
+    fresh: bool = False,
+) -> None:
+    """Measure each workload that has no results of these sources yet, and write them as soon as they are there."""
+    with Interpreters(effort.preloaded) as interpreters:
+        run_with(interpreters, effort, device, out, names, contenders, fresh)
+
+
+def run_with(
+    interpreters: Interpreters,
+    effort: Effort,
+    device: str,
+    out: Path,
+    names: Sequence[str] | None = None,
+    contenders: Sequence[str] | None = None,
+    fresh: bool = False,
+) -> None:
+    """:func:`run` with interpreters that are there already."""
+    source = fingerprint()
+    efforts = {
+        f"effort {name}": value for name, value in asdict(effort).items() if isinstance(value, str | int | float)
+    }
+    common = {**machine.describe(device), "source": source, **efforts}
+    rows = {name: row for name, row in workloads(effort.size).items() if device in row.devices}
+    chosen = [name for name in rows if names is None or name in names]
+    there = {} if fresh else {name: _begun(out / f"{name}.json", rows[name], source) for name in chosen}
+    begun = {name: results for name, results in there.items() if results is not None}
+    left = [name for name in chosen if name not in begun or begun[name].common["finished"] == "no"]
+    taking_part = {name: _taking_part(rows[name], contenders) for name in left}
+    total = effort.rounds * sum(map(len, taking_part.values()))
+    with tqdm.tqdm(total=total, unit="process", smoothing=0.05) as bar:
+        bar.set_postfix_str(f"{len(chosen) - len(left)} of {len(chosen)} workloads were there")
+        for name in left:
+            results, path = begun.get(name) or Results(name, rows[name]), out / f"{name}.json"
+            results.common = {**common, "finished": "no", "date": datetime.now(UTC).isoformat(timespec="seconds")}
+            measure(results, taking_part[name], effort, device, interpreters, bar, path)
+            results.common["finished"] = "yes"
+            results.write(path)
+
+
+def _taking_part(workload: Workload, contenders: Sequence[str] | None) -> list[str]:
+    controls = {name for pair in workload.controls for name in pair}
+    return [name for name in workload.contenders if contenders is None or name in contenders or name in controls]
+
+
+def _begun(path: Path, workload: Workload, source: str) -> Results | None:
+    """Results of these sources, all of them or of the rounds before a run was stopped."""
+    results = read(path, workload) if path.exists() else None
+    return results if results is not None and results.common.get("source") == source else None
+
+
+def measure(
+    results: Results,
+    contenders: list[str],
+    effort: Effort,
+    device: str,
+    interpreters: Interpreters,
+    bar: Any,
+    path: Path | None = None,
+) -> None:
+    """Rounds in each of which every contender has one process, until the controls hold or there were enough.
+
+    Args:
+        path: where each round is written to as soon as it is over.
+    """
+    begin = 1 + max((run["round"] for runs in results.runs.values() for run in runs), default=-1)
+    bar.update(len(contenders) * min(begin, effort.rounds))
+    for number in range(begin, effort.most_rounds):
+        if number >= effort.rounds:
+            if results.is_measurable():
+                return
+            bar.total += len(contenders)
+        bar.set_description(f"{results.name}, round {number + 1}")
+        left = [contender for contender in contenders if contender not in results.missing]
+        Round(results, number, effort, device, interpreters).play(left)
+        bar.update(len(contenders))
+        if path is not None:
+            results.write(path)
+
+
+class Round:
+    """One process of each contender, alive together and measured in turns, in an order that is drawn for each turn."""
+
+    def __init__(self, results: Results, number: int, effort: Effort, device: str, interpreters: Interpreters) -> None:
+        self.results, self.number, self.effort, self.interpreters = results, number, effort, interpreters
+        self.words = {"workload": results.name, "size": effort.size, "device": device}
+        self.draw = random.Random(f"{results.name} {number}")
+        self.loops: dict[str, int] = {}
+        self.turns: dict[str, int] = {}
+        self.answers: dict[str, list[dict[str, Any]]] = {}
+
+    def play(self, contenders: list[str]) -> None:
+        """All of it; who fails takes no further part."""
+        start = {**self.words, "patience_s": self.effort.patience_s}
+        for contender, answer in self._ask(self._in_turn(contenders), at_once=AT_ONCE, start=start).items():
+            self._plan(contender, answer["once"])
+        for turn in range(max(self.turns.values(), default=0)):
+            for contender in self._in_turn([name for name in self.answers if turn < self.turns[name]]):
+                untimed = 1 if self.loops[contender] > 1 else 0
+                for answer in self._ask([contender], turn=self.loops[contender], untimed=untimed).values():
+                    self.answers[contender].append(answer)
+        for contender, answer in self._ask(list(self.answers), at_once=AT_ONCE, first=self.number == 0).items():
+            self._end(contender, answer["facts"])
+
+    def _in_turn(self, contenders: list[str]) -> list[str]:
+        return self.draw.sample(contenders, len(contenders))
+
+    def _plan(self, contender: str, once: float) -> None:
+        repeat_s = self.results.workload.repeat_s
+        self.loops[contender] = max(1, round(repeat_s / max(once, 1e-7))) if once else 1
+        fit = int(self.effort.limit_s / (self.loops[contender] * once)) if once else 1
+        self.turns[contender] = max(LEAST_TURNS, min(self.effort.turns, fit)) if once else 1
+        self.answers[contender] = []
+
+    def _ask(self, contenders: list[str], **request: Any) -> dict[str, dict[str, Any]]:
+        answers = self.interpreters.ask(self.number, contenders, **request)
+        for contender, answer in list(answers.items()):
+            if "failed" in answer or "unavailable" in answer:
+                self.results.add(contender, self.number, answers.pop(contender))
+                self.answers.pop(contender, None)
+        return answers
+
+    def _end(self, contender: str, facts: dict[str, Any]) -> None:
+        answers = self.answers[contender]
+        wall_s, values = fmean(answer["wall_s"] for answer in answers), [answer["seconds"] for answer in answers]
+        own = {"values": values, "loops": self.loops[contender], "wall_s": wall_s, "facts": facts}
+        self.results.add(contender, self.number, own)

@@ -1,0 +1,260 @@
+"""README's and the documentation's tables, from committed results."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from . import charts, growth_figures
+from .comparisons import COMPARISONS, Comparison
+from .estimate import CONTROL_LIMITS, Estimate, seconds
+from .footprint import KINDS
+from .growth import AXES
+from .results import ROOT, Results, read
+from .roster import BY_TYPE
+from .suite import title_of, workloads
+
+RESULTS: Final = Path(__file__).parent / "results"
+README: Final = ROOT / "README.md"
+PAGE: Final = ROOT / "docs" / "reference" / "benchmarks.md"
+NOT_MEASURABLE: Final = "not measurable here"
+NOT_THERE: Final = "Not measured yet."
+_IN_README: Final = ("amp_bf16", "hand_bf16", "o1_bf16", "o2_bf16", "o2_split", "o3_bf16")
+_MEMORY_IN_README: Final = ("fp32", "amp_fp16", "hand_fp16", "o2_fp16", "o2_bf16", "o2_split", "o3_bf16")
+_MARKED: Final = re.compile(r"(<!-- benchmarks (\w+): begin -->\n).*?(<!-- benchmarks \w+: end -->)", re.S)
+All = Mapping[str, Results]
+
+
+def load(folder: Path, size: str = "full") -> dict[str, Results]:
+    """The results of one machine, in the suite's order."""
+    rows = workloads(size)
+    return {
+        name: read(folder / f"{name}.json", row) for name, row in rows.items() if (folder / f"{name}.json").exists()
+    }
+
+
+def machines() -> list[Path]:
+    """The folders of results, CPUs first."""
+    return sorted(
+        (path for path in RESULTS.iterdir() if path.is_dir()), key=lambda path: (path.name[:3] != "cpu", path)
+    )
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Markdown."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def where(found: All) -> str:
+    """Machine and version, from whatever was measured last."""
+    common = max((results.common for results in found.values()), key=lambda common: str(common["date"]))
+    return f"{common['machine']}, {common['cores']} cores, torch {common['torch']}"
+
+
+def relative(results: Results, contender: str, reference: str) -> str:
+    """A cell: the ratio with its interval, or why there is none."""
+    if not results.rounds(contender):
+        return "-"
+    if not results.is_measurable():
+        return NOT_MEASURABLE
+    return str(results.ratio(contender, reference))
+
+
+def training(found: All, folder: Path, dtype: str) -> str:
+    """Time of a step over float32's, contender by contender."""
+    rows = _with_contenders(found, BY_TYPE[dtype], "training")
+    if not rows:
+        return NOT_THERE
+    names = [name for name in ("fp32_again", "o0", *BY_TYPE[dtype]) if any(r.rounds(name) for r in rows.values())]
+    cells = [[title_of(name), *(relative(row, name, "fp32") for row in rows.values())] for name in names]
+    picture = _link(charts.training_path(folder, dtype), PAGE)
+    return f"{table(['', *rows], cells)}\n\n![Time of a step over float32's, {dtype}]({picture})"
+
+
+def _with_contenders(found: All, names: tuple[str, ...], kind: str) -> dict[str, Results]:
+    return {
+        key: results
+        for key, results in found.items()
+        if results.workload.kind == kind and any(results.rounds(name) for name in names)
+    }
+
+
+def memory(found: All, names: tuple[str, ...] = ()) -> str:
+    """Bytes per parameter with Adam, held after backward by kind, and the process' peak."""
+    results, rows = found.get("bandwidth"), []
+    if results is None:
+        return NOT_THERE
+    for name in names or [name for name in results.workload.contenders if name not in ("fp32_again", "o0")]:
+        facts = results.facts(name)
+        if facts:
+            held = [facts[f"bytes_{kind}"] / facts["parameters"] for kind in KINDS]
+            peak = facts["process_peak_bytes"] / facts["parameters"]
+            title = f"{title_of(name)} fp16" if name in BY_TYPE["float16"] else title_of(name)
+            rows.append([title, *(f"{size:.1f}" for size in held), f"{sum(held):.1f}", f"{peak:.1f}"])
+    return table(["", *KINDS, "sum", "process peak"], rows)
+
+
+def pairs(found: All) -> str:
+    """What is compared with a goal."""
+    rows = [_pair(comparison, found) for comparison in COMPARISONS if comparison.workload in found]
+    return table(["", "workload", "measured", "goal", ""], rows) if rows else NOT_THERE
+
+
+def _pair(comparison: Comparison, found: All) -> list[str]:
+    results, verdict = found[comparison.workload], ""
+    if not results.is_measurable():
+        measured = NOT_MEASURABLE
+    else:
+        estimate = comparison.estimate(results)
+        measured = "-" if estimate is None else f"{estimate}{comparison.unit}"
+        if estimate is not None:
+            verdict = "met" if round(estimate.median, 2) <= comparison.goal else "not met"
+    return [comparison.title, comparison.workload, measured, f"{comparison.goal:.2f}{comparison.unit}", verdict]
+
+
+def setting_up(found: All) -> str:
+    """Milliseconds of ``initialize``, and of imports."""
+    rows = []
+    for results in found.values():
+        if results.workload.kind in ("initialize", "import"):
+            for name in results.workload.contenders:
+                if results.rounds(name) and not name.endswith("_again"):
+                    cell = _milliseconds(results, seconds(results.rounds(name)))
+                    rows.append([results.workload.title, name, cell])
+    return table(["", "", "ms"], rows) if rows else NOT_THERE
+
+
+def _milliseconds(results: Results, estimate: Estimate) -> str:
+    if not results.is_measurable():
+        return NOT_MEASURABLE
+    return "{:.3g} [{:.3g}, {:.3g}]".format(*(1e3 * x for x in (estimate.median, estimate.low, estimate.high)))
+
+
+def compiled(found: All) -> str:
+    """Time over torch.amp's compiled step, and what the compiler did."""
+    results, rows = found.get("compiled"), []
+    if results is None:
+        return NOT_THERE
+    for name in results.workload.contenders:
+        if results.rounds(name):
+            reference = "amp_fp16" if name in BY_TYPE["float16"] else "amp_bf16"
+            facts = [str(max(results.fact(name, fact))) for fact in ("graphs", "graph_breaks", "recompilations")]
+            dtype = (
+                "float16" if name in BY_TYPE["float16"] else "bfloat16" if name in BY_TYPE["bfloat16"] else "float32"
+            )
+            rows.append([title_of(name), dtype, relative(results, name, reference), *facts])
+    return table(["", "", "time over torch.amp's", "graphs", "graph breaks", "recompilations"], rows)
+
+
+def growth(found: All, folder: Path) -> str:
+    """Slopes, and what one of it costs where there are most."""
+    rows = []
+    for axis in AXES:
+        results = found.get(f"grow_{axis}")
+        if results is not None:
+            rows.append(growth_figures.row(results, NOT_MEASURABLE))
+    if not rows:
+        return NOT_THERE
+    head = ["grows", "from, to", "slope of a step", "slope of initialize", "a step at the end, ms", "of which each, µs"]
+    picture = _link(charts.growth_path(folder), PAGE)
+    return f"{table([*head, 'memory at the end, MB'], rows)}\n\n![Cost as it grows]({picture})"
+
+
+def controls(found: All) -> str:
+    """Every control, and whether it held."""
+    rows = []
+    for name, results in found.items():
+        number = max((len(runs) for runs in results.runs.values()), default=0)
+        for (one, other), estimate in results.controls().items():
+            held = "yes" if results.is_measurable() else "no"
+            rows.append([name, f"{title_of(other)} / {title_of(one)}", str(estimate), str(number), held])
+    low, high = CONTROL_LIMITS
+    return table(["workload", "control", "ratio", "processes", f"all within [{low}, {high}]"], rows)
+
+
+def missing(found: All) -> str:
+    """Who took no part, and why; said once where it is the same everywhere."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for name, results in found.items():
+        for contender, reason in results.missing.items():
+            reasons.setdefault((contender, reason), []).append(name)
+    rows = [[title_of(who), ", ".join(names), why.replace("|", "/")] for (who, why), names in reasons.items()]
+    return table(["", "workloads", "reason"], rows) if rows else "Every contender took part."
+
+
+def readme(found: All, folder: Path) -> str:
+    """README's tables."""
+    rows = _with_contenders(found, _IN_README, "training")
+    names = [name for name in _IN_README if any(results.rounds(name) for results in rows.values())]
+    cells = [[key, *(relative(results, name, "fp32") for name in names)] for key, results in rows.items()]
+    return "\n".join(
+        [
+            f"Time of a step over float32's, bfloat16, with 95 % intervals over processes; {where(found)}:",
+            "",
+            table(["workload", *map(title_of, names)], cells),
+            "",
+            f"![Time of a step over float32's]({_link(charts.training_path(folder, 'bfloat16'), README)})",
+            "",
+            "Bytes per parameter with Adam, after backward by kind, and the process' peak:",
+            "",
+            memory(found, _MEMORY_IN_README),
+        ]
+    )
+
+
+def _link(target: Path, page: Path) -> str:
+    up = [".."] * (len(page.relative_to(ROOT).parts) - 1)
+    return "/".join([*up, *target.relative_to(ROOT).parts])
+
+
+def blocks(found: All, folder: Path) -> dict[str, Callable[[], str]]:
+    """By the name of its marks, what stands between them."""
+    return {
+        "readme": lambda: readme(found, folder),
+        "machine": lambda: where(found),
+        "bfloat16": lambda: training(found, folder, "bfloat16"),
+        "float16": lambda: training(found, folder, "float16"),
+        "memory": lambda: memory(found),
+        "pairs": lambda: pairs(found),
+        "setting_up": lambda: setting_up(found),
+        "compiled": lambda: compiled(found),
+        "growth": lambda: growth(found, folder),
+        "controls": lambda: controls(found),
+        "missing": lambda: missing(found),
+    }
+
+
+def replaced(text: str, folder: Path) -> str:
+    """``text`` with all that stands between marks made anew."""
+    made = blocks(load(folder), folder)
+    return _MARKED.sub(lambda mark: f"{mark[1]}\n{made[mark[2]]()}\n\n{mark[3]}", text)
+
+
+def write() -> None:
+    """Make every table and plot anew, from the first machine's results."""
+    folder = machines()[0]
+    for path in (README, PAGE):
+        path.write_text(replaced(path.read_text(encoding="utf-8"), folder), encoding="utf-8")
+    charts.draw(load(folder), folder)
+
+
+def summary(folder: Path, size: str) -> str:
+    """All tables of a folder, for the screen."""
+    found = load(folder, size)
+    parts = [where(found), controls(found), missing(found)]
+    kinds = {results.workload.kind for results in found.values()}
+    if "training" in kinds:
+        parts += [_training_for_the_screen(found, dtype) for dtype in BY_TYPE]
+    if "compiled" in kinds:
+        parts.append(compiled(found))
+    if kinds & {"initialize", "import"}:
+        parts.append(setting_up(found))
+    if "growth" in kinds:
+        parts.append(growth(found, RESULTS).partition("\n\n!")[0])
+    return "\n\n".join([*parts, pairs(found), f"results in {folder}"])
+
+
+def _training_for_the_screen(found: All, dtype: str) -> str:
+    return training(found, RESULTS, dtype).partition("\n\n!")[0]
