@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,14 +13,18 @@ from torch.optim import Optimizer
 
 from . import registry
 from .basics.dtypes import is_lower_precision
+from .basics.modules import modules_of, named_modules_of
 from .basics.user_warnings import warn_user
 from .basics.wrappers import inside
 from .checks_of_ranks import check_not_left_behind, check_not_wrapped
 from .distributed.sharding import is_managed_by_fsdp, reshard
+from .model.aliases import named_own_tensors
 from .model.entry_points import check_argument_names
 from .model.selection import named_tensors, own_tensors
 from .plan import Masters, Plan
-from .settings.properties import Properties
+
+if TYPE_CHECKING:
+    from .settings.properties import Properties
 
 
 def as_list(given: Any, kind: type, what: str) -> list[Any]:
@@ -71,8 +75,9 @@ def check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: P
     reshard(models)
     if plan.patch_functions:
         _warn_of_16_bit_weights(models)
-    for optimizer in optimizers:
-        _warn_of_orphans(models, optimizer)
+    belonging = {id(t) for model in models for module in modules_of(model) for t in module._parameters.values()}
+    for optimizer in optimizers if models else ():
+        _warn_of_orphans(models, optimizer, belonging)
 
 
 def check_free(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -130,12 +135,15 @@ def _check_not_fully_sharded(models: Sequence[nn.Module]) -> None:
 
 def _check_not_shared(models: Sequence[nn.Module], plan: Plan) -> None:
     """Two sessions cannot cast one tensor: the undo of one would break the other."""
+    given = {id(tensor) for model in models for module in modules_of(model) for tensor in own_tensors(module)}
     for session in registry.live():
         casts = any(each.cast_model and is_lower_precision(each.model_dtype) for each in (plan, session.plan))
         if not casts:
             continue
-        taken = {tensor for other in session.models for module in other.modules() for tensor in own_tensors(module)}
-        for name, module in (named for model in models for named in model.named_modules()):
+        if session.tensor_ids.isdisjoint(given):
+            continue
+        taken = {tensor for other in session.models for module in modules_of(other) for tensor in own_tensors(module)}
+        for name, module in (named for model in models for named in named_modules_of(model)):
             if any(tensor in taken for tensor in own_tensors(module)):
                 which = f"{name!r}, a {type(module).__name__}," if name else f"the {type(module).__name__} given"
                 raise ValueError(
@@ -146,15 +154,19 @@ def _check_not_shared(models: Sequence[nn.Module], plan: Plan) -> None:
 
 
 def _check_not_lazy(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if nn.parameter.is_lazy(tensor):
-            raise ValueError(
-                f"{name!r} of {type(model).__name__} is not initialised yet (a lazy module): run one forward pass on "
-                "example data first, make the optimizer, then call mpinit.initialize"
-            )
+    for module_name, module in named_modules_of(model):
+        for name, tensor in named_own_tensors(module):
+            if nn.parameter.is_lazy(tensor):
+                name = f"{module_name}.{name}" if module_name else name
+                raise ValueError(
+                    f"{name!r} of {type(model).__name__} is not initialised yet (a lazy module): run one forward pass "
+                    "on example data first, make the optimizer, then call mpinit.initialize"
+                )
 
 
 def _check_kept_names(models: Sequence[nn.Module], props: Properties) -> None:
+    if not any(isinstance(pattern, str) for pattern in props.keep_fp32):
+        return
     modules = [name for model in models for name, _ in model.named_modules(remove_duplicate=False) if name]
     names = [*modules, *dict(named_tensors(models))]
     for pattern in props.keep_fp32:
@@ -169,7 +181,12 @@ def _check_kept_names(models: Sequence[nn.Module], props: Properties) -> None:
 
 def names_in_16_bit(models: Iterable[nn.Module]) -> list[str]:
     """The dotted names of 16-bit parameters."""
-    return [name for model in models for name, p in model.named_parameters() if is_lower_precision(p.dtype)]
+    found: dict[int, str] = {}
+    for module_name, module in (named for model in models for named in named_modules_of(model)):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and is_lower_precision(parameter.dtype):
+                found.setdefault(id(parameter), f"{module_name}.{name}" if module_name else name)
+    return list(found.values())
 
 
 def _warn_of_16_bit_weights(models: Sequence[nn.Module]) -> None:
@@ -182,11 +199,10 @@ def _warn_of_16_bit_weights(models: Sequence[nn.Module]) -> None:
         )
 
 
-def _warn_of_orphans(models: Sequence[nn.Module], optimizer: Optimizer) -> None:
+def _warn_of_orphans(models: Sequence[nn.Module], optimizer: Optimizer, belonging: set[int]) -> None:
     """Parameters of a loss function are legitimate; ones left over from before the model was copied are not."""
-    belonging = {id(parameter) for model in models for parameter in model.parameters()}
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not models or not given or any(id(parameter) in belonging for parameter in given):
+    if not given or any(id(parameter) in belonging for parameter in given):
         return
     by_shape: dict[torch.Size, str] = {}
     for model in models:

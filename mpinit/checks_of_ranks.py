@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .basics.dtypes import is_lower_precision
+from .basics.modules import named_modules_of
 from .distributed.agreement import device_for, meshes_of, reach
 from .distributed.replicas import wrappers_of
 from .distributed.sharding import is_distributed, is_sharded, left_behind
@@ -29,10 +30,13 @@ def check_not_wrapped(models: Sequence[nn.Module], plan: Plan) -> None:
         ValueError: a model is wrapped, or a part of it is and weights are to be cast.
     """
     casts = plan.cast_model and is_lower_precision(plan.model_dtype)
+    wrappers: dict[type[nn.Module], str | None] = {}
     for model in models:
         _check_root(model)
-        for name, module in model.named_modules():
-            wrapper = _wrapper(module)
+        for name, module in named_modules_of(model):
+            if type(module) not in wrappers:
+                wrappers[type(module)] = _wrapper(type(module))
+            wrapper = wrappers[type(module)]
             if wrapper == _FLATTENS:
                 raise ValueError(_flattened(f"{name!r}"))
             if wrapper == _REDUCES and casts:
@@ -40,10 +44,10 @@ def check_not_wrapped(models: Sequence[nn.Module], plan: Plan) -> None:
                     f"{name!r} is wrapped in {wrapper} already, which has taken the parameters' dtypes down; call "
                     f"mpinit.initialize first, and wrap {name!r} in {wrapper} afterwards"
                 )
-    parameters = [p for model in models for p in model.parameters() if p.is_floating_point()]
-    if plan.masters is Masters.IN_MODEL:
+    if plan.masters is Masters.IN_MODEL or not casts or not is_distributed():
         return  # no dtype changes
-    if casts and wrappers_of([parameter for parameter in parameters if parameter.dtype != plan.model_dtype]):
+    parameters = [p for model in models for p in model.parameters() if p.is_floating_point()]
+    if wrappers_of([parameter for parameter in parameters if parameter.dtype != plan.model_dtype]):
         raise ValueError(
             f"a {_REDUCES} around the model, or around a part of it, is there already, and has taken the parameters' "
             "dtypes down: it would not reduce the gradients of 16-bit weights, and every rank would train by itself. "
@@ -57,7 +61,7 @@ def _check_root(model: nn.Module) -> None:
     # What torch.compile makes of a module.
     while "_orig_mod" in inside._modules:
         inside = inside._modules["_orig_mod"]  # type: ignore[assignment]
-    wrapper = _wrapper(inside)
+    wrapper = _wrapper(type(inside))
     compiled = "" if inside is model else ", inside torch.compile,"
     if wrapper == _FLATTENS:
         raise ValueError(_flattened(f"the model{compiled}"))
@@ -68,8 +72,8 @@ def _check_root(model: nn.Module) -> None:
         )
 
 
-def _wrapper(module: nn.Module) -> str | None:
-    return next((base.__name__ for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None)
+def _wrapper(kind: type[nn.Module]) -> str | None:
+    return next((base.__name__ for base in kind.__mro__ if base.__name__ in _WRAPPERS), None)
 
 
 def _flattened(what: str) -> str:

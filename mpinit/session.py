@@ -10,7 +10,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from . import functions
 from .basics.dtypes import is_lower_precision
 from .basics.logs import log
+from .basics.modules import modules_of
 from .basics.patching import Undo, UndoStack
 from .distributed.sharding import gather_in, reshard
 from .masters.in_model import MastersInModel
@@ -31,9 +32,11 @@ from .optimizer.waiting import WaitingWeights
 from .plan import Masters, Plan
 from .scaling.scaled_loss import ScaledLoss
 from .scaling.scaler import LossScaler
-from .settings.properties import Properties
 from .torch_internals import encoder_fast_path
 from .torch_internals.compiling_with_gradients import hide_gradients
+
+if TYPE_CHECKING:
+    from .settings.properties import Properties
 
 _dropped: list[Undo] = []
 _numbers = itertools.count()
@@ -48,6 +51,7 @@ class Session:
         selection: which modules stay float32 and which tensors are cast, as of ``apply``.
         scalers: one loss scaler for each ``loss_id``.
         verbosity: how much is logged.
+        tensor_ids: the ids of the models' parameters and buffers, as of ``apply``.
         waiting: the weights that keep their float32 values for optimizers that come later.
     """
 
@@ -72,6 +76,7 @@ class Session:
         self.scalers = [LossScaler(plan.scaling) for _ in range(num_losses)]
         self.number = next(_numbers)
         self.is_live = False
+        self.tensor_ids: frozenset[int] = frozenset()
         self._store = store_for(plan, scales=not all(scaler.is_identity for scaler in self.scalers))
         self._controls = Controls(
             *(self.models, plan, self._store, self.scalers, self.name_of),
@@ -96,6 +101,9 @@ class Session:
         except BaseException:
             self._undos.unwind()
             raise
+        # As they are after the casts, which put other buffers on the modules.
+        modules = (module for model in self.models for module in modules_of(model))
+        self.tensor_ids = frozenset(id(tensor) for module in modules for tensor in selection.own_tensors(module))
         self.is_live = True
 
     def _apply(self) -> None:
@@ -155,8 +163,9 @@ class Session:
             # A 16-bit weight keeps its master's bits, unless the set-up failed: then it is left as it came.
             keeps_bits = self.is_live and is_lower_precision(pair.came_in)
             pair.restore(torch.float32 if keeps_bits else pair.came_in)
+        of_master = {id(pair.master_param): pair.model_param for pair in self._store.pairs}
         for control in self._controls:
-            control.groups.restore_weights()
+            control.groups.restore_weights(of_master)
         self._store.close()
 
     def undo(self) -> None:
@@ -297,7 +306,7 @@ class Session:
             return self._casts.original_values(weight)
         if not pair.holders:
             pair.follow_device()
-        for copies in self._controls.all_copies():
+        for copies in pair.holders or (self._store.idle,):
             copies.look_at_weight(pair)
         return pair.values()
 
@@ -312,8 +321,7 @@ class Session:
         if not pair.holders:
             pair.follow_device()
         pair.load(values)
-        for copies in self._controls.all_copies():
-            copies.note_one(pair)
+        self._store.idle.note_one(pair)  # for whoever holds it
         return True
 
     def holds_one_of(self, parameters: Sequence[torch.Tensor]) -> bool:

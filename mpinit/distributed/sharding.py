@@ -12,6 +12,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from ..basics.modules import modules_of
+
 _TENSOR_DATA: Final[Any] = torch.Tensor.data  # not the one of a parameter, which may be watched
 
 
@@ -57,7 +59,7 @@ def set_data(tensor: Any, values: Any) -> None:
 
 def _groups(model: nn.Module) -> Iterator[Any]:
     """The groups of parameters that FSDP gathers together."""
-    for module in model.modules():
+    for module in modules_of(model):
         if is_managed_by_fsdp(module):
             state: Any = module._get_fsdp_state()  # type: ignore[operator]
             # torch 2.11 knows one group of a module, or None; from 2.12 on it is a list of any length.

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..basics.dtypes import cast_within_range, may_overflow
+from ..basics.modules import modules_of
 from ..basics.user_warnings import warn_user
 from ..distributed.sharding import local, rebuild_groups, set_data
 from ..masters.residual import Cast, Residual, decode, encode
@@ -288,7 +289,7 @@ def _named_tensors(models: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Ten
 def _places_of_buffers(models: Sequence[nn.Module]) -> dict[torch.Tensor, list[tuple[nn.Module, str]]]:
     """Buffer -> every (module, name) that holds it."""
     places: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
-    for module in dict.fromkeys(module for model in models for module in model.modules()):
+    for module in dict.fromkeys(module for model in models for module in modules_of(model)):
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 places.setdefault(buffer, []).append((module, name))
@@ -299,6 +300,6 @@ def rebuild_flat_weights(models: Sequence[nn.Module]) -> None:
     """Let RNNs, and FSDP, gather their weights anew after a cast."""
     rebuild_groups(models)
     for model in models:
-        for module in model.modules():
+        for module in modules_of(model):
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from ..basics.modules import modules_of
 from ..basics.patching import Undo, UndoStack
 from ..plan import Plan
 from ..torch_internals.compiled_calls import compiled_calls
@@ -202,7 +203,7 @@ def patch_forwards(
         return Boundary(dtype, plan.cast_model, output_dtype, casts, plan.keep_inputs, before_forward)
 
     kept, cast = boundary(torch.float32), boundary(plan.model_dtype)
-    within = {module for model in selection.models for module in model.modules() if module is not model}
+    within = {module for model in selection.models for module in modules_of(model)[1:]}
     with UndoStack() as undos:
         own = _modules_with_casts(selection, plan, writes, undos)
         undos.push(kept.retire)

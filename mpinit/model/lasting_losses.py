@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..basics.dtypes import dtype_name, is_lower_precision
+from ..basics.modules import named_modules_of
 from ..basics.user_warnings import warn_user
 from ..distributed.sharding import local
 from ..torch_internals.parameter_watching import TENSOR_DETACH
@@ -48,7 +49,7 @@ def warn_of_lasting_losses(
     """
     found, entries = [], []
     for model in models:
-        for module_name, module in model.named_modules():
+        for module_name, module in named_modules_of(model):
             if isinstance(module, _NormBase):
                 continue
             for name, tensor in _candidates(module):

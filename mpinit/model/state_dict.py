@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..basics.dtypes import is_lower_precision
+from ..basics.modules import modules_of
 from ..basics.patching import Undo
 from ..basics.user_warnings import warn_user
 from ..torch_internals.model_state_by_name import load_in_float32
@@ -73,7 +74,7 @@ class Float32State:
         """Hook a module and everything below it, where it is not hooked yet."""
         # Straight into the dicts: torch's methods make a handle for each hook, which takes many times as long.
         key = self._key
-        for module in tree.modules():
+        for module in modules_of(tree):
             if self.holds(module):
                 continue
             self._modules.add(module)
@@ -131,7 +132,7 @@ class Float32State:
         left = [key for key, value in state_dict.items() if key.startswith(prefix) and is_16_bit(value)]
         if not left:
             return
-        owners = owners_of_memory(module.modules())
+        owners = owners_of_memory(modules_of(module))
         for key in left:
             value = state_dict[key]
             owner = owners.get(storage_of(value))

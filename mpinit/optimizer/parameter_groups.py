@@ -123,16 +123,17 @@ class ParameterGroups:
             for made in fresh if self._finished else ():
                 self.store.let_go(made)
             raise
+        holders = self.holders()
         for parameter, dtype in came_in.items():
             if parameter.dtype != dtype:
                 self._widened[parameter] = dtype
-                move_state(self.optimizer, parameter, parameter, dtype, parameter.dtype)
+                move_state(holders, parameter, parameter, dtype, parameter.dtype)
         for group in self._groups():
             for index, parameter in enumerate(group["params"]):
                 pair = pairs[parameter]
                 if pair is not None and parameter is not pair.master_param:
                     group["params"][index] = pair.master_param
-                    move_state(self.optimizer, parameter, pair.master_param, parameter.dtype, torch.float32)
+                    move_state(holders, parameter, pair.master_param, parameter.dtype, torch.float32)
         self._take_stock()
         if self._finished:
             self.store.finish(fresh)
@@ -168,11 +169,12 @@ class ParameterGroups:
             self.copies.look_at_weight(pair)
             pair.holders.discard(self.copies)
         self.copies.hold(pairs)
-        for pair in before ^ now:
-            for copies in pair.holders:
-                copies.find_shared()
-        self.store.hold_idle()
-        self._references.replace({pair.model_param: pair.master_param for pair in pairs})
+        # Each once, whatever the number of pairs.
+        for copies in {copies for pair in before ^ now for copies in pair.holders}:
+            copies.find_shared()
+        if self._finished:
+            self.store.hold_idle()  # while a session is set up, once for all optimizers
+        self._references.replace({id(pair.model_param): pair.master_param for pair in pairs})
         self.plain = [parameter for parameter, pair in found if pair is None]
         self._frozen = [parameter for parameter in self.plain if not parameter.requires_grad]
         self.unsound = stepped_wrongly((self.optimizer, *wrapped_by(self.optimizer)), self._groups(), self._targets)
@@ -202,20 +204,23 @@ class ParameterGroups:
             raise ValueError("some parameters appear in more than one parameter group; the group was not added")
         self.put_masters()
 
-    def restore_weights(self) -> None:
-        """Put the model's own parameters back into the groups, with the state of their masters."""
-        of_master: dict[torch.Tensor, nn.Parameter] = {pair.master_param: pair.model_param for pair in self.store.pairs}
+    def restore_weights(self, of_master: Mapping[int, nn.Parameter]) -> None:
+        """Put the model's own parameters back into the groups, with the state of their masters.
+
+        Args:
+            of_master: the id of every master of the session -> its weight.
+        """
         for group in self._groups():
             for index, parameter in enumerate(group["params"]):
-                weight = of_master.get(parameter)
-                if weight is not None:
-                    group["params"][index] = weight
+                group["params"][index] = of_master.get(id(parameter), parameter)
         self._references.replace(of_master)
+        holders = self.holders()
         if not self._finished:
             for parameter, came_in in self._widened.items():
-                move_state(self.optimizer, parameter, parameter, torch.float32, came_in)
-        for master, weight in of_master.items():
-            move_state(self.optimizer, master, weight, master.dtype, weight.dtype)
+                move_state(holders, parameter, parameter, torch.float32, came_in)
+        for key in dict.fromkeys(key for holder in holders for key in holder.state if id(key) in of_master):
+            weight = of_master[id(key)]
+            move_state(holders, key, weight, key.dtype, weight.dtype)
         # Nothing of the masters is kept alive.
         self.copies.hold([])
         self._seen = []
@@ -223,13 +228,13 @@ class ParameterGroups:
     def leave(self) -> None:
         """Masters are nothing of this optimizer's any more: those that nobody else steps are idle."""
         pairs = self.copies.pairs
-        self._references.replace({pair.master_param: pair.model_param for pair in pairs})
+        self._references.replace({id(pair.master_param): pair.model_param for pair in pairs})
         self.copies.hold([])
         self._seen = []
         for pair in pairs:
             pair.holders.discard(self.copies)
-            for copies in pair.holders:
-                copies.find_shared()
+        for copies in {copies for pair in pairs for copies in pair.holders}:
+            copies.find_shared()
         self.store.hold_idle()
 
     def gradient_holders(self, parameters: Iterable[nn.Parameter] | None = None) -> Iterator[nn.Parameter]:

@@ -33,11 +33,10 @@ class References:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
 
-    def replace(self, others: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Put the other parameter wherever one of these stands; lists and dicts are changed in place."""
-        if not others:
+    def replace(self, by_id: Mapping[int, torch.Tensor]) -> None:
+        """Put the other parameter wherever one with these ids stands; lists and dicts are changed in place."""
+        if not by_id:
             return
-        by_id = {id(old): new for old, new in others.items()}
         for holder in (self._optimizer, *wrapped_by(self._optimizer)):
             for name, value in list(vars(holder).items()):
                 if name not in _KNOWN and not isinstance(value, Optimizer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,20 @@ from ..basics.patching import Undo, UndoStack
 
 
 def move_state(
-    optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor, from_dtype: torch.dtype, to_dtype: torch.dtype
+    holders: Iterable[Optimizer],
+    old: torch.Tensor,
+    new: torch.Tensor,
+    from_dtype: torch.dtype,
+    to_dtype: torch.dtype,
 ) -> None:
     """Hand a parameter's optimizer state to another parameter, its numbers of ``from_dtype`` in ``to_dtype``.
 
-    That of optimizers wrapped by this one too, since they share its parameters.
+    Args:
+        holders: an optimizer and those that it wraps, since they share its parameters.
+        old, new: the parameters.
+        from_dtype, to_dtype: the types.
     """
-    for holder in (optimizer, *wrapped_by(optimizer)):
+    for holder in holders:
         if old in holder.state:
             holder.state[new] = cast_state(holder.state.pop(old), old.shape, from_dtype, to_dtype)
 
