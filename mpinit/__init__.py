@@ -16,24 +16,37 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from . import amp as amp
-from .amp import *  # noqa: F403 - its __all__ spells the names out
-from .inspect.explain import explain as explain
-from .inspect.exponents import gradient_histogram as gradient_histogram
-from .inspect.history import History as History
-from .inspect.overflow import overflow_report as overflow_report
-from .inspect.overflow import watch_overflow as watch_overflow
-from .inspect.stalled import stalled as stalled
-from .inspect.suggest import suggest as suggest
+from .basics.names_found_later import found_later
 
 __version__ = "0.1.0"
 
-# mypy takes a list that is not spelt out for an empty one; without any, it and others export what they see here.
-if not TYPE_CHECKING:
-    __all__ = [
-        *("__version__", "amp", "install_as_apex"),
-        *("History", "explain", "gradient_histogram", "overflow_report", "stalled", "suggest", "watch_overflow"),
-        *amp.__all__,
-    ]
+if TYPE_CHECKING:
+    # mypy takes a list that is not spelt out for an empty one; without any, it and others export what they see here.
+    from .amp import *  # noqa: F403 - its __all__ spells the names out
+    from .inspect.explain import explain as explain
+    from .inspect.exponents import gradient_histogram as gradient_histogram
+    from .inspect.history import History as History
+    from .inspect.overflow import overflow_report as overflow_report
+    from .inspect.overflow import watch_overflow as watch_overflow
+    from .inspect.stalled import stalled as stalled
+    from .inspect.suggest import suggest as suggest
+else:
+    # What a training run needs is imported with it; what looks at one, when somebody asks.
+    _INSPECTORS = {
+        "History": "mpinit.inspect.history",
+        "explain": "mpinit.inspect.explain",
+        "gradient_histogram": "mpinit.inspect.exponents",
+        "overflow_report": "mpinit.inspect.overflow",
+        "stalled": "mpinit.inspect.stalled",
+        "suggest": "mpinit.inspect.suggest",
+        "watch_overflow": "mpinit.inspect.overflow",
+    }
+    globals().update({name: getattr(amp, name) for name in amp.__all__ if name in vars(amp)})
+    __all__ = ["__version__", "amp", "install_as_apex", *_INSPECTORS, *amp.__all__]
+    __getattr__ = found_later(__name__, dict.fromkeys(amp.__all__, "mpinit.amp") | _INSPECTORS)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
 
 
 def install_as_apex() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from . import checkpoint, checks, checks_of_ranks, registry
+from .basics.names_found_later import found_later
 from .distributed import norms
 from .distributed.sharding import is_sharded
 from .functions.registration import (
@@ -25,10 +26,18 @@ from .initialization import add_optimizers, initialize, undo
 from .inspect.describe import describe as describing
 from .optimizer.ranks import copy_from
 from .scaling.scaled_loss import ScaledLoss, Unscaled
-from .settings.opt_levels import OPT_LEVELS
-from .settings.properties import Properties
 from .torch_internals.native_autocast import disable_casts
 from .train_state import TrainState
+
+if TYPE_CHECKING:
+    from .settings.opt_levels import OPT_LEVELS as OPT_LEVELS
+    from .settings.properties import Properties as Properties
+else:
+    # pydantic, which takes longer to import than all of mpinit, comes with the first of them, or with initialize.
+    __getattr__ = found_later(
+        __name__,
+        {"OPT_LEVELS": "mpinit.settings.opt_levels", "Properties": "mpinit.settings.properties"},
+    )
 
 __all__ = [
     "OPT_LEVELS",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,17 +13,10 @@ from .checks_of_ranks import check_process_group
 from .inspect.describe import announce
 from .plan import make_plan
 from .session import Session
-from .settings.properties import Properties
-from .settings.resolve import (
-    DEFAULT_LEVEL,
-    DEFAULT_LIMIT,
-    DEFAULT_ONE,
-    Config,
-    Default,
-    is_enabled,
-    read_settings,
-    resolve,
-)
+from .settings.defaults import DEFAULT_LEVEL, DEFAULT_LIMIT, DEFAULT_ONE, Config, Default
+
+if TYPE_CHECKING:
+    from .settings.properties import Properties
 
 
 def initialize(
@@ -94,7 +87,12 @@ def initialize(
         (torch.float16, torch.float32)
         >>> mpinit.undo(model)
     """
-    given = {key: value for key, value in locals().items() if key in Properties.model_fields} | more
+    said = locals()
+    # Imported here, because pydantic takes longer to import than all of mpinit.
+    from .settings.properties import field_names
+    from .settings.resolve import is_enabled, read_settings, resolve
+
+    given = {name: said[name] for name in field_names() if name in said} | more
     if isinstance(given["max_loss_scale"], Default):
         given["max_loss_scale"] = None
     model_list = checks.as_list(models, nn.Module, "models")

@@ -11,13 +11,17 @@ import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .settings.properties import Properties
-from .settings.spellings import SMALLEST_SCALE, KeepFloat32
+from .settings.spellings import SMALLEST_SCALE
+
+if TYPE_CHECKING:
+    # pydantic, which takes long to import, is for those who call initialize.
+    from .settings.fields import KeepFloat32
+    from .settings.properties import Properties
 
 KeepPredicate = Callable[[str, torch.nn.Module], bool]
 KeepInputPredicate = Callable[[str, Any], bool]

@@ -9,7 +9,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ..basics.dtypes import is_lower_precision
-from .spellings import (
+from .defaults import DEFAULT_INIT_SCALE, DEFAULT_MAX_SCALE
+from .fields import (
     Boolean,
     Bytes,
     Count,
@@ -23,11 +24,8 @@ from .spellings import (
     OptionalDtype,
     OptionalScale,
     Scale,
-    is_nothing,
 )
-
-DEFAULT_INIT_SCALE = 2.0**16
-DEFAULT_MAX_SCALE = 2.0**24
+from .spellings import is_nothing
 
 _NOTHING_IS_A_VALUE = (
     "cast_model_type",

@@ -10,8 +10,9 @@ from typing import Any, Final
 
 import torch
 
+from .defaults import Config, Default
 from .opt_levels import OPT_LEVELS
-from .properties import DEFAULT_MAX_SCALE, Properties, build, field_names, is_given
+from .properties import Properties, build, field_names, is_given
 from .spellings import LARGEST_COUNT, parse_bool, parse_whole_number
 
 # initialize()'s keywords that are no properties: a misspelt one shall find its way home too.
@@ -20,31 +21,6 @@ _OTHER_KEYWORDS: Final = ("models", "optimizers", "opt_level", "enabled", "num_l
 # The settings that are no properties, and their limits. Each loss has a scaler of its own, made at once: a million of
 # them is a slip, and would take for ever.
 _SETTINGS: Final = {"num_losses": (1, 2**16), "verbosity": (-LARGEST_COUNT, LARGEST_COUNT)}
-
-Config = str | Path | Mapping[str, Any] | None
-
-
-class Default:
-    """Marks a value as not chosen by the caller, so that a configuration's may stand in for it, equal or not."""
-
-    __slots__ = ()
-
-
-class _DefaultStr(str, Default):
-    __slots__ = ()
-
-
-class _DefaultInt(int, Default):
-    __slots__ = ()
-
-
-class _DefaultFloat(float, Default):
-    __slots__ = ()
-
-
-DEFAULT_LEVEL: Final = _DefaultStr("O1")
-DEFAULT_ONE: Final = _DefaultInt(1)
-DEFAULT_LIMIT: Final = _DefaultFloat(DEFAULT_MAX_SCALE)
 
 
 class ReadConfig(dict[str, Any]):
@@ -142,6 +118,7 @@ def read_settings(config: Config, num_losses: Any, verbosity: Any) -> dict[str, 
         ValueError: no whole number, or a number of losses below 1 or beyond reason.
 
     Example:
+        >>> from mpinit.settings.defaults import DEFAULT_ONE
         >>> read_settings({"num_losses": 2, "loss_scale": 8}, DEFAULT_ONE, "0")
         {'config': {'loss_scale': 8}, 'num_losses': 2, 'verbosity': 0}
     """

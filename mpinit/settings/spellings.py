@@ -1,17 +1,15 @@
 """How a value may be spelt: from Python, a TOML file or a command line, which makes a string of everything.
 
-Each type here turns every spelling it knows into one value and refuses the rest, saying what it would have taken.
+Each function here turns every spelling it knows into one value and refuses the rest, saying what it would have taken.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
 import torch
-from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
 from ..basics.dtypes import dtype_name, parse_dtype
 
@@ -76,26 +74,30 @@ def parse_whole_number(value: Any, smallest: int = 0, largest: int = LARGEST_COU
     return number
 
 
-def _parse_optional_dtype(value: Any) -> torch.dtype | None:
+def parse_optional_dtype(value: Any) -> torch.dtype | None:
+    """Read a floating dtype, or nothing (None, False)."""
     if is_nothing(value) or value is False or (isinstance(value, str) and value.strip().lower() == "false"):
         return None
     return parse_dtype(value)
 
 
-def _parse_optional_bool(value: Any) -> Any:
+def parse_optional_bool(value: Any) -> Any:
+    """Read a boolean, or nothing."""
     return None if is_nothing(value) else parse_bool(value)
 
 
-def _parse_master_weights(value: Any) -> Any:
+def parse_master_weights(value: Any) -> Any:
+    """Read True, False, nothing, "split" or "model"."""
     if isinstance(value, str) and value in ("split", "model"):
         return value
     try:
-        return _parse_optional_bool(value)
+        return parse_optional_bool(value)
     except ValueError as error:
         raise ValueError(f'{value!r} is not a kind of master weights; give True, False, "split" or "model"') from error
 
 
-def _parse_optimizer_state(value: Any) -> str:
+def parse_optimizer_state(value: Any) -> str:
+    """Read the name of an encoding of optimizers' states."""
     name = "int8" if value is torch.int8 or value == "int8" else None
     with contextlib.suppress(ValueError):
         name = name or dtype_name(parse_dtype(value))
@@ -107,7 +109,8 @@ def _parse_optimizer_state(value: Any) -> str:
     return name
 
 
-def _parse_loss_scale(value: Any) -> Any:
+def parse_loss_scale(value: Any) -> Any:
+    """Read "dynamic", or a number above 0."""
     if isinstance(value, str) and value == "dynamic":
         return value
     try:
@@ -136,29 +139,34 @@ def check_scale(scale: float) -> float:
     return scale
 
 
-def _parse_optional_scale(value: Any) -> Any:
+def parse_optional_scale(value: Any) -> Any:
+    """Read a number above 0, or nothing."""
     if is_nothing(value):
         return None
     if isinstance(value, str) and value == "dynamic":
         raise ValueError('"dynamic" is not a number; only loss_scale can be "dynamic", give a number above 0 here')
-    return _parse_loss_scale(value)
+    return parse_loss_scale(value)
 
 
-def _parse_scale(value: Any) -> Any:
+def parse_scale(value: Any) -> Any:
+    """Read a number above 0."""
     if is_nothing(value):
         raise ValueError(f"{value!r} is not a number; give one above 0, or leave it out for the default")
-    return _parse_optional_scale(value)
+    return parse_optional_scale(value)
 
 
-def _parse_count(value: Any) -> int:
+def parse_count(value: Any) -> int:
+    """Read a whole number above 0."""
     return parse_whole_number(value, smallest=1)
 
 
-def _parse_bytes(value: Any) -> int:
+def parse_bytes(value: Any) -> int:
+    """Read a number of bytes."""
     return parse_whole_number(value, smallest=4, largest=2**62)
 
 
-def _parse_keep_fp32(value: Any) -> Any:
+def parse_keep_fp32(value: Any) -> Any:
+    """Read modules' types, names or predicates, one or several."""
     if is_nothing(value):
         return ()
     entries = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
@@ -182,7 +190,8 @@ def _check_keep_fp32_entry(entry: Any) -> None:
         )
 
 
-def _parse_keep_inputs(value: Any) -> Any:
+def parse_keep_inputs(value: Any) -> Any:
+    """Read names of arguments or predicates, one or several."""
     if is_nothing(value):
         return ()
     entries = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
@@ -195,7 +204,8 @@ def _parse_keep_inputs(value: Any) -> Any:
     return entries
 
 
-def _parse_entry_points(value: Any) -> Any:
+def parse_entry_points(value: Any) -> Any:
+    """Read names of methods, one or several."""
     if is_nothing(value):
         return ()
     entries = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
@@ -206,28 +216,3 @@ def _parse_entry_points(value: Any) -> Any:
                 "'backbone.forward_features' for a module inside, or a list of them"
             )
     return entries
-
-
-_DTYPE_SCHEMA = WithJsonSchema(
-    {"anyOf": [{"enum": ["float16", "bfloat16", "float32"], "type": "string"}, {"type": "null"}]}
-)
-OptionalDtype = Annotated[
-    torch.dtype | None,
-    BeforeValidator(_parse_optional_dtype),
-    PlainSerializer(lambda value: None if value is None else dtype_name(value), when_used="json"),
-    _DTYPE_SCHEMA,
-]
-Boolean = Annotated[bool, BeforeValidator(parse_bool)]
-OptionalBoolean = Annotated[bool | None, BeforeValidator(_parse_optional_bool)]
-MasterWeights = Annotated[bool | Literal["split", "model"] | None, BeforeValidator(_parse_master_weights)]
-OptimizerState = Annotated[Literal["float32", "bfloat16", "int8"], BeforeValidator(_parse_optimizer_state)]
-LossScale = Annotated[float | Literal["dynamic"], BeforeValidator(_parse_loss_scale)]
-Scale = Annotated[float, BeforeValidator(_parse_scale)]
-OptionalScale = Annotated[float | None, BeforeValidator(_parse_optional_scale)]
-Count = Annotated[int, BeforeValidator(_parse_count)]
-Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
-KeepFloat32 = type[torch.nn.Module] | str | Callable[[str, torch.nn.Module], bool]
-KeepFloat32List = Annotated[tuple[KeepFloat32, ...], BeforeValidator(_parse_keep_fp32)]
-KeepInput = str | Callable[[str, Any], bool]
-KeepInputs = Annotated[tuple[KeepInput, ...], BeforeValidator(_parse_keep_inputs)]
-EntryPoints = Annotated[tuple[str, ...], BeforeValidator(_parse_entry_points)]

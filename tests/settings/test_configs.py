@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from mpinit.settings.defaults import DEFAULT_LEVEL
 from mpinit.settings.opt_levels import OPT_LEVELS
-from mpinit.settings.resolve import DEFAULT_LEVEL, resolve
+from mpinit.settings.resolve import resolve
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FIVE = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
