@@ -20,7 +20,7 @@ from .checks_of_ranks import check_not_left_behind, check_not_wrapped
 from .distributed.sharding import is_managed_by_fsdp, reshard
 from .model.aliases import named_own_tensors
 from .model.entry_points import check_argument_names
-from .model.selection import named_tensors, own_tensors
+from .model.selection import ids_of_tensors, named_tensors, own_tensors
 from .plan import Masters, Plan
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _check_not_fully_sharded(models: Sequence[nn.Module]) -> None:
 
 def _check_not_shared(models: Sequence[nn.Module], plan: Plan) -> None:
     """Two sessions cannot cast one tensor: the undo of one would break the other."""
-    given = {id(tensor) for model in models for module in modules_of(model) for tensor in own_tensors(module)}
+    given = ids_of_tensors(models)
     for session in registry.live():
         casts = any(each.cast_model and is_lower_precision(each.model_dtype) for each in (plan, session.plan))
         if not casts:

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from . import functions
 from .basics.dtypes import is_lower_precision
 from .basics.logs import log
-from .basics.modules import modules_of
 from .basics.patching import Undo, UndoStack
 from .distributed.sharding import gather_in, reshard
 from .masters.in_model import MastersInModel
@@ -50,8 +49,7 @@ class Session:
         models, optimizers: the objects given.
         selection: which modules stay float32 and which tensors are cast, as of ``apply``.
         scalers: one loss scaler for each ``loss_id``.
-        verbosity: how much is logged.
-        tensor_ids: the ids of the models' parameters and buffers, as of ``apply``.
+        verbosity, tensor_ids: how much is logged; the ids of the models' parameters and buffers as of ``apply``.
         waiting: the weights that keep their float32 values for optimizers that come later.
     """
 
@@ -101,9 +99,7 @@ class Session:
         except BaseException:
             self._undos.unwind()
             raise
-        # As they are after the casts, which put other buffers on the modules.
-        modules = (module for model in self.models for module in modules_of(model))
-        self.tensor_ids = frozenset(id(tensor) for module in modules for tensor in selection.own_tensors(module))
+        self.tensor_ids = selection.ids_of_tensors(self.models)  # after the casts: they replace buffers
         self.is_live = True
 
     def _apply(self) -> None:
@@ -292,9 +288,8 @@ class Session:
     def name_of(self, parameter: torch.Tensor) -> str:
         """A parameter's dotted name in its model, with the model's index where there are several."""
         if self._names is None or parameter not in self._names:
-            many = len(self.models) > 1
             self._names = {
-                tensor: f"models[{index}].{name}" if many else name
+                tensor: f"models[{index}].{name}" if len(self.models) > 1 else name
                 for index, model in enumerate(self.models)
                 for name, tensor in model.named_parameters()
             }

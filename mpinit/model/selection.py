@@ -15,6 +15,7 @@ from torch.nn.modules.module import _forward_unimplemented
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..basics.dtypes import is_lower_precision
+from ..basics.modules import modules_of
 from ..distributed.sharding import check_groups, gathered_dtypes
 from ..plan import Masters, Plan
 
@@ -118,6 +119,12 @@ def own_tensors(module: nn.Module) -> list[torch.Tensor]:
     """A module's own parameters and buffers, not those of its children."""
     own = (*module._parameters.values(), *module._buffers.values())
     return [tensor for tensor in own if tensor is not None]
+
+
+def ids_of_tensors(models: Sequence[nn.Module]) -> frozenset[int]:
+    """The ids of all parameters and buffers of some models."""
+    modules = (module for model in models for module in modules_of(model))
+    return frozenset(id(tensor) for module in modules for tensor in own_tensors(module))
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
