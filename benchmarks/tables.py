@@ -59,7 +59,8 @@ def relative(results: Results, contender: str, reference: str) -> str:
         return "-"
     if not results.is_measurable():
         return NOT_MEASURABLE
-    return str(results.ratio(contender, reference))
+    # Where the reference itself took no part there is nothing to compare with.
+    return str(results.ratio(contender, reference) or "-")
 
 
 def training(found: All, folder: Path, dtype: str) -> str:
