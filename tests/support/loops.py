@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -183,7 +184,9 @@ def same(ours: Iterable[Any], theirs: Iterable[Any]) -> None:
         if a is None or b is None:
             assert a is b, f"{index}: {a} and {b}"
         else:
-            torch.testing.assert_close(a.detach(), b.detach(), rtol=0, atol=0, equal_nan=True, msg=f"{index}: {a} {b}")
+            # Texts of tensors cost more than most of what is compared here: made where there is a difference alone.
+            text = functools.partial("{0}: {1} {2}: {3}".format, index, a, b)
+            torch.testing.assert_close(a.detach(), b.detach(), rtol=0, atol=0, equal_nan=True, msg=text)
 
 
 def close(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor], tolerance: float = 0.01) -> None:
