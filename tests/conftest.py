@@ -36,8 +36,27 @@ _SUPPORT = str(Path(__file__).parent / "support")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_SUPPORT, os.environ.get("PYTHONPATH"))))
 
 
+# Workers take whole files, in this order and then by name: what takes long is begun early, and all end together.
+LONGEST_FIRST = (
+    *("distributed/test_distributed.py", "promises/test_law.py", "functions/test_functions_compile.py"),
+    *("promises/test_failure.py", "promises/test_copies.py", "compat/test_running.py", "model/test_wrappers.py"),
+    *("integrations/test_transformers.py", "integrations/test_lightning.py", "docs/test_docstrings.py"),
+    *("docs/test_examples.py", "optimizer/test_compiled_step.py", "masters/test_optimizer_states.py"),
+    *("functions/test_functions_rows.py", "inspect/test_planted_faults.py", "cli/test_commands.py"),
+    *("optimizer/test_arriving_gradients.py", "benchmarks/test_benchmarks.py", "masters/test_split_masters.py"),
+    *("promises/test_random_loops.py", "promises/test_resume.py", "functions/test_operators.py"),
+)
+
+
+def place_of(item: pytest.Item) -> int:
+    """Where the item's file comes in ``LONGEST_FIRST``."""
+    name = item.path.relative_to(Path(__file__).parent).as_posix() if Path(__file__).parent in item.path.parents else ""
+    return LONGEST_FIRST.index(name) if name in LONGEST_FIRST else len(LONGEST_FIRST)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip ``gpu`` tests where there is no CUDA device; run ``nightly`` ones only when asked for by name."""
+    """Long files first; ``gpu`` tests skipped where there is no CUDA device, ``nightly`` ones unless asked for."""
+    items.sort(key=place_of)
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     not_tonight = pytest.mark.skip(reason="a long run; select it with -m nightly")
     for item in items:
