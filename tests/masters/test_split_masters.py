@@ -129,12 +129,22 @@ def by_hand(make: Factory, steps: int) -> dict[str, torch.Tensor]:
     return {name: (weights[name] if name in kept else masters[name]).detach() for name in masters}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_two_hundred_steps_equal_full_masters_bit_for_bit(name: str) -> None:
+# A bit that differs does so within a few steps; what only many steps show, two optimizers show.
+LONG = ("SGD momentum", "Adam")
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        *((name, 200 if name in LONG else 40) for name in OPTIMIZERS),
+        *(pytest.param(name, 200, marks=pytest.mark.nightly) for name in OPTIMIZERS if name not in LONG),
+    ],
+)
+def test_many_steps_equal_full_masters_bit_for_bit(name: str, steps: int) -> None:
     model, optimizer = initialized(OPTIMIZERS[name], split_bucket_bytes=1024)
-    train(model, optimizer, 200)
+    train(model, optimizer, steps)
     state = model.state_dict()
-    for parameter, expected in by_hand(OPTIMIZERS[name], 200).items():
+    for parameter, expected in by_hand(OPTIMIZERS[name], steps).items():
         assert torch.equal(state[parameter], expected), parameter
 
 
