@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from casts import BF16, FP32, HALF, o1_plan
+from interruptions import Where, count_runs, raise_at
 from test_functions import differences, snapshot
 
 import mpinit
@@ -17,44 +17,20 @@ from mpinit.functions import apply
 from mpinit.functions.installation import INSTALLATION
 from mpinit.torch_internals.cpu_autocast_list import listed_on_cpu_only
 
-PACKAGE = str(Path(mpinit.__file__).parent) + "/"
 TRACED = ("functions/", "basics/patching.py", "torch_internals/")
-# A line, and which of its runs: the first or the last.
-Where = tuple[str, int, int]
 
 
-class Interrupter:
-    """Raises KeyboardInterrupt before one run of one line; counts the runs of all."""
+def places(action: Callable[[], Any], both: bool) -> Iterator[Where]:
+    """The first or the last run of every line that ``action`` runs, in turn; or both."""
+    for index, ((name, number), count) in enumerate(count_runs(action, lambda name: name.startswith(TRACED)).items()):
+        runs = sorted({1, count})
+        yield from ((name, number, run) for run in (runs if both else runs[index % len(runs) :][:1]))
 
-    def __init__(self, at: Where | None = None) -> None:
-        self.at = at
-        self.runs: dict[tuple[str, int], int] = {}
 
-    def _trace(self, frame: Any, event: str, _: Any) -> Any:
-        name = frame.f_code.co_filename.removeprefix(PACKAGE)
-        if not name.startswith(TRACED):
-            return None
-        if event == "line":
-            line = (name, frame.f_lineno)
-            self.runs[line] = self.runs.get(line, 0) + 1
-            if self.at == (*line, self.runs[line]):
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self._trace
-
-    def places(self, both: bool) -> Iterator[Where]:
-        """The first or the last run of every line that has run, in turn; or both."""
-        for index, ((name, number), count) in enumerate(self.runs.items()):
-            runs = sorted({1, count})
-            yield from ((name, number, run) for run in (runs if both else runs[index % len(runs) :][:1]))
-
-    def run(self, action: Callable[[], Any]) -> Any:
-        before = sys.gettrace()
-        sys.settrace(self._trace)
-        try:
-            return action()
-        finally:
-            sys.settrace(before)
+def interrupt(where: Where, action: Callable[[], Any]) -> None:
+    """Ctrl-C at one run of a line."""
+    with pytest.raises(KeyboardInterrupt):
+        raise_at(where, action, KeyboardInterrupt)
 
 
 def state() -> dict[str, Any]:
@@ -105,11 +81,11 @@ BOTH = pytest.mark.parametrize("both", [False, pytest.param(True, marks=pytest.m
 
 @BOTH
 def test_an_interrupted_setup_leaves_torch_as_it_was(live: str, both: bool) -> None:
-    before, count, seen = state(), 0, Interrupter()
-    seen.run(lambda: apply(PLAN))()
-    for where in seen.places(both):
-        with pytest.raises(KeyboardInterrupt):
-            Interrupter(where).run(lambda: apply(PLAN))
+    before, count, undos = state(), 0, []
+    for where in places(lambda: undos.append(apply(PLAN)), both):
+        while undos:
+            undos.pop()()
+        interrupt(where, lambda: apply(PLAN))
         check(live, before, where)
         count += 1
     assert count > 90
@@ -122,12 +98,10 @@ def flags(seen: dict[str, Any]) -> dict[str, Any]:
 
 @BOTH
 def test_an_interrupted_undo_completes_when_called_again(live: str, both: bool) -> None:
-    before, count, seen = state(), 0, Interrupter()
-    seen.run(apply(PLAN))
-    for where in seen.places(both):
+    before, count = state(), 0
+    for where in places(apply(PLAN), both):
         undo = apply(PLAN)
-        with pytest.raises(KeyboardInterrupt):
-            Interrupter(where).run(undo)
+        interrupt(where, undo)
         count += 1
         undo()
         undo()

@@ -1,56 +1,111 @@
-"""Interrupting mpinit at any line, as Ctrl-C does."""
+"""Interrupting mpinit at any line, as Ctrl-C does, or failing there."""
 
 from __future__ import annotations
 
+import functools
+import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import mpinit
 
-_PACKAGE = str(Path(mpinit.__file__).parent) + "/"
+PACKAGE = str(Path(mpinit.__file__).parent) + "/"
+# A file of the package, a line, and which of its runs.
+Where = tuple[str, int, int]
 
 
 class Interrupted(KeyboardInterrupt):
     """The interruption."""
 
 
-class _Lines:
-    """Counts lines of mpinit as they run, and raises before one of them, once."""
+@functools.cache
+def file_of(code: CodeType) -> str | None:
+    """The name of the file below the package's folder; None for what is not of the package."""
+    name = code.co_filename
+    return name.removeprefix(PACKAGE) if name.startswith(PACKAGE) else None
 
-    def __init__(self, folders: tuple[str, ...], at: int | None) -> None:
-        self.folders = folders
-        self.at = at
-        self.seen = 0
 
-    def trace(self, frame: Any, event: str, _: Any) -> Any:
-        name = frame.f_code.co_filename.removeprefix(_PACKAGE)
-        if name == frame.f_code.co_filename or not name.startswith(self.folders):
+@functools.cache
+def _has_line(code: CodeType, number: int) -> bool:
+    return any(line == number for _, _, line in code.co_lines())
+
+
+@contextmanager
+def _tracing(trace: Callable[[Any, str, Any], Any]) -> Iterator[None]:
+    """No garbage is collected meanwhile: the lines that its weak references call belong to an earlier test."""
+    gc.disable()
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+        gc.enable()
+
+
+def count_runs(action: Callable[[], Any], covers: Callable[[str], bool]) -> dict[tuple[str, int], int]:
+    """How often each line of the files that ``covers`` says yes to runs in ``action``, in the order of first runs."""
+    runs: dict[tuple[str, int], int] = {}
+    wanted = functools.cache(covers)
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        name = file_of(frame.f_code)
+        if name is None or not wanted(name):
             return None
         if event == "line":
-            self.seen += 1
-            if self.seen - 1 == self.at:
-                self.at = None
-                raise Interrupted(f"{name}:{frame.f_lineno}")
-        return self.trace
+            runs[name, frame.f_lineno] = runs.get((name, frame.f_lineno), 0) + 1
+        return trace
 
-    def run(self, action: Callable[[], Any]) -> None:
-        before = sys.gettrace()
-        sys.settrace(self.trace)
-        try:
-            action()
-        finally:
-            sys.settrace(before)
+    with _tracing(trace):
+        action()
+    return runs
+
+
+def raise_at(where: Where, action: Callable[[], Any], error: type[BaseException]) -> bool:
+    """Run ``action`` and raise ``error(where)`` before one run of a line; returns False where that run never came."""
+    name, number, left = where
+    fired = False
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left, fired
+        if fired or file_of(frame.f_code) != name or not _has_line(frame.f_code, number):
+            return None
+        if event == "line" and frame.f_lineno == number:
+            left -= 1
+            if left == 0:
+                fired = True
+                # Made here: an exception that this frame held would hold its own traceback, and all objects in it.
+                raise error(where)
+        return trace
+
+    with _tracing(trace):
+        action()
+    return fired
 
 
 def count_lines(action: Callable[[], Any], *folders: str) -> int:
     """How many lines of mpinit (only those of some files or folders, if given) ``action`` runs, repetitions counted."""
-    lines = _Lines(folders or ("",), None)
-    lines.run(action)
-    return lines.seen
+    return sum(count_runs(action, lambda name: name.startswith(folders or ("",))).values())
 
 
 def interrupt_at(line: int, action: Callable[[], Any], *folders: str) -> None:
     """Run ``action`` and raise :class:`Interrupted` before the given one of the lines :func:`count_lines` counts."""
-    _Lines(folders or ("",), line).run(action)
+    seen = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal seen
+        name = file_of(frame.f_code)
+        if name is None or seen > line or not name.startswith(folders or ("",)):
+            return None
+        if event == "line":
+            seen += 1
+            if seen - 1 == line:
+                raise Interrupted(f"{name}:{frame.f_lineno}")
+        return trace
+
+    with _tracing(trace):
+        action()
