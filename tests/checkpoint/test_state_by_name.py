@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from forked_runs import run_code
 from loops import backward, batches, keywords, masters, mlp, momentum, mse, same, train, train_plainly
 from torch import nn
 from torch.distributed.checkpoint import state_dict as by_name
@@ -372,4 +372,5 @@ assert not hasattr(sys.modules[module + ".state_dict"]._init_optim_state, "__wra
 
 
 def test_whoever_imports_the_module_later_finds_it_patched() -> None:
-    subprocess.run([sys.executable, "-W", "error", "-c", LATER], check=True, timeout=100)
+    done = run_code(LATER)
+    assert done.returncode == 0, done.stderr

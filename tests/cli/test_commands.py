@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_runs import run_code
 
 from mpinit.cli import COMMANDS, main, output
 from mpinit.cli.contender import TORCH_AMP
@@ -258,5 +259,6 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 
 def test_what_the_commands_need_is_imported_when_they_run() -> None:
     code = "import sys, mpinit, mpinit.cli; print([m for m in sys.modules if m.startswith(('mpinit.cli.', 'rich'))])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_code(code)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"

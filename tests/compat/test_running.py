@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_runs import run_mpinit
 
 from mpinit.cli import main
 
@@ -33,12 +34,15 @@ RECIPES = (
 )
 
 
-def run(*arguments: str, cwd: Path | None = None, module: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a command line with warnings as errors, as these tests are run."""
-    command = [sys.executable, "-W", "error", "-m", "mpinit", "run"] if module else []
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """``mpinit run arguments...`` with warnings as errors, as these tests are run."""
+    return run_mpinit(["run", *arguments], cwd)
+
+
+def start(*command: str) -> subprocess.CompletedProcess[str]:
+    """A command line, in a process of its own from the first."""
     return subprocess.run(
-        [*command, *arguments],
-        cwd=cwd,
+        command,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -49,7 +53,6 @@ def run(*arguments: str, cwd: Path | None = None, module: bool = True) -> subpro
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_recipes(level: str) -> None:
-    """All recipes of one level in one process: most of the time would be spent importing torch."""
     done = run(str(SCRIPTS / "recipes.py"), "--opt_level", level)
     assert (done.returncode, done.stderr) == (0, ""), "each passes, quietly"
     assert done.stdout.splitlines() == [f"passed {recipe}" for recipe in RECIPES]
@@ -57,7 +60,7 @@ def test_recipes(level: str) -> None:
 
 @pytest.mark.parametrize("name", ["old_interface.py", "lists_edited.py"])
 def test_script(name: str) -> None:
-    done = run(str(SCRIPTS / name))
+    done = start(sys.executable, "-W", "error", "-m", "mpinit", "run", str(SCRIPTS / name))
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "passed\n")
 
 
@@ -69,7 +72,7 @@ def test_spawned_workers_find_apex_too() -> None:
 
 def test_under_torchrun() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run(*launcher, "-m", "mpinit", "run", str(SCRIPTS / "distributed.py"), module=False)
+    done = start(*launcher, "-m", "mpinit", "run", str(SCRIPTS / "distributed.py"))
     assert done.returncode == 0, done.stderr
     assert "passed 0" in done.stdout
     assert "passed 1" in done.stdout
@@ -152,6 +155,6 @@ def test_help_needs_no_torch() -> None:
     code += "sys.modules['cli'] = m; s.loader.exec_module(m); m.main(['run', '--help'])"
     import mpinit.cli
 
-    done = run(sys.executable, "-c", code, mpinit.cli.__file__, module=False)
+    done = start(sys.executable, "-c", code, mpinit.cli.__file__)
     assert done.returncode == 0, done.stderr
     assert "torchrun --nproc-per-node 2 -m mpinit run" in " ".join(done.stdout.split())
