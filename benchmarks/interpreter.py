@@ -33,6 +33,8 @@ ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
+    # In the process itself: a pool of compiling processes would have to be started by each.
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
 Answer = dict[str, Any]
 
