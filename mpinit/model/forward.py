@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -117,7 +118,8 @@ class PatchedForward:
     def _run(
         self, is_inside: bool, args: tuple[Any, ...], kwargs: dict[str, Any], output_dtype: torch.dtype | None
     ) -> Any:
-        run = self.__wrapped__
+        # Not bound by __get__, which torch.compile of torch 2.11 and 2.12 does not know for methods of torch's modules.
+        run = self.inner or partial(getattr(type(self.module), self.name), self.module)
         if is_inside:
             return run(*args, **kwargs)
         return self.boundary.cross(self.module, run, self.names, args, kwargs, output_dtype)

@@ -15,12 +15,12 @@ from .listeners import Listeners
 
 
 def _saying_that_it_begins(callback_from_stance: Callable[..., Any], listeners: Iterable[Any]) -> Callable[..., Any]:
-    def tell_and_ask(*args: Any, **kwargs: Any) -> Any:
-        # Not of what is compiled inside of what is being compiled.
-        if not torch.compiler.is_compiling():
+    def tell_and_ask(callback: Any) -> Any:
+        # None or False where compiled code is left, or something runs that is not to be compiled.
+        if callable(callback) and not torch.compiler.is_compiling():
             for listener in listeners:
                 listener.compiled_call_begins()
-        return callback_from_stance(*args, **kwargs)
+        return callback_from_stance(callback)
 
     return tell_and_ask
 
