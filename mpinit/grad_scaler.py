@@ -118,6 +118,7 @@ class GradScaler:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if stage is _Stage.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
+        session.controller_of(optimizer).release.check_looking("GradScaler.unscale_()")
         self._unscale(session, optimizer)
 
     def _unscale(self, session: Session, optimizer: Optimizer) -> None:

@@ -105,6 +105,7 @@ class Plan:
         split_bucket_bytes: float32 bytes materialised at a time by split masters.
         compile_step: whether the step is compiled.
         optimizer_states: how optimizers' states are kept.
+        gradient_release: whether parameters are stepped inside of backward passes.
         scaling: the rule the loss scales follow.
     """
 
@@ -125,6 +126,7 @@ class Plan:
     split_bucket_bytes: int
     compile_step: bool
     optimizer_states: OptimizerStates
+    gradient_release: bool
     scaling: ScalingRule
 
 
@@ -157,6 +159,7 @@ def make_plan(props: Properties) -> Plan:
         split_bucket_bytes=props.split_bucket_bytes,
         compile_step=props.compile_step,
         optimizer_states=OptimizerStates[props.optimizer_state.upper()],
+        gradient_release=props.gradient_release,
         scaling=_scaling_rule(props),
     )
 

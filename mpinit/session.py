@@ -93,7 +93,7 @@ class Session:
         """Carry the plan out. If anything raises, everything done so far is undone, newest first."""
         while _dropped:
             _dropped.pop()()
-        self._store.check_all(self.optimizers)
+        self._controls.check(self.optimizers)
         try:
             self._apply()
         except BaseException:
@@ -220,7 +220,7 @@ class Session:
         """
         for control in self._controls:
             control.check_closed("mpinit.add_optimizers()", "move it before or behind the with-block")
-        self._store.check_all(optimizers)
+        self._controls.check(optimizers)
         self._controls.ranks.check_present()
         self.waiting.bring_along()
         failed, undos = UndoStack(), UndoStack()
@@ -261,7 +261,7 @@ class Session:
         """
         if self.waiting.awaits and not self.optimizers:
             raise RuntimeError(f"{self.describe()} awaits its optimizers: call mpinit.add_optimizers(optimizer) first")
-        parts = [self._controls.of(optimizer).backward for optimizer in optimizers]
+        parts = [self._controls.of(optimizer).part_in_backward(delay) for optimizer in optimizers]
         return ScaledLoss(loss, self.scaler(loss_id), parts, self._controls.bystanders, delay)
 
     def scaled_output(self, output: torch.Tensor, loss_id: int) -> torch.Tensor:

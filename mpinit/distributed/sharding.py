@@ -22,6 +22,11 @@ def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def has_other_processes() -> bool:
+    """Whether this process belongs to a process group of several."""
+    return is_distributed() and torch.distributed.get_world_size() > 1
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is a DTensor."""
     return type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")

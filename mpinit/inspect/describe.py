@@ -21,7 +21,7 @@ _TOLD: Final = (
     "loss_scale",
 )
 # Told where they are not what they are by default.
-_TOLD_IF_CHOSEN: Final = ("optimizer_state",)
+_TOLD_IF_CHOSEN: Final = ("optimizer_state", "gradient_release")
 
 
 def announce(session: Session, came_in_16_bit: Sequence[str]) -> None:

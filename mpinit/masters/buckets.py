@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from sys import getrefcount
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
@@ -18,7 +18,10 @@ from ..torch_internals.devices import bucket_bytes_at_most
 from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.parameter_watching import TENSOR_DATA, TENSOR_DETACH, TENSOR_GRAD
 from .float_split import add_remainder_, flat, take_remainder_
+from .pairs import Pair
 from .split_pair import SplitPair, placeholder
+
+AnyPair = TypeVar("AnyPair", bound=Pair)
 
 # A buffer up to this size stays from step to step, laid out: for small weights that takes longer than the step.
 _KEPT_BYTES: Final = 4 * 2**20
@@ -207,13 +210,13 @@ class Buffers:
         return buffer
 
 
-def grouped(pairs: Sequence[SplitPair], bucket_bytes: int) -> list[list[SplitPair]]:
+def grouped(pairs: Sequence[AnyPair], bucket_bytes: int) -> list[list[AnyPair]]:
     """Pairs by device, in order, as many together as ``bucket_bytes`` of float32 allow for, at least one.
 
     A pair that several optimizers step is alone: each of them steps it with others of its own.
     """
-    groups: list[list[SplitPair]] = []
-    open_groups: dict[torch.device, list[SplitPair]] = {}
+    groups: list[list[AnyPair]] = []
+    open_groups: dict[torch.device, list[AnyPair]] = {}
     room: dict[torch.device, int] = {}
     for pair in pairs:
         if len(pair.holders) > 1:

@@ -21,6 +21,7 @@ from ..torch_internals.optimizer_state_by_name import show_weights
 from .backward import BackwardPass
 from .bystanders import OtherParameters
 from .gradient_cycle import GradientCycle
+from .gradient_release import GradientRelease, Owners
 from .halves import FIRST, SECOND, Halves
 from .observers import Observer
 from .overflow_log import OverflowLog
@@ -49,9 +50,11 @@ class OptimizerControl:
         ranks: what is one over all ranks.
         name_of: a parameter's dotted name, for errors.
         original_values: what a weight was before it was cast without a master, where that is known.
+        owners: who steps a parameter inside of backward passes.
 
     Attributes:
         groups: its parameters.
+        release: its steps inside of backward passes.
         backward: its part in scaled backward passes.
         observers: who is told of its backward passes and steps.
         overflows: what is known of its last overflow.
@@ -69,6 +72,7 @@ class OptimizerControl:
         ranks: Ranks,
         name_of: NameOf,
         original_values: Callable[[torch.Tensor], torch.Tensor | None],
+        owners: Owners,
     ) -> None:
         self.optimizer = optimizer
         self.groups = ParameterGroups(optimizer, store, targets, name_of, bystanders, original_values)
@@ -87,6 +91,8 @@ class OptimizerControl:
             observers=self.observers,
             overflows=self.overflows,
         )
+        bucket_bytes = plan.split_bucket_bytes if plan.gradient_release else 0
+        self.release = GradientRelease(self.groups, self._step, self.backward.clear, bucket_bytes, owners, name_of)
         self._by_name = StateByName(self.groups, self._cycle, self.backward, self._step)
         self._halves = Halves(self.groups, self._step, plan.scaling.dynamic, optimizer.zero_grad)
         own = getattr(self._inner_zero_grad, "__func__", None)
@@ -116,6 +122,7 @@ class OptimizerControl:
         Args:
             parameters: only those that stand for these weights, in their order.
         """
+        self.release.check_looking("mpinit.master_params (or mpinit.clip_grad_norm_)")
         self.groups.refresh()
         self.groups.copies.look_at_both()
         self._step.check_gradients()
@@ -127,6 +134,19 @@ class OptimizerControl:
             self.groups.refresh()
             self.groups.copies.look_at_masters()
             self.groups.copies.look_at_trained_masters()
+            self.release.follow()
+
+    def part_in_backward(self, delays: bool) -> BackwardPass:
+        """:attr:`backward`, for a scaled backward pass that is to begin.
+
+        Args:
+            delays: others of the same step are to follow.
+
+        Raises:
+            RuntimeError: there may be but one, by ``gradient_release``.
+        """
+        self.release.check_backward(delays)
+        return self.backward
 
     def broadcast(self, src: int, group: Any) -> None:
         """Give all ranks the parameters of the rank ``src`` of a process group (None: the default one)."""
@@ -178,6 +198,7 @@ class OptimizerControl:
                 method = types.MethodType(function, optimizer)
                 name = function.__name__
                 undos.push(_revert_if_ours(optimizer, name, method, set_attribute(optimizer, name, method)))
+            self.release.follow()
         return undos.unwind
 
     def _drop_what_reading_left(self, optimizer: Optimizer) -> None:
@@ -188,6 +209,7 @@ class OptimizerControl:
 
     def _deactivate(self) -> None:
         self._active = False
+        self.release.end()
 
     def _followed(self, name: str) -> Callable[..., Any]:
         """A method of the optimizer's own, after which weights follow what it wrote to masters."""
@@ -209,12 +231,18 @@ class OptimizerControl:
         """The optimizer's ``step``."""
         if not self._active:
             return self._inner_step(*((closure, *args) if closure is not None else args), **kwargs)
-        return self._step(closure, *args, **kwargs)
+        self.release.check_arguments(closure, args, kwargs)
+        if self.release.has_begun:
+            return self.release.finish()
+        result = self._step(closure, *args, **kwargs)
+        self.release.reset()
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The optimizer's ``zero_grad``, for weights and masters."""
         copies = self.groups.copies
         if self._active:
+            self.release.before_clearing()
             copies.look_at_masters()
             if set_to_none and self._zeroes_as_torch_does:
                 self.backward.clear()
@@ -233,6 +261,7 @@ class OptimizerControl:
         self._inner_add_param_group(param_group)
         if self._active:
             self.groups.take_in_new_group()
+            self.release.follow()
 
 
 def _set_to_none_of(zero_grad: Callable[..., None]) -> tuple[bool, bool]:

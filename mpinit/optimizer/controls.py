@@ -20,7 +20,9 @@ from ..scaling.scaler import LossScaler
 from ..torch_internals.backward_passes import around_backward, current_pass
 from .bystanders import OtherParameters
 from .control import OptimizerControl
+from .gradient_release import Owners
 from .ranks import Ranks
+from .release_units import check_release
 from .state import as_it_is
 
 
@@ -63,6 +65,7 @@ class Controls:
         # The backward pass of a GradScaler's loss that is running.
         self._pass = -1
         self._loss = torch.zeros(())
+        self._owners: Owners = {}
         self.bystanders = OtherParameters(self._other_parameters)
         self.ranks = Ranks(
             *(models, store, scalers, self.all_copies, self._stepped, self._generation),
@@ -81,6 +84,16 @@ class Controls:
         return optimizer in self._of
 
     # -- coming and going ---------------------------------------------------------------------------------------
+
+    def check(self, optimizers: Sequence[Optimizer]) -> None:
+        """Before anything is changed: whether these optimizers can be stepped as the plan says.
+
+        Raises:
+            ValueError: one of them cannot; the message says why and what to do.
+        """
+        self._store.check_all(optimizers)
+        if self._plan.gradient_release:
+            check_release(optimizers, self.taken())
 
     def take(self, optimizer: Optimizer, targets: Mapping[torch.Tensor, torch.dtype]) -> Undo:
         """Put masters into an optimizer while the session is set up, before anything is cast.
@@ -117,6 +130,7 @@ class Controls:
             *(optimizer, self._plan, self._store, targets, self._scalers, self.bystanders, self.ranks),
             name_of=self._name_of,
             original_values=self._original_values,
+            owners=self._owners,
         )
 
     def _forget(self, optimizer: Optimizer) -> None:
@@ -156,7 +170,7 @@ class Controls:
             Whether it has any.
         """
         own = self.of(optimizer)
-        found = own.scaled.unscale(scaler, self._loss)
+        found = own.scaled.unscale(scaler, self._loss) or own.release.has_begun
         for other in self._of.values():
             if other is not own:
                 other.scaled.note_sound(own.groups.model_params())

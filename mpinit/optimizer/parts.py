@@ -10,20 +10,22 @@ import torch
 from torch.optim import Optimizer
 
 from ..basics.patching import Undo, UndoStack
+from ..masters.two_copies import TwoCopies
 from .parameter_groups import ParameterGroups
 
 Closure = Callable[[], Any]
 
 
 @contextmanager
-def in_parts(groups: ParameterGroups, rounds_itself: bool) -> Iterator[Iterator[None]]:
+def in_parts(groups: ParameterGroups, rounds_itself: bool, copies: TwoCopies | None = None) -> Iterator[Iterator[None]]:
     """Around an optimizer's steps: iterate over the inside, one step an iteration, on float32 masters and states.
 
     Args:
         groups: the optimizer's parameters.
         rounds_itself: the step inside rounds the masters into the weights.
+        copies: those of its pairs that have gradients. Default: all of them.
     """
-    with groups.store.stepping(groups.optimizer, groups.copies, rounds_itself) as parts:
+    with groups.store.stepping(groups.optimizer, copies or groups.copies, rounds_itself) as parts:
         smaller = _smaller_parts(groups, parts)
         try:
             yield smaller

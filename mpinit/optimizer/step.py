@@ -10,6 +10,7 @@ import torch
 from ..basics.patching import UndoStack, set_attribute
 from ..basics.user_warnings import warn_user
 from ..masters.full import round_into_weights
+from ..masters.two_copies import TwoCopies
 from ..plan import Plan
 from ..torch_internals.devices import is_capturing, is_read_freely
 from ..torch_internals.fused_sgd import unfused
@@ -158,6 +159,16 @@ class Step:
         else:
             step(None)
 
+    def part(self, copies: TwoCopies) -> None:
+        """A part of a step, of the parameters that have gradients: not checked, skipped or counted, without hooks.
+
+        Args:
+            copies: the pairs among them.
+        """
+        with CastsOff(), in_parts(self._groups, rounds_itself=False, copies=copies) as parts:
+            for _ in parts:
+                self._step_soundly()
+
     def _with_hooks(self, step: Callable[..., Any], closure: Closure | None, *args: Any, **kwargs: Any) -> Any:
         hooks = StepHooks(self._groups.optimizer)
         given = (closure, *args) if closure is not None else args
@@ -184,11 +195,15 @@ class Step:
         if found_inf is not None and found_inf.item() > 0:
             return self.skip()
         result = self._run(self._compiled or self._step_soundly, *args, **kwargs)
+        self.count_done()
+        return result
+
+    def count_done(self) -> None:
+        """Count a step that was done."""
         self.counter.count(skipped=False)
         self._since_look += 1
         if self._since_look == _LOOKS_EVERY:
             self._clamp_weights()
-        return result
 
     def _clamp_weights(self) -> None:
         """Notice weights that float16 does not hold any more: by what they did to gradients, and now and then."""

@@ -92,8 +92,12 @@ class Properties(BaseModel):
         optimizer_state: what the optimizer's state is between steps: "float32" (default, the optimizer's own),
             "bfloat16" or "int8" (1 byte a number and 4 for 128), rounded stochastically. For optimizers that update
             each parameter by itself. Formats and when to use which: docs/explanation/optimizer-states.md.
-        split_bucket_bytes: float32 bytes materialised at a time by ``master_weights="split"`` and ``optimizer_state``.
-            Default 64 MiB; on a CPU at most 16 MiB, where larger buckets are slower.
+        gradient_release: step parameters inside of ``backward()``, a bucket at a time, as soon as their gradients are
+            final, and free these. One ``backward()`` a step, a loss scale fixed at 1, no clipping by a norm, one
+            process, optimizers that update each parameter by itself: docs/explanation/gradient-release.md.
+        split_bucket_bytes: float32 bytes materialised at a time by ``master_weights="split"`` and ``optimizer_state``,
+            and stepped at a time by ``gradient_release``. Default 64 MiB; on a CPU at most 16 MiB, where larger buckets
+            are slower.
 
     Example:
         >>> Properties(loss_scale="128.0").loss_scale
@@ -125,6 +129,7 @@ class Properties(BaseModel):
     max_consecutive_skips: Count = 64
     compile_step: Boolean = False
     optimizer_state: OptimizerState = "float32"
+    gradient_release: Boolean = False
     split_bucket_bytes: Bytes = 64 * 2**20
 
     @field_validator("patch_torch_functions_type")
@@ -216,6 +221,23 @@ def _nothing_in_parts_to_compile(props: Properties) -> None:
         )
 
 
+def _release_needs_gradients_as_they_are(props: Properties) -> None:
+    if props.gradient_release and props.loss_scale != 1.0:
+        raise ValueError(
+            f"gradient_release=True contradicts loss_scale={props.loss_scale}: parameters are stepped as soon as their "
+            "gradients arrive, before all of them could be checked and unscaled. Give loss_scale=1.0, in bfloat16 "
+            "(opt_level='O5', or cast_model_type=torch.bfloat16), or drop gradient_release"
+        )
+
+
+def _no_released_step_to_compile(props: Properties) -> None:
+    if props.gradient_release and props.compile_step:
+        raise ValueError(
+            "compile_step=True contradicts gradient_release=True: parameters are stepped a few at a time inside of "
+            "backward(), so there is no one step to compile. Drop one of the two"
+        )
+
+
 _RULES = (
     _weights_or_functions,
     _masters_of_16_bit_weights,
@@ -223,6 +245,8 @@ _RULES = (
     _casts_in_forwards_need_a_type,
     _one_step_to_compile,
     _nothing_in_parts_to_compile,
+    _release_needs_gradients_as_they_are,
+    _no_released_step_to_compile,
     _limits_in_order,
 )
 

@@ -178,10 +178,11 @@ def resolve(opt_level: Any, overrides: Mapping[str, Any], config: Config = None)
     sources = {name: from_config.source for name in given if name not in by_keyword}
     row = OPT_LEVELS[level]
     values = {name: getattr(row, name) for name in row.model_fields_set} | given
-    props = build(values, sources)
-    if "loss_scale" not in given and row.loss_scale == "dynamic" and props.lower_precision_type is torch.bfloat16:
+    if "loss_scale" not in given and row.loss_scale == "dynamic":
         props = build(values | {"loss_scale": 1.0}, sources)
-    return level, props
+        if props.lower_precision_type is torch.bfloat16:
+            return level, props
+    return level, build(values, sources)
 
 
 def _level_of(opt_level: Any, from_config: ReadConfig) -> str:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any, Final
 
 import torch
+from torch.autograd import graph
 
 from .listeners import Listeners
+
+# What every call of backward() and grad() goes through.
+_ENGINE: Final = graph._engine_run_backward.__code__
 
 
 def around_backward(tensor: torch.Tensor, before: Callable[[], None], after: Callable[[], None]) -> None:
@@ -64,3 +71,18 @@ def _saying_when_it_is_over(backward: Callable[..., None], listeners: Iterable[A
 # one inside another is. ``Tensor.backward`` calls this function: a hook on each weight would say the same at a tenth of
 # the cost of a training step of small layers. A pass by a ``backward`` that was imported by name is not noticed.
 ends_of_passes: Final = Listeners("torch.autograd", "backward", _saying_when_it_is_over)
+
+
+def is_nested() -> bool:
+    """Whether the backward pass that is running was begun inside of another: reentrant activation checkpointing does.
+
+    Autograd's engine does not say. Such a pass is a call of torch's in a call of torch's; on a device's own thread,
+    which the engine made, the outer one is on another thread.
+    """
+    depth = 0
+    above: FrameType | None = sys._getframe(1)
+    while above is not None:
+        depth += above.f_code is _ENGINE
+        above = above.f_back
+    is_the_engines = isinstance(threading.current_thread(), threading._DummyThread)
+    return depth > (0 if is_the_engines else 1)
