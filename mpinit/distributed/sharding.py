@@ -5,6 +5,7 @@ Asked without importing torch's distributed packages, which are slow to import.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -14,6 +15,7 @@ from torch import nn
 
 from ..basics.modules import modules_of
 
+_TENSOR_DETACH: Final[Any] = torch.Tensor.detach
 _TENSOR_DATA: Final[Any] = torch.Tensor.data  # not the one of a parameter, which may be watched
 
 
@@ -41,6 +43,44 @@ def local(tensor: Any) -> torch.Tensor:
     """The part of a tensor that is in this process: all of it, unless it is sharded."""
     part: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return part
+
+
+def shard(tensor: torch.Tensor) -> torch.Tensor:
+    """:func:`local`, without a graph: the memory itself."""
+    part: torch.Tensor = _TENSOR_DETACH(getattr(tensor, "_local_tensor", tensor))
+    return part
+
+
+def sharded_as(part: torch.Tensor, like: Any) -> torch.Tensor:
+    """This process's part of a tensor that is sharded as another is; itself, where that is not sharded.
+
+    Args:
+        part: of the shape of ``like``'s own part, in any dtype.
+        like: whose shape, mesh and placements it has.
+    """
+    if not is_sharded(like):
+        return part
+    spec = copy.copy(like._spec)
+    spec.tensor_meta = spec.tensor_meta._replace(dtype=part.dtype)
+    made: torch.Tensor = type(like)(part, spec, requires_grad=False)
+    return made
+
+
+def in_place_of(tensor: Any, part: torch.Tensor) -> None:
+    """Give a tensor other memory, of its own shape and dtype, for its part in this process."""
+    if is_sharded(tensor):
+        tensor._local_tensor = part
+    else:
+        _TENSOR_DATA.__set__(tensor, part)
+
+
+def placed_as(tensor: Any, like: Any) -> torch.Tensor:
+    """A tensor whose parts are where another's are."""
+    if is_sharded(tensor) and tensor.placements != like.placements:
+        moved: torch.Tensor = tensor.redistribute(placements=like.placements)
+        return moved
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
 
 
 def locals_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -14,12 +14,13 @@ from ..basics.checksum import BLOCK, checksums
 from ..basics.dtypes import is_lower_precision
 from ..basics.gradients import as_float32
 from ..basics.interrupts import InterruptsHeld
+from ..distributed.sharding import in_place_of, is_sharded, placed_as, shard, sharded_as
 from ..torch_internals.devices import bucket_bytes_at_most
 from ..torch_internals.native_autocast import CastsOff
-from ..torch_internals.parameter_watching import TENSOR_DATA, TENSOR_DETACH, TENSOR_GRAD
+from ..torch_internals.parameter_watching import TENSOR_DETACH, TENSOR_GRAD
 from .float_split import add_remainder_, flat, take_remainder_
 from .pairs import Pair
-from .split_pair import SplitPair, placeholder
+from .split_pair import SplitPair, placeholder_of_shard
 
 AnyPair = TypeVar("AnyPair", bound=Pair)
 
@@ -69,8 +70,9 @@ class Bucket:
 
     def __init__(self, pairs: Sequence[SplitPair]) -> None:
         self.pairs = list(pairs)
-        self._weights = [pair.model_param for pair in pairs]
-        self._sizes = [pair.model_param.numel() for pair in pairs]
+        self._weights: list[torch.Tensor] = [pair.model_param for pair in pairs]
+        self._is_sharded = any(is_sharded(weight) for weight in self._weights)
+        self._sizes = [weight.numel() for weight in self._shards()]
         self._rooms = [pair.remainder.numel() for pair in pairs]
         with CastsOff():  # a set-up may be inside an autocast block, which refuses to join integers
             self.remainder = torch.cat([pair.remainder for pair in pairs])
@@ -81,14 +83,18 @@ class Bucket:
             pair.remainder, pair.checksums, pair.bucket = remainder, sums, self
         self.device = self.remainder.device
         self.numel = self.remainder.numel()
-        self._placeholders = [placeholder(weight) for weight in self._weights]
+        self._placeholders = [placeholder_of_shard(weight) for weight in self._weights]
         self._views: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._layout: _Layout | None = None
         self._stage = _Stage.AT_REST
 
+    def _shards(self) -> list[torch.Tensor]:
+        """The weights, or this process's parts of them; which they are now, for they may be given other memory."""
+        return list(map(shard, self._weights)) if self._is_sharded else self._weights
+
     def _laid_out(self, buffer: torch.Tensor) -> _Layout:
-        strides = [weight.stride() for weight in self._weights]
+        strides = [weight.stride() for weight in self._shards()]
         if self._layout is None or self._layout.buffer is not buffer or self._layout.strides != strides:
             masters, gradients = (
                 buffer[begin : begin + self.numel].split_with_sizes(self._rooms) for begin in (0, self.numel)
@@ -104,14 +110,15 @@ class Bucket:
         return self._layout
 
     def _shaped(self, spaces: tuple[torch.Tensor, ...], strides: list[tuple[int, ...]]) -> list[torch.Tensor]:
-        shapes = (weight.size() for weight in self._weights)
+        shapes = (weight.size() for weight in self._shards())
         return [space.as_strided(size, stride) for space, size, stride in zip(spaces, shapes, strides, strict=True)]
 
     def _flat_weights(self) -> list[torch.Tensor]:
         """The weights' memory as int16; laid out anew only where some of it is elsewhere now."""
-        addresses = [weight.data_ptr() for weight in self._weights]
+        shards = self._shards()
+        addresses = [weight.data_ptr() for weight in shards]
         if addresses != self._addresses or not self._views:
-            self._views = [flat(TENSOR_DETACH(weight)).view(torch.int16) for weight in self._weights]
+            self._views = [flat(TENSOR_DETACH(weight)).view(torch.int16) for weight in shards]
             self._addresses = addresses
         return self._views
 
@@ -123,11 +130,13 @@ class Bucket:
         if layout.gaps:
             torch._foreach_zero_(layout.gaps)
         add_remainder_(layout.bits, self.remainder)
-        gradients = _widened(layout.gradients, [weight.grad for weight in self._weights])
+        arrived = [_own_part(weight) if self._is_sharded else weight.grad for weight in self._weights]
+        gradients = _widened(layout.gradients, arrived)
         self._stage = _Stage.MATERIALISED
         for pair, values, gradient in zip(self.pairs, layout.masters, gradients, strict=True):
-            TENSOR_DATA.__set__(pair.master_param, values)
-            TENSOR_GRAD.__set__(pair.master_param, gradient)
+            in_place_of(pair.master_param, values)
+            shown = None if gradient is None else sharded_as(gradient, pair.master_param)
+            TENSOR_GRAD.__set__(pair.master_param, shown)
 
     @torch.no_grad()
     def write_back(self) -> bool:
@@ -149,13 +158,18 @@ class Bucket:
         for pair, empty in zip(self.pairs, self._placeholders, strict=True):
             master = pair.master_param
             TENSOR_GRAD.__set__(master, None)  # whose weight keeps its gradient
-            TENSOR_DATA.__set__(master, empty)
+            in_place_of(master, empty)
         return layout.is_ours_alone()
 
     def forget_layout(self, unless_in: torch.Tensor | None) -> None:
         """Let go of a buffer, unless it is the one given."""
         if self._layout is not None and self._layout.buffer is not unless_in:
             self._layout = None
+
+
+def _own_part(weight: torch.Tensor) -> torch.Tensor | None:
+    """This process's part of a gradient, of the same numbers that its part of the weight is."""
+    return None if weight.grad is None else shard(placed_as(weight.grad, weight))
 
 
 def _widened(spaces: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -222,7 +236,7 @@ def grouped(pairs: Sequence[AnyPair], bucket_bytes: int) -> list[list[AnyPair]]:
         if len(pair.holders) > 1:
             groups.append([pair])
             continue
-        device, size = pair.model_param.device, 8 * pair.model_param.numel()
+        device, size = pair.model_param.device, 8 * shard(pair.model_param).numel()
         if device not in open_groups or room[device] < size:
             open_groups[device] = []
             groups.append(open_groups[device])

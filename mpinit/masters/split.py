@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
 from ..basics.gradients import are_dense_in
-from ..distributed.sharding import is_sharded
+from ..distributed.sharding import shard
 from ..torch_internals.parameter_watching import TENSOR_GRAD
 from .buckets import Bucket, Buffers, grouped
 from .pairs import Pair
@@ -63,16 +63,12 @@ class SplitMasters(MasterStore):
         """A pair whose master holds no memory.
 
         Raises:
-            ValueError: the weight is sharded, or a view with gaps.
+            ValueError: the weight is a view with gaps.
         """
         if not is_lower_precision(dtype):
             return None
-        if is_sharded(weight):
-            raise ValueError(
-                'master_weights="split" cannot take the parameters of a model apart that fully_shard has sharded: use '
-                "master_weights=True"
-            )
-        if torch.empty_like(weight, device="meta").stride() != weight.stride():
+        part = shard(weight)
+        if torch.empty_like(part, device="meta").stride() != part.stride():
             raise ValueError(
                 f'master_weights="split" needs weights that fill their memory, and one of shape {tuple(weight.shape)} '
                 "is a view with gaps; make it contiguous first, or use master_weights=True"

@@ -9,8 +9,8 @@ from torch import nn
 
 from ..basics.checksum import BLOCK, checksums, padded, words_of
 from ..basics.interrupts import InterruptsHeld
-from ..distributed.sharding import set_data
-from ..torch_internals.parameter_watching import TENSOR_DETACH, TENSOR_GRAD
+from ..distributed.sharding import set_data, shard, sharded_as
+from ..torch_internals.parameter_watching import TENSOR_GRAD
 from .float_split import flat, join, split_
 from .pairs import Pair, give_gradient
 
@@ -18,6 +18,8 @@ from .pairs import Pair, give_gradient
 @final
 class SplitPair(Pair):
     """A weight that is the upper half of its master; the master in the groups holds no memory between steps.
+
+    Of a sharded weight each process keeps the remainder of its own shard.
 
     Attributes:
         remainder: int16, the lower halves, in the order of the weight's memory, in whole blocks.
@@ -42,7 +44,7 @@ class SplitPair(Pair):
         self.checksums: torch.Tensor
         self.bucket: Any = None
         self._before: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._strides = weight.stride()
+        self._strides = shard(weight).stride()
 
     @property
     def readable_param(self) -> nn.Parameter:
@@ -51,33 +53,35 @@ class SplitPair(Pair):
 
     def cast(self, dtype: torch.dtype, clamps: bool = False) -> None:
         """Split the incoming float32 weight; a 16-bit one has nothing to remember, and bfloat16 has float32's range."""
-        incoming = TENSOR_DETACH(self.model_param)
+        incoming = shard(self.model_param)
         self.remainder = torch.zeros(padded(incoming.numel()), dtype=torch.int16, device=incoming.device)
         if incoming.dtype != torch.bfloat16:
             weight = torch.empty_like(incoming, dtype=torch.bfloat16)
             split_(flat(incoming.float()), flat(weight), self._own(self.remainder))
-            set_data(self.model_param, weight)
+            set_data(self.model_param, sharded_as(weight, self.model_param))
         del incoming
-        self._strides = self.model_param.stride()
+        self._strides = shard(self.model_param).stride()
         self.checksums = self._checksums_now()
 
     def _own(self, padded_tensor: torch.Tensor) -> torch.Tensor:
-        return padded_tensor[: self.model_param.numel()]
+        return padded_tensor[: shard(self.model_param).numel()]
 
     def _checksums_now(self) -> torch.Tensor:
-        return checksums(words_of(flat(TENSOR_DETACH(self.model_param))))
+        return checksums(words_of(flat(shard(self.model_param))))
 
     def values(self) -> torch.Tensor:
         """Weight and remainder put together, in a new tensor."""
-        weight = TENSOR_DETACH(self.model_param)
+        weight = shard(self.model_param)
         self._lay_remainder_out_as(weight)
-        return join(flat(weight), self._own(self.remainder)).as_strided(weight.size(), weight.stride())
+        joined = join(flat(weight), self._own(self.remainder)).as_strided(weight.size(), weight.stride())
+        return sharded_as(joined, self.model_param)
 
     @torch.no_grad()
     def load(self, values: torch.Tensor) -> None:
         """Take the numbers apart."""
-        weight = TENSOR_DETACH(self.model_param)
-        dense = torch.empty_like(weight, dtype=torch.float32).copy_(values)
+        weight = shard(self.model_param)
+        dense = torch.empty_like(weight, dtype=torch.float32)
+        sharded_as(dense, self.model_param).copy_(values)
         with InterruptsHeld():
             split_(flat(dense), flat(weight), self._own(self.remainder))
             self._strides = weight.stride()
@@ -86,7 +90,7 @@ class SplitPair(Pair):
     @torch.no_grad()
     def follow_weight(self) -> None:
         """A block that is not what it was is its own master: its remainders belong to other numbers."""
-        weight = TENSOR_DETACH(self.model_param)
+        weight = shard(self.model_param)
         before = weight
         if weight.stride() != self._strides:
             # Laid out anew (channels_last, say) and compared as it lay.
@@ -122,7 +126,7 @@ class SplitPair(Pair):
         Raises:
             RuntimeError: somebody gave the master memory of its own between steps.
         """
-        held = TENSOR_DETACH(self.master_param)
+        held = shard(self.master_param)
         if held.untyped_storage().nbytes() == held.element_size() and bool(held.isnan().all()):
             return  # the placeholder, as it was
         raise RuntimeError(
@@ -165,4 +169,9 @@ def placeholder(weight: torch.Tensor) -> torch.Tensor:
 
     Its numbers are nan: whoever reads them in the optimizer's groups shall notice that they are not there.
     """
-    return torch.full((), torch.nan, dtype=torch.float32, device=weight.device).expand(weight.shape)
+    return sharded_as(placeholder_of_shard(weight), weight)
+
+
+def placeholder_of_shard(weight: torch.Tensor) -> torch.Tensor:
+    """:func:`placeholder`, for this process's part of a weight."""
+    return torch.full((), torch.nan, dtype=torch.float32, device=weight.device).expand(shard(weight).shape)
