@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import distributed_split
 import distributed_train_state
 import distributed_worker
 import torch
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from mpinit import registry
 
 # How many processes run which checks.
-CHECKS = {2: distributed_worker.CHECKS, 4: distributed_train_state.CHECKS}
+CHECKS = {2: distributed_worker.CHECKS, 4: distributed_split.CHECKS | distributed_train_state.CHECKS}
 TIMEOUT = datetime.timedelta(seconds=30)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -328,20 +327,6 @@ def a_group_of_two_dtypes_is_refused_and_batchnorm_by_itself_works() -> None:
         optimizer.step()
     assert {parameter.dtype for parameter in model.parameters()} == {F32}
     assert (inside[0], inside[1]) == (F16, F32)
-
-
-@check()
-def split_masters_of_a_sharded_model_are_refused() -> None:
-    model = sharded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        mpinit.initialize(model, optimizer, "O5", master_weights="split", verbosity=0)
-    except ValueError as error:
-        assert "fully_shard" in str(error) and "master_weights=True" in str(error), error
-    else:
-        raise AssertionError("split masters of DTensors were accepted")
-    assert {parameter.dtype for parameter in model.parameters()} == {F32}
-    copy.copy(optimizer).step()
 
 
 check(*distributed_by_name.DDP_CASES)(distributed_by_name.ddp_states_by_name)
