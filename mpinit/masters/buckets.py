@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from sys import getrefcount
@@ -189,9 +190,11 @@ class Buffers:
 
     def __init__(self) -> None:
         self._buffers: dict[torch.device, torch.Tensor] = {}
+        self._laid_out: weakref.WeakSet[Bucket] = weakref.WeakSet()
 
     def materialised(self, buckets: list[Bucket]) -> Iterator[None]:
         """Materialise one bucket after the other, and write each back before the next."""
+        self._laid_out.update(buckets)
         try:
             for bucket in buckets:
                 buffer = self._for(bucket)
@@ -203,7 +206,8 @@ class Buffers:
         finally:
             kept = {device: buffer for device, buffer in self._buffers.items() if buffer.nbytes <= _KEPT_BYTES}
             self._buffers = kept
-            for bucket in buckets:
+            # Also those of other calls: a few buckets at a time may be stepped, and hold on to a buffer that is gone.
+            for bucket in self._laid_out:
                 bucket.forget_layout(unless_in=kept.get(bucket.device))
 
     def _write_back(self, bucket: Bucket) -> None:
