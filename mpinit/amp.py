@@ -164,9 +164,9 @@ def clip_grad_norm_(
 def broadcast_masters(optimizer: Optimizer, src: int = 0, group: Any = None) -> None:
     """Give all ranks the parameters of one of them, in float32: masters, their 16-bit weights, and what has no master.
 
-    DistributedDataParallel needs no call: before the first step under it, and after its ``join()``, the masters are
-    made one by themselves. Call this where ranks part in other ways: a checkpoint was loaded on one rank, or weights
-    were averaged by hand. Every rank of the group has to call it.
+    DistributedDataParallel needs no call: when it is made, and after its ``join()``, masters and loss scales are made
+    one by themselves. Call this where ranks part in other ways: a checkpoint was loaded on one rank, or weights were
+    averaged by hand. The loss scales go along. Every rank of the group has to call it.
 
     Args:
         optimizer: an initialised optimizer; on every rank over the same parameters.

@@ -13,7 +13,7 @@ from .basics.dtypes import is_lower_precision
 from .basics.modules import named_modules_of
 from .distributed.agreement import device_for, meshes_of, reach
 from .distributed.replicas import wrappers_of
-from .distributed.sharding import is_distributed, is_sharded, left_behind
+from .distributed.sharding import given_memory_since, is_distributed, is_sharded, left_behind
 from .plan import Masters, Plan
 
 _REDUCES: Final = "DistributedDataParallel"
@@ -85,12 +85,18 @@ def _flattened(what: str) -> str:
 
 
 def check_not_left_behind(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that were made before the model was sharded.
+    """Refuse optimizers that were made before the model was sharded, or got its memory.
 
     Raises:
         ValueError: one steps what the model's parameters were before.
     """
     given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    names = given_memory_since(models, given)
+    if names:
+        raise ValueError(
+            f"the optimizer was made while {names[0]!r} was on the meta device, and to_empty() has put another "
+            "parameter in its place since: make the optimizer from the parameters that the model has now"
+        )
     names = left_behind(models, given) if is_distributed() else []
     if names:
         raise ValueError(

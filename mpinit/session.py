@@ -124,6 +124,7 @@ class Session:
         push(self._give_masters_up)
         for optimizer in self.optimizers:
             push(self._controls.take(optimizer, targets))
+        push(_undone_when_dropped(self, self._controls.ranks.watch()))
         push(self.waiting.end)
         self.waiting.keep(targets)
         # Last, because it is what cannot be taken back bit for bit where there are no masters.
@@ -241,6 +242,7 @@ class Session:
         for optimizer in optimizers:
             self._casts.leave_to_optimizers(self._controls.of(optimizer).groups.plain)
         self.waiting.note_taken()
+        self._controls.ranks.got_optimizers()
 
     def let_waiting_go(self) -> None:
         """No optimizer is going to come for the weights that wait."""

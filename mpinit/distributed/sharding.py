@@ -140,6 +140,19 @@ def left_behind(models: Iterable[nn.Module], stepped: Iterable[torch.Tensor]) ->
     ]
 
 
+def given_memory_since(models: Iterable[nn.Module], stepped: Iterable[torch.Tensor]) -> list[str]:
+    """Names of the models' parameters whose former selves, on the meta device, are stepped in their place.
+
+    ``to_empty`` puts other parameters on the modules where it cannot give those that are there memory.
+    """
+    without = {id(parameter): parameter.shape for parameter in stepped if parameter.is_meta}
+    if not without:
+        return []
+    named = [(name, parameter) for model in models for name, parameter in model.named_parameters()]
+    shapes = {shape for key, shape in without.items() if key not in {id(parameter) for _, parameter in named}}
+    return [name for name, parameter in named if not parameter.is_meta and parameter.shape in shapes]
+
+
 def check_groups(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, torch.dtype]) -> None:
     """FSDP gathers a group's parameters in one buffer, so that they must have one dtype.
 

@@ -19,6 +19,7 @@ from ..distributed.exchange import arriving_gradient_dtype
 from ..distributed.sharding import is_distributed, local, locals_of, set_data
 from ..torch_internals.parameter_watching import TENSOR_DATA, TENSOR_DETACH
 from .pairs import Pair, give_gradient
+from .per_parameter import check_steps_its_groups
 from .store import Gradients, MasterStore
 from .two_copies import TwoCopies
 
@@ -145,13 +146,7 @@ class FullMasters(MasterStore):
             ValueError: one of them steps a copy that it made of them.
         """
         for optimizer in optimizers:
-            if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
-                raise ValueError(
-                    "ZeroRedundancyOptimizer steps an optimizer of its own over the model's 16-bit weights, and would "
-                    "leave float32 masters where they are: shard the masters along with everything else, by "
-                    "torch.distributed.fsdp.fully_shard(model) before the optimizer is made, give the optimizer inside "
-                    "itself, or use opt_level='O1'"
-                )
+            check_steps_its_groups(optimizer)
 
     def make(self, weight: nn.Parameter, dtype: torch.dtype) -> Pair | None:
         """A float32 master for a 16-bit weight."""

@@ -52,6 +52,22 @@ class _Verdict:
 _verdicts: Final[dict[Any, _Verdict]] = {}
 
 
+def check_steps_its_groups(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that steps other parameters than those in its groups.
+
+    Raises:
+        ValueError: it does.
+    """
+    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+        raise ValueError(
+            "ZeroRedundancyOptimizer steps an optimizer of its own over the model's 16-bit weights, and would leave "
+            "float32 masters where they are. To shard masters and optimizer states over ranks call torch.distributed."
+            "fsdp.fully_shard(model) before the optimizer is made (FSDP2), and give the optimizer inside it, without "
+            'ZeroRedundancyOptimizer; or keep that, over float32 parameters, with master_weights="model" or '
+            "opt_level='O1'"
+        )
+
+
 def check_steps_per_parameter(optimizer: Optimizer, what: str, instead: str) -> None:
     """Refuse an optimizer that cannot be stepped a few parameters at a time.
 

@@ -22,7 +22,7 @@ from ..torch_internals.parameter_watching import TENSOR_GRAD
 from .buckets import Bucket, Buffers, grouped
 from .pairs import Pair
 from .parts import Numbers
-from .per_parameter import check_steps_per_parameter
+from .per_parameter import check_steps_its_groups, check_steps_per_parameter
 from .split_pair import SplitPair
 from .store import Gradients, MasterStore
 from .two_copies import TwoCopies
@@ -52,6 +52,7 @@ class SplitMasters(MasterStore):
             ValueError: an optimizer looks across parameters, or nothing is known of it.
         """
         for optimizer in optimizers:
+            check_steps_its_groups(optimizer)
             check_steps_per_parameter(optimizer, 'master_weights="split"', "master_weights=True")
             if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
                 raise ValueError(

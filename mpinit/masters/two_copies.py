@@ -14,6 +14,7 @@ step, ``zero_grad``, ``master_params``, a state dict, and undoing. Nobody else c
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import is_
@@ -261,7 +262,9 @@ class TwoCopies:
             try:
                 self._look_at(index)
             except RuntimeError:
-                pair.follow_master()
+                # One that holds no numbers has none to follow.
+                with contextlib.suppress(RuntimeError):
+                    pair.follow_master()
                 self.note_one(pair)
                 names.append(self._name_of(pair.model_param))
         self.look_at_gradients()

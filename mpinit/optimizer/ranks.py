@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from ..distributed.agreement import Group, agree, groups_of, meshes_of
+from ..distributed.agreement import Group, agree, device_for, groups_of, meshes_of
 from ..distributed.replicas import (
     after_join,
     broadcast,
@@ -17,9 +17,10 @@ from ..distributed.replicas import (
     outdate,
     reduced_by,
     running_wrapper,
+    when_made,
     wrappers_of,
 )
-from ..distributed.sharding import is_distributed, is_sharded, left_behind
+from ..distributed.sharding import given_memory_since, is_distributed, is_sharded, left_behind
 from ..masters.pairs import Pair
 from ..masters.store import MasterStore
 from ..masters.two_copies import TwoCopies
@@ -32,8 +33,8 @@ from .parameter_groups import ParameterGroups
 class Ranks:
     """A session among those of other processes.
 
-    DistributedDataParallel broadcasts what it sees when it is made, the 16-bit weights: before the first step under it
-    rank 0's masters are broadcast too, and after ``join()`` those of the rank whose weights all have taken.
+    DistributedDataParallel broadcasts what it sees when it is made, the 16-bit weights: rank 0's masters are broadcast
+    right behind them, and after ``join()`` those of the rank whose weights all have taken, and its loss scales.
 
     Args:
         models: the session's models.
@@ -66,28 +67,60 @@ class Ranks:
         self._wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._new_wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._has_looked = False
+        # What has not happened yet, and is checked when it does for the first time.
+        self._to_be_checked = {"forward", "step"}
 
     # -- replicas -----------------------------------------------------------------------------------------------
 
+    def watch(self) -> Callable[[], None]:
+        """Know from here on of wrappers as they are made; returns the undo."""
+        return when_made(self._was_wrapped)
+
+    def _was_wrapped(self, wrapper: Any) -> None:
+        ids = set(map(id, self._parameters()))
+        if any(id(parameter) in ids for parameter in reduced_by(wrapper)):
+            self._take(wrapper)
+
+    def _take(self, wrapper: Any) -> None:
+        """All ranks are here, with the same wrapper."""
+        self._wrappers.add(wrapper)
+        self._groups = None
+        after_join(wrapper, self._after_join)
+        self._send_under(wrapper, 0)
+
+    def got_optimizers(self) -> None:
+        """There are masters that were none when the models were wrapped."""
+        for wrapper in list(self._wrappers):
+            self._send_under(wrapper, 0)
+
     def before_forward(self) -> None:
-        """A model is about to be run, perhaps inside a wrapper that is not known yet."""
+        """A model is about to be run, perhaps inside a wrapper that is not known yet.
+
+        Raises:
+            RuntimeError: see :meth:`check_present`.
+        """
+        self._check_at_first("forward")
         wrapper = running_wrapper()
         if wrapper is not None and wrapper not in self._wrappers:
             self._new_wrappers.add(wrapper)
 
     def before_step(self) -> None:
-        """Make masters one under wrappers that no step has seen: all ranks are about to step."""
+        """Make masters one under wrappers that were not seen to be made: all ranks are about to step."""
+        self._check_at_first("step")
         if not is_distributed() or (self._has_looked and not self._new_wrappers):
             return
         found: list[Any] = [] if self._has_looked else wrappers_of(list(self._parameters()), self._new_wrappers)
-        self.check_present()
         self._has_looked = True
         for wrapper in dict.fromkeys([*found, *self._new_wrappers]):
-            self._wrappers.add(wrapper)
-            after_join(wrapper, self._after_join)
-            self._send_under(wrapper, 0)
+            if wrapper not in self._wrappers:
+                self._take(wrapper)
         self._new_wrappers.clear()
         self._groups = None
+
+    def _check_at_first(self, what: str) -> None:
+        if what in self._to_be_checked:
+            self.check_present()
+            self._to_be_checked.remove(what)
 
     def check_present(self) -> None:
         """Notice that ``fully_shard`` or the like has taken parameters from the models after ``initialize``.
@@ -95,8 +128,15 @@ class Ranks:
         Raises:
             RuntimeError: it has, and steps would train nothing.
         """
-        held = [pair.model_param for pair in self._store.pairs]
-        names = left_behind(self._models, [*held, *self._stepped()]) if is_distributed() else []
+        stepped = list(dict.fromkeys([*(pair.model_param for pair in self._store.pairs), *self._stepped()]))
+        names = given_memory_since(self._models, stepped)
+        if names:
+            raise RuntimeError(
+                f"{names[0]!r} was on the meta device at mpinit.initialize, and to_empty() has put another parameter "
+                "in its place since: the optimizer would train nothing. Call to_empty() first, load a state, make the "
+                "optimizer from the parameters that the model has then, and call mpinit.initialize last"
+            )
+        names = left_behind(self._models, stepped) if is_distributed() else []
         if names:
             raise RuntimeError(
                 f"{names[0]!r} was replaced by a shard after mpinit.initialize, and the optimizer goes on stepping "
@@ -116,7 +156,7 @@ class Ranks:
 
     @torch.no_grad()
     def send(self, pairs: Sequence[Pair], plain: Sequence[torch.Tensor], src: int, group: Group | None) -> None:
-        """Give all ranks the masters, and the parameters without masters, of one of them.
+        """Give all ranks the masters, and the parameters without masters, of one of them, and its loss scales.
 
         Args:
             pairs: on all ranks the same.
@@ -135,6 +175,17 @@ class Ranks:
             for copies in all_copies:
                 copies.note_one(pairs[index])
         copy_from(plain, src, group)
+        self._send_scales(src, group)
+
+    def _send_scales(self, src: int, group: Group | None) -> None:
+        """Ranks average scaled gradients; one that was resumed by itself, or joined early, has another scale."""
+        distributed: Any = torch.distributed
+        for scaler in self._scalers:
+            if scaler.rule.dynamic:
+                counters = scaler.counters()
+                there = counters.to(device_for(group or distributed.group.WORLD, counters.device))
+                distributed.broadcast(there, group=group, group_src=src)
+                scaler.take_counters(there)
 
     def leave(self, dtypes: dict[torch.Tensor, torch.dtype]) -> None:
         """The session is over.

@@ -147,6 +147,17 @@ class LossScaler:
         if found_inf is not None:
             self._scaling.move(self._state, found_inf)
 
+    def counters(self) -> torch.Tensor:
+        """All of the state, in one tensor of float64 on its device."""
+        state = self._state
+        return torch.stack([number.double() for number in (state.scale, state.unskipped, state.tolerance)])
+
+    def take_counters(self, counters: torch.Tensor) -> None:
+        """Go on from the :meth:`counters` of a scaler with the same rule, on any device."""
+        state = self._state
+        for number, taken in zip((state.scale, state.unskipped, state.tolerance), counters.unbind(), strict=True):
+            number.copy_(taken)
+
     def state_dict(self) -> dict[str, Any]:
         """The state as plain numbers.
 

@@ -224,10 +224,10 @@ def what_is_made_before_sharding_is_refused() -> None:
     for level in ("O1", "O2"):
         with refused(ValueError, "made before fully_shard"):
             mpinit.initialize(model, optimizer, level, verbosity=0)
-    for level in ("O1", "O2", "O5"):
+    for level, more in (("O1", {}), ("O2", {}), ("O5", {}), ("O2", {"master_weights": "model"})):
         model = CASE.build()
         optimizer = sgd(model)
-        mpinit.initialize(model, optimizer, level, **SCALED)
+        mpinit.initialize(model, optimizer, level, **SCALED, **more)
         fully_shard(model.layer, mesh=mesh_of_two())
         with refused(RuntimeError, "layer.", "fully_shard"):
             train(model, optimizer, mine(CASE.batches(1)), CASE.loss)
