@@ -17,8 +17,11 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import distributed_engines
+import distributed_matrix
 import distributed_split
 import distributed_train_state
+import distributed_verdicts
 import distributed_worker
 import torch
 import torch.distributed as dist
@@ -26,7 +29,12 @@ import torch.distributed as dist
 from mpinit import registry
 
 # How many processes run which checks.
-CHECKS = {2: distributed_worker.CHECKS, 4: distributed_split.CHECKS | distributed_train_state.CHECKS}
+CHECKS = {
+    2: distributed_worker.CHECKS,
+    4: distributed_matrix.CHECKS | distributed_split.CHECKS | distributed_train_state.CHECKS,
+}
+# They belong to a process group.
+MESHES = (distributed_worker.MESH, distributed_verdicts.mesh_of_two, distributed_engines.mesh)
 TIMEOUT = datetime.timedelta(seconds=30)
 
 
@@ -104,8 +112,11 @@ def run_all(checks: dict[str, Callable[[], None]], report: Path, store: dist.Sto
             report.write_text(json.dumps(outcomes), encoding="utf-8")
         if outcomes[name] != "ok":
             dist.destroy_process_group()
+            for cached in MESHES:
+                cached.cache_clear()
     store.set(f"done {rank}", "")
-    store.wait([f"done {other}" for other in range(processes)])
+    if rank == 0:  # whose store it is
+        store.wait([f"done {other}" for other in range(processes)])
 
 
 def outcome_of(run: Callable[[], None]) -> str:
@@ -113,12 +124,15 @@ def outcome_of(run: Callable[[], None]) -> str:
     torch.manual_seed(0)
     try:
         run()
-        return "ok"
-    except Exception:
-        return f"rank {dist.get_rank()}: {traceback.format_exc()}"
-    finally:
         for left_over in reversed(registry.live()):
             left_over.undo()
+        return "ok"
+    except Exception:
+        said = f"rank {dist.get_rank()}: {traceback.format_exc()}"
+    for left_over in reversed(registry.live()):
+        with contextlib.suppress(Exception):
+            left_over.undo()
+    return said
 
 
 if __name__ == "__main__":

@@ -1,0 +1,288 @@
+"""torch's engines as data, and what is trained on them, in four processes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+RANKS, WORDS, WIDTH = 4, 32, 8
+# Level -> initialize's keywords, the type it computes in, and its scale.
+LEVELS: dict[str, tuple[dict[str, Any], torch.dtype | None, float]] = {
+    "O0": ({"opt_level": "O0"}, None, 1.0),
+    "O2": ({"opt_level": "O2", "init_loss_scale": 1024.0}, torch.float16, 1024.0),
+    "O5": ({"opt_level": "O5"}, torch.bfloat16, 1.0),
+    "split": ({"opt_level": "O5", "master_weights": "split"}, torch.bfloat16, 1.0),
+    "model": ({"opt_level": "O2", "master_weights": "model", "init_loss_scale": 1024.0}, torch.float16, 1024.0),
+}
+State = dict[str, Tensor]
+
+
+# -- what is trained --------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A layer of a language model, which may be recomputed in the backward pass."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.recomputes = recomputes
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (checkpoint(self.inner, x, use_reentrant=False) if self.recomputes else self.inner(x))
+
+
+class Text(nn.Module):
+    """A tiny language model; its last layer may be left out of a forward, and its head be the embedding's weight."""
+
+    def __init__(
+        self, recomputes: bool = False, tied: bool = False, leaves_out: Callable[[Tensor], bool] | None = None
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block(recomputes) for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.leaves_out = leaves_out
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embedding(x)
+        left_out = self.leaves_out is not None and self.leaves_out(x)
+        for block in self.blocks[:1] if left_out else self.blocks:
+            y = block(y)
+        return self.head(self.norm(y))
+
+
+def sometimes(x: Tensor) -> bool:
+    """Some ranks for a batch, or all, or none."""
+    return int(x.sum()) % 2 == 1
+
+
+class Alternately:
+    """All ranks together: FSDP2's gather and reduce as many parameters."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, x: Tensor) -> bool:
+        self.calls += 1
+        return self.calls % 2 == 1
+
+
+def text(**more: Any) -> Text:
+    torch.manual_seed(0)
+    return Text(**more)
+
+
+def batches(count: int, rows: int = 2 * RANKS) -> list[tuple[Tensor, Tensor]]:
+    drawn = torch.randint(WORDS, (count, rows, 5), generator=torch.Generator().manual_seed(1))
+    return [(tokens[:, :-1], tokens[:, 1:]) for tokens in drawn]
+
+
+def loss_of(output: Tensor, target: Tensor, rows: int) -> Tensor:
+    """Summed over what this rank has: none of it, perhaps."""
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum") / (4 * rows)
+
+
+# -- engines ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def mesh(*shape: int) -> Any:
+    names = {1: ("data",), 2: ("outer", "inner")}[len(shape)]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def no_sync(runs: Any) -> Any:
+    return runs.no_sync()
+
+
+@contextlib.contextmanager
+def unsynced(runs: Any) -> Iterator[None]:
+    """FSDP2's counterpart of ``no_sync()``."""
+    runs.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        runs.set_requires_gradient_sync(True)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine of torch's, and what is special about a run on it.
+
+    Attributes:
+        wrap: puts the engine around a model; the type it is to compute in, where the engine itself casts by hand.
+        comes_first: whether it is put there before the optimizer is made.
+        has_policy: whether a loop by hand leaves casting to the engine.
+        network: the model.
+        by_hand: the model for the loop by hand; default: the same.
+        sizes: the rows of each rank, or of so many neighbours; None: every rank has all of them.
+        micros: passes of a cycle.
+        quiet: around all of them but the last.
+        around: around forward and backward.
+        levels: at which it is tried.
+        refused: level -> words of the error.
+    """
+
+    wrap: Callable[[nn.Module, torch.dtype | None], Any]
+    comes_first: bool = False
+    has_policy: bool = False
+    network: Callable[[], nn.Module] = text
+    by_hand: Callable[[], nn.Module] | None = None
+    sizes: Sequence[int] | None = (2, 2, 2, 2)
+    micros: int = 1
+    quiet: Callable[[Any], Any] = contextlib.nullcontext
+    around: Callable[[], Any] = contextlib.nullcontext
+    levels: Sequence[str] = ("O2", "split", "model")
+    refused: dict[str, Sequence[str]] = field(default_factory=dict)
+
+    def part(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, int]:
+        """What this rank has of a batch, and by how many rows its loss is divided."""
+        x, y = batch
+        if self.sizes is None:
+            return x, y, len(x)
+        index = dist.get_rank() * len(self.sizes) // RANKS
+        return x.split(list(self.sizes))[index], y.split(list(self.sizes))[index], len(x) // len(self.sizes)
+
+
+def ddp(**more: Any) -> Callable[[nn.Module, Any], Any]:
+    return lambda model, dtype: DistributedDataParallel(model, **more)
+
+
+def hooked(hook: str) -> Callable[[nn.Module, Any], Any]:
+    """DistributedDataParallel whose gradients travel by one of torch's own hooks."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    def wrap(model: nn.Module, dtype: torch.dtype | None) -> Any:
+        wrapped = DistributedDataParallel(model)
+        wrapped.register_comm_hook(None, getattr(default_hooks, hook))
+        return wrapped
+
+    return wrap
+
+
+def fsdp(
+    *shape: int, by_layer: bool = True, offload: OffloadPolicy | None = None, **more: Any
+) -> Callable[[nn.Module, Any], Any]:
+    def wrap(model: Any, dtype: torch.dtype | None) -> Any:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+        given = more | {"mp_policy": policy, "mesh": mesh(*shape)} | ({"offload_policy": offload} if offload else {})
+        for block in model.blocks if by_layer else ():
+            fully_shard(block, **given)
+        return fully_shard(model, **given)
+
+    return wrap
+
+
+def tensor_parallel(sequence: bool = False, losses: bool = False) -> Callable[[nn.Module, Any], Any]:
+    across = Shard(1) if sequence else Replicate()
+    plan: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=across),
+        "head": ColwiseParallel(
+            input_layouts=across, output_layouts=Shard(-1) if losses else Replicate(), use_local_output=not losses
+        ),
+    }
+    for block in ("blocks.0", "blocks.1"):
+        plan[f"{block}.up"] = ColwiseParallel(input_layouts=across)
+        plan[f"{block}.down"] = RowwiseParallel(output_layouts=across)
+        if sequence:
+            plan[f"{block}.norm"] = SequenceParallel()
+    if sequence:
+        plan["norm"] = SequenceParallel()
+    return lambda model, dtype: parallelize_module(model, mesh(4), plan)
+
+
+def two_dimensions(model: Any, dtype: torch.dtype | None) -> Any:
+    """Tensor parallel inside, FSDP2 outside."""
+    plan = {f"blocks.{index}.{name}": kind for index in range(2) for name, kind in _COLUMNS_AND_ROWS.items()}
+    parallelize_module(model, mesh(2, 2)["inner"], plan)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh(2, 2)["outer"], mp_policy=policy)
+    return fully_shard(model, mesh=mesh(2, 2)["outer"], mp_policy=policy)
+
+
+_COLUMNS_AND_ROWS = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def from_meta(model: Any, dtype: torch.dtype | None) -> Any:
+    """Sharded while it has no memory, which it gets afterwards, and its numbers after that."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    state = model.state_dict() if dist.get_rank() == 0 else {}
+    model = fsdp(4)(model.to("meta"), dtype)
+    model.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+    return model
+
+
+SPLIT = {"split": ("sharded", "master_weights=True")}
+FSDP: dict[str, Any] = {"comes_first": True, "has_policy": True, "levels": ("O2",)}
+TP: dict[str, Any] = {"comes_first": True, "sizes": None, "levels": ("O2", "O5")}
+ALL: dict[str, Any] = {
+    "levels": ("O2", "O5", "split", "model"),
+    "refused": SPLIT | {"model": ("fully_shard", "master_weights=True")},
+}
+ENGINES: dict[str, Engine] = {
+    "ddp": Engine(ddp(), levels=tuple(LEVELS)),
+    "ddp unused": Engine(ddp(find_unused_parameters=True), network=functools.partial(text, leaves_out=sometimes)),
+    "ddp static graph": Engine(ddp(static_graph=True)),
+    "ddp views": Engine(ddp(gradient_as_bucket_view=True)),
+    "ddp hook": Engine(hooked("allreduce_hook")),
+    "ddp hook fp16": Engine(hooked("fp16_compress_hook")),
+    "ddp no_sync": Engine(ddp(), micros=2, quiet=no_sync),
+    "ddp no_sync views": Engine(ddp(gradient_as_bucket_view=True), micros=2, quiet=no_sync),
+    "ddp uneven": Engine(ddp(), sizes=(1, 2, 2, 3)),
+    "ddp empty": Engine(ddp(), sizes=(3, 2, 3, 0)),
+    "ddp tied": Engine(ddp(), network=functools.partial(text, tied=True)),
+    "ddp recomputed": Engine(ddp(), network=functools.partial(text, recomputes=True), by_hand=text),
+    "ddp recomputed static": Engine(
+        ddp(static_graph=True), network=functools.partial(text, recomputes=True), by_hand=text
+    ),
+    "fsdp": Engine(fsdp(4, by_layer=False), **FSDP),
+    "fsdp by layer": Engine(fsdp(4), **FSDP | ALL | {"levels": tuple(LEVELS)}),
+    "fsdp kept": Engine(fsdp(4, reshard_after_forward=False), **FSDP),
+    "fsdp reshard 2": Engine(fsdp(4, reshard_after_forward=2), **FSDP),
+    "fsdp unsynced": Engine(fsdp(4), micros=2, quiet=unsynced, **FSDP),
+    "fsdp uneven": Engine(fsdp(4), sizes=(1, 2, 2, 3), **FSDP),
+    "fsdp empty": Engine(fsdp(4), sizes=(3, 2, 3, 0), **FSDP),
+    "fsdp unused": Engine(fsdp(4), network=lambda: text(leaves_out=Alternately()), **FSDP),
+    "fsdp tied": Engine(fsdp(4), network=functools.partial(text, tied=True), **FSDP),
+    "fsdp recomputed": Engine(fsdp(4), network=functools.partial(text, recomputes=True), **FSDP),
+    "fsdp offload": Engine(fsdp(4, offload=CPUOffloadPolicy(pin_memory=False)), **FSDP),
+    "fsdp from meta": Engine(from_meta, **FSDP),
+    "hsdp": Engine(fsdp(2, 2), **FSDP | ALL),
+    "tp": Engine(tensor_parallel(), **TP | ALL | {"refused": SPLIT}),
+    "tp sequence": Engine(tensor_parallel(sequence=True), **TP),
+    "tp loss": Engine(tensor_parallel(sequence=True, losses=True), around=loss_parallel, **TP),
+    "tp fsdp": Engine(two_dimensions, sizes=(4, 4), **FSDP | ALL),
+}
