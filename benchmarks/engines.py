@@ -1,0 +1,209 @@
+"""What torch's engines cost on four ranks: bytes a parameter and rank, and bytes sent a step.
+
+``python -m examples.benchmarks.engines`` measures with gloo on an otherwise idle machine, where everything sent goes
+over the loopback interface (Linux). It writes the figures beside the others, and the guide's table from them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+RESULT: Final = Path(__file__).parent / "results" / "engines.json"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "explanation" / "engines.md"
+BEGINS, ENDS = "<!-- made from engines.json -->\n", "\n<!-- until here -->"
+RANKS: Final = 4
+STEPS: Final = 4
+WIDTH, LAYERS = 512, 4
+PARAMETERS: Final = LAYERS * (WIDTH + 1) * WIDTH
+
+LEVELS: Final[dict[str, dict[str, Any]]] = {
+    "O0": {"opt_level": "O0"},
+    "O2": {"opt_level": "O2"},
+    "split": {"opt_level": "O5", "master_weights": "split"},
+    "model": {"opt_level": "O2", "master_weights": "model"},
+}
+ENGINES: Final = {"DDP": ("O0", "O2", "split", "model"), "HSDP 2 x 2": ("O0", "O2"), "FSDP2": ("O0", "O2")}
+PARTS: Final = ("weights", "gradients", "masters", "optimizer states")
+
+
+def sent() -> int:
+    """Bytes that have left by the loopback interface."""
+    lines = Path("/proc/net/dev").read_text(encoding="ascii").splitlines()
+    fields = next(line.partition(":")[2].split() for line in lines if line.strip().startswith("lo:"))
+    return int(fields[8])
+
+
+def held(tensors: Any, seen: set[int]) -> int:
+    """Bytes of the memory behind tensors that was not counted yet."""
+    total = 0
+    for tensor in tensors:
+        storage = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+def network(engine: str) -> Any:
+    """A few layers, on the engine where that comes first."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    if engine == "DDP":
+        return model
+    shape, names = ((RANKS,), ("shard",)) if engine == "FSDP2" else ((2, 2), ("replicate", "shard"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def measure(engine: str, level: str) -> dict[str, Any]:
+    """One run on this rank."""
+    import torch
+    from torch import nn
+
+    import mpinit
+
+    model = network(engine)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    runs = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if engine == "DDP" else model
+    before = 0
+    for step in range(STEPS + 2):
+        if step == 2:  # what happens once is over
+            before = sent_by_all()
+        optimizer.zero_grad()
+        with mpinit.scale_loss(runs(torch.randn(2, WIDTH)).square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    after = sent_by_all()
+    memory = parts_of(model, optimizer)
+    mpinit.undo(model)
+    return {
+        "engine": engine,
+        "level": level,
+        "bytes": {part: round(size / PARAMETERS, 2) for part, size in memory.items()},
+        "bytes_sent": round((after - before) / STEPS / RANKS / PARAMETERS, 2),
+    }
+
+
+def sent_by_all() -> int:
+    """:func:`sent`, while no rank sends."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    count = sent()
+    dist.barrier()
+    return count
+
+
+def parts_of(model: Any, optimizer: Any) -> dict[str, int]:
+    """Bytes of what a rank holds between backward and step; where two are one, of the first."""
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    seen: set[int] = set()
+    return {
+        "weights": held(model.parameters(), seen),
+        "gradients": held((parameter.grad for parameter in stepped if parameter.grad is not None), seen),
+        "masters": held((getattr(pair, "remainder", pair.master_param) for pair in _pairs(model)), seen),
+        "optimizer states": held((value for value in states if value.dim()), seen),
+    }
+
+
+def _pairs(model: Any) -> list[Any]:
+    from mpinit import registry
+
+    session = registry.of(model)
+    return [] if session is None else list(session._store.pairs)
+
+
+def errors() -> dict[str, float]:
+    """How far the mean of gradients over ranks is from that in float32, where they are exchanged in 16 bit."""
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(dist.get_rank())
+    gradient = torch.randn(1 << 18)
+    exact = gradient.double()
+    dist.all_reduce(exact)
+    found = {}
+    for dtype in (torch.float16, torch.bfloat16):
+        mean = (gradient / RANKS).to(dtype)
+        dist.all_reduce(mean)
+        error = (mean.double() - exact / RANKS).norm() / (exact / RANKS).norm()
+        found[str(dtype).removeprefix("torch.")] = float(f"{error.item():.1e}")
+    return found
+
+
+def run(rank: int, port: int) -> None:
+    """All runs, on one of the ranks; the first writes."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
+    rows = [measure(engine, level) for engine, levels in ENGINES.items() for level in levels]
+    result = {
+        "torch": torch.__version__.partition("+")[0],
+        "ranks": RANKS,
+        "parameters": PARAMETERS,
+        "error_of_16_bit_means": errors(),
+        "rows": rows,
+    }
+    if rank == 0:
+        RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), result), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+NAMES: Final = {"O0": "O0", "O2": "O2, O5", "split": 'O5, `"split"`', "model": 'O2, O5, `"model"`'}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The guide's."""
+    head = ["engine", "level", *PARTS, "together", "sent a step"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in result["rows"]:
+        numbers = [row["bytes"][part] for part in PARTS]
+        cells = [f"{number:.1f}" for number in (*numbers, sum(numbers), row["bytes_sent"])]
+        lines.append(f"| {row['engine']} | {NAMES[row['level']]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def with_table(page: str, result: dict[str, Any]) -> str:
+    """The guide, with what was measured in its place."""
+    before, after = page.split(BEGINS)[0], page.split(ENDS)[1]
+    error = result["error_of_16_bit_means"]
+    how = f"on each of {result['ranks']} ranks with Adam, after a step; torch {result['torch']}, gloo"
+    off = f"{error['float16']:.0e} (float16) and {error['bfloat16']:.0e} (bfloat16), relative to its norm"
+    note = f"Bytes a parameter, {how}. A mean over {result['ranks']} ranks in 16 bit is off by {off}."
+    return f"{before}{BEGINS}{table(result)}\n\n{note}{ENDS}{after}"
+
+
+def main() -> int:
+    """Measure on four processes of this machine."""
+    import socket
+
+    import torch.multiprocessing as multiprocessing
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    multiprocessing.spawn(run, args=(port,), nprocs=RANKS)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

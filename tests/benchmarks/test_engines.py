@@ -1,0 +1,16 @@
+"""The guide's table of engines says what was measured."""
+
+from __future__ import annotations
+
+import json
+
+from examples.benchmarks import engines
+
+
+def test_the_guide_repeats_what_was_measured() -> None:
+    result = json.loads(engines.RESULT.read_text(encoding="utf-8"))
+    page = engines.PAGE.read_text(encoding="utf-8")
+    assert engines.with_table(page, result) == page
+    assert {(row["engine"], row["level"]) for row in result["rows"]} == {
+        (engine, level) for engine, levels in engines.ENGINES.items() for level in levels
+    }
