@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
@@ -90,6 +91,8 @@ class Ranks:
 
     def got_optimizers(self) -> None:
         """There are masters that were none when the models were wrapped."""
+        if len(self._wrappers):
+            gc.collect()  # those that nobody has any more, so that all ranks know of the same
         for wrapper in list(self._wrappers):
             self._send_under(wrapper, 0)
 
