@@ -198,6 +198,7 @@ def main() -> int:
     import torch.multiprocessing as multiprocessing
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
