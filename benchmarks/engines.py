@@ -1,6 +1,6 @@
 """What torch's engines cost on four ranks: bytes a parameter and rank, and bytes sent a step.
 
-``python -m examples.benchmarks.engines`` measures with gloo on an otherwise idle machine, where everything sent goes
+``python -m benchmarks.engines`` measures with gloo on an otherwise idle machine, where everything sent goes
 over the loopback interface (Linux). It writes the figures beside the others, and the guide's table from them.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 RESULT: Final = Path(__file__).parent / "results" / "engines.json"
-PAGE: Final = Path(__file__).parents[2] / "docs" / "explanation" / "engines.md"
+PAGE: Final = Path(__file__).parents[1] / "docs" / "explanation" / "engines.md"
 BEGINS, ENDS = "<!-- made from engines.json -->\n", "\n<!-- until here -->"
 RANKS: Final = 4
 STEPS: Final = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from examples.benchmarks import engines
+from benchmarks import engines
 
 
 def test_the_guide_repeats_what_was_measured() -> None:
