@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import engines  # noqa: E402
+from benchmarks import engines
 
 
 def test_the_guide_repeats_what_was_measured() -> None:
