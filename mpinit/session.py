@@ -1,7 +1,6 @@
 """The session of one ``initialize``: its plan, scalers, optimizers and undo stack, found again from any of them.
 
-Sessions are independent of one another. The optimizers' patched methods and the models' patched forwards keep theirs
-alive; the registry only knows them weakly.
+The optimizers' patched methods and the models' patched forwards keep theirs alive; the registry knows them weakly.
 """
 
 from __future__ import annotations
@@ -133,8 +132,7 @@ class Session:
             control.groups.finish()
         self._store.finish_idle()
         self._casts.settle()
-        # First to be undone: weights that got a master later are among what was cast without one.
-        push(self._give_masters_up)
+        push(self._give_masters_up)  # first to be undone: weights may have got masters later
 
     def _cast(self, targets: dict[torch.Tensor, torch.dtype]) -> None:
         mastered = {pair.model_param for pair in self._store.pairs}
