@@ -13,7 +13,7 @@ from .basics.dtypes import is_lower_precision
 from .basics.modules import named_modules_of
 from .distributed.agreement import device_for, meshes_of, reach
 from .distributed.replicas import wrappers_of
-from .distributed.sharding import given_memory_since, is_distributed, is_sharded, left_behind
+from .distributed.sharding import given_memory_since, is_distributed, is_sharded, left_behind, sharded_by_others
 from .plan import Masters, Plan
 
 _REDUCES: Final = "DistributedDataParallel"
@@ -126,6 +126,20 @@ def check_process_group(group: Any, models: Sequence[nn.Module], plan: Plan) -> 
                 "torch.distributed.group.WORLD where the others hold other parts of it (pipeline stages), or "
                 "process_group=mesh.get_group() where they train something else"
             )
+
+
+def check_split_shards(models: Sequence[nn.Module], plan: Plan) -> None:
+    """Refuse to take apart what is sharded otherwise than by FSDP2.
+
+    Raises:
+        ValueError: a parameter is.
+    """
+    names = sharded_by_others(models) if plan.masters is Masters.SPLIT and is_distributed() else []
+    if names:
+        raise ValueError(
+            f'master_weights="split" takes apart what fully_shard has sharded, and {names[0]!r} is sharded by '
+            "parallelize_module or the like: use master_weights=True"
+        )
 
 
 def check_broadcast(parameters: Sequence[nn.Parameter], src: Any, group: Any) -> int:

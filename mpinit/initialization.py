@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from . import checks, registry
 from .basics.patching import UndoStack
-from .checks_of_ranks import check_process_group
+from .checks_of_ranks import check_process_group, check_split_shards
 from .inspect.describe import announce
 from .plan import make_plan
 from .session import Session
@@ -123,6 +123,7 @@ def _set_up(
     plan = make_plan(props)
     checks.check(models, optimizers, props, plan)
     check_process_group(process_group, models, plan)
+    check_split_shards(models, plan)
     came_in_16_bit = checks.names_in_16_bit(models)
     session = Session(models, optimizers, level, props, plan, num_losses, verbosity, await_optimizers, process_group)
     session.apply()

@@ -153,6 +153,14 @@ def given_memory_since(models: Iterable[nn.Module], stepped: Iterable[torch.Tens
     return [name for name, parameter in named if not parameter.is_meta and parameter.shape in shapes]
 
 
+def sharded_by_others(models: Sequence[nn.Module]) -> list[str]:
+    """The names of parameters that are sharded by somebody else than FSDP, or besides: by tensor parallelism."""
+    entries = [entry for model in models for group in _groups(model) for entry in group.fsdp_params]
+    by_fsdp = {id(entry.sharded_param) for entry in entries if not entry.is_dtensor}
+    named = (pair for model in models for pair in model.named_parameters())
+    return [name for name, parameter in named if is_sharded(parameter) and id(parameter) not in by_fsdp]
+
+
 def check_groups(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, torch.dtype]) -> None:
     """FSDP gathers a group's parameters in one buffer, so that they must have one dtype.
 

@@ -245,12 +245,13 @@ def from_meta(model: Any, dtype: torch.dtype | None) -> Any:
     return model
 
 
-SPLIT = {"split": ("sharded", "master_weights=True")}
 FSDP: dict[str, Any] = {"comes_first": True, "has_policy": True, "levels": ("O2",)}
 TP: dict[str, Any] = {"comes_first": True, "sizes": None, "levels": ("O2", "O5")}
+# What fully_shard has sharded is taken apart, to the bit: distributed_split.
+SPLIT = {"split": ("parallelize_module", "master_weights=True")}
 ALL: dict[str, Any] = {
-    "levels": ("O2", "O5", "split", "model"),
-    "refused": SPLIT | {"model": ("fully_shard", "master_weights=True")},
+    "levels": ("O2", "O5", "model"),
+    "refused": {"model": ("fully_shard", "master_weights=True")},
 }
 ENGINES: dict[str, Engine] = {
     "ddp": Engine(ddp(), levels=tuple(LEVELS)),
@@ -269,7 +270,7 @@ ENGINES: dict[str, Engine] = {
         ddp(static_graph=True), network=functools.partial(text, recomputes=True), by_hand=text
     ),
     "fsdp": Engine(fsdp(4, by_layer=False), **FSDP),
-    "fsdp by layer": Engine(fsdp(4), **FSDP | ALL | {"levels": tuple(LEVELS)}),
+    "fsdp by layer": Engine(fsdp(4), **FSDP | ALL | {"levels": ("O0", "O2", "O5", "model")}),
     "fsdp kept": Engine(fsdp(4, reshard_after_forward=False), **FSDP),
     "fsdp reshard 2": Engine(fsdp(4, reshard_after_forward=2), **FSDP),
     "fsdp unsynced": Engine(fsdp(4), micros=2, quiet=unsynced, **FSDP),
@@ -281,8 +282,8 @@ ENGINES: dict[str, Engine] = {
     "fsdp offload": Engine(fsdp(4, offload=CPUOffloadPolicy(pin_memory=False)), **FSDP),
     "fsdp from meta": Engine(from_meta, **FSDP),
     "hsdp": Engine(fsdp(2, 2), **FSDP | ALL),
-    "tp": Engine(tensor_parallel(), **TP | ALL | {"refused": SPLIT}),
+    "tp": Engine(tensor_parallel(), **TP | ALL | {"levels": tuple(LEVELS), "refused": SPLIT}),
     "tp sequence": Engine(tensor_parallel(sequence=True), **TP),
     "tp loss": Engine(tensor_parallel(sequence=True, losses=True), around=loss_parallel, **TP),
-    "tp fsdp": Engine(two_dimensions, sizes=(4, 4), **FSDP | ALL),
+    "tp fsdp": Engine(two_dimensions, sizes=(4, 4), **FSDP | ALL | {"levels": ("O2", "split"), "refused": SPLIT}),
 }
