@@ -112,6 +112,8 @@ class Arrivals:
     def _show(self, master: torch.Tensor, gradient: torch.Tensor, mine: torch.Tensor | None) -> None:
         watcher, wanted = self._watcher, master.grad_dtype
         shown = watcher.arrived.get(id(master))
+        if id(master) in watcher.assigned and not watcher.has_arrived_since(master, gradient):
+            return  # what was assigned counts, which the next look sees to
         if id(master) in watcher.assigned or (isinstance(shown, Shown) and shown.known(mine) is None):
             raise RuntimeError(_BOTH)
         if wanted is None or gradient.dtype is wanted:

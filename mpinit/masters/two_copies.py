@@ -123,7 +123,7 @@ class TwoCopies:
     def _are_known(self) -> None:
         watcher = self._watcher
         if watcher.assigned or watcher.cleared:
-            watcher.assigned -= self._own
+            do_all(map(watcher.assigned.pop, self._own, repeat(None)))
             watcher.cleared -= self._own
         if watcher.arrived:
             do_all(map(watcher.arrived.pop, map(id, self.masters), repeat(None)))

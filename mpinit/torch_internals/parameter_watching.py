@@ -70,8 +70,9 @@ class Watcher:
 
     def __init__(self) -> None:
         self.handed_out: dict[torch.Tensor, torch.Tensor | None] = {}
-        # Parameters whose gradient somebody assigned, by id; autograd assigns without being noticed.
-        self.assigned: set[int] = set()
+        # Parameters whose gradient somebody assigned, by id, and what their twin's was then, with its version; autograd
+        # assigns without being noticed.
+        self.assigned: dict[int, tuple[torch.Tensor | None, int]] = {}
         # Parameters whose gradient was cleared together with their twin's, by id.
         self.cleared: set[int] = set()
         # What a backward pass has left on both of two parameters, by the id of the one that autograd does not know.
@@ -161,6 +162,17 @@ class Watcher:
             return before is not now
         return before.shape != now.shape or before.device != now.device or not torch.equal(before, now)
 
+    def note_assigned(self, parameter: torch.Tensor) -> None:
+        """Somebody assigns a parameter's gradient."""
+        twin = self._twins.get(id(parameter))
+        gradient = None if twin is None else twin.grad
+        self.assigned[id(parameter)] = gradient, -1 if gradient is None else gradient._version
+
+    def has_arrived_since(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+        """Whether its twin's gradient is another, or was added to, since the parameter's was assigned."""
+        before, version = self.assigned[id(parameter)]
+        return gradient is not before or gradient._version != version
+
     def clear_twin(self, parameter: torch.Tensor) -> None:
         """A parameter's gradient is about to be cleared: its twin's with it, where the two are one.
 
@@ -232,7 +244,7 @@ def _set_grad(parameter: torch.Tensor, value: Any) -> None:
     if watcher is not None and value is None:
         watcher.clear_twin(parameter)
     elif watcher is not None and isinstance(value, torch.Tensor):
-        watcher.assigned.add(id(parameter))
+        watcher.note_assigned(parameter)
         wanted = parameter.grad_dtype
         if wanted is not None and value.dtype != wanted and value.is_floating_point():
             value = value.to(wanted)

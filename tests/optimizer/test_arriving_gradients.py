@@ -262,3 +262,26 @@ def test_of_compiled_models_too(masters: Any, backend: str) -> None:
         assert all(p.grad is w.grad is not None for p, w in zip(in_groups(optimizer), model.parameters(), strict=True))
         optimizer.step()
         optimizer.zero_grad()
+
+
+@KINDS
+def test_a_replaced_gradient_stays_where_a_pass_does_not_reach_its_weight(masters: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.5) for layer in model]
+    mpinit.initialize(model, optimizers, "O5", master_weights=masters, verbosity=0)
+    first, second = model
+    second(first(X).repeat(1, 2)).sum().backward()
+    entry = in_groups(optimizers[0])[0]
+    assert entry.grad is not None
+    entry.grad = torch.ones_like(entry.grad)
+    for backward in (lambda: second(X).sum().backward(), lambda: scaled(second(X).sum(), optimizers[1])):
+        backward()
+    before = model.state_dict()["0.weight"].clone()
+    optimizers[0].step()
+    assert torch.equal(model.state_dict()["0.weight"], before - 0.5)
+
+
+def scaled(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
