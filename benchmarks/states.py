@@ -1,17 +1,22 @@
-"""Final loss with encoded optimizer states beside float32 ones: python -m benchmarks.states [--seeds 3].
+"""Final loss with encoded optimizer states beside float32 ones: python -m benchmarks.states --json FILE.
 
 A CNN on scikit-learn's digits, a transformer and an LSTM on the standard library's own text, at O5 with split masters;
-for each the loss on data held out, its mean over the seeds and their spread.
+for each the loss on data held out, after as many steps from each of a few seeds. ``--table FILE`` prints the table of
+what was measured. Lion is lion-pytorch's, where that is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
+import json
 import statistics
+import sys
 import tarfile
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,11 +30,22 @@ STATES = ("float32", "bfloat16", "int8")
 HELD_OUT = 300
 CONTEXT = 48
 Data = tuple[Tensor, Tensor]
+Measured = tuple[str, str, str, list[float]]
+# By task, optimizer and state: the final loss from each seed.
+Losses = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
+
+
+def lion(parameters: Any) -> torch.optim.Optimizer:
+    make: Any = importlib.import_module("lion_pytorch").Lion
+    made: torch.optim.Optimizer = make(parameters, lr=5e-4)
+    return made
+
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=3e-3),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.05),
     "SGD momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Lion": lion,
 }
 
 
@@ -114,29 +130,46 @@ def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
 
-def rows_of_table(tasks: Sequence[str], seeds: int, steps: int) -> Iterator[str]:
-    """One row for each task and optimizer."""
+def measured(tasks: Sequence[str], optimizers: Sequence[str], seeds: int, steps: int) -> Iterator[Measured]:
+    """Final losses, one task, optimizer and state after the other, as soon as they are there."""
+    for task in tasks:
+        for name in optimizers:
+            for state in STATES:
+                losses = [round(final_loss(task, name, state, seed, steps), 5) for seed in range(seeds)]
+                yield task, name, state, losses
+
+
+def table(losses: Losses) -> Iterator[str]:
+    """A row for each task and optimizer: the mean over the seeds, and their standard deviation."""
     yield f"| task | optimizer | {' | '.join(STATES)} |"
     yield "|---" * (2 + len(STATES)) + "|"
-    for task in tasks:
-        for name in OPTIMIZERS:
-            cells = []
-            for state in STATES:
-                losses = [final_loss(task, name, state, seed, steps) for seed in range(seeds)]
-                spread = statistics.stdev(losses) if seeds > 1 else 0.0
-                cells.append(f"{statistics.mean(losses):.4f} ± {spread:.4f}")
+    for task, by_optimizer in losses.items():
+        for name, by_state in by_optimizer.items():
+            cells = [f"{statistics.mean(by_state[s]):.4f} ± {statistics.stdev(by_state[s]):.4f}" for s in STATES]
             yield f"| {task} | {name} | {' | '.join(cells)} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table, row by row."""
+    """Measure, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--optimizers", nargs="*", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
+    parser.add_argument("--json", type=Path, help="write what was measured here")
+    parser.add_argument("--table", type=Path, help="print the table of what was measured before")
     options = parser.parse_args(arguments)
-    for row in rows_of_table(options.tasks, options.seeds, options.steps):
-        print(row, flush=True)
+    if options.table:
+        print("\n".join(table(json.loads(options.table.read_text())["losses"])))
+        return
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for task, name, state, losses in measured(options.tasks, options.optimizers, options.seeds, options.steps):
+        found.setdefault(task, {}).setdefault(name, {})[state] = losses
+        print(task, name, state, losses, file=sys.stderr, flush=True)
+        if options.json:
+            about = {"torch": torch.__version__, "seeds": options.seeds, "steps": options.steps}
+            options.json.write_text(json.dumps({**about, "losses": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,9 +24,14 @@ from .codecs.codec import Codec
 from .codecs.encoded import EncodedState
 from .parts import Numbers
 from .per_parameter import check_steps_per_parameter, kept_states
+from .state_buckets import StateBuckets
 
 # Below this state is left in float32, as others do: it is small, and often all there is of a bias or a norm.
 SMALLEST: Final = 4096
+
+# A state, a key in it, and what is or belongs there.
+_Entry = tuple[dict[Any, Any], Any, EncodedState]
+_Entries = dict[tuple[int, Any], _Entry]
 
 
 class StateStore(ABC):
@@ -53,6 +58,10 @@ class StateStore(ABC):
             optimizer: whose step runs inside.
             holders: the optimizers that keep state for its parameters: itself, and those that it wraps.
         """
+
+    @abstractmethod
+    def end_step(self, optimizer: Optimizer) -> None:
+        """After the last part of a step: let go of memory that was kept from part to part."""
 
     @abstractmethod
     def put_in_form(self, optimizer: Optimizer, holders: Sequence[Optimizer]) -> None:
@@ -84,6 +93,9 @@ class PlainStates(StateStore):
         """One step."""
         yield iter((None,))
 
+    def end_step(self, optimizer: Optimizer) -> None:
+        """There is none."""
+
     def put_in_form(self, optimizer: Optimizer, holders: Sequence[Optimizer]) -> None:
         """It has its form."""
 
@@ -107,6 +119,7 @@ class EncodedStates(StateStore):
     def __init__(self, codec: Codec, bucket_bytes: int) -> None:
         self._codec = codec
         self._bucket_bytes = bucket_bytes
+        self._buckets = StateBuckets()
 
     def check(self, optimizers: Sequence[Optimizer]) -> None:
         """Their update must look at one parameter at a time.
@@ -175,59 +188,77 @@ class EncodedStates(StateStore):
             room -= size
         return buckets
 
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Large buffers go."""
+        self._buckets.end_step(optimizer)
+
     @contextmanager
     def _decoded(
-        self, optimizer: Optimizer, holders: Sequence[Optimizer], bucket: list[tuple[torch.Tensor, Any]]
+        self, optimizer: Optimizer, holders: Sequence[Optimizer], members: list[tuple[torch.Tensor, Any]]
     ) -> Iterator[None]:
-        taken: dict[tuple[int, Any], EncodedState] = {}
-        try:
-            for parameter, _ in bucket:
+        for parameter, gradient in members:
+            if _is_sparse(gradient):
                 for state in _states_of(holders, parameter):
-                    _decode(state, taken)
+                    _decode(state)
+        parameters = [parameter for parameter, gradient in members if not _is_sparse(gradient)]
+        taken = _encoded_in(holders, parameters)
+        buckets, numbers = self._buckets.decode(optimizer, list({id(s): s for _, _, s in taken.values()}.values()))
+        written: dict[int, torch.Tensor] = {}
+        try:
+            for state, key, encoded in taken.values():
+                state[key] = numbers[id(encoded)]
+            numbers.clear()
             yield
         finally:
-            kept = kept_states(optimizer)
-            for parameter, gradient in bucket:
-                if gradient is None or not gradient.is_sparse:
-                    for state in _states_of(holders, parameter):
-                        self._encode(state, parameter, kept, taken)
+            places = self._places(optimizer, holders, parameters, taken, written)
+            for bucket in buckets:
+                bucket.encode(written)
+            written.clear()
+            for state, key, encoded in places:
+                state[key] = encoded
 
-    def _encode(
+    def _places(
         self,
-        state: dict[Any, Any],
-        parameter: torch.Tensor,
-        kept: frozenset[str],
-        taken: dict[tuple[int, Any], EncodedState],
-    ) -> None:
-        done: dict[int, EncodedState] = {}
-        for key, value in state.items():
-            if key in kept or not _is_encodable(value, parameter):
-                continue
-            encoded = done.get(id(value))
-            if encoded is None:
-                encoded = taken.get((id(state), key))
-                # Two entries may have been one.
-                is_free = encoded is not None and all(encoded is not other for other in done.values())
-                if encoded is not None and is_free and encoded.stride() == value.stride():
-                    encoded.write(value)
-                else:
-                    encoded = EncodedState.of(value, self._codec)
-                done[id(value)] = encoded
-            state[key] = encoded
+        optimizer: Optimizer,
+        holders: Sequence[Optimizer],
+        parameters: Sequence[torch.Tensor],
+        taken: _Entries,
+        written: dict[int, torch.Tensor],
+    ) -> list[_Entry]:
+        """Where codes belong; ``written`` gets the numbers of those that are still to be encoded."""
+        kept = kept_states(optimizer)
+        known: dict[int, EncodedState] = {}
+        places: list[_Entry] = []
+        for parameter in parameters:
+            for state in _states_of(holders, parameter):
+                for key, value in state.items():
+                    if key in kept or not _is_encodable(value, parameter):
+                        continue
+                    if id(value) not in known:
+                        _, _, encoded = taken.get((id(state), key), (None, None, None))
+                        # Two entries may have been one.
+                        if encoded is None or id(encoded) in written or encoded.stride() != value.stride():
+                            encoded = EncodedState.of(value, self._codec)
+                        else:
+                            written[id(encoded)] = value
+                        known[id(value)] = encoded
+                    places.append((state, key, known[id(value)]))
+        return places
 
     def put_in_form(self, optimizer: Optimizer, holders: Sequence[Optimizer]) -> None:
         """Encode what is float32."""
-        kept = kept_states(optimizer)
-        for parameter in {p: None for group in optimizer.param_groups for p in group["params"]}:
-            for state in _states_of(holders, parameter):
-                self._encode(state, parameter, kept, {})
+        self._buckets.forget(optimizer)
+        parameters = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
+        for state, key, encoded in self._places(optimizer, holders, parameters, {}, {}):
+            state[key] = encoded
 
     def give_back(self, holders: Sequence[Optimizer]) -> None:
         """Decode everything."""
         for holder in holders:
+            self._buckets.forget(holder)
             for state in holder.state.values():
                 if isinstance(state, dict):
-                    _decode(state, {})
+                    _decode(state)
 
     def shown(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """With float32 tensors, in dicts of its own."""
@@ -248,15 +279,28 @@ def _states_of(holders: Sequence[Optimizer], parameter: torch.Tensor) -> list[di
     return list(found.values())
 
 
-def _decode(state: dict[Any, Any], taken: dict[tuple[int, Any], EncodedState]) -> None:
+def _encoded_in(holders: Sequence[Optimizer], parameters: Sequence[torch.Tensor]) -> _Entries:
+    return {
+        (id(state), key): (state, key, value)
+        for parameter in parameters
+        for state in _states_of(holders, parameter)
+        for key, value in state.items()
+        if isinstance(value, EncodedState)
+    }
+
+
+def _decode(state: dict[Any, Any]) -> None:
     """Put numbers in the places of codes; what was one tensor under two names is one again."""
     decoded: dict[int, torch.Tensor] = {}
     for key, value in state.items():
         if isinstance(value, EncodedState):
             if id(value) not in decoded:
                 decoded[id(value)] = value.decoded()
-            taken[id(state), key] = value
             state[key] = decoded[id(value)]
+
+
+def _is_sparse(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and gradient.is_sparse
 
 
 def _is_encodable(value: Any, parameter: torch.Tensor) -> bool:

@@ -32,6 +32,7 @@ def in_parts(groups: ParameterGroups, rounds_itself: bool, copies: TwoCopies | N
         finally:
             # After a failed step states are encoded here, and not whenever the generator is collected.
             smaller.close()
+            groups.store.states.end_step(groups.optimizer)
 
 
 def _smaller_parts(groups: ParameterGroups, parts: Iterator[None]) -> Generator[None]:

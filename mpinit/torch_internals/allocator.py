@@ -52,3 +52,9 @@ def highest(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
     """
     dense = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
     return max(dense, key=torch.Tensor.data_ptr).detach() if dense else None
+
+
+def storage_holders(tensor: torch.Tensor) -> int:
+    """How many tensors share a tensor's memory, counted in torch's own way: to be compared with a count from before."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpinit.masters.codecs.bfloat16 import BFloat16
-from mpinit.masters.codecs.blockwise import BLOCK, Blockwise
-from mpinit.masters.codecs.codec import Codec
+from mpinit.masters.codecs.blockwise import Blockwise
+from mpinit.masters.codecs.codec import BLOCK, Codec, in_rows, rows_for
 from mpinit.masters.codecs.encoded import EncodedState
 
 CODECS = [BFloat16(), Blockwise()]
@@ -21,15 +21,16 @@ each = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: str(codec.name
 
 
 def encoded(codec: Codec, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    codes = codec.empty(len(values), CPU)
-    codec.encode_(values, codes)
+    rows = in_rows(values)
+    codes = codec.empty(len(rows), CPU)
+    codec.encode_(rows, codes, [len(rows)])
     return codes
 
 
 def decoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
-    back = torch.empty_like(values)
+    back = torch.empty(rows_for(len(values)), BLOCK)
     codec.decode_(encoded(codec, values), back)
-    return back
+    return back.view(-1)[: len(values)]
 
 
 def some(kind: str, count: int = 70_001) -> torch.Tensor:
@@ -44,8 +45,8 @@ def test_errors_stay_below_the_documented_bounds(kind: str) -> None:
     assert ((decoded(BFloat16(), values) - values).abs() <= 2.0**-7 * values.abs()).all()
     blocks = torch.cat([values.abs(), torch.zeros(-len(values) % BLOCK)]).view(-1, BLOCK)
     largest = blocks.amax(1).repeat_interleave(BLOCK)[: len(values)]
-    smallest = 2.0**-11 if kind == "signed" else 2.0**-19
-    bound = values.abs() / 16 + largest * smallest
+    n = 127 if kind == "signed" else 255
+    bound = (2 * (values.abs() / largest).sqrt() + 1 / n) / n * largest * (1 + 1e-4)
     assert ((decoded(Blockwise(), values) - values).abs() <= bound).all()
 
 
@@ -75,8 +76,8 @@ def test_rounding_is_right_on_average(codec: Codec, kind: str) -> None:
     values = some(kind, 128).repeat(500).view(500, 128)
     means = torch.stack([decoded(codec, row * (1 + 1e-4 * index)) for index, row in enumerate(values)]).double().mean(0)
     expected = torch.stack([row * (1 + 1e-4 * index) for index, row in enumerate(values)]).double().mean(0)
-    large = expected.abs() > expected.abs().max() * 1e-3
-    torch.testing.assert_close(means[large], expected[large], rtol=1e-2, atol=0)
+    largest = expected.abs().max().item()
+    torch.testing.assert_close(means, expected, rtol=1e-2, atol=2e-3 * largest)
 
 
 @each
@@ -87,6 +88,34 @@ def test_an_average_that_moves_slowly_arrives(codec: Codec) -> None:
     for _ in range(1500):
         states = decoded(codec, states.lerp(target, 1e-3))
     assert states.mean().item() == pytest.approx(0.25 + 0.75 * 0.999**1500, rel=0.02)
+
+
+@each
+@pytest.mark.parametrize("kind", ["signed", "squares"])
+def test_what_gets_no_gradient_fades_beside_a_large_number(codec: Codec, kind: str) -> None:
+    """Rounded before squaring, small numbers would be too large by a little at each step, and end far above."""
+    states = torch.full((64, BLOCK), 0.01)
+    if kind == "signed":
+        states[:, ::2] = -0.01
+    for _ in range(1000):
+        states[:, 0] = 1.0
+        states = decoded(codec, (states * 0.998).view(-1)).view_as(states)
+    assert states[:, 1:].abs().mean().item() == pytest.approx(0.01 * 0.998**1000, rel=0.1)
+
+
+def test_codes_do_not_depend_on_neighbours() -> None:
+    values = in_rows(some("signed", 6 * BLOCK))
+    for codec in CODECS:
+        together, alone = codec.empty(6, CPU), codec.empty(4, CPU)
+        codec.encode_(values, together, [2, 4])
+        codec.encode_(values[2:], alone, [4])
+        assert all(torch.equal(one[2:], other) for one, other in zip(together, alone, strict=True))
+
+
+def test_the_largest_of_a_block_comes_back() -> None:
+    values = in_rows(some("squares"))
+    back = decoded(Blockwise(), values.view(-1)).view_as(values)
+    torch.testing.assert_close(back.amax(1), values.amax(1), rtol=2.0**-19, atol=0)
 
 
 @each
@@ -123,7 +152,7 @@ def test_an_encoded_tensor_reads_as_its_numbers(codec: Codec) -> None:
     state = EncodedState.of(values, codec)
     assert state.shape == values.shape and state.stride() == values.stride() and state.dtype == torch.float32
     assert torch.equal(state.decoded(), state + 0) and torch.equal(state[2], state.decoded()[2])
-    torch.testing.assert_close(state.decoded(), values, rtol=1 / 16, atol=2e-3)
+    torch.testing.assert_close(state.decoded(), values, rtol=1 / 16, atol=2e-2)
     assert "EncodedState" in repr(state) and type(state.clone()) is torch.Tensor
     assert state.nbytes_held < values.nbytes * 0.6
     state.mul_(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, final
 
@@ -11,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ...basics.interrupts import InterruptsHeld
 from ..float_split import flat
-from .codec import Codec, Codes
+from .codec import BLOCK, Codec, Codes, in_rows, rows_for
 
 
 @final
@@ -23,14 +22,14 @@ class EncodedState(torch.Tensor):
 
     Args:
         codec: the encoding.
-        codes: the codes.
+        codes: the codes, of whole rows.
         like: whose shape, order of memory and device it has.
 
     Example:
         >>> from mpinit.masters.codecs.bfloat16 import BFloat16
         >>> state = EncodedState.of(torch.ones(3), BFloat16())
         >>> state.mul_(2).sum(), state.nbytes_held
-        (tensor(6.), 6)
+        (tensor(6.), 256)
     """
 
     codec: Codec
@@ -53,8 +52,8 @@ class EncodedState(torch.Tensor):
         dense = values.detach()
         if torch.empty_like(dense, device="meta").stride() != dense.stride():
             dense = dense.contiguous()
-        encoded = cls(codec, codec.empty(dense.numel(), dense.device), dense)
-        codec.encode_(flat(dense), encoded.codes)
+        encoded = cls(codec, codec.empty(rows_for(dense.numel()), dense.device), dense)
+        encoded._encode(dense)
         return encoded
 
     @property
@@ -64,9 +63,19 @@ class EncodedState(torch.Tensor):
 
     def decoded(self) -> torch.Tensor:
         """The numbers, in a new tensor."""
-        values = torch.empty(self.numel(), dtype=torch.float32, device=self.device)
+        values = torch.empty(len(self.codes[0]), BLOCK, dtype=torch.float32, device=self.device)
         self.codec.decode_(self.codes, values)
-        return values.as_strided(self.size(), self.stride())
+        return self.shaped(values)
+
+    def shaped(self, values: torch.Tensor) -> torch.Tensor:
+        """A view of rows of decoded numbers in this one's shape and order of memory."""
+        return values.as_strided(self.size(), self.stride(), values.storage_offset())
+
+    def move(self, codes: Codes) -> None:
+        """Have its codes somewhere else."""
+        for code, here in zip(codes, self.codes, strict=True):
+            code.copy_(here)
+        self.codes = codes
 
     def write(self, values: torch.Tensor) -> None:
         """Encode other numbers of the same shape; a Ctrl-C comes before or after."""
@@ -74,7 +83,11 @@ class EncodedState(torch.Tensor):
         if dense.stride() != self.stride() or dense.dtype != torch.float32:
             dense = torch.empty_strided(self.size(), self.stride(), device=self.device).copy_(dense)
         with InterruptsHeld():
-            self.codec.encode_(flat(dense), self.codes)
+            self._encode(dense)
+
+    def _encode(self, dense: torch.Tensor) -> None:
+        rows = in_rows(flat(dense))
+        self.codec.encode_(rows, self.codes, [len(rows)])
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -105,13 +118,17 @@ class EncodedState(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EncodedState:
         """With codes of its own."""
-        copied = EncodedState(self.codec, copy.deepcopy(self.codes, memo), self)
+        copied = EncodedState(self.codec, self._own_codes(), self)
         memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """The codes, and shape and order as a tensor without memory."""
-        return _rebuilt, (self.codec, self.codes, tuple(self.size()), self.stride())
+        return _rebuilt, (self.codec, self._own_codes(), tuple(self.size()), self.stride())
+
+    def _own_codes(self) -> Codes:
+        # Those there are may be a part of a bucket's.
+        return tuple(code.clone() for code in self.codes)
 
 
 def _rebuilt(codec: Codec, codes: Codes, size: tuple[int, ...], strides: tuple[int, ...]) -> EncodedState:

@@ -1,0 +1,82 @@
+"""Kernels that are compiled where that pays: the same bits, and without a compiler the function as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mpinit.masters.codecs import bfloat16, blockwise
+from mpinit.torch_internals import compiled_kernel
+from mpinit.torch_internals.compiled_kernel import CompiledKernel
+
+KERNELS = {
+    name: kernel for module in (bfloat16, blockwise) for name, kernel in vars(module).items() if name.startswith("_")
+    if isinstance(kernel, CompiledKernel)
+}  # fmt: skip
+
+
+def doubled(values: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(values * 2)
+
+
+def sample() -> list[torch.Tensor]:
+    return [torch.rand(70, 3), torch.empty(70, 3)]
+
+
+def compiled_by(function: Any) -> Any:
+    return lambda *args, **kwargs: function
+
+
+def test_every_codec_has_its_kernels() -> None:
+    assert sorted(KERNELS) == ["_DECODE", "_ENCODE", "_MEASURE", "_ROUND", "_SUM"]
+
+
+@pytest.mark.parametrize("name", ["_ENCODE"])
+def test_compiled_encoding_gives_the_same_bits(name: str) -> None:
+    """compile() itself compares all that is written on a sample; here, other numbers than the sample's."""
+    one, other = (CompiledKernel(KERNELS[name]._function, KERNELS[name]._sample) for _ in range(2))
+    if not other.compile():
+        pytest.skip("no compiler here")
+    arguments = [torch.cat([t, t.flip(0)]) if t.dim() == 2 else t for t in KERNELS[name]._sample()]
+    twins = [argument.clone() for argument in arguments]
+    one(*arguments)
+    other(*twins)
+    assert other._compiled is not None
+    assert all(map(torch.equal, arguments, twins))
+
+
+def test_it_is_compiled_when_it_pays_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(*args: torch.Tensor) -> None:
+        calls.append(len(args[0]))
+        doubled(*args)
+
+    monkeypatch.setattr(torch, "compile", compiled_by(counted))
+    monkeypatch.setattr(compiled_kernel, "_WORTH_ROWS", 150)
+    kernel = CompiledKernel(doubled, sample)
+    for _ in range(3):
+        values, out = sample()
+        kernel(values, out)
+        assert torch.equal(out, values * 2)
+    # Tried on the sample at the third call, and used from then on; never on a few rows.
+    assert calls == [70, 70]
+    kernel(values[:5], out[:5])
+    assert calls == [70, 70]
+
+
+@pytest.mark.parametrize("fault", ["raises", "differs"])
+def test_without_a_compiler_or_with_other_bits_it_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    def faulty(values: torch.Tensor, out: torch.Tensor) -> None:
+        if fault == "raises":
+            raise RuntimeError("no C++ compiler found")
+        out.copy_(values * 2.0000002)
+
+    monkeypatch.setattr(torch, "compile", compiled_by(faulty))
+    kernel = CompiledKernel(doubled, sample)
+    assert not kernel.compile()
+    values, out = sample()
+    kernel(values, out)
+    assert torch.equal(out, values * 2)
