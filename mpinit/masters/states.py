@@ -196,11 +196,12 @@ class EncodedStates(StateStore):
     def _decoded(
         self, optimizer: Optimizer, holders: Sequence[Optimizer], members: list[tuple[torch.Tensor, Any]]
     ) -> Iterator[None]:
-        for parameter, gradient in members:
+        large = [(parameter, gradient) for parameter, gradient in members if parameter.numel() >= SMALLEST]
+        for parameter, gradient in large:
             if _is_sparse(gradient):
                 for state in _states_of(holders, parameter):
                     _decode(state)
-        parameters = [parameter for parameter, gradient in members if not _is_sparse(gradient)]
+        parameters = [parameter for parameter, gradient in large if not _is_sparse(gradient)]
         taken = _encoded_in(holders, parameters)
         buckets, numbers = self._buckets.decode(optimizer, list({id(s): s for _, _, s in taken.values()}.values()))
         written: dict[int, torch.Tensor] = {}
