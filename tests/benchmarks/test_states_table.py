@@ -6,10 +6,10 @@ import json
 import statistics
 from pathlib import Path
 
-from examples.benchmarks import states
+from benchmarks import states
 
 ROOT = Path(__file__).parents[2]
-LOSSES = json.loads((ROOT / "examples/benchmarks/results/states-cpu.json").read_text())["losses"]
+LOSSES = json.loads((ROOT / "benchmarks/results/states-cpu.json").read_text())["losses"]
 
 
 def test_the_page_has_the_table() -> None:
