@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from . import amp as amp
 from .basics.names_found_later import found_later
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     # mypy takes a list that is not spelt out for an empty one; without any, it and others export what they see here.
