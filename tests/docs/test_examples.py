@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import runpy
 import subprocess
 import sys
@@ -103,3 +104,12 @@ def test_the_finetuning_example_compares_four_ways(tmp_path: Path, script) -> No
     assert [float(row[4]) > 0 for row in rows[2:]] == [True, False, True, True], "norm weights"
     assert (tmp_path / "table.md").read_text(encoding="utf-8") in output
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_index_names_every_example_and_shows_pictures_that_there_are() -> None:
+    index = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^## \[(\w+\.py)\]\(\1\)", index, flags=re.MULTILINE))
+    assert named == {path.name for path in EXAMPLES.glob("*.py")}
+    pictures = re.findall(r"^!\[.+\]\((.+)\)$", index, flags=re.MULTILINE)
+    assert len(pictures) == 3
+    assert all((EXAMPLES / picture).is_file() for picture in pictures)
