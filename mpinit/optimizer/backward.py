@@ -134,12 +134,14 @@ class BackwardPass(TakesPart):
             return None
         fresh = [*fresh, *(plain if usual else map(_coalesced, plain))]
         found_inf = self._unscale(_present(fresh), scaler, usual, done)
+        unscaled = fresh
         if any(map(is_not, kept, repeat(None))):
             fresh = _sum([None if i in self._left_to_ranks else gradient for i, gradient in enumerate(kept)], fresh)
             usual = False
         self._put_back(fresh, where_they_came=usual)
         if done is not None:
-            done.update(id(gradient) for gradient in _present(fresh))
+            for total, gradient in zip(fresh, unscaled, strict=True):
+                done.setdefault(id(total), gradient)
         cycle.note(found_inf)
         return found_inf
 
@@ -160,8 +162,9 @@ class BackwardPass(TakesPart):
     def _unscale(
         self, fresh: list[torch.Tensor], scaler: LossScaler, plain: bool, done: Done | None
     ) -> torch.Tensor | None:
-        shared = [gradient for gradient in fresh if id(gradient) in done] if done else []
-        if done and shared:
+        # What has just arrived: what was kept of earlier passes has been checked then.
+        shared = _present([done[id(total)] for total in fresh if id(total) in done]) if done else []
+        if done:
             fresh = [gradient for gradient in fresh if id(gradient) not in done]
         if scaler.rule.dynamic:
             inverse = self.inverse_scale(scaler)

@@ -13,7 +13,8 @@ from ..basics.logs import log
 from ..torch_internals.devices import is_read_freely
 from .scaler import LossScaler
 
-Done = set[int]
+# By the id of a gradient that is unscaled already: what of it has just arrived.
+Done = dict[int, torch.Tensor | None]
 
 
 class TakesPart(ABC):
@@ -37,7 +38,7 @@ class TakesPart(ABC):
 
         Args:
             scaler: what the loss was scaled by.
-            done: where several take part: the ids of gradients that are unscaled already.
+            done: where several take part: the gradients that are unscaled already.
 
         Returns:
             The outcome of the check (0-dimensional, above 0 where inf or nan was found), or None where nothing was.
@@ -131,7 +132,7 @@ class ScaledLoss:
 
     def _finish(self) -> None:
         parts, scaler = self._parts, self._scaler
-        done: Done | None = set() if len(parts) > 1 else None
+        done: Done | None = {} if len(parts) > 1 else None
         found = [part.after_backward(scaler, done) for part in parts]
         for found_inf in found:
             if found_inf is not None:

@@ -69,3 +69,20 @@ def test_2000_random_runs_keep_the_law(setup: Setup, actions: list[tuple[str, in
 @given(st.sampled_from(SETUPS_WANTED), ACTIONS)
 def test_100000_random_runs_keep_the_law(setup: Setup, actions: list[tuple[str, int]]) -> None:
     play(setup, actions)
+
+
+TWO_SPLIT: dict[str, Any] = {
+    "level": "O2", "half": "bfloat16", "masters": "split", "momentum": False, "optimizers": 2
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("scale", "actions"),
+    [
+        (1.0, [("backward", 0), ("backward", 0), ("gradient:replace:group", 0), ("backward", 3)]),
+        ("dynamic", [("backward", 0), ("groups:put_all", 1), ("overflow", 0), ("backward", 0)]),
+    ],
+    ids=["replaced beside a pass", "overflow of a weight with two optimizers"],
+)
+def test_runs_that_once_broke_it(scale: Any, actions: list[tuple[str, int]]) -> None:
+    play(Setup(loss_scale=scale, **TWO_SPLIT), actions)
