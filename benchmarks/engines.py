@@ -22,11 +22,16 @@ PARAMETERS: Final = LAYERS * (WIDTH + 1) * WIDTH
 
 LEVELS: Final[dict[str, dict[str, Any]]] = {
     "O0": {"opt_level": "O0"},
+    "O1": {"opt_level": "O1"},
     "O2": {"opt_level": "O2"},
     "split": {"opt_level": "O5", "master_weights": "split"},
     "model": {"opt_level": "O2", "master_weights": "model"},
 }
-ENGINES: Final = {"DDP": ("O0", "O2", "split", "model"), "HSDP 2 x 2": ("O0", "O2"), "FSDP2": ("O0", "O2")}
+ENGINES: Final = {
+    "DDP": ("O0", "O1", "O2", "split", "model"),
+    "HSDP 2 x 2": ("O0", "O1", "O2", "split"),
+    "FSDP2": ("O0", "O1", "O2", "split"),
+}
 PARTS: Final = ("weights", "gradients", "masters", "optimizer states")
 
 
@@ -167,7 +172,7 @@ def run(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-NAMES: Final = {"O0": "O0", "O2": "O2, O5", "split": 'O5, `"split"`', "model": 'O2, O5, `"model"`'}
+NAMES: Final = {"O0": "O0", "O1": "O1, O4", "O2": "O2, O5", "split": 'O5, `"split"`', "model": 'O2, O5, `"model"`'}
 
 
 def table(result: dict[str, Any]) -> str:

@@ -69,11 +69,11 @@ def _take(tensors: Iterable[Tensor], seen: set[int]) -> int:
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Address and size of a tensor's memory; a compiler's stand-in tensors have none."""
+    """Address and size of a tensor's memory; a compiler's stand-ins and what is to be made later have none."""
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         return 0, 0
 
 

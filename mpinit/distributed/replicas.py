@@ -89,6 +89,8 @@ def when_made(tell: Callable[[Any], None]) -> Callable[[], None]:
             made.tells.append(weakly)
 
     handle: Any = nn.modules.module.register_module_module_registration_hook(notice)
+    # Also where whoever is to be called is dropped without an undo.
+    weakref.finalize(weakly().__self__, handle.remove)
     undo: Callable[[], None] = handle.remove
     return undo
 

@@ -15,6 +15,7 @@ from .. import checks
 from ..plan import CastPolicy, Plan, make_plan
 from ..session import Session
 from ..settings.resolve import resolve
+from ..torch_internals.backward_passes import unnoticed
 from .aten_policy import AtenPolicy
 from .findings import rows_of
 from .footprint import bytes_per_parameter
@@ -114,7 +115,7 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: 
     try:
         for leaf in leaves:
             leaf.grad = None
-        with torch.enable_grad(), seen:
+        with torch.enable_grad(), unnoticed(), seen:
             value = loss(model(*args, **kwargs))
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
                 raise TypeError(f"loss must return a tensor with one number, not {_described(value)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, Final
 
@@ -48,13 +48,33 @@ def current_pass() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+class _Silence(threading.local):
+    """Whether passes begun in this thread are nobody's business."""
+
+    def __init__(self) -> None:
+        self.is_kept = False
+
+
+_silence: Final = _Silence()
+
+
+@contextlib.contextmanager
+def unnoticed() -> Iterator[None]:
+    """Passes begun inside are told to nobody: a look at a model, after which everything is as it was."""
+    before, _silence.is_kept = _silence.is_kept, True
+    try:
+        yield
+    finally:
+        _silence.is_kept = before
+
+
 def _saying_when_it_is_over(backward: Callable[..., None], listeners: Iterable[Any]) -> Callable[..., None]:
     def tell(is_outermost: bool) -> None:
         for listener in listeners if is_outermost else ():
             listener.backward_ended()
 
     def backward_and_tell(*args: Any, **kwargs: Any) -> None:
-        is_outermost = current_pass() < 0
+        is_outermost = current_pass() < 0 and not _silence.is_kept
         try:
             backward(*args, **kwargs)
         except BaseException:

