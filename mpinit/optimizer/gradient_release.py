@@ -17,14 +17,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..basics.logs import log
-from ..basics.patching import Undo
 from ..basics.user_warnings import warn_user
 from ..distributed.sharding import has_other_processes
 from ..masters.parts import Numbers
 from ..masters.two_copies import NameOf
 from ..torch_internals.backward_passes import current_pass, is_nested
 from ..torch_internals.devices import is_capturing
-from ..torch_internals.gradient_clipping import before_clipping
+from ..torch_internals.gradient_clipping import listen_to_clipping, stop_listening_to_clipping
 from ..torch_internals.parameter_watching import TENSOR_GRAD
 from ..torch_internals.running import in_backward
 from ..torch_internals.step_hooks import StepHooks
@@ -68,7 +67,6 @@ class GradientRelease:
         self._units: list[Unit] = []
         self._unit_of: dict[int, Unit] = {}
         self._handles: dict[int, RemovableHandle] = {}
-        self._may_clip: Undo = lambda: None
         # Of the step that has begun: its pass while that runs, what was stepped, and what waits for step().
         self._pass = -1
         self._is_off = False
@@ -109,9 +107,8 @@ class GradientRelease:
             if number not in self._handles and weight.requires_grad:
                 follow: Any = weight.register_post_accumulate_grad_hook
                 self._handles[number] = follow(hook)
-        if not self._key[0] >= 0:
-            known = weakref.ref(self)
-            self._may_clip = before_clipping(lambda parameters: _check_clipping(known(), parameters))
+        if self._key[0] < 0:
+            listen_to_clipping(self)
         self._key = key
 
     def _disown(self, numbers: Iterable[int]) -> None:
@@ -134,7 +131,7 @@ class GradientRelease:
             handle.remove()
         self._handles.clear()
         self._disown(self._unit_of)
-        self._may_clip()
+        stop_listening_to_clipping(self)
         self._bucket_bytes = 0
         self.reset()
 
@@ -230,9 +227,14 @@ class GradientRelease:
         if self.has_begun:
             raise RuntimeError(texts.looks(what, len(self._stepped)))
 
-    def knows_one_of(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether one of these is a parameter that is stepped ahead."""
-        return any(id(parameter) in self._unit_of for parameter in parameters)
+    def clipping_begins(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Torch is about to clip the gradients of these.
+
+        Raises:
+            RuntimeError: some of these are gone.
+        """
+        if self.has_begun and any(id(parameter) in self._unit_of for parameter in parameters):
+            self.check_looking("torch.nn.utils.clip_grad_norm_ or clip_grad_value_")
 
     def before_clearing(self) -> None:
         """Before ``zero_grad()``, which ends a step that a failed backward pass has left half done, with a warning.
@@ -311,11 +313,6 @@ class GradientRelease:
 
     def _second_pass(self) -> str:
         return texts.second_pass(self._what_was_done(), self._pass != -1)
-
-
-def _check_clipping(release: GradientRelease | None, parameters: Sequence[torch.Tensor]) -> None:
-    if release is not None and release.has_begun and release.knows_one_of(parameters):
-        release.check_looking("torch.nn.utils.clip_grad_norm_ or clip_grad_value_")
 
 
 class _Hook:

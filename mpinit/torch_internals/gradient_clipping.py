@@ -8,58 +8,42 @@ function itself: ``_clip_grads_with_norm_`` of torch/nn/utils/clip_grad.py, alik
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
-from types import ModuleType
 from typing import Any, Final
 
 import torch
 
-from ..basics.patching import Undo
-from .patches_on_import import PatchesOnImport
-
-Check = Callable[[list[torch.Tensor]], None]
-
-_checks: Final[dict[int, Check]] = {}
+from .listeners import Listeners
 
 
-def before_clipping(check: Check) -> Undo:
-    """Have parameters checked before torch clips their gradients.
-
-    Args:
-        check: takes the parameters; raises where their gradients must not be clipped.
-
-    Returns:
-        What ends it.
-    """
-    number = id(check)
-    _checks[number] = check
-    for patches in _PATCHES:
-        patches.need(number)
-
-    def end() -> None:
-        _checks.pop(number, None)
-        for patches in _PATCHES:
-            patches.need_no_more(number)
-
-    return end
-
-
-def _checked(inner: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    @functools.wraps(inner)
-    def wrapper(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+def _saying_what_it_clips(clip: Callable[..., Any], listeners: Iterable[Any]) -> Callable[..., Any]:
+    def tell_and_clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         given = list(given) if isinstance(given, Iterable) else given
-        for check in list(_checks.values()):
-            check(given)
-        return inner(given, *args, **kwargs)
+        for listener in listeners:
+            listener.clipping_begins(given)
+        return clip(given, *args, **kwargs)
 
-    return wrapper
+    return tell_and_clip
 
 
-_PATCHES: Final = (
-    PatchesOnImport(
-        "torch.nn.utils.clip_grad", dict.fromkeys(("_clip_grads_with_norm_", "clip_grad_value_"), _checked)
-    ),
-    PatchesOnImport("torch.nn.utils", {"clip_grad_value_": _checked}),
+_CLIPPINGS: Final = (
+    Listeners("torch.nn.utils.clip_grad", "_clip_grads_with_norm_", _saying_what_it_clips),
+    Listeners("torch.nn.utils.clip_grad", "clip_grad_value_", _saying_what_it_clips),
+    Listeners("torch.nn.utils", "clip_grad_value_", _saying_what_it_clips),
 )
+
+
+def listen_to_clipping(listener: object) -> None:
+    """Call its ``clipping_begins(parameters)`` before torch clips gradients; where it raises they are not clipped.
+
+    As long as the listener lives, or until :func:`stop_listening_to_clipping`.
+    """
+    for clippings in _CLIPPINGS:
+        clippings.add(listener)
+
+
+def stop_listening_to_clipping(listener: object) -> None:
+    """Harmless where it never listened."""
+    for clippings in _CLIPPINGS:
+        clippings.discard(listener)

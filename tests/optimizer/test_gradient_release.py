@@ -457,3 +457,17 @@ def test_a_gradient_that_comes_again_is_told_of() -> None:
     with pytest.warns(UserWarning, match="It stays half done"):
         optimizer.zero_grad()
     mpinit.undo(model)
+
+
+def test_a_session_that_is_dropped_leaves_torchs_clipping_alone() -> None:
+    gc.collect()
+    before = torch.nn.utils.clip_grad_value_, torch.nn.utils.clip_grad._clip_grads_with_norm_
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, "O5", gradient_release=True, verbosity=0)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert torch.nn.utils.clip_grad_value_ is not before[0]
+    del model, optimizer
+    gc.collect()
+    assert (torch.nn.utils.clip_grad_value_, torch.nn.utils.clip_grad._clip_grads_with_norm_) == before
