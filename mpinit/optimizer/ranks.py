@@ -18,7 +18,6 @@ from ..distributed.replicas import (
     outdate,
     reduced_by,
     running_wrapper,
-    when_made,
     wrappers_of,
 )
 from ..distributed.sharding import given_memory_since, is_distributed, is_sharded, left_behind
@@ -26,6 +25,7 @@ from ..masters.pairs import Pair
 from ..masters.store import MasterStore
 from ..masters.two_copies import TwoCopies
 from ..scaling.scaler import LossScaler
+from ..torch_internals.ddp_made import when_made
 from .gradient_cycle import GradientCycle
 from .parameter_groups import ParameterGroups
 
