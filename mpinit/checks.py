@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from . import registry
 from .basics.dtypes import is_lower_precision
-from .basics.modules import modules_of, named_modules_of
+from .basics.modules import dotted, modules_of, named_modules_of
 from .basics.user_warnings import warn_user
 from .basics.wrappers import inside
 from .checks_of_ranks import check_not_left_behind, check_not_wrapped
@@ -157,10 +157,10 @@ def _check_not_lazy(model: nn.Module) -> None:
     for module_name, module in named_modules_of(model):
         for name, tensor in named_own_tensors(module):
             if nn.parameter.is_lazy(tensor):
-                name = f"{module_name}.{name}" if module_name else name
                 raise ValueError(
-                    f"{name!r} of {type(model).__name__} is not initialised yet (a lazy module): run one forward pass "
-                    "on example data first, make the optimizer, then call mpinit.initialize"
+                    f"{dotted(module_name, name)!r} of {type(model).__name__} is not "
+                    "initialised yet (a lazy module): run one forward pass on example data first, make the "
+                    "optimizer, then call mpinit.initialize"
                 )
 
 
@@ -185,7 +185,7 @@ def names_in_16_bit(models: Iterable[nn.Module]) -> list[str]:
     for module_name, module in (named for model in models for named in named_modules_of(model)):
         for name, parameter in module._parameters.items():
             if parameter is not None and is_lower_precision(parameter.dtype):
-                found.setdefault(id(parameter), f"{module_name}.{name}" if module_name else name)
+                found.setdefault(id(parameter), dotted(module_name, name))
     return list(found.values())
 
 

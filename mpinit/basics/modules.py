@@ -43,3 +43,13 @@ def named_modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 prefix = f"{name}." if name else ""
                 left += [(prefix + child, part) for child, part in reversed(module._modules.items())]
     return [(name, module) for module, name in found.items()]
+
+
+def dotted(module_name: str, name: str) -> str:
+    """What a tensor is called in a model whose module of that name has it under ``name``.
+
+    Example:
+        >>> dotted("", "weight"), dotted("encoder.0", "weight")
+        ('weight', 'encoder.0.weight')
+    """
+    return f"{module_name}.{name}" if module_name else name

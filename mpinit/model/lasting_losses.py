@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..basics.dtypes import dtype_name, is_lower_precision
-from ..basics.modules import named_modules_of
+from ..basics.modules import dotted, named_modules_of
 from ..basics.user_warnings import warn_user
 from ..distributed.sharding import local
 from ..torch_internals.parameter_watching import TENSOR_DETACH
@@ -56,9 +56,9 @@ def warn_of_lasting_losses(
                 dtype = targets.get(tensor)
                 reason = None if dtype is None or tensor in but_for else loss_of(tensor, dtype)
                 if reason is not None:
-                    dotted = f"{module_name}.{name}" if module_name else name
-                    found.append(f"{dotted} {reason}")
-                    entries.append(_entry_for(module_name, module, dotted))
+                    full_name = dotted(module_name, name)
+                    found.append(f"{full_name} {reason}")
+                    entries.append(_entry_for(module_name, module, full_name))
     if found:
         listed = ", ".join(map(repr, dict.fromkeys(entries)))
         warn_user(
