@@ -16,6 +16,7 @@ from ..basics.dtypes import is_lower_precision
 from ..basics.gradients import as_float32
 from ..basics.interrupts import InterruptsHeld
 from ..distributed.sharding import in_place_of, is_sharded, placed_as, shard, sharded_as
+from ..torch_internals.allocator import storage_holders
 from ..torch_internals.devices import bucket_bytes_at_most
 from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.parameter_watching import TENSOR_DETACH, TENSOR_GRAD
@@ -54,12 +55,7 @@ class _Layout:
     def is_ours_alone(self) -> bool:
         """Whether nobody, a custom optimizer's state say, holds on to a gradient or master that lies in the buffer."""
         held = max(map(getrefcount, self.gradients)), max(map(getrefcount, self.masters))
-        return held == (_HELD_ONCE, _HELD_ONCE) and _storage_holders(self.buffer) == self.holders
-
-
-def _storage_holders(tensor: torch.Tensor) -> int:
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
+        return held == (_HELD_ONCE, _HELD_ONCE) and storage_holders(self.buffer) == self.holders
 
 
 class Bucket:
@@ -107,7 +103,7 @@ class Bucket:
             shaped = self._shaped(masters, strides), self._shaped(gradients, strides)
             del masters, gradients, rooms
             self._layout = _Layout(buffer, bits, parts, gaps, *shaped, strides, holders=0)
-            self._layout.holders = _storage_holders(buffer)
+            self._layout.holders = storage_holders(buffer)
         return self._layout
 
     def _shaped(self, spaces: tuple[torch.Tensor, ...], strides: list[tuple[int, ...]]) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ A bucket's codes lie in one tensor of each kind, so that one call decodes all of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Final, final
 from weakref import WeakKeyDictionary
 
@@ -41,7 +42,7 @@ class StateBucket:
 
     def holds(self, states: Sequence[EncodedState]) -> bool:
         """Whether these are its states, in this order."""
-        return len(states) == len(self.states) and all(map(_is, states, self.states))
+        return len(states) == len(self.states) and all(map(is_, states, self.states))
 
     def decode(self, buffer: torch.Tensor) -> dict[int, torch.Tensor]:
         """The numbers, in ``buffer`` (float32, (rows, BLOCK)), by the ids of states."""
@@ -68,10 +69,6 @@ class StateBucket:
                 view.copy_(value)
         self._codec.encode_(self._open, self._codes, self.rows)
         self._open = None
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 @final
