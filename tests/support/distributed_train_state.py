@@ -12,9 +12,11 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import distributed_by_name
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from distributed_by_name import assert_same
 from models import CASES as MODELS
 from models import train
 from torch import nn
@@ -110,21 +112,7 @@ def folder_of_all() -> str:
 
 def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Every tensor of weights and optimizer, by name, unsharded."""
-    found = {f"model.{name}": value for name, value in state["model"].items()}
-    for name, entries in state["optim"]["state"].items():
-        found |= {f"optim.{name}.{key}": value for key, value in entries.items()}
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in found.items()
-    }
-
-
-def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """To the bit, in float32."""
-    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
-    assert {value.dtype for value in ours.values()} == {torch.float32}
-    different = [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
-    assert not different, different
+    return distributed_by_name.whole(state["model"], state["optim"])
 
 
 def assert_refused(run: Callable[[], Any], text: str) -> None:
