@@ -179,6 +179,7 @@ def resolve(opt_level: Any, overrides: Mapping[str, Any], config: Config = None)
     row = OPT_LEVELS[level]
     values = {name: getattr(row, name) for name in row.model_fields_set} | given
     if "loss_scale" not in given and row.loss_scale == "dynamic":
+        # Built with 1.0 first: rules look at the scale, and which type it is for is known of what was built.
         props = build(values | {"loss_scale": 1.0}, sources)
         if props.lower_precision_type is torch.bfloat16:
             return level, props
