@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,9 +24,9 @@ class DecaysApart(OverTorch):
     """One whose weight decay may be decoupled, which torch's own has no option for."""
 
     @property
+    @abstractmethod
     def _decays_apart(self) -> bool:
         """Whether it is."""
-        raise NotImplementedError
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one step.
