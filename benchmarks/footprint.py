@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from .contenders import Contender
 
@@ -59,7 +60,7 @@ def _take(tensors: Iterable[Tensor], seen: set[int]) -> int:
             names, _ = tensor.__tensor_flatten__()
             total += _take((getattr(tensor, name) for name in names), seen)
             continue
-        if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+        if isinstance(tensor, FakeTensor) or tensor.device.type == "meta" or tensor.layout is not torch.strided:
             continue
         address, size = _memory(tensor)
         if size and address not in seen:
