@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..basics.patching import Undo, UndoStack
+from ..distributed.sharding import local
 
 
 def move_state(
@@ -115,12 +116,27 @@ def _cast_newer_states(
 
 
 def _restorer(state: dict[str, Any], before: dict[str, Any], old: torch.dtype, new: torch.dtype) -> Callable[[], None]:
-    cast = dict(state)
-
     def restore() -> None:
-        # What no step has replaced since goes back bit for bit; the rest follows the parameter's dtype.
-        untouched = {key: value for key, value in before.items() if state.get(key) is cast[key]}
+        # What no step has changed since goes back bit for bit; the rest follows the parameter's dtype.
+        present = dict(state)
         cast_state(state, None, old, new)
-        state.update(untouched)
+        for key, value in before.items():
+            if key in present:
+                state[key] = _as_it_was(value, present[key], state[key])
 
     return restore
+
+
+def _as_it_was(original: Any, present: Any, widened: Any) -> Any:
+    """``widened``, with the original's bits where ``present`` still is what the original was cast to."""
+    if present is widened:  # not of the dtype that was cast to: it is as the user has it
+        return widened
+    if not isinstance(original, torch.Tensor) or original.shape != present.shape or original.is_meta:
+        return widened
+    here = local(original).to(present.device)
+    changed = local(present) != here.to(present.dtype)
+    if not changed.any():
+        return original if original.device == present.device else here
+    part = local(widened)
+    torch.where(changed, part, here, out=part)
+    return widened

@@ -86,3 +86,8 @@ TWO_SPLIT: dict[str, Any] = {
 )
 def test_runs_that_once_broke_it(scale: Any, actions: list[tuple[str, int]]) -> None:
     play(Setup(loss_scale=scale, **TWO_SPLIT), actions)
+
+
+def test_momentum_of_a_second_session_is_not_that_of_the_first() -> None:
+    setup = Setup(level="O2", half="bfloat16", masters=False, loss_scale=1.0, momentum=True, optimizers=1)
+    play(setup, [("joins_late", 0), ("undo", 0), ("backward", 0), ("hook:before:weight", 0), ("undo", 0)])

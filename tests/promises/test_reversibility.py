@@ -338,3 +338,32 @@ def test_all_of_it_inside_of_an_autocast_block(kind: str) -> None:
     for name, value in model.state_dict().items():
         if level != "O3" or name in ("table", "0.weight"):
             assert torch.equal(value, before[name]) and torch.equal(saved[name], before[name]), name
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), torch.optim.Adam], ids=["SGD", "Adam"]
+)
+def test_state_stepped_in_place_is_not_undone(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """Optimizers change their state where it lies; what no step has reached comes back with every bit."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+    optimizer = make(model.parameters())
+    x = torch.randn(4, 3)
+    sum(layer(x).sum() for layer in model).backward()
+    optimizer.step()
+    states = optimizer.state.items()
+    before = {p: {key: value.clone() for key, value in state.items() if value.dim()} for p, state in states}
+    mpinit.initialize(model, optimizer, "O3", verbosity=0)
+    optimizer.zero_grad()
+    model[0](x).square().sum().backward()
+    optimizer.step()
+    stepped = {p: {key: optimizer.state[p][key].clone() for key in entries} for p, entries in before.items()}
+    mpinit.undo(model)
+    for parameter in model[0].parameters():
+        for key, value in stepped[parameter].items():
+            assert value.dtype is torch.float16
+            assert not torch.equal(value.float(), before[parameter][key])
+            torch.testing.assert_close(optimizer.state[parameter][key], value.float(), rtol=2e-3, atol=1e-7)
+    for parameter in model[1].parameters():
+        for key, value in before[parameter].items():
+            assert torch.equal(optimizer.state[parameter][key], value)
