@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,9 @@ hypothesis.settings.register_profile("nightly", max_examples=2000, deadline=None
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 torch.set_num_threads(1)
+
+# The heap of a compiler is large: looking through all of it for garbage takes a second, and is rarely needed.
+gc.set_threshold(10_000, 20, 50)
 
 # Where there is no such device, seeding it keeps a text of the whole stack for the day that there is one: 3 ms of every
 # torch.manual_seed under pytest.
