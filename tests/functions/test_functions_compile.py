@@ -120,9 +120,16 @@ DTYPES = {
 }
 
 
-@pytest.mark.parametrize("scope", ["thread", "model"])
-@pytest.mark.parametrize("order", ["initialize first", "compile first", "compile and run first"])
+@pytest.mark.parametrize(
+    ("order", "scope"),
+    [
+        ("initialize first", "thread"),
+        ("compile first", "model"),
+        *(("compile and run first", scope) for scope in ("thread", "model")),
+    ],
+)
 def test_a_model_of_every_kind_trains_compiled_as_in_eager_mode_without_recompiling(order: str, scope: str) -> None:
+    """What was compiled before meets casts of either scope; an order where nothing was yet needs one of them."""
     model, x = EveryKind(), torch.randn(2, 2, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
