@@ -18,8 +18,7 @@ ATTEMPTS, SECONDS = 2, 150
 
 def launch(folder: Path) -> str | None:
     """What the processes log, launcher included; None where they hang."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2"]
-    torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", distributed_example.__file__, str(folder), "3"]
+    torchrun = [sys.executable, distributed_example.__file__, str(folder), "3"]
     launched = subprocess.Popen(
         [*torchrun, "--steps=4", "--save-every=2", "--batch=8", "--runs", *RUNS],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
