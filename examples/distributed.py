@@ -5,8 +5,8 @@
 
 A CNN learns handwritten digits under DistributedDataParallel and a small transformer the standard library's text under
 FSDP2, side by side, over gloo on a CPU and NCCL on GPUs. Every process is seeded differently; the first one logs.
-``--runs digits:O2 digits:O5:split text:O5`` chooses models, levels and kinds of masters. Both commands above end
-with the same fingerprints of weights and optimizer state, bit for bit.
+``--runs digits:O2 digits:O5:master_weights=split text:O5`` chooses models, levels and properties. Both commands above
+end with the same fingerprints of weights and optimizer state, bit for bit.
 """
 
 from __future__ import annotations
@@ -68,14 +68,15 @@ class Run:
         for name, value in sorted(state.get("model", {}).items()):
             found.update(name.encode() + value.numpy().tobytes())
         for name, entries in sorted(state.get("optim", {}).get("state", {}).items()):
-            found.update(name.encode() + b"".join(entries[key].numpy().tobytes() for key in sorted(entries)))
+            values = [entries[key].float().numpy() for key in sorted(entries)]  # numpy has no bfloat16
+            found.update(name.encode() + b"".join(value.tobytes() for value in values))
         return found.hexdigest()[:16]
 
 
 def build(name: str, steps: int, device: torch.device) -> Run:
-    """``digits:O2``, ``text:O5:split`` and the like: sharded or replicated, and initialised."""
-    task, level, *masters = name.split(":")
-    asked: dict[str, Any] = {"opt_level": level, "verbosity": 0} | ({"master_weights": masters[0]} if masters else {})
+    """``digits:O2``, ``text:O3:cast_model_type=bfloat16`` and the like: sharded or replicated, and initialised."""
+    task, level, *properties = name.split(":")
+    asked: dict[str, Any] = dict(given.split("=", 1) for given in properties)
     if task == "digits":
         digits = load_digits()
         inputs, targets = digits.train_images, digits.train_labels
@@ -90,7 +91,7 @@ def build(name: str, steps: int, device: torch.device) -> Run:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    mpinit.initialize(model, optimizer, **asked)
+    mpinit.initialize(model, optimizer, level, verbosity=0, **asked)
     if task == "digits":
         # ... and DistributedDataParallel takes the parameters' types down, so it comes last.
         model = nn.parallel.DistributedDataParallel(model)
@@ -171,7 +172,7 @@ def train(runs: list[Run], options: argparse.Namespace) -> None:
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", nargs="+", default=["digits:O2", "text:O2"], help="task:level[:masters]")
+    parser.add_argument("--runs", nargs="+", default=["digits:O2", "text:O2"], help="task:level[:property=value ...]")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=32, help="samples a process")
     parser.add_argument("--save-every", type=int, default=20)

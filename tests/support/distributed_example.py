@@ -7,6 +7,7 @@ are for both trainings. Started again, the first training is over, and the secon
 
 from __future__ import annotations
 
+import datetime
 import os
 import runpy
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+TIMEOUT = datetime.timedelta(seconds=30)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "distributed.py"
 
 
@@ -22,14 +24,15 @@ def launch(*words: str) -> None:
     from torch.distributed import run
 
     runpy.run_path(str(EXAMPLE))
-    torchrun = ["--nproc-per-node=2", "--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    torchrun = ["--nproc-per-node=2", "--max-restarts=4", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     run.main([*torchrun, "--start-method=fork", "--run-path", __file__, *words])
 
 
 def train(folder: str, step: str, *words: str) -> None:
     """Run it as a user would, twice, with one process group: that of a launch is made once."""
     make, destroy = dist.init_process_group, dist.destroy_process_group
-    dist.init_process_group = lambda *args: None if dist.is_initialized() else make(*args)
+    # Where processes do not find one another after a crash they give up, and torchrun starts them once more.
+    dist.init_process_group = lambda *args: None if dist.is_initialized() else make(*args, timeout=TIMEOUT)
     dist.destroy_process_group = lambda: None
     for name, more in (("whole", ()), ("killed", ("--kill-at", step))):
         sys.argv = [str(EXAMPLE), "--out", str(Path(folder) / name), *more, *words]
