@@ -117,10 +117,10 @@ class Number:
             right = right | (real == self.other)
         return bool(right.all())
 
-    def settle(self, real: Array) -> None:
-        """The real number has been looked at: it is this one from here on."""
+    def settle(self, real: Array, for_good: bool = True) -> None:
+        """The real number has been looked at: it is this one, from here on where it is ``for_good``."""
         assert self.allows(real), f"{self.name}: {real} instead of {self.value}"
-        if self.has_master:
+        if self.has_master and for_good:
             self.value, self.other = real, None
 
     def load(self, values: Array) -> None:
