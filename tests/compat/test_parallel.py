@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
+from forked_runs import run_code
 from torch import nn
 
 import mpinit
@@ -145,6 +144,6 @@ from mpinit.compat.apex.parallel import DistributedDataParallel, distributed
 assert issubclass(DistributedDataParallel, Replaced)
 print(distributed.buffers_option(Replaced))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = run_code(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == parallel.distributed.buffers_option(nn.parallel.DistributedDataParallel)

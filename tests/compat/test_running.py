@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_runs import run_mpinit
+from forked_runs import run_code, run_mpinit
 
 from mpinit.cli import main
 
@@ -58,9 +58,13 @@ def test_recipes(level: str) -> None:
     assert done.stdout.splitlines() == [f"passed {recipe}" for recipe in RECIPES]
 
 
-@pytest.mark.parametrize("name", ["old_interface.py", "lists_edited.py"])
-def test_script(name: str) -> None:
-    done = start(sys.executable, "-W", "error", "-m", "mpinit", "run", str(SCRIPTS / name))
+def test_a_script_in_a_process_of_its_own_from_the_first() -> None:
+    done = start(sys.executable, "-W", "error", "-m", "mpinit", "run", str(SCRIPTS / "old_interface.py"))
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "passed\n")
+
+
+def test_cast_lists_edited_before_initialize() -> None:
+    done = run(str(SCRIPTS / "lists_edited.py"))
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "passed\n")
 
 
@@ -70,9 +74,15 @@ def test_spawned_workers_find_apex_too() -> None:
     assert done.stdout == f"passed {[str(SCRIPTS / 'spawning.py'), '--fp16', '-m', 'x']}\n"
 
 
-def test_under_torchrun() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = start(*launcher, "-m", "mpinit", "run", str(SCRIPTS / "distributed.py"))
+def test_under_torchrun(tmp_path: Path) -> None:
+    """``torchrun --nproc-per-node 2 -m mpinit run script``, with workers forked from one that has imported torch."""
+    module = tmp_path / "module.py"
+    words = ["mpinit", "run", str(SCRIPTS / "distributed.py")]
+    run_it = "runpy.run_module('mpinit', run_name='__main__', alter_sys=True)"
+    module.write_text(f"import runpy, sys\nsys.argv[:] = {words}\n{run_it}\n")
+    launch = ["--standalone", "--nproc-per-node=2", "--start-method=fork", "--run-path", str(module)]
+    code = "import warnings\nwarnings.resetwarnings()\nfrom torch.distributed import run\n"
+    done = run_code(f"{code}run.main({launch})")
     assert done.returncode == 0, done.stderr
     assert "passed 0" in done.stdout
     assert "passed 1" in done.stdout

@@ -1,10 +1,15 @@
-"""Two processes of Lightning's Trainer beside DDP and a loop by hand; run by test_lightning, twice by Lightning."""
+"""Two processes of Lightning's Trainer beside DDP and a loop by hand; run by test_lightning.
+
+The second is forked from the first, which has imported everything: to Lightning, a launcher has started both.
+"""
 
 # ruff: noqa: E402
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -87,5 +92,17 @@ def main() -> None:
     Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(outcomes), encoding="utf-8")
 
 
-if __name__ == "__main__":
+def launched() -> None:
+    """Fork, and tell Lightning which of the two processes it is in."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    child = os.fork()
+    os.environ["LOCAL_RANK"] = "0" if child else "1"
     main()
+    if child:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+if __name__ == "__main__":
+    launched()
