@@ -7,18 +7,23 @@ Upstream: https://github.com/pytorch/pytorch/issues/111317, in torch 2.11 to 2.1
 ``VariableBuilder.wrap_tensor`` reads ``grad_dtype``.
 
 ``torch._dynamo.reset()`` forgets who wants to know of compilations, and is told again at once.
+
+Compiled autograd (``torch._dynamo.compiled_autograd._enable``) has the same fault, and no gradients to hide help: what
+stands for a gradient while a backward pass is taken down has the weight's type. It fails there, and is explained here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
 
 from ..basics.patching import Undo
+from .listeners import Listeners
 from .running import in_backward
 
 _owners: Final[weakref.WeakKeyDictionary[Any, Callable[[Any], Iterable[torch.Tensor]]]] = weakref.WeakKeyDictionary()
@@ -41,8 +46,11 @@ def hide_gradients(owner: Any, weights_of: Callable[[Any], Iterable[torch.Tensor
     if dynamo is not None:
         _tell_of_compilations(dynamo.callback_handler)
 
+    _compiled_backwards.add(owner)
+
     def undo() -> None:
         _owners.pop(owner, None)
+        _compiled_backwards.discard(owner)
 
     return undo
 
@@ -79,3 +87,28 @@ def _put_back(_: Any) -> None:
         weight, gradient = _hidden.pop()
         if weight.grad is None:
             weight.grad = gradient
+
+
+_REFUSED: Final = (
+    "compiled autograd cannot take down a backward pass that leaves float32 gradients on 16-bit weights, as "
+    "mpinit.initialize has autograd do at O2 and O5: run this backward pass without it (torch.compile(model), or of "
+    "model and loss, compiles the backward pass as well), or choose opt_level='O1' or 'O4'"
+)
+
+
+def _explaining(enable: Callable[..., Any], owners: Iterable[Any]) -> Callable[..., Any]:
+    @contextlib.contextmanager
+    def enable_and_explain(*args: Any, **kwargs: Any) -> Iterator[None]:
+        try:
+            with enable(*args, **kwargs):
+                yield
+        except RuntimeError as error:
+            # What never meets such a weight works.
+            if "with grad_dtype" in str(error) and any(True for _ in owners):
+                raise RuntimeError(_REFUSED) from error
+            raise
+
+    return enable_and_explain
+
+
+_compiled_backwards: Final = Listeners("torch._dynamo.compiled_autograd", "_enable", _explaining)

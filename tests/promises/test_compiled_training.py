@@ -1,0 +1,113 @@
+"""Training whose model and loss inductor compiles: eager numbers, one graph, and none more when the scale moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import mpinit
+
+compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+Forward = Callable[[Tensor, Tensor], Tensor]
+STEPS = 5
+OVERFLOWING = 2  # the step whose gradients overflow, where losses are scaled
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 4e-3}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 2))
+
+
+def train(level: str, dynamic: bool, compiles: bool) -> tuple[list[Tensor], list[float], list[int]]:
+    """Five steps; the float32 parameters, the scale after each step, and the graphs there are then."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scale = {"loss_scale": "dynamic", "init_loss_scale": 1024.0, "growth_interval": 2} if dynamic else {}
+    mpinit.initialize(model, optimizer, level, verbosity=0, **scale)
+
+    def loss_of(inputs: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(model(inputs), target)
+
+    forward: Forward = torch.compile(loss_of) if compiles else loss_of
+    scales, graphs = [], []
+    for step in range(STEPS):
+        random = torch.Generator().manual_seed(step)
+        inputs, target = torch.randn(4, 8, generator=random), torch.randn(4, 2, generator=random)
+        if dynamic and step == OVERFLOWING:
+            target.fill_(float("inf"))
+        with mpinit.scale_loss(forward(inputs, target), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scales.append(mpinit.loss_scale(optimizer))
+        graphs.append(counters["stats"]["unique_graphs"])
+    parameters = [parameter.detach().clone() for parameter in mpinit.master_params(optimizer)]
+    mpinit.undo(model)
+    return parameters, scales, graphs
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_compiled_training_is_eager_training_in_one_graph_whatever_the_scale_does(level: str) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    dynamic = level != "O5"
+    compiled, scales, graphs = train(level, dynamic, compiles=True)
+    assert sum(counters["graph_break"].values()) == 0
+    assert graphs == [1] * STEPS
+    if dynamic:
+        # Two good steps: up; an overflow: down; two good ones: up.
+        assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
+    eager, eager_scales, _ = train(level, dynamic, compiles=False)
+    assert scales == eager_scales
+    tolerance = TOLERANCE[torch.bfloat16 if level == "O5" else torch.float16]
+    before = network()
+    for ours, theirs, start in zip(compiled, eager, before.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+        assert (ours - start.detach()).abs().max() > 4 * tolerance, "training moved nothing that could differ"
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_compiled_autograd_works_or_says_what_to_do_instead(level: str) -> None:
+    """Inside compiled functions it is nothing but a setting; around a backward pass 16-bit weights refuse it."""
+    enable = compiled_autograd._enable
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, level, loss_scale=1.0, verbosity=0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with mpinit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
+        scaled.backward(retain_graph=True)
+    plain = [parameter.grad for parameter in mpinit.master_params(optimizer)]
+    optimizer.zero_grad()
+
+    def backward() -> None:
+        loss = model(torch.ones(1, 4)).sum()
+        compiles = compiled_autograd._enable(torch.compile(backend="eager"))
+        with mpinit.scale_loss(loss, optimizer) as scaled, compiles:
+            scaled.backward()
+
+    if level == "O1":
+        backward()
+    else:
+        with pytest.raises(RuntimeError, match=r"compiled autograd cannot .* run this backward pass without it"):
+            backward()
+        # Nothing has changed, and training goes on.
+        assert all(parameter.grad is None for parameter in mpinit.master_params(optimizer))
+        assert all(map(torch.equal, before, model.parameters()))
+        loss, setting = model(torch.ones(1, 4)).sum(), torch._dynamo.config.patch(compiled_autograd=True)
+        with mpinit.scale_loss(loss, optimizer) as scaled, setting:
+            scaled.backward()
+    for parameter, expected in zip(mpinit.master_params(optimizer), plain, strict=True):
+        assert expected is not None and parameter.grad is not None
+        assert torch.equal(parameter.grad, expected)
+    mpinit.undo(model)
+    assert compiled_autograd._enable is enable
