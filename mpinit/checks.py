@@ -135,11 +135,10 @@ def _check_not_fully_sharded(models: Sequence[nn.Module]) -> None:
 
 def _check_not_shared(models: Sequence[nn.Module], plan: Plan) -> None:
     """Two sessions cannot cast one tensor: the undo of one would break the other."""
-    given = ids_of_tensors(models)
-    for session in registry.live():
-        casts = any(each.cast_model and is_lower_precision(each.model_dtype) for each in (plan, session.plan))
-        if not casts:
-            continue
+    casts = plan.cast_model and is_lower_precision(plan.model_dtype)
+    others = [s for s in registry.live() if casts or (s.plan.cast_model and is_lower_precision(s.plan.model_dtype))]
+    given = ids_of_tensors(models) if others else frozenset()
+    for session in others:
         if session.tensor_ids.isdisjoint(given):
             continue
         taken = {tensor for other in session.models for module in modules_of(other) for tensor in own_tensors(module)}
@@ -154,6 +153,8 @@ def _check_not_shared(models: Sequence[nn.Module], plan: Plan) -> None:
 
 
 def _check_not_lazy(model: nn.Module) -> None:
+    if not any(nn.parameter.is_lazy(tensor) for module in modules_of(model) for tensor in own_tensors(module)):
+        return
     for module_name, module in named_modules_of(model):
         for name, tensor in named_own_tensors(module):
             if nn.parameter.is_lazy(tensor):

@@ -22,6 +22,7 @@ from .basics.patching import Undo, UndoStack
 from .distributed.sharding import gather_in, reshard
 from .masters.in_model import MastersInModel
 from .masters.kinds import store_for
+from .masters.pairs import cast_with_gradient
 from .model import casting, forward, selection, state_dict
 from .optimizer.control import OptimizerControl
 from .optimizer.controls import Controls
@@ -135,21 +136,20 @@ class Session:
         push(self._give_masters_up)  # first to be undone: weights may have got masters later
 
     def _cast(self, targets: dict[torch.Tensor, torch.dtype]) -> None:
-        mastered = {pair.model_param for pair in self._store.pairs}
-        others = {tensor: dtype for tensor, dtype in targets.items() if tensor not in mastered}
+        weights: list[torch.Tensor] = [pair.model_param for pair in self._store.pairs]
+        mastered = set(map(id, weights))
+        others = {tensor: dtype for tensor, dtype in targets.items() if id(tensor) not in mastered}
         casts = {tensor: (tensor.dtype, dtype) for tensor, dtype in others.items() if dtype != tensor.dtype}
         self._undos.push(cast_states(self.optimizers, casts))
         trained = {p for control in self._controls for p in control.groups.plain if p.requires_grad}
         self._casts = casting.TensorCasts(self.models, others, trained)
         self._undos.push(self._casts.undo)
-        to_16_bit: dict[torch.Tensor, torch.dtype] = {w: targets.get(w, w.dtype) for w in mastered}
+        to_16_bit = {weight: targets.get(weight, weight.dtype) for weight in weights}
         beyond = casting.out_of_range(to_16_bit)
         self._casts.apply(beyond)
         # Without an undo of its own: giving up a master restores its weight.
-        for pair in self._store.pairs:
-            gradient, pair.model_param.grad = pair.model_param.grad, None
-            pair.cast(to_16_bit[pair.model_param], clamps=pair.model_param in beyond)
-            pair.model_param.grad = None if gradient is None else gradient.to(pair.model_param.dtype)
+        for pair, dtype in zip(self._store.pairs, to_16_bit.values(), strict=True):
+            cast_with_gradient(pair, dtype, clamps=bool(beyond) and pair.model_param in beyond)
         casting.rebuild_flat_weights(self.models)
 
     def _give_masters_up(self) -> None:

@@ -15,14 +15,18 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
         >>> [type(module).__name__ for module in modules_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))]
         ['Sequential', 'Linear', 'ReLU']
     """
-    found: dict[nn.Module, None] = {}
-    left: list[nn.Module | None] = [model]
+    found: dict[nn.Module, None] = {model: None}
+    left = [iter(model._modules.values())]
     while left:
-        module = left.pop()
-        if module is not None and module not in found:
-            found[module] = None
-            if module._modules:
-                left += reversed(module._modules.values())
+        for module in left[-1]:
+            if module is not None and module not in found:
+                found[module] = None
+                below = module._modules
+                if below:
+                    left.append(iter(below.values()))
+                    break
+        else:
+            left.pop()
     return list(found)
 
 

@@ -104,7 +104,10 @@ def set_data(tensor: Any, values: Any) -> None:
 
 def _groups(model: nn.Module) -> Iterator[Any]:
     """The groups of parameters that FSDP gathers together."""
-    for module in modules_of(model):
+    modules = modules_of(model)
+    if not any(hasattr(kind, "_get_fsdp_state") for kind in {*map(type, modules)}):
+        return
+    for module in modules:
         if is_managed_by_fsdp(module):
             state: Any = module._get_fsdp_state()  # type: ignore[operator]
             # torch 2.11 knows one group of a module, or None; from 2.12 on it is a list of any length.

@@ -153,17 +153,22 @@ class FullMasters(MasterStore):
         if not is_lower_precision(dtype):
             return None
         pair = FullPair(weight)
-        gradient, weight.grad = weight.grad, None
-        pair.master_param.grad = None if gradient is None else as_float32(gradient)
+        gradient = weight.grad
+        if gradient is not None:
+            weight.grad = None
+            pair.master_param.grad = as_float32(gradient)
         return pair
 
     def finish(self, pairs: Sequence[Pair]) -> None:
         """Let autograd add up float32 gradients on the weights."""
+        arriving = arriving_gradient_dtype()
         for pair in pairs:
-            gradient = pair.master_param.grad
-            pair.model_param.grad = None
-            pair.model_param.grad_dtype = arriving_gradient_dtype()
-            pair.model_param.grad = gradient
+            weight, gradient = pair.model_param, pair.master_param.grad
+            if weight.grad is not None:
+                weight.grad = None
+            weight.grad_dtype = arriving
+            if gradient is not None:
+                weight.grad = gradient
 
     def as_held(self, gradients: Gradients) -> Gradients:
         """Float32, sparse ones coalesced."""

@@ -124,6 +124,17 @@ class PairTable:
             self._of.pop(id(parameter), None)
 
 
+def cast_with_gradient(pair: Pair, dtype: torch.dtype, clamps: bool) -> None:
+    """:meth:`Pair.cast`; the weight's gradient goes along."""
+    weight = pair.model_param
+    gradient = weight.grad
+    if gradient is not None:
+        weight.grad = None
+    pair.cast(dtype, clamps)
+    if gradient is not None:
+        weight.grad = gradient.to(weight.dtype)
+
+
 def give_gradient(weight: nn.Parameter, gradient: torch.Tensor | None) -> None:
     """Make a gradient a plain parameter's own, in the parameter's dtype."""
     if gradient is not None or weight.grad is not None:

@@ -71,6 +71,7 @@ class TensorCasts:
         self._buffers: dict[torch.Tensor, _Buffer] = {}
         self._restored: dict[torch.Tensor, torch.Tensor] = {}
 
+    @torch.no_grad()
     def apply(self, others_out_of_range: Collection[torch.Tensor] = ()) -> None:
         """Cast, one tensor at a time, gradients with them. What was done until an exception is :meth:`undo`'s.
 
@@ -145,7 +146,6 @@ class TensorCasts:
 
     # -- parameters ---------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def _cast_parameter(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
         values = TENSOR_DETACH(parameter)
         cast = functools.partial(_cast_to, dtype, parameter in self._out_of_range)
@@ -180,7 +180,6 @@ class TensorCasts:
 
     # -- buffers ------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def _cast_buffer(self, original: torch.Tensor, dtype: torch.dtype, places: list[tuple[nn.Module, str]]) -> None:
         values = original.detach()
         cast = _cast_to(dtype, original in self._out_of_range, values)
@@ -248,9 +247,15 @@ def _unchanged_from(entry: _Buffer, present: torch.Tensor) -> torch.Tensor:
 def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> set[torch.Tensor]:
     """The tensors that hold finite values beyond the largest of the type they are to have."""
     groups: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    narrows: dict[tuple[torch.dtype, torch.dtype], bool] = {}
     for tensor, dtype in targets.items():
+        types = tensor.dtype, dtype
+        if types not in narrows:
+            narrows[types] = may_overflow(*types)
+        if not narrows[types]:
+            continue
         part = local(TENSOR_DETACH(tensor))  # a look of our own, of which no watcher has to know
-        if may_overflow(part.dtype, dtype) and part.numel() and not part.is_meta and part.layout is torch.strided:
+        if part.numel() and not part.is_meta and part.layout is torch.strided:
             groups.setdefault((part.device, part.dtype, dtype), []).append((tensor, part))
     found = set()
     for (_, _, dtype), members in groups.items():

@@ -122,8 +122,11 @@ def _converted(fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -
 
 def put_on(module: nn.Module, owner: Owner) -> None:
     """Let copies of a module be float32, and conversions of it be refused."""
-    for name, kind in (("__deepcopy__", DeepCopy), ("_apply", Conversion)):
-        vars(module).setdefault(name, kind(module, owner))
+    attributes = vars(module)
+    if "__deepcopy__" not in attributes:
+        attributes["__deepcopy__"] = DeepCopy(module, owner)
+    if "_apply" not in attributes:
+        attributes["_apply"] = Conversion(module, owner)
 
 
 def take_off(module: nn.Module, owner: Owner) -> None:

@@ -52,12 +52,16 @@ class CustomMethod:
         return {"module": self.module, "name": self.name, "values": None}
 
 
-def put_around_custom_methods(module: nn.Module, values: Float32Values) -> None:
-    """Put a :class:`CustomMethod` around each of the methods that the module's class has of its own."""
-    for name in (*_OWN, *_WHOLE):
-        method = getattr(type(module), name)
-        if method is not getattr(nn.Module, name) and not method.__module__.startswith("torch."):
-            vars(module).setdefault(name, CustomMethod(module, name, values))
+def custom_methods(kind: type[nn.Module]) -> list[str]:
+    """Which of the methods a class of modules has of its own."""
+    found = [(name, getattr(kind, name)) for name in (*_OWN, *_WHOLE)]
+    own = [(name, method) for name, method in found if method is not getattr(nn.Module, name)]
+    return [name for name, method in own if not method.__module__.startswith("torch.")]
+
+
+def put_around(module: nn.Module, name: str, values: Float32Values) -> None:
+    """Put a :class:`CustomMethod` around one of :func:`custom_methods`."""
+    vars(module).setdefault(name, CustomMethod(module, name, values))
 
 
 def take_from_custom_methods(module: nn.Module, values: Float32Values) -> None:

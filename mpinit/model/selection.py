@@ -117,14 +117,15 @@ def _kept_by_name(models: Sequence[nn.Module], patterns: Sequence[str]) -> set[t
 
 def own_tensors(module: nn.Module) -> list[torch.Tensor]:
     """A module's own parameters and buffers, not those of its children."""
-    own = (*module._parameters.values(), *module._buffers.values())
-    return [tensor for tensor in own if tensor is not None]
+    own: list[torch.Tensor] = [tensor for tensor in module._parameters.values() if tensor is not None]
+    if module._buffers:
+        own += [tensor for tensor in module._buffers.values() if tensor is not None]
+    return own
 
 
 def ids_of_tensors(models: Sequence[nn.Module]) -> frozenset[int]:
     """The ids of all parameters and buffers of some models."""
-    modules = (module for model in models for module in modules_of(model))
-    return frozenset(id(tensor) for module in modules for tensor in own_tensors(module))
+    return frozenset([id(t) for model in models for module in modules_of(model) for t in own_tensors(module)])
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:

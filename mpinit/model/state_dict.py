@@ -18,7 +18,7 @@ from ..basics.user_warnings import warn_user
 from ..torch_internals.model_state_by_name import load_in_float32
 from . import averages, copies
 from .aliases import Aliases, Values, is_16_bit, named_own_tensors, owners_of_memory, same_view, storage_of
-from .custom_state import put_around_custom_methods, take_from_custom_methods
+from .custom_state import custom_methods, put_around, take_from_custom_methods
 from .newcomers import follow_newcomers
 
 Load = Callable[[torch.Tensor, torch.Tensor], bool]
@@ -73,19 +73,24 @@ class Float32State:
     def take_in(self, tree: nn.Module) -> None:
         """Hook a module and everything below it, where it is not hooked yet."""
         # Straight into the dicts: torch's methods make a handle for each hook, which takes many times as long.
-        key = self._key
-        for module in modules_of(tree):
-            if self.holds(module):
+        key, modules = self._key, modules_of(tree)
+        export, export_rest, settle = (_Hook(self, verb) for verb in ("export", "export_rest", "settle"))
+        custom = {kind: custom_methods(kind) for kind in {*map(type, modules)}}
+        for module in modules:
+            hooks = cast(OrderedDict[int, Any], module._state_dict_hooks)
+            if key in hooks:
                 continue
             self._modules.add(module)
-            module._state_dict_hooks[key] = _Hook(self, "export_rest")
-            module._load_state_dict_pre_hooks[key] = _Arrival(self, module)
-            module._load_state_dict_post_hooks[key] = _Hook(self, "settle")
-            put_around_custom_methods(module, self)
-            copies.put_on(module, self)
             # Before the user's own hooks, which then see float32 values as well.
-            module._state_dict_hooks[-key] = _Hook(self, "export")
-            cast(OrderedDict[int, Any], module._state_dict_hooks).move_to_end(-key, last=False)
+            hooks[-key] = export
+            if len(hooks) > 1:
+                hooks.move_to_end(-key, last=False)
+            hooks[key] = export_rest
+            module._load_state_dict_pre_hooks[key] = _Arrival(self, module)
+            module._load_state_dict_post_hooks[key] = settle
+            for name in custom[type(module)]:
+                put_around(module, name, self)
+            copies.put_on(module, self)
 
     def holds(self, module: nn.Module) -> bool:
         """Whether a module is hooked."""

@@ -41,7 +41,7 @@ class OtherParameters(Bystanders):
 
     def reached(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter still has a gradient which a scaled loss has reached."""
-        gradient = self._reached.get(parameter)
+        gradient = self._reached.get(parameter) if self._reached else None
         return gradient is not None and parameter.grad is gradient
 
     def still_reached(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -116,21 +116,22 @@ class ParameterGroups:
         members = list(dict.fromkeys(p for group in self._groups() for p in group["params"]))
         scaled = [parameter for parameter in members if self._bystanders.reached(parameter)]
         fresh: list[Pair] = []
-        came_in = {parameter: parameter.dtype for parameter in members}
+        came_in = [parameter.dtype for parameter in members]
         try:
-            pairs = {parameter: self._pair_for(parameter, fresh) for parameter in members}
+            # By id: a tensor's own hash is slow, and a model has many.
+            pairs = {id(parameter): self._pair_for(parameter, fresh) for parameter in members}
         except BaseException:
             for made in fresh if self._finished else ():
                 self.store.let_go(made)
             raise
         holders = self.holders()
-        for parameter, dtype in came_in.items():
+        for parameter, dtype in zip(members, came_in, strict=True):
             if parameter.dtype != dtype:
                 self._widened[parameter] = dtype
                 move_state(holders, parameter, parameter, dtype, parameter.dtype)
         for group in self._groups():
             for index, parameter in enumerate(group["params"]):
-                pair = pairs[parameter]
+                pair = pairs[id(parameter)]
                 if pair is not None and parameter is not pair.master_param:
                     group["params"][index] = pair.master_param
                     move_state(holders, parameter, pair.master_param, parameter.dtype, torch.float32)

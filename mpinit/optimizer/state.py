@@ -28,7 +28,7 @@ def move_state(
         from_dtype, to_dtype: the types.
     """
     for holder in holders:
-        if old in holder.state:
+        if holder.state and old in holder.state:
             holder.state[new] = cast_state(holder.state.pop(old), old.shape, from_dtype, to_dtype)
 
 

@@ -38,7 +38,7 @@ def large_on_cpu(weights: Sequence[torch.Tensor]) -> list[int]:
     return [
         index
         for index, weight in enumerate(weights)
-        if weight.device.type == "cpu" and weight.numel() > _SMALL and not hasattr(weight, "device_mesh")
+        if weight.numel() > _SMALL and weight.device.type == "cpu" and not hasattr(weight, "device_mesh")
     ]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import mpinit
 from mpinit import registry, session
 from mpinit.masters import full
-from mpinit.model import casting, forward, state_dict
+from mpinit.model import casting, copies, forward, state_dict
 from mpinit.optimizer import control
 from mpinit.torch_internals import native_autocast
 
@@ -186,7 +186,7 @@ PHASES: dict[str, tuple[Any, str, int, str]] = {
     "the forwards": (forward, "patch_forwards", 1, "before"),
     "a second forward": (forward, "_patch_forward", 2, "before"),
     "the end of a second forward": (forward, "_patch_forward", 2, "after"),
-    "a second module's state hook": (state_dict, "put_around_custom_methods", 2, "before"),
+    "a second module's state hook": (copies, "put_on", 2, "before"),
     "the end of the state hooks": (state_dict.Float32State, "install", 1, "after"),
     "a second master": (full.FullPair, "__init__", 2, "before"),
     "the end of a second master": (full.FullPair, "__init__", 2, "after"),
