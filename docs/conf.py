@@ -17,10 +17,12 @@ project = "mpinit"
 release = version = mpinit.__version__
 author = "the mpinit developers"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
-exclude_patterns = ["generate.py"]
 html_theme = "furo"
 html_title = f"mpinit {release}"
 html_copy_source = False
+html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 napoleon_google_docstring = True

@@ -14,6 +14,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+# Run by a path, and by tests from elsewhere: the file beside this one is found in either case.
+sys.path.insert(0, str(Path(__file__).parent))
+
+import messages
+
 import mpinit
 from mpinit import cli
 from mpinit.settings.properties import Properties
@@ -107,6 +112,7 @@ MADE: Final = {
     "reference/api.md": api,
     "reference/properties.md": properties,
     "reference/cli.md": command_line,
+    "reference/all-messages.md": messages.page,
 }
 
 

@@ -20,6 +20,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 # Its blocks have a test of their own: tests/compat/test_migration_page.py.
 OTHERS = ("migrate.md",)
+MADE = runpy.run_path(str(DOCS / "generate.py"))["MADE"]
 ALL = [snippet for page in PAGES if page.name not in OTHERS for snippet in snippets(page)]
 PRELUDE = next(snippet for snippet in ALL if snippet.mark == "prelude")
 EXAMPLES = [snippet for snippet in ALL if snippet is not PRELUDE]
@@ -38,7 +39,6 @@ QUESTIONS = {
     "learning-rate scheduler after a skip": ("how-to/training-loop.md", "Learning-rate schedulers"),
     "average of weights": ("how-to/checkpoints.md", "Change weights by hand: EMA, surgery, pruning"),
     "targets are rounded": ("how-to/model.md", "Targets, and methods other than forward"),
-    "unfreeze later": ("how-to/model.md", "Add or unfreeze parameters later"),
     "bytes a parameter": ("how-to/memory.md", "The least memory: split masters"),
     "DistributedDataParallel": ("how-to/distributed.md", "Distributed data parallel"),
     "fully_shard": ("how-to/distributed.md", "FSDP2"),
@@ -50,6 +50,23 @@ QUESTIONS = {
     "what a property does": ("reference/properties.md", "All properties"),
     "which function runs in which type": ("reference/cast-policy.md", "The cast policy"),
     "the loss scale's rules": ("explanation/loss-scaling.md", "Loss scaling"),
+    # As somebody types them who has looked for the reason all day.
+    "NaN loss at O2": ("tutorial/find-an-overflow.md", "Is it precision at all?"),
+    "gradients are inf": ("tutorial/find-an-overflow.md", "What was skipped, and why"),
+    "which layer overflows": ("tutorial/find-an-overflow.md", "Which module began it"),
+    "loss scale keeps falling": ("tutorial/find-an-overflow.md", "What to change"),
+    "loss does not go down in bf16": ("how-to/diagnose.md", "Diagnose"),
+    "my EMA": ("how-to/checkpoints.md", "Change weights by hand: EMA, surgery, pruning"),
+    "torch.compile": ("how-to/compile.md", "torch.compile"),
+    "8-bit optimizer": ("explanation/optimizer-states.md", "Optimizer states in fewer bytes"),
+    "DDP wrong order": ("how-to/distributed.md", "Distributed data parallel"),
+    "freeze layers": ("how-to/model.md", "Freeze, and unfreeze later"),
+    "out of memory": ("how-to/memory.md", "Less memory"),
+    "what does this error mean": ("reference/all-messages.md", "All messages"),
+    "slower than float32": ("reference/limits.md", "Limits"),
+    "fp16 or bf16, which level": ("explanation/levels.md", "Levels in numbers"),
+    "back to float32": ("tutorial/from-float32-to-o2.md", "And back"),
+    "gradients are None after backward": ("explanation/gradient-release.md", "Stepping inside of backward"),
 }
 
 
@@ -78,17 +95,38 @@ def test_a_snippet_runs(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.Mo
     namespace: dict[str, Any] = {"__name__": "__main__"}
     PRELUDE.run(namespace)
     namespace |= names_for(snippet.mark, tmp_path)
+    for earlier in gone_before(snippet):
+        earlier.run(namespace)
     snippet.run(namespace)
+
+
+def gone_before(snippet: Snippet) -> list[Snippet]:
+    """What a reader has typed before a snippet that is marked as going on: those since the last that starts afresh."""
+    found: list[Snippet] = []
+    for earlier in EXAMPLES[: EXAMPLES.index(snippet) + 1]:
+        found = [*found, earlier] if earlier.mark == "goes on" else [earlier]
+    return found[:-1]
+
+
+def test_a_tutorial_can_be_typed_from_top_to_bottom() -> None:
+    tutorial = [snippet for snippet in EXAMPLES if snippet.page.stem == "from-float32-to-o2"]
+    assert gone_before(tutorial[-1]) == tutorial[:-1] and len(tutorial) == 3
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_code_fits_a_window(page: Path) -> None:
+    code = re.findall(r"^```(?:python|bash)$(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    assert not [line for block in code for line in block.splitlines() if len(line) > 100]
 
 
 def generator() -> dict[str, Any]:
     return runpy.run_path(str(DOCS / "generate.py"))
 
 
-@pytest.mark.parametrize("name", ["reference/api.md", "reference/properties.md", "reference/cli.md"])
+@pytest.mark.parametrize("name", sorted(MADE))
 def test_a_made_page_is_what_the_code_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")  # argparse wraps to the terminal
-    made = generator()["MADE"][name]()
+    made = MADE[name]()
     assert (DOCS / name).read_text(encoding="utf-8") == made, "run: python docs/generate.py"
 
 
@@ -114,6 +152,32 @@ def test_a_question_is_answered_two_clicks_from_the_front_page(question: str) ->
     assert DOCS / name in first or any(DOCS / name in links(page) for page in first)
     text = (DOCS / name).read_text(encoding="utf-8")
     assert re.search(rf"^#+ {re.escape(heading)}$", text, re.M)
+
+
+# Words that a search has to know, and the page that is among those it then offers: the site's search looks for pages
+# that hold all the words, by their stems.
+SEARCHED = {
+    "nan loss O2": "tutorial/find-an-overflow.md",
+    "step skipped": "tutorial/find-an-overflow.md",
+    "gradients inf": "tutorial/find-an-overflow.md",
+    "resume another level": "how-to/checkpoints.md",
+    "EMA": "how-to/checkpoints.md",
+    "torch.compile": "how-to/compile.md",
+    "8-bit optimizer": "explanation/optimizer-states.md",
+    "DDP order": "how-to/distributed.md",
+    "freeze layers": "how-to/model.md",
+    "out of memory": "how-to/memory.md",
+    "LayerNorm float32": "how-to/model.md",
+    "clip gradients": "how-to/training-loop.md",
+    "gradient accumulation": "how-to/training-loop.md",
+    "slower than float32": "reference/limits.md",
+}
+
+
+@pytest.mark.parametrize("words", SEARCHED)
+def test_a_page_has_the_words_that_people_search_for(words: str) -> None:
+    text = (DOCS / SEARCHED[words]).read_text(encoding="utf-8").lower()
+    assert not [word for word in words.lower().split() if not re.search(rf"\b{re.escape(word)}", text)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))

@@ -1,0 +1,69 @@
+"""The pages of messages: every error and warning in the code is on one, and every row of the other is in the code."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "docs"))
+
+import messages  # noqa: E402
+
+COLLECTED = messages.collect()
+ROWS = re.findall(r"^\| (`.+?`(?:, `.+?`)*)", (ROOT / "docs/reference/messages.md").read_text("utf-8"), re.MULTILINE)
+BEGINNINGS = [text for row in ROWS for text in re.findall(r"`(.+?)`", row)]
+
+# What is raised with a text that was made elsewhere, or that names a thing alone as Python's own errors do.
+WITHOUT_A_TEXT = {
+    "cli/bench.py: run: ValueError",
+    "cli/formats.py: _take_scales: ValueError",
+    "cli/objects.py: load: ValueError",
+    "compat/apex/amp/_amp_state.py: warn_or_err: RuntimeError",
+    "compat/apex/amp/frontend.py: load_state_dict: ValueError",
+    "settings/properties.py: build: ValueError",
+    "settings/resolve.py: _level_of: ValueError",
+    "settings/resolve.py: _read_toml: OSError",
+    "settings/resolve.py: read_settings: ValueError",
+}
+
+
+def sites() -> set[str]:
+    """Modules and functions that raise or warn, and yield no message to the page."""
+    found = set()
+    for path in sorted(messages.PACKAGE.rglob("*.py")):
+        names = messages.names_of(path)
+        for scope in messages.functions_of(messages.parsed(path)):
+            for kind, argument in messages.raised(scope):
+                if not any(map(messages.says_something, messages.texts(argument, names.inside(scope)))):
+                    found.add(f"{path.relative_to(messages.PACKAGE).as_posix()}: {scope.name}: {kind}")
+    return found
+
+
+def test_every_error_and_warning_has_a_text_on_the_page() -> None:
+    assert sites() == WITHOUT_A_TEXT
+
+
+def test_every_room_with_messages_has_a_heading() -> None:
+    rooms = {room for names in messages.ROOMS.values() for room in names}
+    assert {message.module.split("/")[0] for message in COLLECTED} <= rooms
+    assert len(COLLECTED) > 200
+
+
+def pattern(text: str) -> str:
+    """What a row shows, as a search in the messages: its dots and numbers stand for anything."""
+    return ".*?".join(
+        re.escape(part) for part in re.split(r"\.\.\.|\b\d+\b|\bAdam\b|\bDistributedDataParallel\b", text)
+    )
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS)
+def test_a_row_of_the_explained_ones_is_a_message_of_the_code(beginning: str) -> None:
+    assert any(re.search(pattern(beginning), message.text.replace("`", "")) for message in COLLECTED)
+
+
+def test_the_explained_ones_are_found() -> None:
+    assert len(BEGINNINGS) >= 20
