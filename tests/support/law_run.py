@@ -143,7 +143,7 @@ class Run:
             real = state[f"{name}.weight"]
             assert real.dtype is torch.float32, name
             numbers[name] = read(real)
-            # The master of one that nobody has seen join is made at the next look, of whole blocks that nobody wrote to.
+            # The master of one that nobody saw join is made at the next look, of blocks that nobody wrote to.
             number.settle(numbers[name], for_good=not self.is_fresh(name))
         return numbers
 
