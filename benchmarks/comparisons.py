@@ -59,7 +59,15 @@ COMPARISONS: Final = (
     Comparison("O1 / torch.amp, fp16", "o1_layer_norm", "o1_fp16", "amp_fp16", 1.10),
     Comparison("O4 / torch.amp, bf16", "o1_layer_norm", "o1_bf16", "amp_bf16", 1.10),
     Comparison("split / full masters", "bandwidth", "o2_split", "o2_bf16", 1.35),
-    Comparison("split / full masters", "bandwidth_40m", "o2_split", "o2_bf16", 1.35),
+    *(
+        Comparison(f"{what} / full masters", workload, name, "o2_bf16", goal)
+        for workload, goal in (("bandwidth_40m", 1.35), ("bandwidth_40m_foreach", 1.35), ("small_nets", 1.60))
+        for what, name in (
+            ("split", "o2_split"),
+            ("split, bf16 states", "o2_split_bf16"),
+            ("split, int8 states", "o2_int8"),
+        )
+    ),
     Comparison("split / full masters", "bandwidth_small", "o2_split", "o2_bf16", 1.35),
     Comparison("compiled step / O2", "bandwidth", "o2_compiled", "o2_fp16", 1.00),
     Comparison("compiled step / O2", "launch", "o2_compiled", "o2_fp16", 1.00),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,11 @@ from .tasks import Rule, Task
 
 
 def torch_optimizer(rule: Rule, params: Iterable[Tensor], *, fused: bool = True) -> torch.optim.Optimizer:
-    """The optimizer that a rule means: fused, torch's fastest form, or as it comes, which a compiler can look into."""
-    form = True if fused else None
+    """The optimizer that a rule means, in the form that it names, or as it comes, which a compiler can look into."""
+    form: dict[str, Any] = {rule.form: True} if fused else {}
     if rule.name == "adam":
-        return torch.optim.Adam(params, lr=rule.lr, fused=form)
-    return torch.optim.SGD(params, lr=rule.lr, momentum=rule.momentum, fused=form)
+        return torch.optim.Adam(params, lr=rule.lr, **form)
+    return torch.optim.SGD(params, lr=rule.lr, momentum=rule.momentum, **form)
 
 
 class Contender:
@@ -148,6 +149,8 @@ class HandWritten(SixteenBit):
     """
 
     def __init__(self, task: Task, dtype: torch.dtype, *, checked: bool = True) -> None:
+        if checked and task.rule.form != "fused":
+            raise Unavailable("a step that skips by itself is fused")
         originals = {param: param.detach().clone() for param in task.model.parameters()}
         super().__init__(task, dtype)
         self.checked = checked

@@ -54,6 +54,14 @@ ROSTER: Final[Mapping[str, Row]] = {
         "mpinit O5 split, int8 states",
         partial(Mpinit, opt_level="O5", master_weights="split", optimizer_state="int8"),
     ),
+    "o2_split_bf16": Row(
+        "mpinit O5 split, bf16 states",
+        partial(Mpinit, opt_level="O5", master_weights="split", optimizer_state="bfloat16"),
+    ),
+    "o2_released": Row(
+        "mpinit O5 split, int8 states, gradient release",
+        partial(Mpinit, opt_level="O5", master_weights="split", optimizer_state="int8", gradient_release=True),
+    ),
     "o3_bf16": Row("mpinit O3", partial(Mpinit, opt_level="O3", cast_model_type=BF16)),
     "optimi": _peer("optimi, Kahan", "optimi", peers.optimi),
     "torchao": _peer("torchao 8-bit Adam", "torchao.optim", peers.torchao_8bit, compiles=True),

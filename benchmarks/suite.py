@@ -28,7 +28,7 @@ class Workload:
         contenders: by name, in the order in which they are shown.
         make: (contender, size of run, device) -> what its process measures.
         controls: (one, other): the other's time over the one's has to be 1, or nothing here is worth printing.
-        kind: "training", "pairs", "compiled", "growth", "initialize" or "import": which tables it is for.
+        kind: "training", "pairs", "memory", "compiled", "growth", "initialize" or "import": which tables it is for.
         devices: where it is measured.
         repeat_s: about how long one timing lasts; 0 for a single timing, without any before it.
     """
@@ -49,12 +49,22 @@ _USUAL: Final = ("amp_bf16", "hand_bf16", "o1_bf16", "o2_bf16", "o2_split", "o3_
 # Those that compile take seconds to a minute before their first step.
 _NO_COMPILERS: Final = tuple(name for name in _BF16 if not ROSTER[name].compiles)
 _SMALL: Final = ("hand_bf16", "o2_bf16", "o2_split", "o2_int8", "hand_fp16", "o2_fp16")
+_MEMORY: Final = (
+    *("amp_fp16", "hand_fp16", "o2_fp16", "hand_bf16", "o2_bf16", "o2_split", "o2_split_bf16", "o2_int8"),
+    *("o2_released", "o3_bf16", "optimi", "torchao", "bitsandbytes", "flashoptim"),
+)
+_ENCODED: Final = ("hand_bf16", "o2_bf16", "o2_split", "o2_split_bf16", "o2_int8")
 _O1: Final = ("amp_bf16", "o1_bf16", "amp_fp16", "o1_fp16")
 _COMPILED: Final = (*_CONTROL, "amp_bf16", "o1_bf16", "o2_bf16", "amp_fp16", "o1_fp16", "o2_fp16")
 
 
 def _train(task: str, name: str, size: str, device: str) -> Case:
     return Training(task, name, TASKS[task].sizes["quick" if size == "quick" else device], device)
+
+
+def _hold(task: str, name: str, size: str, device: str) -> Case:
+    # Few steps: what a compiler takes once an encoding has had work enough is no part of what training holds.
+    return Training(task, name, TASKS[task].sizes["quick" if size == "quick" else device], device, warm_up=2)
 
 
 def _train_compiled(task: str, name: str, size: str, device: str) -> Case:
@@ -100,7 +110,13 @@ def workloads(size: str) -> Mapping[str, Workload]:
     return {
         "launch": _launches("launch", (*_BF16, *_FP16), "training"),
         "bandwidth": _training("bandwidth", (*_BF16, *_FP16)),
-        "bandwidth_40m": _launches("bandwidth_40m", ("hand_bf16", "o2_bf16", "o2_split")),
+        "memory": Workload(
+            "bytes held for 10 M parameters in 40 tensors with Adam, no network", (*_CONTROL, *_MEMORY),
+            partial(_hold, "bandwidth"), CONTROLS[:1], "memory", repeat_s=0.0,
+        ),
+        "bandwidth_40m": _launches("bandwidth_40m", _ENCODED),
+        "bandwidth_40m_foreach": _launches("bandwidth_40m_foreach", _ENCODED),
+        "small_nets": _launches("small_nets", _ENCODED),
         "bandwidth_small": _launches("bandwidth_small", _SMALL),
         "wide": _training("wide", (*_USUAL, "plain_bf16", "amp_fp16", "hand_fp16", "o1_fp16", "o2_fp16")),
         "bert": _training("bert", (*_NO_COMPILERS, "amp_fp16", "hand_fp16", "o2_fp16")),

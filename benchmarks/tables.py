@@ -19,10 +19,14 @@ from .suite import title_of, workloads
 RESULTS: Final = Path(__file__).parent / "results"
 README: Final = ROOT / "README.md"
 PAGE: Final = ROOT / "docs" / "reference" / "benchmarks.md"
+HOW_TO: Final = ROOT / "docs" / "how-to" / "memory.md"
+PAGES: Final = (README, PAGE, HOW_TO)
 NOT_MEASURABLE: Final = "not measurable here"
 NOT_THERE: Final = "Not measured yet."
 _IN_README: Final = ("amp_bf16", "hand_bf16", "o1_bf16", "o2_bf16", "o2_split", "o3_bf16")
-_MEMORY_IN_README: Final = ("fp32", "amp_fp16", "hand_fp16", "o2_fp16", "o2_bf16", "o2_split", "o3_bf16")
+_LESS_MEMORY: Final = (
+    *("fp32", "o2_bf16", "o2_split", "o2_split_bf16", "o2_int8", "o2_released", "torchao", "bitsandbytes"),
+)
 _MARKED: Final = re.compile(r"(<!-- benchmarks (\w+): begin -->\n).*?(<!-- benchmarks \w+: end -->)", re.S)
 All = Mapping[str, Results]
 
@@ -84,7 +88,7 @@ def _with_contenders(found: All, names: tuple[str, ...], kind: str) -> dict[str,
 
 def memory(found: All, names: tuple[str, ...] = ()) -> str:
     """Bytes per parameter with Adam, held after backward by kind, and the process' peak."""
-    results, rows = found.get("bandwidth"), []
+    results, rows = found.get("memory", found.get("bandwidth")), []
     if results is None:
         return NOT_THERE
     for name in names or [name for name in results.workload.contenders if name not in ("fp32_again", "o0")]:
@@ -200,7 +204,7 @@ def readme(found: All, folder: Path) -> str:
             "",
             "Bytes per parameter with Adam, after backward by kind, and the process' peak:",
             "",
-            memory(found, _MEMORY_IN_README),
+            memory(found, _LESS_MEMORY),
         ]
     )
 
@@ -218,6 +222,7 @@ def blocks(found: All, folder: Path) -> dict[str, Callable[[], str]]:
         "bfloat16": lambda: training(found, folder, "bfloat16"),
         "float16": lambda: training(found, folder, "float16"),
         "memory": lambda: memory(found),
+        "less_memory": lambda: memory(found, _LESS_MEMORY),
         "pairs": lambda: pairs(found),
         "setting_up": lambda: setting_up(found),
         "compiled": lambda: compiled(found),
@@ -236,7 +241,7 @@ def replaced(text: str, folder: Path) -> str:
 def write() -> None:
     """Make every table and plot anew, from the first machine's results."""
     folder = machines()[0]
-    for path in (README, PAGE):
+    for path in PAGES:
         path.write_text(replaced(path.read_text(encoding="utf-8"), folder), encoding="utf-8")
     charts.draw(load(folder), folder)
 
@@ -248,6 +253,8 @@ def summary(folder: Path, size: str) -> str:
     kinds = {results.workload.kind for results in found.values()}
     if "training" in kinds:
         parts += [_training_for_the_screen(found, dtype) for dtype in BY_TYPE]
+    if "memory" in kinds:
+        parts.append(memory(found))
     if "compiled" in kinds:
         parts.append(compiled(found))
     if kinds & {"initialize", "import"}:

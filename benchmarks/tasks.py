@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import torch
@@ -19,11 +20,12 @@ BATCHES: Final = 4
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer's rule, so that each contender can build it its own way."""
+    """An optimizer's rule, so that each contender can build it its own way; ``form`` is "fused" or "foreach"."""
 
     name: str
     lr: float
     momentum: float = 0.0
+    form: str = "fused"
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,11 @@ def _launch_sgd(size: Size, device: torch.device) -> Task:
     )  # fmt: skip
 
 
-def _bandwidth(size: Size, device: torch.device) -> Task:
+def _bandwidth(size: Size, device: torch.device, form: str = "fused") -> Task:
     model = models.GivenGradients(size["tensors"], size["side"]).to(device)
     nothing = torch.zeros((), dtype=torch.long, device=device)
     return Task(
-        model, [(nothing, nothing)], lambda output, target: output, Rule("adam", 1e-3),
+        model, [(nothing, nothing)], lambda output, target: output, Rule("adam", 1e-3, form=form),
         lambda: [model._template, *model.sources.values()],
     )  # fmt: skip
 
@@ -175,6 +177,26 @@ TASKS: Final[Mapping[str, TaskRow]] = {
             "quick": {"tensors": 4, "side": 400},
             "cpu": {"tensors": 40, "side": 1000},
             "cuda": {"tensors": 40, "side": 1000},
+        },
+        _bandwidth,
+        optimizer_only=True,
+    ),
+    "bandwidth_40m_foreach": TaskRow(
+        "the foreach Adam step of 40 M parameters in 40 tensors, no network",
+        {
+            "quick": {"tensors": 4, "side": 400},
+            "cpu": {"tensors": 40, "side": 1000},
+            "cuda": {"tensors": 40, "side": 1000},
+        },
+        partial(_bandwidth, form="foreach"),
+        optimizer_only=True,
+    ),
+    "small_nets": TaskRow(
+        "the Adam step of 160 tensors of 32 x 32, no network",
+        {
+            "quick": {"tensors": 4, "side": 32},
+            "cpu": {"tensors": 160, "side": 32},
+            "cuda": {"tensors": 160, "side": 32},
         },
         _bandwidth,
         optimizer_only=True,

@@ -22,10 +22,18 @@ ENOUGH_S: Final = 0.5
 class Training(Case):
     """Whole steps: forward, backward, gradients made ready, update."""
 
-    def __init__(self, task: str, contender: str, size: Mapping[str, int], device: str, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        task: str,
+        contender: str,
+        size: Mapping[str, int],
+        device: str,
+        compiled: bool = False,
+        warm_up: int = 5,
+    ) -> None:
         self.task_row, self.row, self.size, self.device = TASKS[task], ROSTER[contender], size, torch.device(device)
         self.clock, self.compiled = clock_for(device), compiled
-        self.steps_done, self.warm_up = 0, 5
+        self.steps_done, self.warm_up = 0, warm_up
 
     def prepare(self) -> None:
         if self.row.needs_network and self.task_row.optimizer_only:

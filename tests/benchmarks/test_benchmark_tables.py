@@ -18,7 +18,7 @@ from benchmarks.suite import workloads  # noqa: E402
 FOLDER = tables.machines()[0]
 
 
-@pytest.mark.parametrize("page", [tables.README, tables.PAGE], ids=lambda page: str(page.name))
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: str(page.name))
 def test_a_page_says_what_the_results_say(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert tables.replaced(text, FOLDER) == text, "run `make bench-tables`"
@@ -26,7 +26,7 @@ def test_a_page_says_what_the_results_say(page: Path) -> None:
 
 
 def test_every_block_is_shown_somewhere() -> None:
-    shown = tables.README.read_text(encoding="utf-8") + tables.PAGE.read_text(encoding="utf-8")
+    shown = "".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
     for name in tables.blocks({}, FOLDER):
         assert f"<!-- benchmarks {name}: begin -->" in shown
 
