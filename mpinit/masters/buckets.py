@@ -46,6 +46,7 @@ class _Layout:
     buffer: torch.Tensor
     bits: torch.Tensor
     parts: list[torch.Tensor]
+    wide: list[torch.Tensor]
     gaps: list[torch.Tensor]
     masters: list[torch.Tensor]
     gradients: list[torch.Tensor]
@@ -102,8 +103,10 @@ class Bucket:
             gaps = [room[size:] for room, size in zip(rooms, self._sizes, strict=True) if room.numel() > size]
             shaped = self._shaped(masters, strides), self._shaped(gradients, strides)
             del masters, gradients, rooms
-            self._layout = _Layout(buffer, bits, parts, gaps, *shaped, strides, holders=0)
-            self._layout.holders = storage_holders(buffer)
+            wide = [part.view(torch.float32) for part in parts]
+            self._layout = _Layout(buffer, bits, parts, wide, gaps, *shaped, strides, holders=0)
+        # Counted anew each time: other buckets have laid the buffer out for themselves since.
+        self._layout.holders = storage_holders(buffer)
         return self._layout
 
     def _shaped(self, spaces: tuple[torch.Tensor, ...], strides: list[tuple[int, ...]]) -> list[torch.Tensor]:
@@ -111,11 +114,11 @@ class Bucket:
         return [space.as_strided(size, stride) for space, size, stride in zip(spaces, shapes, strides, strict=True)]
 
     def _flat_weights(self) -> list[torch.Tensor]:
-        """The weights' memory as int16; laid out anew only where some of it is elsewhere now."""
+        """The weights' memory; laid out anew only where some of it is elsewhere now."""
         shards = self._shards()
         addresses = [weight.data_ptr() for weight in shards]
         if addresses != self._addresses or not self._views:
-            self._views = [flat(TENSOR_DETACH(weight)).view(torch.int16) for weight in shards]
+            self._views = [flat(TENSOR_DETACH(weight)) for weight in shards]
             self._addresses = addresses
         return self._views
 
@@ -123,7 +126,7 @@ class Bucket:
     def materialise(self, buffer: torch.Tensor) -> None:
         """Lay masters and gradients into ``buffer`` (float32, at least twice ``numel`` long)."""
         layout = self._laid_out(buffer)
-        torch._foreach_copy_(layout.parts, self._flat_weights())
+        torch._foreach_copy_(layout.wide, self._flat_weights())
         if layout.gaps:
             torch._foreach_zero_(layout.gaps)
         add_remainder_(layout.bits, self.remainder)
@@ -149,7 +152,7 @@ class Bucket:
                 # In one line, so that nothing comes between the two.
                 self._stage = _Stage.TAKEN_APART if take_remainder_(layout.bits, self.remainder) else self._stage
             if self._stage is _Stage.TAKEN_APART:
-                torch._foreach_copy_(self._flat_weights(), layout.parts)
+                torch._foreach_copy_([weight.view(torch.int16) for weight in self._flat_weights()], layout.parts)
                 self._checksums.copy_(checksums(layout.bits))
                 self._stage = _Stage.AT_REST
         for pair, empty in zip(self.pairs, self._placeholders, strict=True):

@@ -42,9 +42,9 @@ def split_(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) 
 
 def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """Put together, in a new float32 tensor, what :func:`split_` took apart."""
-    bits = weight.view(torch.int16).to(torch.int32)
-    add_remainder_(bits, remainder)
-    return bits.view(torch.float32)
+    values = weight.view(torch.bfloat16).to(torch.float32)
+    add_remainder_(values.view(torch.int32), remainder)
+    return values
 
 
 def take_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> bool:
@@ -60,9 +60,9 @@ def take_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> bool:
 
 
 def add_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> None:
-    """The reverse of :func:`take_remainder_`."""
+    """The reverse of :func:`take_remainder_`, of float32 bits whose lower half is 0: of a bfloat16 number widened."""
     for part, rest in _chunks(bits, remainder):
-        part.bitwise_left_shift_(16).add_(rest)
+        part.add_(rest)
 
 
 def _chunks(bits: torch.Tensor, remainder: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

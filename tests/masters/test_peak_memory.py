@@ -1,0 +1,71 @@
+"""What a step takes at its peak: the footprint and one bucket, whatever the model's size."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import mpinit  # noqa: E402
+from benchmarks.footprint import Level, trace  # noqa: E402
+from mpinit.masters import buckets, float_split, state_buckets  # noqa: E402
+
+BUCKET = 4 * 2**20
+SIDE = 256
+# 8 bytes a parameter, of a master and its gradient or of two states.
+IN_A_BUCKET = BUCKET // (8 * SIDE**2)
+COUNT = 6 * IN_A_BUCKET
+# What is worked on at a time where it is not compiled: by splitting, and by encodings, a few times over.
+SPLIT_CHUNK, CHUNKS = 4 * float_split._CHUNK, 4 * 2**20
+SPLIT: dict[str, Any] = {"master_weights": "split", "split_bucket_bytes": BUCKET}
+# With which properties, and how many buffers of a bucket there are.
+KINDS: dict[str, tuple[dict[str, Any], int]] = {
+    "split": (SPLIT, 1),
+    "bfloat16": (SPLIT | {"optimizer_state": "bfloat16"}, 2),
+    "int8": (SPLIT | {"optimizer_state": "int8"}, 2),
+    "full, int8": ({"optimizer_state": "int8", "split_bucket_bytes": BUCKET}, 1),
+}
+
+
+def step_traced(properties: dict[str, Any]) -> Level:
+    """The third step of Adam: the first makes states, the second lays their codes together."""
+    model = nn.ParameterList(torch.full((SIDE, SIDE), 0.5) for _ in range(COUNT))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    mpinit.initialize(model, optimizer, "O5", verbosity=0, **properties)
+    for weight in model:
+        weight.grad = torch.full_like(weight, 1e-3, dtype=weight.grad_dtype or weight.dtype)
+    optimizer.step()
+    optimizer.step()
+    levels = trace([optimizer.step, lambda: None], torch.device("cpu"))
+    assert levels[1].start <= 4096  # of the step nothing remains
+    mpinit.undo(model)
+    return levels[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_peaks_within_the_footprint_and_one_bucket(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A buffer that stays from step to step would not be seen to be allocated.
+    monkeypatch.setattr(buckets, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(state_buckets, "_KEPT_BYTES", 0)
+    properties, buffers = KINDS[kind]
+    level = step_traced(properties)
+    chunks = CHUNKS if "optimizer_state" in properties else SPLIT_CHUNK
+    assert buffers * BUCKET <= level.peak - level.start <= buffers * BUCKET + chunks
+    # All at once, in float32, would take this much.
+    assert COUNT * SIDE**2 * 8 * buffers > 2 * (level.peak - level.start)
+
+
+@pytest.mark.parametrize("kind", ["split", "int8"])
+def test_buffers_that_stay_are_two_buckets_at_most(kind: str) -> None:
+    properties, buffers = KINDS[kind]
+    level = step_traced(properties)
+    # They were there before.
+    assert level.peak - level.start <= CHUNKS
+    assert buffers * BUCKET <= 2 * buckets._KEPT_BYTES
