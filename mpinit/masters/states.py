@@ -15,13 +15,14 @@ from typing import Any, Final, final
 import torch
 from torch.optim import Optimizer
 
+from ..distributed.sharding import is_sharded, shard, sharded_as
 from ..plan import OptimizerStates, Plan
 from ..torch_internals.devices import bucket_bytes_at_most
 from ..torch_internals.parameter_watching import TENSOR_GRAD
 from .codecs.bfloat16 import BFloat16
 from .codecs.blockwise import Blockwise
 from .codecs.codec import Codec
-from .codecs.encoded import EncodedState
+from .codecs.encoded import EncodedState, encoded_part, with_numbers
 from .parts import Numbers
 from .per_parameter import check_steps_per_parameter, kept_states
 from .state_buckets import StateBuckets
@@ -125,15 +126,10 @@ class EncodedStates(StateStore):
         """Their update must look at one parameter at a time.
 
         Raises:
-            ValueError: an optimizer looks across parameters, or nothing is known of it; or parameters are sharded.
+            ValueError: an optimizer looks across parameters, or nothing is known of it.
         """
         for optimizer in optimizers:
             check_steps_per_parameter(optimizer, f'optimizer_state="{self._codec.name}"', 'optimizer_state="float32"')
-            if any(hasattr(p, "device_mesh") for group in optimizer.param_groups for p in group["params"]):
-                raise ValueError(
-                    f'optimizer_state="{self._codec.name}" does not encode the states of parameters that fully_shard '
-                    'has sharded: use optimizer_state="float32"'
-                )
 
     @property
     def steps_in_parts(self) -> bool:
@@ -180,7 +176,7 @@ class EncodedStates(StateStore):
         buckets: list[list[tuple[torch.Tensor, Any]]] = []
         room = 0
         for member in members:
-            size = 8 * member[0].numel()
+            size = 8 * shard(member[0]).numel()
             if room < size or not buckets:
                 buckets.append([])
                 room = bucket_bytes_at_most(member[0].device, self._bucket_bytes)
@@ -196,7 +192,7 @@ class EncodedStates(StateStore):
     def _decoded(
         self, optimizer: Optimizer, holders: Sequence[Optimizer], members: list[tuple[torch.Tensor, Any]]
     ) -> Iterator[None]:
-        large = [(parameter, gradient) for parameter, gradient in members if parameter.numel() >= SMALLEST]
+        large = [(parameter, gradient) for parameter, gradient in members if shard(parameter).numel() >= SMALLEST]
         for parameter, gradient in large:
             if _is_sparse(gradient):
                 for state in _states_of(holders, parameter):
@@ -207,7 +203,7 @@ class EncodedStates(StateStore):
         written: dict[int, torch.Tensor] = {}
         try:
             for state, key, encoded in taken.values():
-                state[key] = numbers[id(encoded)]
+                state[key] = sharded_as(numbers[id(encoded)], state[key])
             numbers.clear()
             yield
         finally:
@@ -216,7 +212,7 @@ class EncodedStates(StateStore):
                 bucket.encode(written)
             written.clear()
             for state, key, encoded in places:
-                state[key] = encoded
+                state[key] = sharded_as(encoded, state[key])
 
     def _places(
         self,
@@ -237,11 +233,12 @@ class EncodedStates(StateStore):
                         continue
                     if id(value) not in known:
                         _, _, encoded = taken.get((id(state), key), (None, None, None))
+                        part = shard(value)
                         # Two entries may have been one.
-                        if encoded is None or id(encoded) in written or encoded.stride() != value.stride():
-                            encoded = EncodedState.of(value, self._codec)
+                        if encoded is None or id(encoded) in written or encoded.stride() != part.stride():
+                            encoded = EncodedState.of(part, self._codec)
                         else:
-                            written[id(encoded)] = value
+                            written[id(encoded)] = part
                         known[id(value)] = encoded
                     places.append((state, key, known[id(value)]))
         return places
@@ -251,7 +248,7 @@ class EncodedStates(StateStore):
         self._buckets.forget(optimizer)
         parameters = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
         for state, key, encoded in self._places(optimizer, holders, parameters, {}, {}):
-            state[key] = encoded
+            state[key] = sharded_as(encoded, state[key])
 
     def give_back(self, holders: Sequence[Optimizer]) -> None:
         """Decode everything."""
@@ -264,7 +261,7 @@ class EncodedStates(StateStore):
     def shown(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """With float32 tensors, in dicts of its own."""
         states = {
-            key: {name: _numbers(value) for name, value in state.items()} if isinstance(state, dict) else state
+            key: {name: with_numbers(value) for name, value in state.items()} if isinstance(state, dict) else state
             for key, state in state_dict.get("state", {}).items()
         }
         return state_dict | {"state": states}
@@ -282,11 +279,11 @@ def _states_of(holders: Sequence[Optimizer], parameter: torch.Tensor) -> list[di
 
 def _encoded_in(holders: Sequence[Optimizer], parameters: Sequence[torch.Tensor]) -> _Entries:
     return {
-        (id(state), key): (state, key, value)
+        (id(state), key): (state, key, encoded)
         for parameter in parameters
         for state in _states_of(holders, parameter)
         for key, value in state.items()
-        if isinstance(value, EncodedState)
+        if (encoded := encoded_part(value)) is not None
     }
 
 
@@ -294,10 +291,11 @@ def _decode(state: dict[Any, Any]) -> None:
     """Put numbers in the places of codes; what was one tensor under two names is one again."""
     decoded: dict[int, torch.Tensor] = {}
     for key, value in state.items():
-        if isinstance(value, EncodedState):
-            if id(value) not in decoded:
-                decoded[id(value)] = value.decoded()
-            state[key] = decoded[id(value)]
+        encoded = encoded_part(value)
+        if encoded is not None:
+            if id(encoded) not in decoded:
+                decoded[id(encoded)] = with_numbers(value)
+            state[key] = decoded[id(encoded)]
 
 
 def _is_sparse(gradient: torch.Tensor | None) -> bool:
@@ -305,18 +303,15 @@ def _is_sparse(gradient: torch.Tensor | None) -> bool:
 
 
 def _is_encodable(value: Any, parameter: torch.Tensor) -> bool:
+    part = getattr(value, "_local_tensor", value) if is_sharded(parameter) else value
     return (
-        type(value) is torch.Tensor
-        and value.dtype is torch.float32
+        type(part) is torch.Tensor
+        and part.dtype is torch.float32
         and value.shape == parameter.shape
-        and value.dim() > 0
-        and value.numel() >= SMALLEST
-        and value.layout is torch.strided
+        and part.dim() > 0
+        and part.numel() >= SMALLEST
+        and part.layout is torch.strided
     )
-
-
-def _numbers(value: Any) -> Any:
-    return value.decoded() if isinstance(value, EncodedState) else value
 
 
 def states_for(plan: Plan) -> StateStore:

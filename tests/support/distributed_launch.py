@@ -20,6 +20,7 @@ from pathlib import Path
 import distributed_engines
 import distributed_matrix
 import distributed_split
+import distributed_states
 import distributed_train_state
 import distributed_verdicts
 import distributed_worker
@@ -30,7 +31,7 @@ from mpinit import registry
 
 # How many processes run which checks.
 CHECKS = {
-    2: distributed_worker.CHECKS,
+    2: distributed_worker.CHECKS | distributed_states.CHECKS,
     4: distributed_matrix.CHECKS | distributed_split.CHECKS | distributed_train_state.CHECKS,
 }
 # They belong to a process group.

@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ...basics.interrupts import InterruptsHeld
+from ...distributed.sharding import sharded_as
 from ..float_split import flat
 from .codec import BLOCK, Codec, Codes, in_rows, rows_for
 
@@ -129,6 +130,18 @@ class EncodedState(torch.Tensor):
     def _own_codes(self) -> Codes:
         # Those there are may be a part of a bucket's.
         return tuple(code.clone() for code in self.codes)
+
+
+def encoded_part(value: Any) -> EncodedState | None:
+    """A state's codes, those of this process's part where it is sharded; None where it is not encoded."""
+    part = getattr(value, "_local_tensor", value)
+    return part if isinstance(part, EncodedState) else None
+
+
+def with_numbers(value: Any) -> Any:
+    """A state in float32, sharded as it was; itself where it is not encoded."""
+    encoded = encoded_part(value)
+    return value if encoded is None else sharded_as(encoded.decoded(), value)
 
 
 def _rebuilt(codec: Codec, codes: Codes, size: tuple[int, ...], strides: tuple[int, ...]) -> EncodedState:
