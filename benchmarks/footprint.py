@@ -63,6 +63,9 @@ def _take(tensors: Iterable[Tensor], seen: set[int]) -> int:
         if isinstance(tensor, FakeTensor) or tensor.device.type == "meta" or tensor.layout is not torch.strided:
             continue
         address, size = _memory(tensor)
+        if not size and type(tensor) is not Tensor:
+            # One that stands for numbers kept in other tensors of its own.
+            total += _take(_leaves(vars(tensor)), seen)
         if size and address not in seen:
             seen.add(address)
             total += size

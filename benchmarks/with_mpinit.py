@@ -19,6 +19,7 @@ class Mpinit(Contender):
 
     def __init__(self, task: Task, opt_level: str, **properties: Any) -> None:
         self.fused = not properties.get("compile_step", False)
+        self.is_released = bool(properties.get("gradient_release", False))
         super().__init__(task)
         try:
             import mpinit
@@ -39,5 +40,8 @@ class Mpinit(Contender):
         self.scaling.__exit__(None, None, None)
 
     def gradient_carriers(self) -> Iterable[Tensor]:
+        if self.is_released:
+            # Which none are left for; to look at them is refused.
+            return super().gradient_carriers()
         carriers: Iterable[Tensor] = self.mpinit.master_params(self.optimizer)
         return carriers

@@ -21,7 +21,7 @@ BUCKET = 4 * 2**20
 SIDE = 256
 # 8 bytes a parameter, of a master and its gradient or of two states.
 IN_A_BUCKET = BUCKET // (8 * SIDE**2)
-COUNT = 6 * IN_A_BUCKET
+COUNT = 4 * IN_A_BUCKET
 # What is worked on at a time where it is not compiled: by splitting, and by encodings, a few times over.
 SPLIT_CHUNK, CHUNKS = 4 * float_split._CHUNK, 4 * 2**20
 SPLIT: dict[str, Any] = {"master_weights": "split", "split_bucket_bytes": BUCKET}
