@@ -269,7 +269,6 @@ class TwoCopies:
                 names.append(self._name_of(pair.model_param))
         self.look_at_gradients()
         self.look_at_trained()
-        self.look_at_trained_masters()
         return list(dict.fromkeys(names))
 
     def note_one(self, pair: Pair) -> None:
@@ -305,7 +304,7 @@ class TwoCopies:
     # -- membership ---------------------------------------------------------------------------------------------
 
     def look_at_trained(self, to_step: bool = False) -> None:
-        """Masters' ``requires_grad`` follows the weights'.
+        """``requires_grad`` of either side follows the one that was changed.
 
         Args:
             to_step: only for a step, which asks for gradients: where all were trained and have some, it has what it
@@ -313,7 +312,7 @@ class TwoCopies:
         """
         if to_step and all(self._trained) and self._gradients and not any(map(is_, self._gradients, repeat(None))):
             return
-        if self._trained != are_trained(self.weights):
+        if self._trained != are_trained(self.weights) or self._trained != are_trained(self.masters):
             self._agree_on_trained()
 
     def look_at_trained_masters(self) -> None:

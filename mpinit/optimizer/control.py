@@ -125,6 +125,7 @@ class OptimizerControl:
         self.release.check_looking("mpinit.master_params (or mpinit.clip_grad_norm_)")
         self.groups.refresh()
         self.groups.copies.look_at_both()
+        self.groups.copies.look_at_trained()
         self._step.check_gradients()
         yield from self.groups.gradient_holders(parameters)
 

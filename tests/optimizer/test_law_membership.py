@@ -48,6 +48,25 @@ def test_what_is_frozen_through_the_groups_stays(dtype: torch.dtype, masters: An
 
 
 @each_mode
+def test_a_look_through_the_groups_shows_who_is_trained(dtype: torch.dtype, masters: Any) -> None:
+    """Without it, to freeze in the model what was thawed in the groups would change nothing there, and be lost."""
+    model = Both()
+    optimizer = plain_sgd(model.parameters())
+    initialise(model, optimizer, dtype, masters)
+    entry(optimizer).requires_grad_(False)
+    list(mpinit.master_params(optimizer))
+    assert not model.first.weight.requires_grad
+    entry(optimizer).requires_grad_(True)
+    list(mpinit.master_params(optimizer))
+    assert model.first.weight.requires_grad
+    model.first.weight.requires_grad_(False)
+    pull(model, optimizer)
+    optimizer.step()
+    assert torch.equal(number(model, "first.weight"), START)
+    assert torch.equal(number(model, "second.weight"), START - 2 * GRADIENT)
+
+
+@each_mode
 def test_what_is_frozen_in_the_model_stays(dtype: torch.dtype, masters: Any) -> None:
     model = Both()
     optimizer = plain_sgd(model.parameters())
