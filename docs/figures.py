@@ -1,0 +1,147 @@
+"""Figures and numbers of the explanations, from real runs: ``python docs/figures.py`` writes them.
+
+Between the marks of a page stands what a run has come to; a test compares, and another draws the picture.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+import mpinit
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+EXPLANATION: Final = ROOT / "docs" / "explanation"
+PICTURE: Final = ROOT / "docs" / "_static" / "gradients.png"
+_MARKED: Final = re.compile(r"(<!-- figures (\w+): begin -->\n).*?(<!-- figures \w+: end -->)", re.S)
+# The level's columns; bfloat16 at O3, where Adam in float16 is not worth training with.
+_LEVELS: Final[Mapping[str, dict[str, Any]]] = {
+    "O0": {"opt_level": "O0"},
+    "O1, O4": {"opt_level": "O4"},
+    "O2, O5": {"opt_level": "O5"},
+    "O3": {"opt_level": "O3", "cast_model_type": "bfloat16"},
+}
+
+
+class _Attention(nn.Module):
+    """A matrix product and a softmax, which say what they get and give, in the forward and in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64, bias=False)
+        self.norm = nn.LayerNorm(64)
+        self.seen: dict[str, set[torch.dtype]] = {}
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        product = self.linear(x)
+        softmax = torch.softmax(product, -1)
+        normed = self.norm(product)
+        self._note("inputs of the model", x)
+        self._note("matrix products, convolutions", product)
+        self._note("softmax, norms", softmax, normed)
+        for tensor in (product, softmax, normed):
+            tensor.register_hook(lambda gradient: self._note("gradients in the backward pass", gradient))
+        return product, softmax * normed
+
+    def _note(self, what: str, *tensors: Tensor) -> None:
+        self.seen.setdefault(what, set()).update(tensor.dtype for tensor in tensors)
+
+
+def levels() -> str:
+    """Which tensor has how many bits at which level, and the bytes of all that is held."""
+    columns = {title: _measured(asked) for title, asked in _LEVELS.items()}
+    rows = [f"| | {' | '.join(columns)} |", f"|---{'|---' * len(columns)}|"]
+    for what in next(iter(columns.values())):
+        rows.append(f"| {what} | {' | '.join(column[what] for column in columns.values())} |")
+    return "\n".join(rows) + "\n"
+
+
+def _measured(asked: dict[str, Any]) -> dict[str, str]:
+    model = _Attention()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    mpinit.initialize(model, optimizer, verbosity=0, **asked)
+    outputs = _step_but_for_clearing(model, optimizer)
+    weight = model.linear.weight
+    (stepped,) = (p for p in mpinit.master_params(optimizer) if p.dim() == 2)
+    cells = {
+        "weights between steps": {weight.dtype},
+        "what the optimizer steps": {stepped.dtype},
+        "inputs of the model": model.seen["inputs of the model"],
+        "matrix products, convolutions": model.seen["matrix products, convolutions"],
+        "softmax, norms": model.seen["softmax, norms"],
+        "outputs of the model": {output.dtype for output in outputs},
+        "gradients in the backward pass": model.seen["gradients in the backward pass"],
+        "gradients that the step uses": {stepped.grad.dtype if stepped.grad is not None else torch.float32},
+        "state dict": {model.state_dict()["linear.weight"].dtype},
+    }
+    bits = {what: " and ".join(str(dtype.itemsize * 8) for dtype in _ascending(found)) for what, found in cells.items()}
+    mpinit.undo(model)
+    return bits
+
+
+def _step_but_for_clearing(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    outputs: tuple[Tensor, ...] = model(torch.randn(8, 64))
+    with mpinit.scale_loss(sum(output.float().square().mean() for output in outputs), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    return outputs
+
+
+def _ascending(dtypes: set[torch.dtype]) -> list[torch.dtype]:
+    return sorted(dtypes, key=lambda dtype: dtype.itemsize)
+
+
+def gradients(steps: int = 300) -> mpinit.GradientHistogram:
+    """Of a small CNN after so many steps on handwritten digits, in float32, where nothing is lost."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from demo.digits_data import load_digits
+    from demo.network import digits_net
+
+    torch.manual_seed(0)
+    digits, model = load_digits(), digits_net(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    mpinit.initialize(model, optimizer, "O0", loss_scale=2.0**16, verbosity=0)
+    chance, done = torch.Generator().manual_seed(0), 0
+    while True:
+        for images, labels in digits.batches(64, chance):
+            optimizer.zero_grad()
+            with mpinit.scale_loss(nn.functional.cross_entropy(model(images), labels), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            done += 1
+            if done == steps:
+                histogram = mpinit.gradient_histogram(optimizer)
+                mpinit.undo(model)
+                return histogram
+            optimizer.step()
+
+
+def lost() -> str:
+    """What the histogram says."""
+    return f"```text\n{gradients()}\n```\n"
+
+
+MADE: Final[Mapping[str, Callable[[], str]]] = {"levels": levels, "lost": lost}
+
+
+def replaced(text: str) -> str:
+    """``text`` with all that stands between marks made anew."""
+    return _MARKED.sub(lambda mark: f"{mark[1]}\n{MADE[mark[2]]()}\n{mark[3]}", text)
+
+
+def main() -> int:
+    """Write the pages and the picture."""
+    for path in sorted(EXPLANATION.glob("*.md")):
+        path.write_text(replaced(path.read_text(encoding="utf-8")), encoding="utf-8")
+    gradients().plot(PICTURE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""docs/figures.py makes what the explanations show from runs: the table as it stands, and the picture's numbers."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sklearn")
+FOLDER = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[str, Any]:
+    return runpy.run_path(str(FOLDER / "figures.py"))
+
+
+def test_the_levels_in_numbers_are_what_a_run_has(figures: dict[str, Any]) -> None:
+    page = (FOLDER / "explanation" / "levels.md").read_text(encoding="utf-8")
+    assert figures["levels"]() in page, "run: python docs/figures.py"
+
+
+def test_the_page_shows_what_the_histogram_says(figures: dict[str, Any], tmp_path: Path) -> None:
+    page = (FOLDER / "explanation" / "loss-scaling.md").read_text(encoding="utf-8")
+    shown = re.search(r"begin -->\n\n```text\n(.*?)\n```\n\n<!-- figures", page, re.S)
+    assert shown is not None
+    histogram = figures["gradients"](steps=2)
+    # Numbers differ from one processor's kernels to another's, and with so few steps; what they are of does not.
+    assert re.sub(r"[\d.,]+(e\+\d+)?", "N", str(histogram)) == re.sub(r"[\d.,]+(e\+\d+)?", "N", shown[1])
+    assert f"{sum(histogram.elements.values()):,} gradients" in shown[1]
+    picture = tmp_path / "gradients.png"
+    histogram.plot(picture)
+    assert picture.read_bytes()[:4] == (FOLDER / "_static" / "gradients.png").read_bytes()[:4] == b"\x89PNG"
