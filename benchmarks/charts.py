@@ -14,7 +14,7 @@ from .results import Results
 from .roster import BY_TYPE
 from .suite import title_of
 
-COLUMNS = 3
+COLUMNS = 2
 KIND_COLORS = dict(zip(KINDS, ("#0072b2", "#56b4e9", "#e69f00", "#009e73"), strict=True))
 OURS, THEIRS = "#d55e00", "#555555"
 
@@ -52,7 +52,7 @@ def _panels(count: int, height: float) -> tuple[Any, list[Any]]:
     from matplotlib import pyplot
 
     lines = -(-count // COLUMNS)
-    figure, grid = pyplot.subplots(lines, COLUMNS, figsize=(15, height * lines), layout="constrained", squeeze=False)
+    figure, grid = pyplot.subplots(lines, COLUMNS, figsize=(11, height * lines), layout="constrained", squeeze=False)
     panels = list(grid.flat)
     for panel in panels[count:]:
         panel.axis("off")
@@ -73,9 +73,9 @@ def _save(figure: Any, path: Path) -> Path:
 
 
 def _training(rows: Mapping[str, Results], memory: Results | None, dtype: str, path: Path) -> Path:
-    figure, panels = _panels(len(rows) + (memory is not None), 3.4)
+    figure, panels = _panels(len(rows) + (memory is not None), 4.0)
     for (name, results), panel in zip(rows.items(), panels, strict=False):
-        panel.set_title(name, fontsize=11, loc="left")
+        panel.set_title(name, fontsize=12, loc="left")
         names = [contender for contender in ("fp32", *BY_TYPE[dtype]) if results.rounds(contender)]
         if results.is_measurable():
             _times(panel, results, names)
@@ -103,8 +103,8 @@ def _times(panel: Any, results: Results, names: Sequence[str]) -> None:
         color = OURS if title_of(name).startswith("mpinit") else THEIRS
         panel.barh(place, estimate.median, height=0.62, color=color, alpha=0.85)
         panel.plot([estimate.low, estimate.high], [place, place], color="black", linewidth=1.4)
-        panel.text(estimate.high, place, f"  {estimate.median:.2f}", va="center", fontsize=8)
-    panel.set_yticks(range(len(names)), [title_of(name) for name in names], fontsize=8)
+        panel.text(estimate.high, place, f"  {estimate.median:.2f}", va="center", fontsize=10)
+    panel.set_yticks(range(len(names)), [title_of(name) for name in names], fontsize=10)
     panel.set_xlim(0, 1.15 * max(estimate.high for estimate in estimates))
     panel.axvline(1.0, color="grey", linewidth=0.8)
     panel.invert_yaxis()
@@ -119,13 +119,13 @@ def _bytes(panel: Any, results: Results, dtype: str) -> None:
         panel.barh(range(len(names)), lengths, left=left, height=0.62, label=kind, color=KIND_COLORS[kind])
         left = [start + length for start, length in zip(left, lengths, strict=True)]
     for place, total in enumerate(left):
-        panel.text(total, place, f"  {total:.1f}", va="center", fontsize=8)
-    panel.set_yticks(range(len(names)), [title_of(name) for name in names], fontsize=8)
+        panel.text(total, place, f"  {total:.1f}", va="center", fontsize=10)
+    panel.set_yticks(range(len(names)), [title_of(name) for name in names], fontsize=10)
     panel.set_xlim(0, 1.15 * max(left))
     panel.invert_yaxis()
-    panel.set_title("bytes a parameter after backward, Adam", fontsize=11, loc="left")
+    panel.set_title("bytes a parameter after backward, Adam", fontsize=12, loc="left")
     # Below the bars: a legend among them would hide some.
-    panel.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.08))
+    panel.legend(fontsize=10, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.08))
 
 
 def _growth(found: Mapping[str, Results], path: Path) -> Path:
@@ -133,7 +133,7 @@ def _growth(found: Mapping[str, Results], path: Path) -> Path:
     figure, panels = _panels(len(rows), 4.0)
     for results, panel in zip(rows, panels, strict=False):
         axis = AXES[results.name.removeprefix("grow_")]
-        panel.set_xlabel(axis.title, fontsize=9)
+        panel.set_xlabel(axis.title, fontsize=10)
         if not results.is_measurable():
             _say(panel, "not measurable here:\nits control does not hold")
             continue
@@ -146,8 +146,8 @@ def _growth(found: Mapping[str, Results], path: Path) -> Path:
         panel.set_xscale("log")
         panel.set_yscale("log")
         # Above the axes, where no curve is.
-        panel.legend(fontsize=9, frameon=False, loc="lower left", bbox_to_anchor=(0.0, 1.0))
-    panels[0].set_ylabel("ms", fontsize=9)
+        panel.legend(fontsize=10, frameon=False, loc="lower left", bbox_to_anchor=(0.0, 1.0))
+    panels[0].set_ylabel("ms", fontsize=10)
     figure.suptitle("What mpinit costs at O2 with Adam as something grows; slope: exponent over the last three points")
     return _save(figure, path)
 
