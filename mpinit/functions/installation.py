@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from ..basics.interrupts import InterruptsHeld
 from ..basics.patching import UndoStack
 from ..plan import CastPolicy, Plan
 from ..torch_internals import cpu_autocast_list, encoder_fast_path
@@ -47,6 +48,7 @@ class Installation:
     """Which sessions are live, and what stands in torch's namespaces for them."""
 
     def __init__(self) -> None:
+        # Taken with interrupts held: one behind a block's last line would leave it taken, and other threads waiting.
         self._lock = threading.RLock()
         self._sessions: dict[object, _Needs] = {}
         self._installed: _Needs | None = None
@@ -60,7 +62,7 @@ class Installation:
     def add(self, plan: Plan, verbose: bool, undos: UndoStack) -> None:
         """Serve one more session; the undo may come in any order among several."""
         token = object()
-        with self._lock:
+        with InterruptsHeld(), self._lock:
             undos.push(lambda: self._remove(token))
             self._sessions[token] = _Needs(plan.cast_policy, plan.allow_banned, verbose)
             self._refresh()
@@ -68,13 +70,13 @@ class Installation:
                 warn_of_torch_names(self._wrapped_functions())
 
     def _remove(self, token: object) -> None:
-        with self._lock:
+        with InterruptsHeld(), self._lock:
             self._sessions.pop(token, None)
             self._refresh_for_all()
 
     def refresh_registrations(self) -> None:
         """Install anew for a changed list of registered functions."""
-        with self._lock:
+        with InterruptsHeld(), self._lock:
             self._installed = None
             self._refresh_for_all()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from casts import BF16, FP32, HALF, o1_plan
+from casts import BF16, FP32, HALF, in_thread, o1_plan
 from interruptions import Where, count_runs, raise_at
 from test_functions import differences, snapshot
 
@@ -16,7 +16,9 @@ import mpinit
 from mpinit.functions import apply
 from mpinit.functions.installation import INSTALLATION
 from mpinit.torch_internals.cpu_autocast_list import listed_on_cpu_only
+from mpinit.torch_internals.native_autocast import device_types
 
+device_types()  # found out once in a process, by whoever asks first
 TRACED = ("functions/", "basics/patching.py", "torch_internals/")
 
 
@@ -89,6 +91,7 @@ def test_an_interrupted_setup_leaves_torch_as_it_was(live: str, both: bool) -> N
         check(live, before, where)
         count += 1
     assert count > 90
+    in_thread(apply(PLAN))  # nobody has kept the lock
 
 
 def flags(seen: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
+import linecache
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +36,13 @@ def _has_line(code: CodeType, number: int) -> bool:
     return any(line == number for _, _, line in code.co_lines())
 
 
+def _gives_a_lock_back(frame: Any) -> bool:
+    """Whether a ``with`` is about to release its lock: interrupts are held there, or come too late to be told from."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    ends = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "LOAD_CONST"
+    return ends and line.lstrip().startswith("with ") and line.rstrip().endswith("lock:")
+
+
 @contextmanager
 def _tracing(trace: Callable[[Any, str, Any], Any]) -> Iterator[None]:
     """No garbage is collected meanwhile: the lines that its weak references call belong to an earlier test."""
@@ -56,7 +65,7 @@ def count_runs(action: Callable[[], Any], covers: Callable[[str], bool]) -> dict
         name = file_of(frame.f_code)
         if name is None or not wanted(name):
             return None
-        if event == "line":
+        if event == "line" and not _gives_a_lock_back(frame):
             runs[name, frame.f_lineno] = runs.get((name, frame.f_lineno), 0) + 1
         return trace
 
@@ -74,7 +83,7 @@ def raise_at(where: Where, action: Callable[[], Any], error: type[BaseException]
         nonlocal left, fired
         if fired or file_of(frame.f_code) != name or not _has_line(frame.f_code, number):
             return None
-        if event == "line" and frame.f_lineno == number:
+        if event == "line" and frame.f_lineno == number and not _gives_a_lock_back(frame):
             left -= 1
             if left == 0:
                 fired = True
@@ -101,7 +110,7 @@ def interrupt_at(line: int, action: Callable[[], Any], *folders: str) -> None:
         name = file_of(frame.f_code)
         if name is None or seen > line or not name.startswith(folders or ("",)):
             return None
-        if event == "line":
+        if event == "line" and not _gives_a_lock_back(frame):
             seen += 1
             if seen - 1 == line:
                 raise Interrupted(f"{name}:{frame.f_lineno}")
