@@ -134,6 +134,28 @@ def _decode(residual: Residual, present: torch.Tensor) -> torch.Tensor:
     return restored
 
 
+def unchanged_or_present(original: torch.Tensor, narrow: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+    """Where the original itself was kept: its numbers wherever ``present`` still has the bits it was cast to.
+
+    Args:
+        original: as it came in.
+        narrow: what it was cast to, in 16 or 32 bits.
+        present: what stands there now, of ``narrow``'s dtype, shape and device.
+
+    Returns:
+        ``original`` where nothing was changed, a new tensor of its dtype otherwise.
+
+    Example:
+        >>> original = torch.tensor([1 / 3, 1 / 7])
+        >>> present = torch.tensor([1 / 3, 2.0], dtype=torch.half)
+        >>> (unchanged_or_present(original, original.half(), present) == torch.tensor([1 / 3, 2.0])).tolist()
+        [True, True]
+    """
+    bits = torch.int16 if narrow.element_size() == 2 else torch.int32
+    changed = narrow.view(bits) != present.view(bits)
+    return torch.where(changed, present.to(original.dtype), original) if changed.any() else original
+
+
 def _unchanged(residual: Residual, part: torch.Tensor, start: int) -> torch.Tensor:
     """For each element from ``start`` on whether its block is as it was, on the host."""
     if residual.checksums is None:

@@ -13,7 +13,7 @@ from ..basics.dtypes import cast_within_range, may_overflow
 from ..basics.modules import modules_of
 from ..basics.user_warnings import warn_user
 from ..distributed.sharding import local, rebuild_groups, set_data
-from ..masters.residual import Cast, Residual, decode, encode
+from ..masters.residual import Cast, Residual, decode, encode, unchanged_or_present
 from ..torch_internals.parameter_watching import TENSOR_DETACH
 from .lasting_losses import warn_of_lasting_losses
 from .selection import is_parameter
@@ -233,12 +233,8 @@ def _unchanged_from(entry: _Buffer, present: torch.Tensor) -> torch.Tensor:
     if present.is_meta:
         return original  # there are no numbers that could have changed
     here = original.detach().to(present.device)
-    narrow = cast_within_range(here, present.dtype)
-    bits = torch.int16 if narrow.element_size() == 2 else torch.int32
-    changed = narrow.view(bits) != present.detach().view(bits)
-    if not changed.any():
-        return original if original.device == present.device else here
-    return torch.where(changed, present.detach().to(original.dtype), here)
+    found = unchanged_or_present(here, cast_within_range(here, present.dtype), present.detach())
+    return original if found is here and original.device == present.device else found
 
 
 # -- values out of range ----------------------------------------------------------------------------------------------

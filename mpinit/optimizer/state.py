@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..basics.patching import Undo, UndoStack
 from ..distributed.sharding import local
+from ..masters.residual import unchanged_or_present
 
 
 def move_state(
@@ -134,9 +135,8 @@ def _as_it_was(original: Any, present: Any, widened: Any) -> Any:
     if not isinstance(original, torch.Tensor) or original.shape != present.shape or original.is_meta:
         return widened
     here = local(original).to(present.device)
-    changed = local(present) != here.to(present.dtype)
-    if not changed.any():
-        return original if original.device == present.device else here
-    part = local(widened)
-    torch.where(changed, part, here, out=part)
+    found = unchanged_or_present(here, here.to(present.dtype), local(present))
+    if found is here and original.device == present.device:
+        return original
+    local(widened).copy_(found)
     return widened
