@@ -89,7 +89,7 @@ class Properties(BaseModel):
         min_loss_scale, max_loss_scale: limits of dynamic scaling. Default none and 2**24.
         max_consecutive_skips: skipped steps in a row after which ``step()`` raises. Default 64.
         compile_step: compile the optimizer's update and the rounding into the weights into one graph. For optimizers
-            that loop over parameters: Adam with ``foreach=False`` on 20 small tensors took 0.55 of its time on a CPU.
+            that loop over parameters (``foreach=False``); in the benchmarks' launch-bound step it costs time.
         optimizer_state: what the optimizer's state is between steps: "float32" (default, the optimizer's own),
             "bfloat16" or "int8" (1 byte a number and 4 for 128), rounded stochastically. For optimizers that update
             each parameter by itself. Formats and when to use which: docs/explanation/optimizer-states.md.
