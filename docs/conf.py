@@ -6,8 +6,12 @@ napoleon reads Google docstrings as they are.
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+from typing import Any
+
+from docutils import nodes
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -31,3 +35,20 @@ autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autoclass_content = "class"
 add_module_names = False
+
+
+def _let_long_names_break(app: Any, tree: nodes.document, page: str) -> None:
+    """Tables are as narrow as their longest word: a name in one may go on in the next line after a dot or the like."""
+    for cell in tree.findall(nodes.entry):
+        for literal in list(cell.findall(nodes.literal)):
+            parts = re.split(r"(?<=\w[._(=])(?=[A-Za-z])", literal.astext())
+            inside: list[nodes.Node] = [nodes.Text(parts[0])]
+            for part in parts[1:]:
+                inside += [nodes.raw("", "<wbr>", format="html"), nodes.Text(part)]
+            literal.children = []
+            literal.extend(inside)
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("doctree-resolved", _let_long_names_break)

@@ -186,3 +186,15 @@ def test_links_lead_to_files_and_every_page_is_reached(page: Path) -> None:
         assert target.startswith("https://") or (page.parent / target).exists(), target
     front = DOCS / "index.md"
     assert page == front or page in links(front)
+
+
+def test_names_in_tables_break_between_their_words_only() -> None:
+    nodes = pytest.importorskip("docutils.nodes")
+    cell = nodes.entry("", nodes.literal("", "mpinit.stalled(optimizer, n_steps=3)"), nodes.literal("", ".plot()"))
+    conf = (DOCS / "conf.py").read_text(encoding="utf-8")
+    namespace: dict[str, Any] = {"__file__": str(DOCS / "conf.py")}
+    exec(compile(conf, "conf.py", "exec"), namespace)
+    namespace["_let_long_names_break"](None, nodes.table("", cell), "page")
+    pieces = [[str(part) for part in literal.findall(nodes.Text)] for literal in cell.findall(nodes.literal)]
+    shown = [[piece for piece in found if piece != "<wbr>"] for found in pieces]
+    assert shown == [["mpinit.", "stalled(", "optimizer, n_", "steps=3)"], [".plot()"]]
