@@ -51,7 +51,7 @@ def describe(session: Session) -> str:
         masters = _masters_of(session, optimizer)
         lines.append(
             f"optimizer {index}, {type(optimizer).__name__}: {masters}; {counts.good} steps done, {counts.skipped} "
-            f"skipped, {counts.consecutive} of them just now"
+            f"skipped, {counts.consecutive} of them in a row just now"
         )
     waiting = session.waiting.weights()
     if waiting:

@@ -12,9 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 from frameworks import let_torchvision_load
+from snippets import NUMBERS, words
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
+
+
+def shown(page: str, title: str) -> list[list[str]]:
+    """The words of the block of output that a page has under a heading: numbers are those of one machine."""
+    text = (ROOT / page).read_text(encoding="utf-8").split(f"\n## {title}", maxsplit=1)[-1]
+    block = re.search(r"```text\n(.*?)\n```", text, re.S)
+    assert block is not None
+    return words(block[1], NUMBERS)
 
 
 @pytest.fixture
@@ -57,6 +66,7 @@ def test_the_minimal_example_runs_in_a_process_of_its_own() -> None:
     )
     assert done.returncode == 0, done.stderr
     check_minimal("O2", done.stdout)
+    assert shown("examples/README.md", "[minimal.py]") == words(done.stdout, NUMBERS)
     assert done.stderr == ""
 
 
@@ -71,6 +81,12 @@ def test_the_demo_prints_its_table_and_writes_its_plot(tmp_path: Path, script) -
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert plot.stat().st_size > 20_000
     assert (tmp_path / "table.txt").read_text(encoding="utf-8") in output
+    from demo.training import SETTINGS
+
+    page, printed = shown("docs/tutorial/first-run.md", "First run"), words(output, NUMBERS)
+    assert page[0] == next(line for line in printed if line[:1] == ["level"])
+    assert sorted(line[:2] for line in page[2:9]) == sorted(setting.name.split() for setting in SETTINGS)
+    assert {tuple(line[3:]) for line in page if "points" in line} <= {tuple(line[3:]) for line in printed}
 
 
 def test_the_skipped_step_is_explained_and_mended(tmp_path: Path, script) -> None:  # type: ignore[no-untyped-def]
@@ -79,6 +95,8 @@ def test_the_skipped_step_is_explained_and_mended(tmp_path: Path, script) -> Non
     assert "opt_level='O2', keep_fp32=['blocks." in output
     rows = [line for line in output.splitlines() if line.startswith("O2, float16")]
     assert len(rows) == 2
+    page = shown("docs/how-to/diagnose.md", "An example")
+    assert page == words(output, NUMBERS)[: len(page)]
     broken, mended = (int(row.removeprefix("O2, float16").replace(", as suggested", "").split()[1]) for row in rows)
     assert broken >= 10 and mended == 0, "steps skipped"
     for plot in ("loss_and_scale.png", "gradients.png"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from frameworks import let_torchvision_load, names_for
-from snippets import ROOT, Snippet, blocks, snippets
+from snippets import PRINTS, ROOT, Snippet, blocks, same_but_for_numbers, snippets
 
 import mpinit
 
@@ -90,14 +90,25 @@ def test_every_block_is_found() -> None:
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("snippet", EXAMPLES, ids=str)
-def test_a_snippet_runs(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snippet_runs_and_prints_what_the_page_shows(
+    snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(ROOT)
+    torch.manual_seed(0)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     PRELUDE.run(namespace)
     namespace |= names_for(snippet.mark, tmp_path)
     for earlier in gone_before(snippet):
         earlier.run(namespace)
+    capsys.readouterr()
     snippet.run(namespace)
+    printed = capsys.readouterr().out
+    assert snippet.printed is None or same_but_for_numbers(printed, snippet.printed), printed
+
+
+def test_what_is_shown_belongs_to_a_snippet() -> None:
+    marks = sum(page.read_text(encoding="utf-8").count(PRINTS) for page in PAGES)
+    assert marks == sum(snippet.printed is not None for snippet in ALL) >= 3
 
 
 def gone_before(snippet: Snippet) -> list[Snippet]:
@@ -110,7 +121,7 @@ def gone_before(snippet: Snippet) -> list[Snippet]:
 
 def test_a_tutorial_can_be_typed_from_top_to_bottom() -> None:
     tutorial = [snippet for snippet in EXAMPLES if snippet.page.stem == "from-float32-to-o2"]
-    assert gone_before(tutorial[-1]) == tutorial[:-1] and len(tutorial) == 3
+    assert gone_before(tutorial[-1]) == tutorial[:-1] and len(tutorial) == 4
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
@@ -191,10 +202,7 @@ def test_links_lead_to_files_and_every_page_is_reached(page: Path) -> None:
 def test_names_in_tables_break_between_their_words_only() -> None:
     nodes = pytest.importorskip("docutils.nodes")
     cell = nodes.entry("", nodes.literal("", "mpinit.stalled(optimizer, n_steps=3)"), nodes.literal("", ".plot()"))
-    conf = (DOCS / "conf.py").read_text(encoding="utf-8")
-    namespace: dict[str, Any] = {"__file__": str(DOCS / "conf.py")}
-    exec(compile(conf, "conf.py", "exec"), namespace)
-    namespace["_let_long_names_break"](None, nodes.table("", cell), "page")
+    runpy.run_path(str(DOCS / "conf.py"))["_let_long_names_break"](None, nodes.table("", cell), "page")
     pieces = [[str(part) for part in literal.findall(nodes.Text)] for literal in cell.findall(nodes.literal)]
     shown = [[piece for piece in found if piece != "<wbr>"] for found in pieces]
     assert shown == [["mpinit.", "stalled(", "optimizer, n_", "steps=3)"], [".plot()"]]

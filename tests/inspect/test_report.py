@@ -25,7 +25,7 @@ def test_it_tells_level_dtypes_masters_scale_and_skips() -> None:
         "cast_model_type = torch.float16",
         "20 float16, 8 float32 parameters",
         "float32: 1",
-        "2 float32 masters; 1 steps done, 1 skipped, 1 of them just now",
+        "2 float32 masters; 1 steps done, 1 skipped, 1 of them in a row just now",
         "scale 32768, 0 good backward passes since it moved",
     ):
         assert part in text
