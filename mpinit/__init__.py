@@ -5,7 +5,7 @@ Example:
     >>> model = torch.nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    >>> with mpinit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+    >>> with mpinit.scale_loss(model(torch.ones(1, 4)).mean(), optimizer) as scaled_loss:
     ...     scaled_loss.backward()
     >>> optimizer.step()
     >>> mpinit.undo(model)
@@ -50,7 +50,18 @@ else:
 
 
 def install_as_apex() -> None:
-    """Let ``from apex import amp`` and its kin, in this process, find mpinit's own equivalents."""
+    """Let ``from apex import amp`` and its kin, in this process, find mpinit's own equivalents.
+
+    Call it before the first import of apex. Parts of an installed apex that are not ``apex.amp`` are used as they are.
+    What is covered, and what is not: ``mpinit check-apex script.py``.
+
+    Example:
+        >>> import mpinit
+        >>> mpinit.install_as_apex()
+        >>> from apex import amp
+        >>> amp.scale_loss.__module__.split(".")[0]
+        'mpinit'
+    """
     # Imported here so that importing mpinit does not pay for the compatibility layer.
     from .compat import install_as_apex as install
 

@@ -23,8 +23,8 @@ from .functions.registration import (
 )
 from .grad_scaler import GradScaler
 from .initialization import add_optimizers, initialize, undo
-from .inspect.describe import describe as describing
 from .optimizer.ranks import copy_from
+from .progress import describe, loss_scale, scheduler_step, step_counts, step_was_skipped
 from .scaling.scaled_loss import ScaledLoss, Unscaled
 from .torch_internals.native_autocast import disable_casts
 from .train_state import TrainState
@@ -103,7 +103,7 @@ def scale_loss(
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
-        >>> with mpinit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+        >>> with mpinit.scale_loss(model(torch.ones(1, 4)).mean(), optimizer) as scaled_loss:
         ...     scaled_loss.backward()
         >>> next(mpinit.master_params(optimizer)).grad.dtype
         torch.float32
@@ -127,6 +127,15 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     Yields:
         Float32 masters where there are any, the weights themselves otherwise (with ``master_weights="split"`` too,
         whose weights carry the gradients), in the groups' order.
+
+    Example:
+        >>> import torch, mpinit
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> [(tuple(p.shape), p.dtype) for p in mpinit.master_params(optimizer)]
+        [((2, 4), torch.float32), ((2,), torch.float32)]
+        >>> mpinit.undo(model)
     """
     session = registry.of(optimizer)
     if session is None:
@@ -153,7 +162,24 @@ def clip_grad_norm_(
             that of all of them. Default none; what is sharded over meshes is added up anyway.
 
     Returns:
-        The total norm before clipping, of unscaled gradients: a 0-dimensional tensor on their device.
+        The total norm before clipping, of unscaled gradients: a 0-dimensional float32 tensor on their device.
+
+    Raises:
+        RuntimeError: the norm is inf or nan and ``error_if_nonfinite`` is True; or ``gradient_release``, where
+            gradients are gone before all of them are known.
+
+    Example:
+        >>> import torch, mpinit
+        >>> model = torch.nn.Linear(4, 1, bias=False)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+        >>> with mpinit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> mpinit.clip_grad_norm_(optimizer, max_norm=1.0)
+        tensor(2.)
+        >>> next(mpinit.master_params(optimizer)).grad.norm().round(decimals=3)
+        tensor(1.)
+        >>> mpinit.undo(model)
     """
     parameters = list(master_params(optimizer))
     if process_group is not None or any(map(is_sharded, parameters)):
@@ -206,6 +232,15 @@ def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
 
     Raises:
         RuntimeError: None was given and there is not exactly one live session; the message lists them.
+
+    Example:
+        >>> import torch, mpinit
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> mpinit.state_dict(optimizer)
+        {'loss_scaler0': {'loss_scale': 65536.0, 'unskipped': 0}}
+        >>> mpinit.undo(model)
     """
     session = registry.session_meant(optimizer)
     return {} if session is None else checkpoint.session_state(session)
@@ -223,58 +258,17 @@ def load_state_dict(state: Mapping[str, Any], optimizer: Optimizer | None = None
     Raises:
         ValueError: the state does not fit; the message lists the differences, and nothing was changed.
         RuntimeError: as in :func:`state_dict`.
+
+    Example:
+        >>> import torch, mpinit
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> mpinit.load_state_dict({"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7}}, optimizer)
+        >>> mpinit.loss_scale(optimizer)
+        1024.0
+        >>> mpinit.undo(model)
     """
     session = registry.session_meant(optimizer)
     if session is not None:
         checkpoint.load_session_state(session, state)
-
-
-def loss_scale(optimizer: Optimizer, loss_id: int = 0) -> float:
-    """The scale that :func:`scale_loss` uses for this optimizer's loss; 1.0 where disabled."""
-    session = registry.session_meant(optimizer)
-    return 1.0 if session is None else session.scaler(loss_id).loss_scale()
-
-
-def step_was_skipped(optimizer: Optimizer) -> bool:
-    """Whether the last ``optimizer.step()`` was skipped because of an overflow."""
-    session = registry.session_meant(optimizer)
-    return session is not None and session.controller_of(optimizer).counts.consecutive > 0
-
-
-def step_counts(optimizer: Optimizer) -> tuple[int, int]:
-    """How many steps were done and how many skipped since initialisation; (0, 0) where disabled."""
-    session = registry.session_meant(optimizer)
-    if session is None:
-        return 0, 0
-    counts = session.controller_of(optimizer).counts
-    return counts.good, counts.skipped
-
-
-def describe(owner: Any) -> str:
-    """What mpinit does to a model or optimizer and how it fares: level, dtypes, masters, scales, skipped steps.
-
-    Args:
-        owner: an initialised model or optimizer.
-
-    Returns:
-        A few lines of text.
-
-    Raises:
-        RuntimeError: it is not initialised.
-
-    Example:
-        >>> import torch, mpinit
-        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O3", verbosity=0)
-        >>> print(mpinit.describe(model).splitlines()[6])
-        model 0, Linear: 10 float16 parameters
-        >>> mpinit.undo(model)
-    """
-    owner = registry.unwrapped(owner)
-    return "mixed precision is disabled" if owner in registry.disabled else describing(registry.session_of(owner))
-
-
-def scheduler_step(scheduler: Any, *args: Any) -> None:
-    """``scheduler.step(*args)``, unless the optimizer's last step was skipped."""
-    optimizer = scheduler.optimizer
-    if registry.of(optimizer) is None or not step_was_skipped(optimizer):
-        scheduler.step(*args)

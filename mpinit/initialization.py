@@ -53,7 +53,7 @@ def initialize(
         await_optimizers: whether optimizers come later, by :func:`add_optimizers`: until then every trainable weight
             keeps its float32 values.
         cast_model_type: dtype of parameters, buffers and inputs; False: don't cast.
-        patch_torch_functions: whether torch functions cast their checks.
+        patch_torch_functions: whether torch functions cast their arguments (O1).
         patch_torch_functions_type: the 16-bit dtype they run in. Default float16.
         keep_batchnorm_fp32: whether BatchNorm stays float32 in a 16-bit model.
         master_weights: True, False, "model" (float32 outside of forwards) or "split": see :class:`Properties`.
@@ -190,6 +190,15 @@ def undo(owners: Any) -> None:
 
     Raises:
         ValueError: an object that is not initialised (any more).
+
+    Example:
+        >>> import torch, mpinit
+        >>> model = torch.nn.Linear(4, 2)
+        >>> before = model.weight.detach().clone()
+        >>> model = mpinit.initialize(model, opt_level="O2", verbosity=0)
+        >>> mpinit.undo(model)
+        >>> model.weight.dtype, torch.equal(model.weight, before)
+        (torch.float32, True)
     """
     given = [registry.unwrapped(owner) for owner in (owners if isinstance(owners, (list, tuple)) else [owners])]
     found: dict[Session, None] = {}

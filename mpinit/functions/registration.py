@@ -47,8 +47,16 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Make ``module.name`` run in float32, with casts off inside, while casts are on; see
-    :func:`register_half_function`.
+    """Make ``module.name`` run in float32, with casts off inside, while casts are on.
+
+    When it holds, and for which code: as for :func:`register_half_function`.
+
+    Args:
+        module: a module, or a class whose (static) method is meant.
+        name: the function's name in it.
+
+    Raises:
+        ValueError: there is no such function.
 
     Example:
         >>> import torch, mpinit
@@ -58,7 +66,16 @@ def register_float_function(module: Any, name: str) -> None:
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Make ``module.name`` run in the widest type among its arguments; see :func:`register_half_function`.
+    """Make ``module.name`` run in the widest floating type among its arguments while casts are on.
+
+    When it holds, and for which code: as for :func:`register_half_function`.
+
+    Args:
+        module: a module, or a class whose (static) method is meant.
+        name: the function's name in it.
+
+    Raises:
+        ValueError: there is no such function.
 
     Example:
         >>> import torch, mpinit
@@ -73,35 +90,69 @@ def half_function(function: Callable[P, T]) -> Callable[P, T]:
     For plain functions, methods, and the ``forward`` of a ``torch.autograd.Function`` (below ``@staticmethod``).
     Floating tensors are found inside nested containers; ``self``, ``cls`` and ``ctx`` are left alone.
 
+    Args:
+        function: what is to run in 16 bit.
+
+    Returns:
+        A function with the same signature. Its result has the type that the body gives it.
+
     Example:
         >>> import torch, mpinit
         >>> @mpinit.half_function
         ... def scores(query, key):
         ...     return query @ key.T
+        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O1", verbosity=0)
+        >>> scores(torch.ones(2, 4), torch.ones(3, 4)).dtype
+        torch.float16
+        >>> mpinit.undo(model)
     """
     return user_wrapper(Cast.LOWER_PRECISION, function)
 
 
 def float_function(function: Callable[P, T]) -> Callable[P, T]:
-    """A decorator: the arguments are cast to float32 and the body runs with casts off; see :func:`half_function`.
+    """A decorator: while casts are on, 16-bit arguments are cast to float32 and the body runs with casts off.
+
+    For the same functions as :func:`half_function`.
+
+    Args:
+        function: what is to run in float32.
+
+    Returns:
+        A function with the same signature.
 
     Example:
         >>> import torch, mpinit
         >>> @mpinit.float_function
         ... def distance(a, b):
         ...     return (a - b).pow(2).mean()
+        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O1", verbosity=0)
+        >>> distance(torch.ones(4).half(), torch.zeros(4).half()).dtype
+        torch.float32
+        >>> mpinit.undo(model)
     """
     return user_wrapper(Cast.FP32, function)
 
 
 def promote_function(function: Callable[P, T]) -> Callable[P, T]:
-    """A decorator: the arguments are cast to the widest type among them; see :func:`half_function`.
+    """A decorator: while casts are on, arguments are cast to the widest floating type among them.
+
+    For the same functions as :func:`half_function`.
+
+    Args:
+        function: what takes arguments of several types.
+
+    Returns:
+        A function with the same signature.
 
     Example:
         >>> import torch, mpinit
         >>> @mpinit.promote_function
         ... def mix(a, b, weight):
         ...     return torch.lerp(a, b, weight)
+        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O1", verbosity=0)
+        >>> mix(torch.zeros(4).half(), torch.ones(4), 0.5).dtype
+        torch.float32
+        >>> mpinit.undo(model)
     """
     return user_wrapper(Cast.PROMOTE, function)
 

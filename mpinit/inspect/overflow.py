@@ -184,7 +184,7 @@ class OverflowWatch:
 
     @property
     def kind(self) -> str | None:
-        """See :class:`Fault`: "forward", "backward", "cast", "float32", "data" or "weights"; None: nothing found."""
+        """Its kind, one of those of :class:`Fault`; None: nothing found."""
         return None if self.first is None else self.first.kind
 
     @property

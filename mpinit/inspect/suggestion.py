@@ -65,6 +65,7 @@ class Suggestion:
         findings: what is wrong, the first cause in front; empty for a healthy model.
         runs: every run of the step, in order.
         tolerance: the relative error that was allowed.
+        precision_is_at_fault: False where float32 itself gives inf or nan, so that no level helps.
     """
 
     level: str | None

@@ -27,7 +27,8 @@ class MixedPrecision(Precision):  # type: ignore[misc]
     saved by ``fabric.save(path, {..., "precision": plugin})``.
 
     Args:
-        opt_level, **properties: as for :func:`mpinit.initialize`.
+        opt_level: as for :func:`mpinit.initialize`. Default "O1".
+        **properties: any other argument of :func:`mpinit.initialize`.
 
     Example:
         >>> import mpinit, torch; from lightning.fabric import Fabric
@@ -35,7 +36,7 @@ class MixedPrecision(Precision):  # type: ignore[misc]
         >>> model = fabric.setup(torch.nn.Linear(4, 2))
         >>> optimizer = mpinit.add_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
         >>> optimizer = fabric.setup_optimizers(optimizer)
-        >>> fabric.backward(model(torch.ones(1, 4)).sum())
+        >>> fabric.backward(model(torch.ones(1, 4)).mean())
         >>> optimizer.step()
         >>> mpinit.undo(model.module)
     """

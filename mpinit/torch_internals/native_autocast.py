@@ -159,11 +159,16 @@ def disable_casts() -> contextlib.AbstractContextManager[None]:
     It wins over the forward of an initialised model called in the block. Inside a function compiled by torch.compile
     it is traced.
 
+    Returns:
+        A context manager; it may be entered inside another.
+
     Example:
-        >>> import mpinit
+        >>> import torch, mpinit
+        >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O1", verbosity=0)
         >>> with mpinit.disable_casts():
         ...     torch.linalg.matmul(torch.ones(2, 2), torch.ones(2, 2)).dtype
         torch.float32
+        >>> mpinit.undo(model)
     """
     return _traced_casts_disabled() if torch.compiler.is_compiling() else _CastsDisabled()
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import inspect
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from frameworks import let_torchvision_load
+
+import mpinit
+from mpinit.compat import uninstall_apex
 
 # Every module is imported here, Lightning's and timm's plugs too.
 let_torchvision_load()
@@ -26,7 +32,15 @@ def public_modules() -> list[str]:
     return names
 
 
+@pytest.fixture
+def without_apex() -> Iterator[None]:
+    """What an example has installed as apex goes with it."""
+    yield
+    uninstall_apex()
+
+
 @pytest.mark.parametrize("name", public_modules())
+@pytest.mark.usefixtures("without_apex")
 def test_the_examples_in_docstrings_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     module = importlib.import_module(name)
@@ -56,3 +70,19 @@ def test_public_functions_and_classes_are_documented(name: str) -> None:
 def test_the_search_runs_examples_at_all() -> None:
     found = doctest.DocTestFinder().find(importlib.import_module("mpinit.basics.dtypes"))
     assert any("parse_dtype" in test.name and test.examples for test in found)
+
+
+PUBLIC = sorted({name for name in mpinit.__all__ if callable(getattr(mpinit, name))} - {"Properties"})
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_says_what_goes_in_and_what_comes_out(name: str) -> None:
+    thing = getattr(mpinit, name)
+    text = inspect.getdoc(thing) or ""
+    signature = inspect.signature(thing)
+    args = text.partition("Args:")[2].partition("\n\n")[0]
+    named = {word for line in re.findall(r"^ {4}([\w*, ]+):", args, re.M) for word in re.findall(r"\w+", line)}
+    assert set(signature.parameters) - named == set()
+    gives = inspect.isfunction(thing) and signature.return_annotation not in ("None", None)
+    assert not gives or "Returns:" in text or "Yields:" in text
+    assert ">>> " in text.partition("Example:")[2]

@@ -27,7 +27,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("checks_of_ranks", "checks_of_states"),
     ("checks",),
     ("inspect", "checkpoint"),
-    ("initialization", "grad_scaler", "train_state"),
+    ("initialization", "grad_scaler", "train_state", "progress"),
     ("amp",),
     ("", "__main__", "cli", "compat", "integrations"),
 )
