@@ -32,6 +32,8 @@ myst_enable_extensions = ["colon_fence"]
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 autodoc_typehints = "signature"
+# Their plugs are documented without them.
+autodoc_mock_imports = ["accelerate", "lightning", "timm", "transformers"]
 autodoc_member_order = "bysource"
 autoclass_content = "class"
 add_module_names = False

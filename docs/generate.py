@@ -7,7 +7,6 @@ and the command line say of themselves what they are.
 from __future__ import annotations
 
 import argparse
-import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -38,9 +37,27 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         *("register_half_function", "register_float_function", "register_promote_function"),
     ),
     "See what precision does": (
-        *("describe", "explain", "PrecisionReport", "overflow_report", "watch_overflow", "stalled"),
-        *("gradient_histogram", "suggest", "History"),
+        *("describe", "explain", "overflow_report", "watch_overflow", "stalled", "gradient_histogram", "suggest"),
+        "History",
     ),
+    "What these give": (
+        *("inspect.precision_report.PrecisionReport", "inspect.findings.Findings", "inspect.findings.Row"),
+        *("inspect.overflow.OverflowReport", "inspect.overflow.OverflowWatch", "inspect.faults.Fault"),
+        *("inspect.stalled.Stalled", "inspect.exponents.GradientHistogram", "inspect.exponents.Lost"),
+        *("inspect.suggestion.Suggestion", "inspect.suggestion.Finding", "inspect.suggestion.Run"),
+    ),
+    "In frameworks": (
+        *("integrations.transformers.enable", "integrations.pretrained.save_in", "integrations.accelerate.attach"),
+        *("integrations.lightning.MixedPrecision", "integrations.timm.Scaler"),
+    ),
+}
+
+# Whose methods are on the page. Those of the rest are a framework's hooks, or an optimizer's.
+OPTIONS: Final[Mapping[str, str]] = {
+    "Properties": "",
+    "History": "   :members:\n   :exclude-members: backward_ended, step_ended\n",
+    "integrations.lightning.MixedPrecision": "",
+    "integrations.timm.Scaler": "   :members:\n   :special-members: __call__\n",
 }
 
 
@@ -48,12 +65,13 @@ def api() -> str:
     """The page of public names."""
     parts = ["# Functions and classes\n"]
     for title, names in GROUPS.items():
-        there = [name for name in names if hasattr(mpinit, name)]
         parts.append(f"## {title}\n")
-        for name in there:
-            kind = "autoclass" if inspect.isclass(getattr(mpinit, name)) else "autofunction"
-            members = "   :members:\n" if kind == "autoclass" and name != "Properties" else ""
-            parts.append(f"### {name}\n\n```{{eval-rst}}\n.. {kind}:: mpinit.{name}\n{members}```\n")
+        for name in names:
+            short = name.rpartition(".")[2]
+            is_class = short[0].isupper()
+            members = OPTIONS.get(name, "   :members:\n") if is_class else ""
+            kind = "autoclass" if is_class else "autofunction"
+            parts.append(f"### {short}\n\n```{{eval-rst}}\n.. {kind}:: mpinit.{name}\n{members}```\n")
     return "\n".join(parts)
 
 
@@ -94,7 +112,17 @@ def _attributes(docstring: str) -> Iterator[tuple[str, str]]:
         names, _, text = entry.partition(":")
         for name in names.split(","):
             # A pipe would end the table's cell.
-            yield name.strip(), " ".join(text.split()).replace("``", "`").replace("|", "\\|")
+            yield name.strip(), _linked(" ".join(text.split()).replace("``", "`").replace("|", "\\|"))
+
+
+def _linked(text: str) -> str:
+    """A page that is named by its file becomes a link to it, under its title."""
+    named = re.compile(r"docs/(explanation/[\w-]+\.md)")
+    return named.sub(lambda page: f"[{_title(page[1])}](../{page[1]})", text)
+
+
+def _title(page: str) -> str:
+    return (PAGES / page).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 
 def command_line() -> str:

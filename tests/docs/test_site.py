@@ -145,6 +145,8 @@ def test_every_public_name_is_on_the_reference_page() -> None:
     listed = {name for names in generator()["GROUPS"].values() for name in names}
     public = set(mpinit.__all__) - {"__version__", "amp", "OPT_LEVELS"}
     assert not public - listed
+    plugs = {path.stem for path in (ROOT / "mpinit" / "integrations").glob("*.py")} - {"__init__"}
+    assert not plugs - {name.split(".")[1] for name in listed if name.startswith("integrations.")}
 
 
 def links(page: Path) -> set[Path]:
