@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from frameworks import let_torchvision_load
 from torch import nn
 
 import mpinit
@@ -114,3 +117,30 @@ def test_links_lead_to_headings() -> None:
 @pytest.mark.parametrize("kind", ["FusedAdam", "FusedLAMB", "FusedNovoGrad"])
 def test_what_is_said_to_work_without_installing_does(kind: str) -> None:
     assert hasattr(importlib.import_module("mpinit.compat.apex.optimizers"), kind)
+
+
+FLAGS = re.findall(r"^\| (\w+): `(\w+)=(.+?)` \|.*?`.*?\"(O\d)\".*?` \|", TEXT, re.MULTILINE)
+
+
+def accepted(framework: str, flag: str, value: str) -> bool:
+    """Whether a framework knows a flag, and its value."""
+    match framework:
+        case "Accelerate":
+            assert flag in inspect.signature(importlib.import_module("accelerate").Accelerator).parameters
+            return value in importlib.import_module("accelerate.utils").PrecisionType.list()
+        case "Transformers":
+            return flag in inspect.signature(importlib.import_module("transformers").TrainingArguments).parameters
+        case _:
+            let_torchvision_load()
+            known = importlib.import_module("lightning.fabric.connector")._PRECISION_INPUT_STR
+            return flag == "precision" and value in typing.get_args(known)
+
+
+def test_flags_of_frameworks_exist_and_their_levels_too() -> None:
+    assert len(FLAGS) == 8
+    assert all(accepted(framework, flag, value.strip('"')) for framework, flag, value, _ in FLAGS)
+    types = {"fp16": "O1", "bf16": "O4", "16-mixed": "O1", "bf16-mixed": "O4", "16-true": "O2", "bf16-true": "O5"}
+    assert all(
+        level == types[flag if framework == "Transformers" else value.strip('"')]
+        for framework, flag, value, level in FLAGS
+    )

@@ -65,6 +65,10 @@ QUESTIONS = {
     "what does this error mean": ("reference/all-messages.md", "All messages"),
     "slower than float32": ("reference/limits.md", "Limits"),
     "fp16 or bf16, which level": ("explanation/levels.md", "Levels in numbers"),
+    "does it change my results": ("explanation/levels.md", "Does it change my results?"),
+    "train on a CPU": ("explanation/levels.md", "Which one?"),
+    "which optimizer works with split": ("how-to/memory.md", "The least memory: split masters"),
+    "bf16=True of a framework": ("how-to/migrate.md", "From a framework's precision flag"),
     "back to float32": ("tutorial/from-float32-to-o2.md", "And back"),
     "gradients are None after backward": ("explanation/gradient-release.md", "Stepping inside of backward"),
 }
@@ -184,6 +188,14 @@ SEARCHED = {
     "clip gradients": "how-to/training-loop.md",
     "gradient accumulation": "how-to/training-loop.md",
     "slower than float32": "reference/limits.md",
+    "undo": "how-to/training-loop.md",
+    "change results": "explanation/levels.md",
+    "CPU level": "explanation/levels.md",
+    "GAN": "how-to/training-loop.md",
+    "apex import": "how-to/migrate.md",
+    "precision flag": "how-to/migrate.md",
+    "optimizer split": "how-to/memory.md",
+    "transformers Trainer": "how-to/frameworks.md",
 }
 
 
