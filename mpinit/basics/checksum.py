@@ -15,7 +15,8 @@ BLOCK: Final = 64
 _weights: dict[torch.device, torch.Tensor] = {}
 
 
-def _weights_on(device: torch.device) -> torch.Tensor:
+def block_weights(device: torch.device) -> torch.Tensor:
+    """What a block's words are multiplied by: int32, one for each of its words."""
     if device not in _weights:
         # Odd, so that no change of a word is multiplied away, and far apart, so that they do not cancel one another.
         factors = [(2 * index + 1) * 0x9E3779B1 % 2**32 | 1 for index in range(BLOCK)]
@@ -41,7 +42,7 @@ def checksums(words: torch.Tensor) -> torch.Tensor:
         [True, False]
     """
     blocks = words.view(-1, BLOCK)
-    weights = _weights_on(words.device)
+    weights = block_weights(words.device)
     if words.device.type == "cpu":
         return torch.mv(blocks, weights)
     # No other device multiplies matrices of whole numbers.

@@ -6,6 +6,7 @@ import enum
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from sys import getrefcount
 from typing import Final, TypeVar
 
@@ -17,11 +18,12 @@ from ..basics.gradients import as_float32
 from ..basics.interrupts import InterruptsHeld
 from ..distributed.sharding import in_place_of, is_sharded, placed_as, shard, sharded_as
 from ..torch_internals.allocator import storage_holders
-from ..torch_internals.devices import bucket_bytes_at_most
+from ..torch_internals.devices import bucket_bytes_at_most, is_worth_keeping
 from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.parameter_watching import TENSOR_DETACH, TENSOR_GRAD
 from .float_split import add_remainder_, flat, take_remainder_
 from .pairs import Pair
+from .split_kernels import are_ready, has_words, is_large, join_, long_words, take_apart_, words
 from .split_pair import SplitPair, placeholder_of_shard
 
 AnyPair = TypeVar("AnyPair", bound=Pair)
@@ -45,6 +47,7 @@ class _Layout:
 
     buffer: torch.Tensor
     bits: torch.Tensor
+    long_words: list[torch.Tensor]
     parts: list[torch.Tensor]
     wide: list[torch.Tensor]
     gaps: list[torch.Tensor]
@@ -63,7 +66,8 @@ class Bucket:
     """Split pairs on one device that are materialised together; their remainders and checksums lie in one tensor each.
 
     Args:
-        pairs: each with a remainder and checksums in whole blocks, which become parts of the bucket's.
+        pairs: each with a remainder and checksums in whole blocks, which become parts of the bucket's; large weights
+            (:func:`large_first`) are put together and taken apart by kernels where there are some.
     """
 
     def __init__(self, pairs: Sequence[SplitPair]) -> None:
@@ -79,10 +83,14 @@ class Bucket:
         parts = self.remainder.split_with_sizes(self._rooms), self._checksums.split_with_sizes(blocks)
         for pair, remainder, sums in zip(pairs, *parts, strict=True):
             pair.remainder, pair.checksums, pair.bucket = remainder, sums, self
+        self._large = len(list(takewhile(is_large, self._shards())))
+        self._remainder_words = [words(pair.remainder) for pair in pairs[: self._large]]
+        self._by_kernel = self._begin = 0
         self.device = self.remainder.device
         self.numel = self.remainder.numel()
         self._placeholders = [placeholder_of_shard(weight) for weight in self._weights]
         self._views: list[torch.Tensor] = []
+        self._words: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._layout: _Layout | None = None
         self._stage = _Stage.AT_REST
@@ -100,11 +108,12 @@ class Bucket:
             bits = buffer[: self.numel].view(torch.int32)
             rooms = bits.split_with_sizes(self._rooms)
             parts = [room[:size] for room, size in zip(rooms, self._sizes, strict=True)]
+            large = [long_words(room) for room in rooms[: self._large]]
             gaps = [room[size:] for room, size in zip(rooms, self._sizes, strict=True) if room.numel() > size]
             shaped = self._shaped(masters, strides), self._shaped(gradients, strides)
             del masters, gradients, rooms
             wide = [part.view(torch.float32) for part in parts]
-            self._layout = _Layout(buffer, bits, parts, wide, gaps, *shaped, strides, holders=0)
+            self._layout = _Layout(buffer, bits, large, parts, wide, gaps, *shaped, strides, holders=0)
         # Counted anew each time: other buckets have laid the buffer out for themselves since.
         self._layout.holders = storage_holders(buffer)
         return self._layout
@@ -119,6 +128,8 @@ class Bucket:
         addresses = [weight.data_ptr() for weight in shards]
         if addresses != self._addresses or not self._views:
             self._views = [flat(TENSOR_DETACH(weight)) for weight in shards]
+            large = self._views[: self._large]
+            self._words = list(map(words, large)) if all(map(has_words, large)) else []
             self._addresses = addresses
         return self._views
 
@@ -126,10 +137,7 @@ class Bucket:
     def materialise(self, buffer: torch.Tensor) -> None:
         """Lay masters and gradients into ``buffer`` (float32, at least twice ``numel`` long)."""
         layout = self._laid_out(buffer)
-        torch._foreach_copy_(layout.wide, self._flat_weights())
-        if layout.gaps:
-            torch._foreach_zero_(layout.gaps)
-        add_remainder_(layout.bits, self.remainder)
+        self._join(layout)
         arrived = [_own_part(weight) if self._is_sharded else weight.grad for weight in self._weights]
         gradients = _widened(layout.gradients, arrived)
         self._stage = _Stage.MATERIALISED
@@ -137,6 +145,25 @@ class Bucket:
             in_place_of(pair.master_param, values)
             shown = None if gradient is None else sharded_as(gradient, pair.master_param)
             TENSOR_GRAD.__set__(pair.master_param, shown)
+
+    def _join(self, layout: _Layout) -> None:
+        weights = self._flat_weights()
+        first = self._choose_kernels()
+        for parts in zip(self._words[:first], self._remainder_words, layout.long_words, strict=False):
+            join_(*parts)
+        if first < len(weights):
+            torch._foreach_copy_(layout.wide[first:], weights[first:])
+            if layout.gaps:
+                torch._foreach_zero_(layout.gaps)
+            add_remainder_(layout.bits[self._begin :], self.remainder[self._begin :])
+
+    def _choose_kernels(self) -> int:
+        """How many weights, from the first on, kernels put together and take apart, this time."""
+        count = self._large if len(self._words) == self._large else 0
+        numbers = sum(self._rooms[:count])
+        self._by_kernel = count if count and are_ready(self.device, numbers) else 0
+        self._begin = numbers if self._by_kernel else 0
+        return self._by_kernel
 
     @torch.no_grad()
     def write_back(self) -> bool:
@@ -148,12 +175,21 @@ class Bucket:
         layout = self._layout
         assert layout is not None, "materialise comes first"
         with InterruptsHeld():
+            weights = self._flat_weights()
             if self._stage is _Stage.MATERIALISED:
+                first, begin = self._choose_kernels(), self._begin
+                rows = self._checksums.view(-1, 1).split_with_sizes([room // BLOCK for room in self._rooms])
+                for parts in zip(layout.long_words, self._words[:first], self._remainder_words, rows, strict=False):
+                    take_apart_(*parts)
                 # In one line, so that nothing comes between the two.
-                self._stage = _Stage.TAKEN_APART if take_remainder_(layout.bits, self.remainder) else self._stage
+                taken = take_remainder_(layout.bits[begin:], self.remainder[begin:])
+                self._stage = _Stage.TAKEN_APART if taken else self._stage
             if self._stage is _Stage.TAKEN_APART:
-                torch._foreach_copy_([weight.view(torch.int16) for weight in self._flat_weights()], layout.parts)
-                self._checksums.copy_(checksums(layout.bits))
+                first, begin = self._by_kernel, self._begin
+                if first < len(weights):
+                    halves = [weight.view(torch.int16) for weight in weights[first:]]
+                    torch._foreach_copy_(halves, layout.parts[first:])
+                    self._checksums[begin // BLOCK :].copy_(checksums(layout.bits[begin:]))
                 self._stage = _Stage.AT_REST
         for pair, empty in zip(self.pairs, self._placeholders, strict=True):
             master = pair.master_param
@@ -184,6 +220,11 @@ def _widened(spaces: list[torch.Tensor], gradients: list[torch.Tensor | None]) -
     ]
 
 
+def large_first(pairs: Sequence[SplitPair]) -> list[SplitPair]:
+    """Pairs in a bucket's order: those that kernels put together and take apart come before the others."""
+    return sorted(pairs, key=lambda pair: not is_large(shard(pair.model_param)))
+
+
 class Buffers:
     """The float32 memory that buckets are materialised in, one buffer a device."""
 
@@ -203,11 +244,15 @@ class Buffers:
                 finally:
                     self._write_back(bucket)
         finally:
-            kept = {device: buffer for device, buffer in self._buffers.items() if buffer.nbytes <= _KEPT_BYTES}
+            kept = {device: buffer for device, buffer in self._buffers.items() if self._stays(device, buffer)}
             self._buffers = kept
             # Also those of other calls: a few buckets at a time may be stepped, and hold on to a buffer that is gone.
             for bucket in self._laid_out:
                 bucket.forget_layout(unless_in=kept.get(bucket.device))
+
+    def _stays(self, device: torch.device, buffer: torch.Tensor) -> bool:
+        served = 8 * sum(bucket.numel for bucket in self._laid_out if bucket.device == device)
+        return buffer.nbytes <= _KEPT_BYTES or is_worth_keeping(device, buffer.nbytes, served)
 
     def _write_back(self, bucket: Bucket) -> None:
         try:

@@ -19,7 +19,7 @@ from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
 from ..basics.gradients import are_dense_in
 from ..distributed.sharding import shard
 from ..torch_internals.parameter_watching import TENSOR_GRAD
-from .buckets import Bucket, Buffers, grouped
+from .buckets import Bucket, Buffers, grouped, large_first
 from .pairs import Pair
 from .parts import Numbers
 from .per_parameter import check_steps_its_groups, check_steps_per_parameter
@@ -151,7 +151,7 @@ class SplitMasters(MasterStore):
             return known[1]
         split = [pair for pair in copies.pairs if isinstance(pair, SplitPair)]
         buckets = []
-        for pairs in grouped(split, self._bucket_bytes):
+        for pairs in map(large_first, grouped(split, self._bucket_bytes)):
             bucket = pairs[0].bucket
             buckets.append(bucket if bucket is not None and bucket.pairs == pairs else Bucket(pairs))
         self._buckets[copies] = copies.pairs, buckets

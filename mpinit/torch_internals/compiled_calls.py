@@ -6,18 +6,32 @@ torch 2.11 to 2.13: every call that comes from outside of compiled code asks ``_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 
 from .listeners import Listeners
 
+_here = threading.local()
+
+
+@contextmanager
+def own_call() -> Iterator[None]:
+    """Around a call of compiled code of the library's own, in the middle of a step: nobody is told."""
+    before, _here.is_own = getattr(_here, "is_own", False), True
+    try:
+        yield
+    finally:
+        _here.is_own = before
+
 
 def _saying_that_it_begins(callback_from_stance: Callable[..., Any], listeners: Iterable[Any]) -> Callable[..., Any]:
     def tell_and_ask(callback: Any) -> Any:
         # None or False where compiled code is left, or something runs that is not to be compiled.
-        if callable(callback) and not torch.compiler.is_compiling():
+        if callable(callback) and not getattr(_here, "is_own", False) and not torch.compiler.is_compiling():
             for listener in listeners:
                 listener.compiled_call_begins()
         return callback_from_stance(callback)

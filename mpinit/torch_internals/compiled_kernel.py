@@ -12,12 +12,17 @@ from typing import Any, Final, final
 
 import torch
 
+from .compiled_calls import own_call
+from .devices import is_capturing
+
 _log = logging.getLogger("mpinit")
 
 # Compiling takes some seconds: about as long as this many rows of 128 numbers take without.
 _WORTH_ROWS: Final = 1 << 20
 # Calling what is compiled takes longer than a few rows do.
 _FEWEST_ROWS: Final = 64
+# Kinds of device that there is a compiler for.
+_KINDS: Final = ("cpu", "cuda")
 # Rows worked on at a time without, so that what is between operations stays in the CPU's cache.
 _CHUNK_ROWS: Final = 512
 # No multiplication and addition in one, which would round once instead of twice; and no pool of processes.
@@ -28,12 +33,13 @@ _OPTIONS: Final[dict[str, Any]] = {"cpp.enable_floating_point_contract_flag": "o
 class CompiledKernel:
     """A function that writes into some of its arguments, row by row.
 
-    On a CPU it is compiled once it has been called on enough rows, where there is a compiler and where what comes out
-    on a sample is the same to the bit; anywhere else it runs as it is.
+    It is compiled for a kind of device once it has been called on enough rows there, where there is a compiler and
+    where what comes out on a sample is the same to the bit; anywhere else it runs as it is.
 
     Args:
         function: takes tensors of two dimensions, of as many rows each, and of one, the same for every row.
         sample: makes arguments to try it on.
+        worth: rows that take as long without as compiling does.
 
     Example:
         >>> kernel = CompiledKernel(lambda x, out: out.copy_(x * 2), lambda: [torch.ones(1, 2), torch.ones(1, 2)])
@@ -41,30 +47,39 @@ class CompiledKernel:
         tensor([[2., 2.]])
     """
 
-    def __init__(self, function: Callable[..., Any], sample: Callable[[], list[torch.Tensor]]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], sample: Callable[[], list[torch.Tensor]], worth: int | None = None
+    ) -> None:
         self._function = function
         self._sample = sample
-        self._rows = 0
-        self._compiled: Callable[..., Any] | None = None
+        self._worth = _WORTH_ROWS if worth is None else worth
+        self._rows: dict[str, int] = {}
+        self._compiled: dict[str, Callable[..., Any]] = {}
 
     def __call__(self, *arguments: torch.Tensor) -> None:
         """Run it."""
-        rows = arguments[0].shape[0]
-        if arguments[0].device.type != "cpu":
-            self._function(*arguments)
-            return
-        if self._rows < _WORTH_ROWS:
-            self._rows += rows
-            if self._rows >= _WORTH_ROWS:
-                self.compile()
-        if self._compiled is not None and rows >= _FEWEST_ROWS:
-            self._compiled(*arguments)
-        else:
+        rows, device = arguments[0].shape[0], arguments[0].device
+        if self.is_ready(device, rows) and rows >= _FEWEST_ROWS:
+            with own_call():
+                self._compiled[device.type](*arguments)
+        elif device.type == "cpu":
             _in_chunks(self._function, arguments, rows)
+        else:
+            self._function(*arguments)
 
-    def compile(self) -> bool:
-        """Compile it now; whether that worked, and gives the same bits."""
-        self._rows = _WORTH_ROWS
+    def is_ready(self, device: torch.device, rows: int) -> bool:
+        """Whether it is compiled for a device; so many rows more count towards compiling it."""
+        kind = device.type
+        so_far = self._rows.get(kind, 0)
+        if so_far < self._worth and kind in _KINDS and not (kind == "cuda" and is_capturing()):
+            self._rows[kind] = so_far + rows
+            if so_far + rows >= self._worth:
+                self.compile(kind)
+        return kind in self._compiled
+
+    def compile(self, kind: str = "cpu") -> bool:
+        """Compile it now, for a kind of device; whether that worked, and gives the same bits."""
+        self._rows[kind] = self._worth
         try:
             # What is "compiled" then is the function, in one piece.
             if torch._dynamo.config.disable:
@@ -72,12 +87,12 @@ class CompiledKernel:
             compiled = torch.compile(self._function, dynamic=True, fullgraph=True, options=dict(_OPTIONS))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                same = _same_bits(self._function, compiled, self._sample())
+                same = _same_bits(self._function, compiled, [argument.to(kind) for argument in self._sample()])
         except Exception as error:
-            _log.info("encoding runs as it is: %s", str(error).partition("\n")[0])
+            _log.info("a kernel runs as it is: %s", str(error).partition("\n")[0])
             return False
         if same:
-            self._compiled = compiled
+            self._compiled[kind] = compiled
         return same
 
 
