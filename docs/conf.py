@@ -37,6 +37,8 @@ autodoc_mock_imports = ["accelerate", "lightning", "timm", "transformers"]
 autodoc_member_order = "bysource"
 autoclass_content = "class"
 add_module_names = False
+# Headings name them already.
+toc_object_entries = False
 
 
 def _let_long_names_break(app: Any, tree: nodes.document, page: str) -> None:

@@ -162,7 +162,7 @@ def clip_grad_norm_(
             that of all of them. Default none; what is sharded over meshes is added up anyway.
 
     Returns:
-        The total norm before clipping, of unscaled gradients: a 0-dimensional float32 tensor on their device.
+        The total norm before clipping, of unscaled gradients, as a 0-dimensional float32 tensor on their device.
 
     Raises:
         RuntimeError: the norm is inf or nan and ``error_if_nonfinite`` is True; or ``gradient_release``, where

@@ -72,7 +72,7 @@ def initialize(
         **more: any other field of :class:`Properties`.
 
     Returns:
-        The objects given, as given: one object, a list or a tuple; only the models where ``optimizers`` is None.
+        The objects given, as one object, a list or a tuple as they were; only the models where ``optimizers`` is None.
 
     Raises:
         ValueError: bad or contradicting values, or objects that cannot be initialised. Nothing was changed.

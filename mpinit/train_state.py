@@ -81,7 +81,7 @@ class TrainState:
         Every rank has to call this where tensors are sharded, and those of DistributedDataParallel need not.
 
         Returns:
-            ``{"model": {name: tensor}, "optim": {"state": {name: {...}}, "param_groups": [...]}, "scalers": tensor}``:
+            ``{"model": {name: tensor}, "optim": {"state": {name: {...}}, "param_groups": [...]}, "scalers": tensor}``;
             floating point weights in float32; of scalers a row each, (number of losses, 4) in float64.
         """
         options = self._asked()

@@ -43,7 +43,7 @@ def explain(
         optimizer: whose state counts in ``bytes_per_parameter``. Default: those that the model was initialised with.
 
     Returns:
-        The report: ``print(report)``, ``.rows``, ``.flagged``, ``.bytes_per_parameter``, ``.to_json()``,
+        The report, for ``print(report)``, with ``.rows``, ``.flagged``, ``.bytes_per_parameter``, ``.to_json()``,
         ``.to_html(path)``, ``.plot()``.
 
     Raises:

@@ -145,7 +145,7 @@ def gradient_histogram(optimizer: Optimizer, parameter: str | None = None) -> Gr
         parameter: the dotted name of one parameter; None, the default: all.
 
     Returns:
-        The histogram: counts, shares lost in each type, the scale it suggests, ``plot()``.
+        The histogram, with counts, shares lost in each type, the scale it suggests, ``plot()``.
 
     Raises:
         RuntimeError: there are no gradients, or the optimizer is not initialised.

@@ -184,7 +184,7 @@ class OverflowWatch:
 
     @property
     def kind(self) -> str | None:
-        """Its kind, one of those of :class:`Fault`; None: nothing found."""
+        """Its kind, one of those of :class:`Fault`; None where nothing was found."""
         return None if self.first is None else self.first.kind
 
     @property
@@ -213,7 +213,7 @@ def watch_overflow(model: nn.Module) -> OverflowWatch:
         model: whose modules are named.
 
     Yields:
-        The watch: ``first_module``, ``kind``, ``inputs``, or all of it as :class:`Fault`, ``first``.
+        The watch, with ``first_module``, ``kind``, ``inputs``, and all of it as a :class:`Fault` in ``first``.
 
     Example:
         >>> import torch, mpinit

@@ -57,7 +57,7 @@ def suggest(
         **keywords: of ``initialize``, for every level. Default those the model was initialised with, at its own level.
 
     Returns:
-        The suggestion: ``level``, ``keep_fp32``, ``reason``, ``findings``; printed, a table of the runs.
+        The suggestion, with ``level``, ``keep_fp32``, ``reason``, ``findings``; printed, a table of the runs.
 
     Raises:
         ValueError: no such level, less than three steps, a step that gives another batch each time or does not use its

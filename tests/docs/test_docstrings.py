@@ -86,3 +86,6 @@ def test_a_public_name_says_what_goes_in_and_what_comes_out(name: str) -> None:
     gives = inspect.isfunction(thing) and signature.return_annotation not in ("None", None)
     assert not gives or "Returns:" in text or "Yields:" in text
     assert ">>> " in text.partition("Example:")[2]
+    # The site takes what stands before a colon for a type.
+    first = re.search(r"(?:Returns|Yields):\n +(.*)", text)
+    assert first is None or ": " not in re.sub(r"`+.*?`+", "", first[1])

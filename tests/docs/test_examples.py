@@ -21,7 +21,7 @@ EXAMPLES = ROOT / "examples"
 def shown(page: str, title: str) -> list[list[str]]:
     """The words of the block of output that a page has under a heading: numbers are those of one machine."""
     text = (ROOT / page).read_text(encoding="utf-8").split(f"\n## {title}", maxsplit=1)[-1]
-    block = re.search(r"```text\n(.*?)\n```", text, re.S)
+    block = re.search(r"```(?:text|none)\n(.*?)\n```", text, re.S)
     assert block is not None
     return words(block[1], NUMBERS)
 
