@@ -31,6 +31,7 @@ myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 autodoc_typehints = "signature"
 # Their plugs are documented without them.
 autodoc_mock_imports = ["accelerate", "lightning", "timm", "transformers"]

@@ -60,6 +60,9 @@ OPTIONS: Final[Mapping[str, str]] = {
     "integrations.timm.Scaler": "   :members:\n   :special-members: __call__\n",
 }
 
+# In the place of those that would show a page of pydantic's validators.
+SIGNATURES: Final[Mapping[str, str]] = {"Properties": "(**properties)"}
+
 
 def api() -> str:
     """The page of public names."""
@@ -71,7 +74,8 @@ def api() -> str:
             is_class = short[0].isupper()
             members = OPTIONS.get(name, "   :members:\n") if is_class else ""
             kind = "autoclass" if is_class else "autofunction"
-            parts.append(f"### {short}\n\n```{{eval-rst}}\n.. {kind}:: mpinit.{name}\n{members}```\n")
+            named = f"mpinit.{name}{SIGNATURES.get(name, '')}"
+            parts.append(f"### {short}\n\n```{{eval-rst}}\n.. {kind}:: {named}\n{members}```\n")
     return "\n".join(parts)
 
 

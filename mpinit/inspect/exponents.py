@@ -46,7 +46,8 @@ class GradientHistogram:
     Attributes:
         bins: exponent e -> how many gradients have a magnitude from 2**e up to 2**(e + 1), all parameters together.
         per_parameter: dotted name -> the same for one parameter.
-        zeros, nonfinite: how many gradients are 0, and inf or nan; dotted name -> count.
+        zeros: dotted name -> how many gradients are 0.
+        nonfinite: dotted name -> how many are inf or nan.
         elements: dotted name -> how many there are.
         scale: the present loss scale.
         suggested_scale: the power of two that puts the largest gradient two bits below float16's largest number, at

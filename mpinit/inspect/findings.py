@@ -30,10 +30,12 @@ class Row:
         module_type: its class.
         phase: "forward" or "backward".
         op: the operation's name in torch's dispatcher, such as "addmm" or "_softmax".
-        inputs, outputs: the floating dtypes among them, each once, in order.
+        inputs: the floating dtypes among its inputs, each once, in order.
+        outputs: the same of its outputs.
         gradients: of a forward operation, the dtypes of the gradients that its backward returned.
         count: how often it ran.
-        casts, cast_bytes: how many of these were casts of floating numbers, and the bytes that those wrote.
+        casts: how many of these were casts of floating numbers.
+        cast_bytes: the bytes that those casts wrote.
         elements: how many numbers were returned.
         why: why it runs in the type it does: policy row, weight type, promotion, user's code.
         where: the file and line of a cast in the user's code; "" elsewhere.

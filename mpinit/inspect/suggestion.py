@@ -38,9 +38,11 @@ class Run:
     """One run of the step.
 
     Attributes:
-        level, keep_fp32: what the copy was initialised with; "float32" is the reference.
+        level: what the copy was initialised at; "float32" is the reference.
+        keep_fp32: what it kept in float32.
         loss: what came out.
-        loss_error, gradient_error: relative, against the reference.
+        loss_error: of the loss, relative to the reference.
+        gradient_error: the largest of a parameter's gradient, relative to the reference.
         agrees: whether both are within the tolerance.
     """
 

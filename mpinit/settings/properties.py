@@ -86,7 +86,8 @@ class Properties(BaseModel):
         backoff_factor: the scale is multiplied by this on overflow. Default 0.5.
         growth_interval: good steps before the scale grows. Default 2,000.
         hysteresis: overflows tolerated before the scale backs off. Default 1 (the first one).
-        min_loss_scale, max_loss_scale: limits of dynamic scaling. Default none and 2**24.
+        min_loss_scale: dynamic scaling goes no lower. Default None: no limit.
+        max_loss_scale: dynamic scaling goes no higher. Default 2**24.
         max_consecutive_skips: skipped steps in a row after which ``step()`` raises. Default 64.
         compile_step: compile the optimizer's update and the rounding into the weights into one graph. For optimizers
             that loop over parameters (``foreach=False``); in the benchmarks' launch-bound step it costs time.
