@@ -22,9 +22,9 @@ _WRAPPERS: Final = (_REDUCES, "DataParallel", _FLATTENS)
 
 
 def check_not_wrapped(models: Sequence[nn.Module], plan: Plan) -> None:
-    """Refuse what has taken the parameters' dtypes down, around a model, in it, or somewhere outside.
+    """Refuse what has recorded the parameters' dtypes, around a model, in it, or somewhere outside.
 
-    Parts in DataParallel are no trouble: it takes the dtypes down anew in every forward.
+    Parts in DataParallel are no trouble: it records the dtypes anew in every forward.
 
     Raises:
         ValueError: a model is wrapped, or a part of it is and weights are to be cast.
@@ -41,7 +41,7 @@ def check_not_wrapped(models: Sequence[nn.Module], plan: Plan) -> None:
                 raise ValueError(_flattened(f"{name!r}"))
             if wrapper == _REDUCES and casts:
                 raise ValueError(
-                    f"{name!r} is wrapped in {wrapper} already, which has taken the parameters' dtypes down; call "
+                    f"{name!r} is wrapped in {wrapper} already, which has recorded the parameters' dtypes; call "
                     f"mpinit.initialize first, and wrap {name!r} in {wrapper} afterwards"
                 )
     if plan.masters is Masters.IN_MODEL or not casts or not is_distributed():
@@ -49,10 +49,10 @@ def check_not_wrapped(models: Sequence[nn.Module], plan: Plan) -> None:
     parameters = [p for model in models for p in model.parameters() if p.is_floating_point()]
     if wrappers_of([parameter for parameter in parameters if parameter.dtype != plan.model_dtype]):
         raise ValueError(
-            f"a {_REDUCES} around the model, or around a part of it, is there already, and has taken the parameters' "
-            "dtypes down: it would not reduce the gradients of 16-bit weights, and every rank would train by itself. "
-            f"Call mpinit.initialize first and wrap the model in {_REDUCES} afterwards; where the model was wrapped "
-            "for something that is over, `del` the wrapper"
+            f"a {_REDUCES} around the model, or around a part of it, is there already, and has recorded the "
+            "parameters' dtypes: it would not reduce the gradients of 16-bit weights, and every rank would train by "
+            f"itself. Call mpinit.initialize first and wrap the model in {_REDUCES} afterwards; where the model "
+            "was wrapped for something that is over, `del` the wrapper"
         )
 
 
@@ -67,7 +67,7 @@ def _check_root(model: nn.Module) -> None:
         raise ValueError(_flattened(f"the model{compiled}"))
     if wrapper is not None:
         raise ValueError(
-            f"the model{compiled} is wrapped in {wrapper} already, which has taken the parameters' dtypes down; "
+            f"the model{compiled} is wrapped in {wrapper} already, which has recorded the parameters' dtypes; "
             f"call mpinit.initialize on the model inside first, and wrap what it returns in {wrapper}"
         )
 

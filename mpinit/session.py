@@ -218,7 +218,7 @@ class Session:
             ValueError: one of the optimizers cannot be stepped with masters of the session's kind.
         """
         for control in self._controls:
-            control.check_closed("mpinit.add_optimizers()", "move it before or behind the with-block")
+            control.check_closed("mpinit.add_optimizers()", "move it before or after the with-block")
         self._controls.check(optimizers)
         self._controls.ranks.check_present()
         self.waiting.bring_along()

@@ -138,7 +138,7 @@ class GradientHistogram:
 def gradient_histogram(optimizer: Optimizer, parameter: str | None = None) -> GradientHistogram:
     """Count the exponents of the gradients that the next step will use, unscaled.
 
-    Call it behind ``scale_loss`` and before ``zero_grad()``. What a float16 backward pass has lost already is 0 here;
+    Call it after ``scale_loss`` and before ``zero_grad()``. What a float16 backward pass has lost already is 0 here;
     counted in bfloat16 or float32 (O0, O5), gradients tell what float16 would lose.
 
     Args:
@@ -184,7 +184,7 @@ def gradient_histogram(optimizer: Optimizer, parameter: str | None = None) -> Gr
         )
     if not counts:
         raise RuntimeError(
-            "there are no gradients: call mpinit.gradient_histogram behind scale_loss, before zero_grad()"
+            "there are no gradients: call mpinit.gradient_histogram after scale_loss, before zero_grad()"
         )
     bins: dict[int, int] = {}
     for of_one in counts.values():

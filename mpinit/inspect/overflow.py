@@ -68,7 +68,7 @@ class OverflowReport:
 def overflow_report(optimizer: Optimizer, replay: Callable[[], torch.Tensor] | None = None) -> OverflowReport:
     """Why the last step of an optimizer was skipped. Good steps pay nothing for it.
 
-    Which gradients hold inf or nan is taken down when an overflow is found, with the order in which the backward pass
+    Which gradients hold inf or nan is recorded when an overflow is found, with the order in which the backward pass
     came to them, so the report can be had after ``zero_grad()`` too. Gradients do not tell which *operation* began it:
     for that give ``replay``, or use :func:`watch_overflow`.
 
@@ -103,7 +103,7 @@ def overflow_report(optimizer: Optimizer, replay: Callable[[], torch.Tensor] | N
         record = log.last
     if not record.parameters and log.last is None:
         raise RuntimeError(
-            "no step of this optimizer has overflowed: call mpinit.overflow_report behind a step for which "
+            "no step of this optimizer has overflowed: call mpinit.overflow_report after a step for which "
             "mpinit.step_was_skipped(optimizer) is True"
         )
     fault = None if replay is None else _replayed(session, record, replay)

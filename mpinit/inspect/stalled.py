@@ -136,7 +136,7 @@ def stalled(optimizer: Optimizer, start: bool = False) -> Stalled | None:
     """Which parameters do not move, because every update is lost to rounding.
 
     In 16 bit without masters an update below half a unit in the last place changes nothing: bfloat16 has 8 bits, so a
-    norm's weight of 1.0 stays 1.0 for ever at usual learning rates. Called with ``start=True`` it takes down what every
+    norm's weight of 1.0 stays 1.0 for ever at usual learning rates. Called with ``start=True`` it records what every
     parameter holds now, and is told of every step until it is called without; in between a step costs a look at every
     element. Elements that never had a gradient (the rows of an embedding that no batch used) don't count.
 

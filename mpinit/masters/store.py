@@ -28,7 +28,7 @@ class MasterStore(ABC):
 
     Attributes:
         pairs: the weights that have masters.
-        watcher: who takes down writes that leave no trace, on either side.
+        watcher: who records writes that leave no trace, on either side.
         idle: pairs in no optimizer's groups, for now.
         states: what optimizers' states are between steps.
         arrivals: who shows masters what backward passes leave on their weights.

@@ -103,7 +103,7 @@ class PatchedForward:
             output_dtype = caller or output_dtype
         if not is_inside and boundary.before_forward is not None and here.dtype is None and not self.is_replica:
             boundary.announce()
-        # What torch.fx takes down are the float32 weights: casts of them it would take for constants.
+        # What torch.fx records are the float32 weights: casts of them it would take for constants.
         if self.weights is None or self.weights.dtype is not boundary.inner_dtype or is_tracing_symbolically():
             return self._run(is_inside, args, kwargs, output_dtype)
         if self.is_replica:

@@ -29,7 +29,7 @@ class BackwardPass(TakesPart):
         groups: its parameters.
         cycle: the state of its gradients.
         observers: who is told of them.
-        overflows: where an overflow is taken down.
+        overflows: where an overflow is recorded.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class BackwardPass(TakesPart):
         if not groups.is_as_seen():
             raise RuntimeError(
                 "optimizer.param_groups was changed inside `with mpinit.scale_loss(...)`, where the gradients are "
-                "still scaled: move the change before or behind the with-block. All gradients were cleared"
+                "still scaled: move the change before or after the with-block. All gradients were cleared"
             )
         copies, store = groups.copies, groups.store
         arrived = grads_of(copies.weights)

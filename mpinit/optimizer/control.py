@@ -258,7 +258,7 @@ class OptimizerControl:
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The optimizer's ``add_param_group``, with masters for 16-bit parameters."""
         if self._active:
-            self._cycle.check_closed("optimizer.add_param_group()", "move it before or behind the with-block")
+            self._cycle.check_closed("optimizer.add_param_group()", "move it before or after the with-block")
         self._inner_add_param_group(param_group)
         if self._active:
             self.groups.take_in_new_group()

@@ -114,7 +114,7 @@ class OverflowLog:
 
     @torch.no_grad()
     def read(self, scaler: LossScaler | None, scale: float | None, loss: torch.Tensor | None) -> OverflowRecord:
-        """What :meth:`write` would take down."""
+        """What :meth:`write` would record."""
         order = {} if loss is None else order_of_leaves(loss)
         found = []
         parameters = self._groups.present()

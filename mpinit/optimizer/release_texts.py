@@ -98,5 +98,5 @@ def changed(key: str, before: Any, now: Any) -> str:
     return (
         f"{key!r} of a parameter group was changed from {before!r} to {now!r} between backward() and optimizer.step(), "
         "and with gradient_release=True parameters were stepped in backward(): set it back, and change it before "
-        "backward() or behind step() (a learning-rate scheduler's step() belongs behind optimizer.step())"
+        "backward() or after step() (a learning-rate scheduler's step() belongs after optimizer.step())"
     )

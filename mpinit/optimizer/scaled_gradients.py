@@ -123,7 +123,7 @@ class ScaledGradients:
             RuntimeError: gradients are scaled by another scaler, or came from elsewhere than from a scaled loss.
         """
         groups, cycle = self._groups, self._cycle
-        cycle.check_closed("unscale_()", "move it behind the with-block")
+        cycle.check_closed("unscale_()", "move it after the with-block")
         groups.refresh()
         cycle.look_for_scaled(self._weights())
         self._check_scaler(scaler)

@@ -118,7 +118,7 @@ class Step:
     def prepare(self, what: str) -> None:
         """Before a step, or a half of one: scales move, masters follow weights."""
         groups, cycle = self._groups, self._cycle
-        cycle.check_closed(what, "move it behind the with-block")
+        cycle.check_closed(what, "move it after the with-block")
         self._backward.abandon_backward()
         groups.refresh()
         self._agree()

@@ -51,10 +51,10 @@ class TakesPart(ABC):
         Args:
             loss: what was scaled.
             scaler: what it was scaled by.
-            overflowed: whether an overflow was found and reading that waited for nothing: it is taken down.
+            overflowed: whether an overflow was found and reading that waited for nothing: it is recorded.
 
         Returns:
-            What to say of the worst gradient where it is taken down and is one of this part's; otherwise None.
+            What to say of the worst gradient where it is recorded and is one of this part's; otherwise None.
         """
 
     @abstractmethod

@@ -9,7 +9,7 @@ Upstream: https://github.com/pytorch/pytorch/issues/111317, in torch 2.11 to 2.1
 ``torch._dynamo.reset()`` forgets who wants to know of compilations, and is told again at once.
 
 Compiled autograd (``torch._dynamo.compiled_autograd._enable``) has the same fault, and no gradients to hide help: what
-stands for a gradient while a backward pass is taken down has the weight's type. It fails there, and is explained here.
+stands for a gradient while a backward pass is recorded has the weight's type. It fails there, and is explained here.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _put_back(_: Any) -> None:
 
 
 _REFUSED: Final = (
-    "compiled autograd cannot take down a backward pass that leaves float32 gradients on 16-bit weights, as "
+    "compiled autograd cannot record a backward pass that leaves float32 gradients on 16-bit weights, as "
     "mpinit.initialize has autograd do at O2 and O5: run this backward pass without it (torch.compile(model), or of "
     "model and loss, compiles the backward pass as well), or choose opt_level='O1' or 'O4'"
 )

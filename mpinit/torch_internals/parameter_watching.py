@@ -1,7 +1,7 @@
 """Noticing what leaves no trace in torch: writes through a parameter's ``.data``, or a numpy view of ``.detach()``.
 
 torch counts in-place writes in a tensor's version, but not those through ``.data`` or numpy. While anything is
-watched, ``torch.nn.Parameter`` has a ``data`` property and a ``detach`` of its own that take down who asked, with
+watched, ``torch.nn.Parameter`` has a ``data`` property and a ``detach`` of its own that record who asked, with
 checksums of what the parameter held then; and a ``grad`` whose setter brings gradients of other floating types into
 the type that the parameter takes. The parameters themselves stay what they are; reading ``.grad`` costs what it did.
 """
@@ -109,7 +109,7 @@ class Watcher:
         _forget({id(parameter)})
 
     def __enter__(self) -> Watcher:
-        """Inside the block whoever asks is not taken down: an optimizer may use ``.data`` in its step."""
+        """Inside the block whoever asks is not recorded: an optimizer may use ``.data`` in its step."""
         self.is_paused = True
         return self
 
@@ -118,7 +118,7 @@ class Watcher:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside the block whoever asks is taken down again: a closure of the user's runs in an optimizer's step."""
+        """Inside the block whoever asks is recorded again: a closure of the user's runs in an optimizer's step."""
         paused, self.is_paused = self.is_paused, False
         try:
             yield

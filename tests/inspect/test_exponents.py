@@ -83,7 +83,7 @@ def test_underflowing_parameters_are_named() -> None:
 def test_what_it_refuses() -> None:
     model = mlp()
     optimizer = start(model, "O2")
-    with pytest.raises(RuntimeError, match="behind scale_loss"):
+    with pytest.raises(RuntimeError, match="after scale_loss"):
         mpinit.gradient_histogram(optimizer)
     with pytest.raises(ValueError, match=r"it has 0\.weight"):
         mpinit.gradient_histogram(optimizer, "weihgt")
