@@ -255,6 +255,8 @@ class Step:
         if found_inf is not None and not is_read_freely(found_inf.device):
             self._overflows.write(*self._backward.last_scaling, None)
         self.counter.count(skipped=True)
+        # A step that is done rounds all masters, also those that somebody wrote to.
+        self._groups.copies.look_at_masters()
         self._clamp_weights()
         self._raise_after_too_many()
 

@@ -16,7 +16,7 @@ import warnings
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from law_gradients import GRADIENT_KINDS
 from law_membership import OTHER_KINDS
@@ -56,6 +56,7 @@ def play(setup: Setup, actions: list[tuple[str, int]]) -> None:
 
 COMMON: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 RUNS = os.environ.get("LAW_RUNS")
+PARTS = 16
 
 
 @settings(max_examples=2000, derandomize=True, **COMMON)
@@ -65,10 +66,14 @@ def test_2000_random_runs_keep_the_law(setup: Setup, actions: list[tuple[str, in
 
 
 @pytest.mark.nightly
-@settings(max_examples=int(RUNS or 100_000), derandomize=RUNS is None, **COMMON)
-@given(st.sampled_from(SETUPS_WANTED), ACTIONS)
-def test_100000_random_runs_keep_the_law(setup: Setup, actions: list[tuple[str, int]]) -> None:
-    play(setup, actions)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_100000_random_runs_keep_the_law(part: int) -> None:
+    """In parts of seeds of their own, which workers take side by side."""
+    runs = given(st.sampled_from(SETUPS_WANTED), ACTIONS)(play)
+    runs = settings(max_examples=int(RUNS or 100_000) // PARTS, **COMMON)(runs)
+    if RUNS is None:
+        runs = seed(part)(runs)
+    runs()
 
 
 TWO_SPLIT: dict[str, Any] = {
@@ -91,3 +96,8 @@ def test_runs_that_once_broke_it(scale: Any, actions: list[tuple[str, int]]) -> 
 def test_momentum_of_a_second_session_is_not_that_of_the_first() -> None:
     setup = Setup(level="O2", half="bfloat16", masters=False, loss_scale=1.0, momentum=True, optimizers=1)
     play(setup, [("joins_late", 0), ("undo", 0), ("backward", 0), ("hook:before:weight", 0), ("undo", 0)])
+
+
+def test_masters_written_to_reach_weights_in_a_skipped_step_too() -> None:
+    setup = Setup(level="O2", half="float16", masters=True, loss_scale="dynamic", momentum=False, optimizers=1)
+    play(setup, [("backward", 0), ("overflow", 0), ("write:group:copy", 0), ("step", 0)])
