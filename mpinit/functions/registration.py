@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from ..basics.user_warnings import warn_user
 from .cast_lists import Cast
 from .earlier_imports import bound_elsewhere
 from .installation import INSTALLATION
@@ -188,8 +188,7 @@ def _warn_of_earlier_imports(module: Any, name: str, function: Any) -> None:
     bound = [where for where, _ in found if where.rpartition(".")[0] != getattr(module, "__name__", "")]
     if bound:
         where = getattr(module, "__name__", repr(module))
-        warnings.warn(
+        warn_user(
             f"{', '.join(bound[:5])} was imported from {where} before {name!r} was registered and keeps the function "
-            f"without casts: register before that import, or call it as {where.rpartition('.')[2]}.{name}",
-            stacklevel=4,
+            f"without casts: register before that import, or call it as {where.rpartition('.')[2]}.{name}"
         )
