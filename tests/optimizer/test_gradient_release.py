@@ -241,7 +241,7 @@ def test_bytes_a_parameter_with_adam_after_backward() -> None:
     model(torch.ones(1, 512)).sum().backward()
     numbers = sum(parameter.numel() for parameter in model.parameters())
     # Beside the one bucket in float32 that stays, laid out, where it is small: masters and gradients, and two states.
-    assert (bytes_held() - before - 2 * 2**21) / numbers <= 6.2
+    assert (bytes_held() - before - 2 * 2**21) / numbers <= 6.15
     mpinit.undo(model)
 
 
