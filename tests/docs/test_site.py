@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from frameworks import let_torchvision_load, names_for
 from snippets import PRINTS, ROOT, Snippet, blocks, same_but_for_numbers, snippets
 
 import mpinit
+from mpinit import cli
 
 let_torchvision_load()
 DOCS = ROOT / "docs"
@@ -220,3 +222,23 @@ def test_names_in_tables_break_between_their_words_only() -> None:
     pieces = [[str(part) for part in literal.findall(nodes.Text)] for literal in cell.findall(nodes.literal)]
     shown = [[piece for piece in found if piece != "<wbr>"] for found in pieces]
     assert shown == [["mpinit.", "stalled(", "optimizer, n_", "steps=3)"], [".plot()"]]
+
+
+# A command at the beginning of a line of a block, or behind torchrun's -m.
+COMMANDS = [
+    command
+    for page in PAGES
+    if page.stem != "cli"
+    for block in re.findall(r"^```(?:bash|text)$(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    for command in re.findall(r"^(?:torchrun .* -m )?mpinit (.+)", block, re.M)
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_has_the_options_that_a_page_gives_it(command: str) -> None:
+    own, _ = cli._split(shlex.split(command, comments=True))
+    assert cli._parser().parse_args(own).command == own[0]
+
+
+def test_commands_are_found() -> None:
+    assert {command.split()[0] for command in COMMANDS} == set(cli.COMMANDS)
