@@ -204,7 +204,7 @@ class GradScaler:
         return float(self._get("growth_factor"))
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set it: a finite number above 0."""
+        """Set what the scale is multiplied by after good updates: a finite number above 0."""
         self._set(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
@@ -212,15 +212,15 @@ class GradScaler:
         return float(self._get("backoff_factor"))
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set it: a finite number above 0."""
+        """Set what the scale is multiplied by on overflow: a finite number above 0."""
         self._set(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
-        """How many good updates in a row the scale grows after."""
+        """After how many good updates in a row the scale grows."""
         return int(self._get("growth_interval"))
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set it: a whole number above 0."""
+        """Set after how many good updates in a row the scale grows: a whole number above 0."""
         self._set(growth_interval=new_interval)
 
     def state_dict(self) -> dict[str, Any]:

@@ -151,7 +151,7 @@ class History(Observer):
                 self._written = row["step"]
 
     def flush(self) -> None:
-        """Give the writer what it has not been given."""
+        """Write to the writer what was not written yet."""
         if self._writer is not None:
             self._write(self._read())
 
@@ -208,7 +208,7 @@ class History(Observer):
     # -- the end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Be told no more; what was kept can still be read. Harmless when repeated."""
+        """Stop recording; what was kept can still be read. A second call does nothing."""
         self.flush()
         if self in self._control.observers:
             self._control.observers.remove(self)
