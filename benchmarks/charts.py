@@ -39,7 +39,7 @@ def draw(found: Mapping[str, Results], folder: Path) -> list[Path]:
             if results.workload.kind == "training" and any(results.rounds(contender) for contender in names)
         }
         if rows:
-            drawn.append(_training(rows, found.get("bandwidth"), dtype, training_path(folder, dtype)))
+            drawn.append(_training(rows, found.get("memory"), dtype, training_path(folder, dtype)))
     if any(results.workload.kind == "growth" for results in found.values()):
         drawn.append(_growth(found, growth_path(folder)))
     return drawn

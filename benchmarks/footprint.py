@@ -1,12 +1,15 @@
-"""Bytes: what is held, by kind, and what a step takes at its peak."""
+"""Bytes: what is held, by kind, and what steps take at their peak."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -136,3 +139,66 @@ def _levels(changes: list[tuple[int, int]], begins: list[int]) -> Iterator[Level
             now += change
             peak = max(peak, now)
         yield Level(start, peak)
+
+
+# The C library's own numbers of its settings.
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
+_STATUS: Final = Path("/proc/self/status")
+_FORGET_PEAK: Final = Path("/proc/self/clear_refs")
+
+
+def give_back_what_is_freed() -> None:
+    """From here on blocks of 64 KiB or more go back to the system when they are freed: what is held is what is alive.
+
+    An allocator that keeps them shows what was freed long ago as held. Where the C library has no such settings,
+    nothing changes.
+    """
+    settings = {_MMAP_THRESHOLD: 1 << 16, _MMAP_MAX: 1 << 20, _TRIM_THRESHOLD: 1 << 17, _TOP_PAD: 0}
+    setter = getattr(ctypes.CDLL(None), "mallopt", None)
+    for name, value in settings.items() if setter is not None else ():
+        setter(name, value)
+
+
+def held_now(device: torch.device) -> int:
+    """Bytes that the process holds: CUDA's own count, or on Linux the system's, without libraries' files."""
+    _let_go(device)
+    return torch.cuda.memory_allocated() if device.type == "cuda" else _status("RssAnon")
+
+
+def peak_of(work: Callable[[], Any], device: torch.device) -> int | None:
+    """The most that the process holds while ``work`` runs, counted as :func:`held_now` does.
+
+    Returns:
+        None where the system keeps no peak that can be set back.
+    """
+    _let_go(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+    try:
+        _FORGET_PEAK.write_text("5")
+    except OSError:
+        return None
+    work()
+    return _status("VmHWM") - _status("RssFile") - _status("RssShmem")
+
+
+def resident_bytes() -> int:
+    """What this process holds, files of libraries included, by the system's count; 0 where none is kept."""
+    return _status("VmRSS")
+
+
+def _let_go(device: torch.device) -> None:
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    elif trim is not None:
+        trim(0)
+
+
+def _status(name: str) -> int:
+    found = re.search(rf"{name}:\s*(\d+)", _STATUS.read_text()) if _STATUS.exists() else None
+    return int(found.group(1)) * 1024 if found else 0

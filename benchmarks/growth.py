@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .case import Case, Facts, clock_for
-from .training import resident_bytes
+from .footprint import resident_bytes
 
 
 class _AllGradients(torch.autograd.Function):
@@ -67,6 +67,7 @@ class Axis:
         sessions: the trainings there are, of which one is timed, for a point.
         steps: the steps before the timed ones, for a point.
         flat: the time of a step is not to grow at all.
+        minutes: as of a workload.
     """
 
     title: str
@@ -75,6 +76,7 @@ class Axis:
     sessions: Callable[[int], int] = lambda point: 1
     steps: Callable[[int], int] = lambda point: 3
     flat: bool = False
+    minutes: float = 0.7
 
 
 M: Final = 1_000_000
@@ -82,18 +84,18 @@ TINY: Final = 16
 AXES: Final[Mapping[str, Axis]] = {
     "parameters": Axis(
         "parameters, in 16 tensors",
-        {"quick": (10_000, 100_000), "full": (M, 4 * M, 16 * M, 64 * M, 256 * M)},
+        {"quick": (10_000, 100_000), "full": (M, 4 * M, 16 * M, 48 * M)},
         lambda point: [weights(16, point // 16)],
         steps=lambda point: 1,
     ),
     "tensors": Axis(
         "tensors of 16 numbers",
-        {"quick": (10, 100), "full": (10, 100, 1_000, 10_000, 50_000)},
+        {"quick": (10, 100), "full": (10, 100, 1_000, 10_000)},
         lambda point: [weights(point, TINY)],
     ),
     "modules": Axis(
         "modules, Linear layers of 2 x 2",
-        {"quick": (10, 100), "full": (100, 1_000, 5_000, 20_000)},
+        {"quick": (10, 100), "full": (100, 1_000, 5_000)},
         lambda point: [layers(point)],
     ),
     "optimizers": Axis(
@@ -103,14 +105,14 @@ AXES: Final[Mapping[str, Axis]] = {
     ),
     "sessions": Axis(
         "sessions alive, one of them stepped",
-        {"quick": (1, 10), "full": (1, 10, 100, 1_000)},
+        {"quick": (1, 10), "full": (1, 10, 100, 500)},
         lambda point: [weights(2, TINY)],
         sessions=lambda point: point,
         flat=True,
     ),
     "steps": Axis(
         "steps done before",
-        {"quick": (1, 100), "full": (1, 100, 10_000, 100_000)},
+        {"quick": (1, 100), "full": (1, 100, 10_000)},
         lambda point: [weights(2, TINY)],
         steps=lambda point: point,
         flat=True,

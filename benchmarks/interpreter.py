@@ -94,7 +94,6 @@ def serve(preloaded: Sequence[str]) -> None:
     """Answer until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    # What forked processes run imports mpinit by itself: preloading it would leave nothing to be seen of its import.
     torch.set_num_threads(1)
     for module in preloaded:
         importlib.import_module(module)
@@ -114,8 +113,10 @@ def _answers(there: dict[str, Forked], request: Answer) -> dict[str, Answer]:
     while waiting:
         batch, waiting = waiting[: request["at_once"]], waiting[request["at_once"] :]
         if "start" in request:
+            words = request["start"]
+            _do_once(**words)
             for who in batch:
-                there[who] = Forked(list(there.values()), **request["start"], contender=who)
+                there[who] = Forked(list(there.values()), **words, contender=who)
         for who in batch:
             there[who].send(request)
         for who in batch:
@@ -123,6 +124,13 @@ def _answers(there: dict[str, Forked], request: Answer) -> dict[str, Answer]:
             if "seconds" not in found[who] and "once" not in found[who]:
                 there.pop(who).end()
     return found
+
+
+def _do_once(workload: str, size: str, device: str, **_: Any) -> None:
+    """What processes of a workload on a CPU inherit; that there is no such workload they say themselves."""
+    rows = workloads(size)
+    if device == "cpu" and workload in rows:
+        rows[workload].once()
 
 
 def answer_as(line: TextIO, workload: str, contender: str, size: str, device: str) -> None:

@@ -7,7 +7,8 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,10 +45,12 @@ class Effort:
     patience_s: float = 240.0
 
 
-_SLOW: Final = ("torch._dynamo", "torch._inductor.compile_fx")
+_SLOW: Final = ("torch._dynamo", "torch._inductor.compile_fx", "mpinit")
 FULL: Final = Effort("full", rounds=5, most_rounds=9, turns=8, limit_s=0.3, preloaded=_SLOW)
 QUICK: Final = Effort("quick", rounds=2, most_rounds=2, turns=3, limit_s=0.01)
 LEAST_TURNS: Final = 3
+# Of the interpreters that processes are forked from, one a round.
+STARTING_MINUTES: Final = 1.0
 # What is not timed, getting ready above all, may use every core.
 AT_ONCE: Final = os.cpu_count() or 1
 
@@ -132,7 +135,8 @@ def run_with(
     begun = {name: results for name, results in there.items() if results is not None}
     left = [name for name in chosen if name not in begun or begun[name].common["finished"] == "no"]
     taking_part = {name: _taking_part(rows[name], contenders) for name in left}
-    total = effort.rounds * sum(map(len, taking_part.values()))
+    total = sum(_rounds(rows[name], effort)[0] * len(those) for name, those in taking_part.items())
+    print(intention({name: rows[name] for name in left}, taking_part, effort), flush=True)
     with tqdm.tqdm(total=total, unit="process", smoothing=0.05) as bar:
         bar.set_postfix_str(f"{len(chosen) - len(left)} of {len(chosen)} workloads were there")
         for name in left:
@@ -141,6 +145,23 @@ def run_with(
             measure(results, taking_part[name], effort, device, interpreters, bar, path)
             results.common["finished"] = "yes"
             results.write(path)
+
+
+def intention(rows: Mapping[str, Workload], taking_part: Mapping[str, Sequence[str]], effort: Effort) -> str:
+    """What a run is going to do, and about how long that takes."""
+    minutes = {name: row.minutes * len(taking_part[name]) / len(row.contenders) for name, row in rows.items()}
+    lines = [
+        f"  {name:18} {minutes[name]:4.1f} min, {len(taking_part[name]):2} contenders, "
+        f"{_rounds(row, effort)[0]} processes each: {row.title}"
+        for name, row in rows.items()
+    ]
+    total = f"{len(rows)} workloads, about {STARTING_MINUTES + sum(minutes.values()):.0f} minutes on two quiet cores"
+    return "\n".join([f"{total}; stopped, it goes on where it was:" if lines else "nothing is left to measure", *lines])
+
+
+def _rounds(workload: Workload, effort: Effort) -> tuple[int, int]:
+    """How many there are, and how many there may be."""
+    return (workload.rounds, workload.rounds) if workload.rounds else (effort.rounds, effort.most_rounds)
 
 
 def _taking_part(workload: Workload, contenders: Sequence[str] | None) -> list[str]:
@@ -165,20 +186,26 @@ def measure(
 ) -> None:
     """Rounds in each of which every contender has one process, until the controls hold or there were enough.
 
+    Past those that there always are, none begins that might end after the workload's minutes.
+
     Args:
         path: where each round is written to as soon as it is over.
     """
     begin = 1 + max((run["round"] for runs in results.runs.values() for run in runs), default=-1)
-    bar.update(len(contenders) * min(begin, effort.rounds))
-    for number in range(begin, effort.most_rounds):
-        if number >= effort.rounds:
-            if results.is_measurable():
+    rounds, most_rounds = _rounds(results.workload, effort)
+    bar.update(len(contenders) * min(begin, rounds))
+    end, latest = time.monotonic() + 60 * results.workload.minutes, 0.0
+    for number in range(begin, most_rounds):
+        start = time.monotonic()
+        if number >= rounds:
+            if results.is_measurable() or start + latest > end:
                 return
             bar.total += len(contenders)
         bar.set_description(f"{results.name}, round {number + 1}")
         left = [contender for contender in contenders if contender not in results.missing]
         Round(results, number, effort, device, interpreters).play(left)
         bar.update(len(contenders))
+        latest = time.monotonic() - start
         if path is not None:
             results.write(path)
 

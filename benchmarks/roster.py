@@ -77,8 +77,8 @@ ROSTER: Final[Mapping[str, Row]] = {
 CONTROLS: Final = (("fp32", "fp32_again"), ("fp32", "o0"))
 BY_TYPE: Final[Mapping[str, tuple[str, ...]]] = {
     "bfloat16": (
-        *("amp_bf16", "hand_bf16", "plain_bf16", "o1_bf16", "o2_bf16", "o2_split", "o2_int8", "o3_bf16"),
-        *("optimi", "torchao", "bitsandbytes", "flashoptim"),
+        *("amp_bf16", "hand_bf16", "plain_bf16", "o1_bf16", "o2_bf16", "o2_split", "o2_split_bf16", "o2_int8"),
+        *("o3_bf16", "optimi", "torchao", "bitsandbytes", "flashoptim"),
     ),
     "float16": ("amp_fp16", "hand_fp16", "o1_fp16", "o2_fp16", "o2_compiled", "o3_fp16"),
 }

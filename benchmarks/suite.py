@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
 from .case import Case
-from .compiled import CompiledTraining
 from .growth import AXES, Growth
-from .roster import BY_TYPE, CONTROLS, ROSTER
+from .pieces import PIECES, Piece, compile_encodings
+from .roster import CONTROLS, ROSTER
 from .setting_up import Import, Initialize
 from .tasks import TASKS
-from .training import Training
+from .training import CompiledTraining, Holding, Training
 
 Make = Callable[[str, str, str], Case]
 Pairs = tuple[tuple[str, str], ...]
+
+
+def _nothing() -> None:
+    """What most workloads do before their processes."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +32,14 @@ class Workload:
         contenders: by name, in the order in which they are shown.
         make: (contender, size of run, device) -> what its process measures.
         controls: (one, other): the other's time over the one's has to be 1, or nothing here is worth printing.
-        kind: "training", "pairs", "memory", "compiled", "growth", "initialize" or "import": which tables it is for.
+        kind: "training", "pairs", "memory", "pieces", "compiled", "growth", "initialize" or "import": which tables it
+            is for.
+        minutes: what its rounds take on a quiet CPU of two cores, and what more of them, for controls that do not hold
+            yet, may take on any.
         devices: where it is measured.
         repeat_s: about how long one timing lasts; 0 for a single timing, without any before it.
+        rounds: processes of each contender, where it is another number than everywhere.
+        once: done before the processes of a round on a CPU, which inherit it.
     """
 
     title: str
@@ -38,37 +47,47 @@ class Workload:
     make: Make
     controls: Pairs
     kind: str
+    minutes: float
     devices: tuple[str, ...] = ("cpu", "cuda")
     repeat_s: float = 0.03
+    rounds: int | None = None
+    once: Callable[[], object] = _nothing
 
 
-_BF16, _FP16 = BY_TYPE["bfloat16"], BY_TYPE["float16"]
 _CONTROL: Final = ("fp32", "fp32_again")
 _CONTROLS: Final = (*_CONTROL, "o0")
+_CUDA: Final = ("cuda",)
 _USUAL: Final = ("amp_bf16", "hand_bf16", "o1_bf16", "o2_bf16", "o2_split", "o3_bf16")
-# Those that compile take seconds to a minute before their first step.
-_NO_COMPILERS: Final = tuple(name for name in _BF16 if not ROSTER[name].compiles)
-_SMALL: Final = ("hand_bf16", "o2_bf16", "o2_split", "o2_int8", "hand_fp16", "o2_fp16")
+_LAUNCH: Final = (
+    *("amp_bf16", "hand_bf16", "plain_bf16", "o1_bf16", "o2_bf16", "o2_split", "o3_bf16"),
+    *("amp_fp16", "hand_fp16", "o1_fp16", "o2_fp16", "o2_compiled", "o3_fp16"),
+)
+_ENCODED: Final = ("o2_bf16", "o2_split", "o2_split_bf16", "o2_int8")
+_PEERS: Final = ("optimi", "torchao", "bitsandbytes", "flashoptim")
+_BANDWIDTH: Final = ("hand_bf16", *_ENCODED, "o3_bf16", *_PEERS, "hand_fp16", "o2_fp16", "o2_compiled")
 _MEMORY: Final = (
     *("amp_fp16", "hand_fp16", "o2_fp16", "hand_bf16", "o2_bf16", "o2_split", "o2_split_bf16", "o2_int8"),
-    *("o2_released", "o3_bf16", "optimi", "torchao", "bitsandbytes", "flashoptim"),
+    *("o2_released", "o3_bf16", *_PEERS),
 )
-_ENCODED: Final = ("hand_bf16", "o2_bf16", "o2_split", "o2_split_bf16", "o2_int8")
 _O1: Final = ("amp_bf16", "o1_bf16", "amp_fp16", "o1_fp16")
+_FP16: Final = ("amp_fp16", "hand_fp16", "o1_fp16", "o2_fp16")
 _COMPILED: Final = (*_CONTROL, "amp_bf16", "o1_bf16", "o2_bf16", "amp_fp16", "o1_fp16", "o2_fp16")
 
 
+def _numbers(task: str, size: str, device: str) -> Mapping[str, int]:
+    return TASKS[task].sizes["quick" if size == "quick" else device]
+
+
 def _train(task: str, name: str, size: str, device: str) -> Case:
-    return Training(task, name, TASKS[task].sizes["quick" if size == "quick" else device], device)
+    return Training(task, name, _numbers(task, size, device), device)
 
 
 def _hold(task: str, name: str, size: str, device: str) -> Case:
-    # Few steps: what a compiler takes once an encoding has had work enough is no part of what training holds.
-    return Training(task, name, TASKS[task].sizes["quick" if size == "quick" else device], device, warm_up=2)
+    return Holding(task, name, _numbers(task, size, device), device)
 
 
 def _train_compiled(task: str, name: str, size: str, device: str) -> Case:
-    return CompiledTraining(task, name, TASKS[task].sizes["quick" if size == "quick" else device], device)
+    return CompiledTraining(task, name, _numbers(task, size, device), device)
 
 
 def _grow(axis: str, name: str, size: str, device: str) -> Case:
@@ -83,62 +102,74 @@ def _import(name: str, size: str, device: str) -> Case:
     return Import()
 
 
-def _training(task: str, contenders: tuple[str, ...]) -> Workload:
-    return Workload(TASKS[task].title, (*_CONTROLS, *contenders), partial(_train, task), CONTROLS, "training")
+def _piece(name: str, size: str, device: str) -> Case:
+    return Piece(name.removesuffix(" again"), 80 if size == "quick" else 500)
 
 
-def _launches(task: str, contenders: tuple[str, ...], kind: str = "pairs") -> Workload:
-    """O0 is a contender and no control, as where a step is nothing but launches and its own book-keeping shows."""
+def _training(
+    task: str, contenders: tuple[str, ...], minutes: float, devices: tuple[str, ...] = ("cpu", "cuda")
+) -> Workload:
     names = (*_CONTROLS, *contenders)
-    return Workload(TASKS[task].title, names, partial(_train, task), CONTROLS[:1], kind)
+    return Workload(TASKS[task].title, names, partial(_train, task), CONTROLS, "training", minutes, devices)
+
+
+def _steps(task: str, contenders: tuple[str, ...], minutes: float, kind: str = "pairs") -> Workload:
+    """O0 is a contender, if any, and no control: where a step is nothing but launches its own book-keeping shows."""
+    return Workload(
+        TASKS[task].title, (*_CONTROL, *contenders), partial(_train, task), CONTROLS[:1], kind, minutes,
+        once=compile_encodings if set(_ENCODED) <= set(contenders) else _nothing,
+    )  # fmt: skip
 
 
 def _growth(axis: str, size: str) -> Workload:
     points = AXES[axis].points[size]
     control = (f"{points[1]}", f"{points[1]} again")
     names = (*map(str, points), control[1])
-    return Workload(AXES[axis].title, names, partial(_grow, axis), (control,), "growth", repeat_s=0.02)
+    return Workload(
+        AXES[axis].title, names, partial(_grow, axis), (control,), "growth", AXES[axis].minutes, repeat_s=0.02
+    )
+
+
+def _set_up(title: str, layers: int, side: int, minutes: float) -> Workload:
+    names, control = ("o1", "o2", "o2_again", "o2_split", "o3"), (("o2", "o2_again"),)
+    return Workload(title, names, partial(_initialize, layers, side), control, "initialize", minutes)
 
 
 def workloads(size: str) -> Mapping[str, Workload]:
     """Everything, by name, in the order in which it is measured; ``size`` is "quick" or "full"."""
-    setting_up = ("o1", "o2", "o2_again", "o2_split", "o3")
-    compiled = Workload(
-        "compiled model and loss: three Linear layers with ReLU", _COMPILED, partial(_train_compiled, "wide"),
-        CONTROLS[:1], "compiled",
-    )  # fmt: skip
     return {
-        "launch": _launches("launch", (*_BF16, *_FP16), "training"),
-        "bandwidth": _training("bandwidth", (*_BF16, *_FP16)),
+        "launch": _steps("launch", ("o0", *_LAUNCH), 3.5, "training"),
+        "bandwidth": replace(_training("bandwidth", _BANDWIDTH, 3.0), once=compile_encodings),
+        "bert": _training("bert", _USUAL, 1.5),
+        "resnet": _training("resnet", _USUAL, 1.5),
+        "bandwidth_foreach": _steps("bandwidth_foreach", _ENCODED, 1.0),
+        "bandwidth_small": _steps("bandwidth_small", ("hand_bf16", *_ENCODED), 0.5),
+        "small_nets": _steps("small_nets", ("hand_bf16", *_ENCODED), 0.5),
+        "o1_linear": _steps("o1_linear", _O1, 0.7),
+        "pieces": Workload(
+            "pieces of a step on a million numbers in 4 tensors", (*PIECES, "fused Adam again"), _piece,
+            (("fused Adam", "fused Adam again"),), "pieces", 0.8, ("cpu",), once=compile_encodings,
+        ),
         "memory": Workload(
-            "bytes held for 10 M parameters in 40 tensors with Adam, no network", (*_CONTROL, *_MEMORY),
-            partial(_hold, "bandwidth"), CONTROLS[:1], "memory", repeat_s=0.0,
+            TASKS["memory"].title, (*_CONTROL, *_MEMORY), partial(_hold, "memory"), (), "memory", 1.0, repeat_s=0.0,
+            rounds=1,
         ),
-        "bandwidth_40m": _launches("bandwidth_40m", _ENCODED),
-        "bandwidth_40m_foreach": _launches("bandwidth_40m_foreach", _ENCODED),
-        "small_nets": _launches("small_nets", _ENCODED),
-        "bandwidth_small": _launches("bandwidth_small", _SMALL),
-        "wide": _training("wide", (*_USUAL, "plain_bf16", "amp_fp16", "hand_fp16", "o1_fp16", "o2_fp16")),
-        "bert": _training("bert", (*_NO_COMPILERS, "amp_fp16", "hand_fp16", "o2_fp16")),
-        "unet": _training("unet", _USUAL),
-        "resnet": _training("resnet", _USUAL),
-        "lstm": _training("lstm", _USUAL),
-        "o1_linear": _launches("o1_linear", _O1),
-        "o1_layer_norm": _launches("o1_layer_norm", _O1),
-        **{f"grow_{axis}": _growth(axis, size) for axis in AXES},
-        "initialize": Workload(
-            "initialize with 1,000 modules", setting_up, partial(_initialize, 999, 4), (("o2", "o2_again"),),
-            "initialize",
-        ),
-        "initialize_large": Workload(
-            "initialize with 67 M parameters", setting_up, partial(_initialize, 64, 1024), (("o2", "o2_again"),),
-            "initialize",
-        ),
+        "initialize": _set_up("initialize with 1,000 modules", 999, 4, 0.8),
+        "initialize_large": _set_up("initialize with 17 M parameters", 16, 1024, 1.0),
         "import": Workload(
             "import mpinit behind import torch", ("mpinit", "mpinit_again"), _import, (("mpinit", "mpinit_again"),),
-            "import", ("cpu",), repeat_s=0.0,
+            "import", 0.7, ("cpu",), repeat_s=0.0,
         ),
-        "compiled": compiled,
+        **{f"grow_{axis}": _growth(axis, size) for axis in AXES},
+        "compiled": Workload(
+            "compiled model and loss: three Linear layers with ReLU", _COMPILED, partial(_train_compiled, "wide"),
+            CONTROLS[:1], "compiled", 2.0,
+        ),
+        # On a CPU these say nothing that others do not, or take minutes in float16.
+        "wide": _training("wide", (*_USUAL, "plain_bf16", *_FP16), 1.0, _CUDA),
+        "unet": _training("unet", _USUAL, 1.0, _CUDA),
+        "lstm": _training("lstm", _USUAL, 1.0, _CUDA),
+        "bert_fp16": _training("bert", _FP16, 1.0, _CUDA),
     }  # fmt: skip
 
 

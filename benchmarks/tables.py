@@ -20,13 +20,15 @@ RESULTS: Final = Path(__file__).parent / "results"
 README: Final = ROOT / "README.md"
 PAGE: Final = ROOT / "docs" / "reference" / "benchmarks.md"
 HOW_TO: Final = ROOT / "docs" / "how-to" / "memory.md"
-PAGES: Final = (README, PAGE, HOW_TO)
+STATES: Final = ROOT / "docs" / "explanation" / "optimizer-states.md"
+PAGES: Final = (README, PAGE, HOW_TO, STATES)
 NOT_MEASURABLE: Final = "not measurable here"
 NOT_THERE: Final = "Not measured yet."
 _IN_README: Final = ("amp_bf16", "hand_bf16", "o1_bf16", "o2_bf16", "o2_split", "o3_bf16")
 _LESS_MEMORY: Final = (
     *("fp32", "o2_bf16", "o2_split", "o2_split_bf16", "o2_int8", "o2_released", "torchao", "bitsandbytes"),
 )
+_ENCODED: Final = ("o2_split", "o2_split_bf16", "o2_int8")
 _MARKED: Final = re.compile(r"(<!-- benchmarks (\w+): begin -->\n).*?(<!-- benchmarks \w+: end -->)", re.S)
 All = Mapping[str, Results]
 
@@ -87,18 +89,42 @@ def _with_contenders(found: All, names: tuple[str, ...], kind: str) -> dict[str,
 
 
 def memory(found: All, names: tuple[str, ...] = ()) -> str:
-    """Bytes per parameter with Adam, held after backward by kind, and the process' peak."""
-    results, rows = found.get("memory", found.get("bandwidth")), []
+    """Bytes per parameter with Adam, held after backward by kind, and the peak of whole steps."""
+    results, rows = found.get("memory"), []
     if results is None:
         return NOT_THERE
-    for name in names or [name for name in results.workload.contenders if name not in ("fp32_again", "o0")]:
+    for name in names or results.workload.contenders:
         facts = results.facts(name)
         if facts:
             held = [facts[f"bytes_{kind}"] / facts["parameters"] for kind in KINDS]
-            peak = facts["process_peak_bytes"] / facts["parameters"]
+            peak = f"{facts['peak_bytes'] / facts['parameters']:.1f}" if "peak_bytes" in facts else "-"
             title = f"{title_of(name)} fp16" if name in BY_TYPE["float16"] else title_of(name)
-            rows.append([title, *(f"{size:.1f}" for size in held), f"{sum(held):.1f}", f"{peak:.1f}"])
-    return table(["", *KINDS, "sum", "process peak"], rows)
+            rows.append([title, *(f"{size:.1f}" for size in held), f"{sum(held):.1f}", peak])
+    return table(["", *KINDS, "sum", "peak of a step"], rows)
+
+
+def encoded(found: All) -> str:
+    """Time of a step with split masters and encoded states over full masters and float32 states."""
+    rows = [
+        [results.workload.title, *(relative(results, name, "o2_bf16") for name in _ENCODED)]
+        for results in found.values()
+        if results.workload.kind in ("training", "pairs") and set(_ENCODED) <= set(results.workload.contenders)
+    ]
+    return table(["", "split", 'split, "bfloat16"', 'split, "int8"'], rows) if rows else NOT_THERE
+
+
+def pieces(found: All) -> str:
+    """Nanoseconds a number of what a step is made of."""
+    results = found.get("pieces")
+    if results is None:
+        return NOT_THERE
+    rows = []
+    for name in results.workload.contenders:
+        if results.rounds(name) and not name.endswith(" again"):
+            each = seconds(results.rounds(name)).times(1e9 / results.facts(name)["numbers"])
+            cell = f"{each.median:.1f} [{each.low:.1f}, {each.high:.1f}]"
+            rows.append([name, cell if results.is_measurable() else NOT_MEASURABLE])
+    return table(["piece", "ns a number"], rows)
 
 
 def pairs(found: All) -> str:
@@ -202,7 +228,7 @@ def readme(found: All, folder: Path) -> str:
             "",
             f"![Time of a step over float32's]({_link(charts.training_path(folder, 'bfloat16'), README)})",
             "",
-            "Bytes per parameter with Adam, after backward by kind, and the process' peak:",
+            "Bytes per parameter with Adam, after backward by kind, and at the peak of a step:",
             "",
             memory(found, _LESS_MEMORY),
         ]
@@ -223,6 +249,8 @@ def blocks(found: All, folder: Path) -> dict[str, Callable[[], str]]:
         "float16": lambda: training(found, folder, "float16"),
         "memory": lambda: memory(found),
         "less_memory": lambda: memory(found, _LESS_MEMORY),
+        "encoded": lambda: encoded(found),
+        "pieces": lambda: pieces(found),
         "pairs": lambda: pairs(found),
         "setting_up": lambda: setting_up(found),
         "compiled": lambda: compiled(found),
@@ -249,12 +277,14 @@ def write() -> None:
 def summary(folder: Path, size: str) -> str:
     """All tables of a folder, for the screen."""
     found = load(folder, size)
-    parts = [where(found), controls(found), missing(found)]
+    parts = [where(found), controls(found), missing(found), encoded(found)]
     kinds = {results.workload.kind for results in found.values()}
     if "training" in kinds:
         parts += [_training_for_the_screen(found, dtype) for dtype in BY_TYPE]
     if "memory" in kinds:
         parts.append(memory(found))
+    if "pieces" in kinds:
+        parts.append(pieces(found))
     if "compiled" in kinds:
         parts.append(compiled(found))
     if kinds & {"initialize", "import"}:

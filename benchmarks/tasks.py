@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import models, text
+from . import models
 
 Batch = tuple[Tensor, Tensor]
 Size = Mapping[str, int]
 BATCHES: Final = 4
+_CHARACTERS: Final = 128
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,9 @@ class TaskRow:
     optimizer_only: bool = False
 
 
+_ADAM: Final = Rule("adam", 1e-3)
+
+
 def _supervised(
     model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], rule: Rule, device: torch.device,
     make: Callable[[], Batch],
@@ -72,19 +78,11 @@ def _supervised(
     return Task(model.to(device), batches, loss, rule)
 
 
-def _launch(size: Size, device: torch.device) -> Task:
+def _launch(size: Size, device: torch.device, norms: bool = True, rule: Rule = _ADAM) -> Task:
     shape = size["batch"], size["width"]
     return _supervised(
-        models.launch_bound(size["blocks"], size["width"]), F.mse_loss, Rule("adam", 1e-3), device,
+        models.launch_bound(size["blocks"], size["width"], norms), F.mse_loss, rule, device,
         lambda: (torch.randn(shape), torch.randn(shape)),
-    )  # fmt: skip
-
-
-def _launch_sgd(size: Size, device: torch.device) -> Task:
-    shape = size["batch"], size["width"]
-    return _supervised(
-        models.launch_bound(size["blocks"], size["width"], norms=bool(size["norms"])), F.mse_loss, Rule("sgd", 1e-3),
-        device, lambda: (torch.randn(shape), torch.randn(shape)),
     )  # fmt: skip
 
 
@@ -108,7 +106,7 @@ def _wide(size: Size, device: torch.device) -> Task:
 def _unet(size: Size, device: torch.device) -> Task:
     batch, side = size["batch"], size["side"]
     return _supervised(
-        models.UNet(size["base"]), F.cross_entropy, Rule("adam", 1e-3), device,
+        models.UNet(size["base"]), F.cross_entropy, _ADAM, device,
         lambda: (torch.randn(batch, 3, side, side), torch.randint(2, (batch, side, side))),
     )  # fmt: skip
 
@@ -133,18 +131,26 @@ def _resnet(size: Size, device: torch.device) -> Task:
     )  # fmt: skip
 
 
+def _standard_library(characters: int) -> Tensor:
+    """Real text that every machine with Python has: its library's first modules in order of name, as ASCII codes."""
+    text = bytearray()
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= characters:
+            break
+    return torch.frombuffer(text, dtype=torch.uint8)[:characters].clamp(max=_CHARACTERS - 1).long()
+
+
 def _lstm(size: Size, device: torch.device) -> Task:
     batch, length = size["batch"], size["length"]
-    codes = text.standard_library(BATCHES * batch * length + 1)
+    codes = _standard_library(BATCHES * batch * length + 1)
     starts = iter(range(0, len(codes) - 1, batch * length))
 
     def make() -> Batch:
         window = codes[(start := next(starts)) : start + batch * length + 1]
         return window[:-1].view(batch, length), window[1:].clone()
 
-    return _supervised(
-        models.LanguageModel(text.VOCABULARY, size["width"]), F.cross_entropy, Rule("adam", 1e-3), device, make
-    )
+    return _supervised(models.LanguageModel(_CHARACTERS, size["width"]), F.cross_entropy, _ADAM, device, make)
 
 
 _BERT_BASE = {"vocabulary": 30522, "width": 768, "layers": 12, "heads": 12, "feedforward": 3072}
@@ -171,24 +177,24 @@ TASKS: Final[Mapping[str, TaskRow]] = {
         _bandwidth,
         optimizer_only=True,
     ),
-    "bandwidth_40m": TaskRow(
-        "the Adam step of 40 M parameters in 40 tensors, no network",
+    "bandwidth_foreach": TaskRow(
+        "bandwidth-bound: the foreach Adam step of 10 M parameters in 40 tensors, no network",
+        {
+            "quick": {"tensors": 4, "side": 400},
+            "cpu": {"tensors": 40, "side": 500},
+            "cuda": {"tensors": 40, "side": 500},
+        },
+        partial(_bandwidth, form="foreach"),
+        optimizer_only=True,
+    ),
+    "memory": TaskRow(
+        "bytes held for 40 M parameters in 40 tensors with Adam, no network",
         {
             "quick": {"tensors": 4, "side": 400},
             "cpu": {"tensors": 40, "side": 1000},
             "cuda": {"tensors": 40, "side": 1000},
         },
         _bandwidth,
-        optimizer_only=True,
-    ),
-    "bandwidth_40m_foreach": TaskRow(
-        "the foreach Adam step of 40 M parameters in 40 tensors, no network",
-        {
-            "quick": {"tensors": 4, "side": 400},
-            "cpu": {"tensors": 40, "side": 1000},
-            "cuda": {"tensors": 40, "side": 1000},
-        },
-        partial(_bandwidth, form="foreach"),
         optimizer_only=True,
     ),
     "small_nets": TaskRow(
@@ -214,20 +220,11 @@ TASKS: Final[Mapping[str, TaskRow]] = {
     "o1_linear": TaskRow(
         "launch-bound without norms: 40 x [Linear 32, ReLU], batch 4, SGD",
         {
-            "quick": {"blocks": 4, "width": 32, "batch": 4, "norms": 0},
-            "cpu": {"blocks": 40, "width": 32, "batch": 4, "norms": 0},
-            "cuda": {"blocks": 40, "width": 32, "batch": 4, "norms": 0},
+            "quick": {"blocks": 4, "width": 32, "batch": 4},
+            "cpu": {"blocks": 40, "width": 32, "batch": 4},
+            "cuda": {"blocks": 40, "width": 32, "batch": 4},
         },
-        _launch_sgd,
-    ),
-    "o1_layer_norm": TaskRow(
-        "launch-bound with norms: 40 x [Linear 32, LayerNorm, ReLU], batch 4, SGD",
-        {
-            "quick": {"blocks": 4, "width": 32, "batch": 4, "norms": 1},
-            "cpu": {"blocks": 40, "width": 32, "batch": 4, "norms": 1},
-            "cuda": {"blocks": 40, "width": 32, "batch": 4, "norms": 1},
-        },
-        _launch_sgd,
+        partial(_launch, norms=False, rule=Rule("sgd", 1e-3)),
     ),
     "wide": TaskRow(
         "three wide Linear layers with ReLU, SGD",

@@ -1,12 +1,11 @@
-"""Steps of training: a contender on a task."""
+"""Steps of training: a contender on a task, timed, timed with a compiled model, or looked at for its memory."""
 
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Mapping
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Final
 
 import torch
@@ -17,40 +16,38 @@ from .roster import ROSTER
 from .tasks import TASKS
 
 ENOUGH_S: Final = 0.5
+# Of a compiled model: until guards and generated code have settled, and the first loss scales, which overflow, are
+# behind.
+COMPILED_STEPS: Final = 5
 
 
 class Training(Case):
     """Whole steps: forward, backward, gradients made ready, update."""
 
-    def __init__(
-        self,
-        task: str,
-        contender: str,
-        size: Mapping[str, int],
-        device: str,
-        compiled: bool = False,
-        warm_up: int = 5,
-    ) -> None:
+    def __init__(self, task: str, contender: str, size: Mapping[str, int], device: str, compiled: bool = False) -> None:
         self.task_row, self.row, self.size, self.device = TASKS[task], ROSTER[contender], size, torch.device(device)
         self.clock, self.compiled = clock_for(device), compiled
-        self.steps_done, self.warm_up = 0, warm_up
+        self.steps_done, self.warm_up = 0, 5
 
     def prepare(self) -> None:
-        if self.row.needs_network and self.task_row.optimizer_only:
-            raise Unavailable("it differs in how a network runs, and there is none")
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cudnn.allow_tf32 = False
-        torch.manual_seed(0)
-        self.start_peak = peak_bytes(self.device)
-        self.contender = self.row.build(self.task_row.build(self.size, self.device))
-        if self.compiled:
-            self.contender.compile_forward()
+        self.build()
         begin = time.perf_counter()
         for number in range(self.warm_up):
             self.loss = self.step()
             # float16 on a CPU can take a second a step.
             if number and time.perf_counter() - begin > ENOUGH_S:
                 break
+
+    def build(self) -> None:
+        """The contender, without a step."""
+        if self.row.needs_network and self.task_row.optimizer_only:
+            raise Unavailable("it differs in how a network runs, and there is none")
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
+        torch.manual_seed(0)
+        self.contender = self.row.build(self.task_row.build(self.size, self.device))
+        if self.compiled:
+            self.contender.compile_forward()
 
     def step(self) -> torch.Tensor:
         contender = self.contender
@@ -73,21 +70,50 @@ class Training(Case):
             return {}
         loss = self.loss.item()
         found: Facts = {
-            "parameters": sum(p.numel() for p in self.contender.model.parameters()),
+            "parameters": self.parameters(),
             "loss_after_warm_up": loss if math.isfinite(loss) else str(loss),
-            "process_peak_bytes": peak_bytes(self.device) - self.start_peak,
         }
-        # Counting goes through a mode of torch's, and what is kept for it would be counted as held.
-        found |= self.bytes_after_backward()
         if not self.row.compiles:
             found["dispatched_ops"] = tally.dispatched_ops(self.step)
         if self.device.type == "cuda":
             found |= {"kernels": tally.kernels(self.step), "host_syncs": tally.host_syncs(self.step)}
         return found
 
+    def parameters(self) -> int:
+        """How many numbers are trained."""
+        return sum(p.numel() for p in self.contender.model.parameters())
+
+
+class Holding(Case):
+    """What a training holds: by kind when the optimizer is about to step, and at the peak of whole steps."""
+
+    def __init__(self, task: str, contender: str, size: Mapping[str, int], device: str) -> None:
+        self.rehearsal = Training(task, contender, TASKS[task].sizes["quick"], device)
+        self.training, self.device = Training(task, contender, size, device), torch.device(device)
+
+    def prepare(self) -> None:
+        footprint.give_back_what_is_freed()
+        # What takes memory once, such as imports and compilers, is no part of what training holds.
+        self.rehearsal.prepare()
+        del self.rehearsal
+        self.before = footprint.held_now(self.device)
+        self.training.build()
+        self.seconds(1)
+
+    def seconds(self, loops: int) -> float:
+        # Compiled or not, encoding gives the same bits and takes no memory that counts; compiling takes a lot.
+        with nullcontext() if self.training.row.compiles else torch._dynamo.config.patch(disable=True):
+            return self.training.seconds(loops)
+
+    def facts(self, first: bool) -> Facts:
+        peak = footprint.peak_of(lambda: self.seconds(2), self.device)
+        found: Facts = {} if peak is None else {"peak_bytes": peak - self.before}
+        return {"parameters": self.training.parameters(), **found, **self.bytes_after_backward()}
+
     def bytes_after_backward(self) -> Facts:
         """Bytes held by kind when the optimizer is about to step, each storage once."""
-        contender, (inputs, target) = self.contender, self.contender.task.batches[0]
+        contender = self.training.contender
+        inputs, target = contender.task.batches[0]
         contender.backward(contender.forward(inputs, target))
         contender.settle()
         held = footprint.held(contender)
@@ -95,17 +121,35 @@ class Training(Case):
         return {f"bytes_{kind}": size for kind, size in held.items()}
 
 
-def peak_bytes(device: torch.device) -> int:
-    """The most that this process has held so far, by the system's or CUDA's own count; 0 where none is kept."""
-    return int(torch.cuda.max_memory_allocated()) if device.type == "cuda" else _status("VmHWM")
+class CompiledTraining(Case):
+    """As :class:`Training`, with model and loss as one function that torch.compile has compiled with inductor."""
 
+    def __init__(self, task: str, contender: str, size: Mapping[str, int], device: str) -> None:
+        self.inner = Training(task, contender, size, device, compiled=True)
 
-def resident_bytes() -> int:
-    """What this process holds, by the system's count; 0 where none is kept."""
-    return _status("VmRSS")
+    def prepare(self) -> None:
+        self.inner.prepare()
+        for _ in range(COMPILED_STEPS):
+            self.inner.step()
+        self.graphs = self._counted("stats")["unique_graphs"]
 
+    def seconds(self, loops: int) -> float:
+        return self.inner.seconds(loops)
 
-def _status(name: str) -> int:
-    status = Path("/proc/self/status")
-    found = re.search(rf"{name}:\s*(\d+)", status.read_text()) if status.exists() else None
-    return int(found.group(1)) * 1024 if found else 0
+    def facts(self, first: bool) -> Facts:
+        """Graphs and breaks; what is compiled anew when the loss scale has moved because a step overflowed."""
+        task = self.inner.contender.task
+        task.batches[:] = [(torch.full_like(inputs, float("inf")), target) for inputs, target in task.batches]
+        for _ in range(3):
+            self.inner.step()
+        return {
+            "graphs": self.graphs,
+            "graph_breaks": sum(self._counted("graph_break").values()),
+            "recompilations": self._counted("stats")["unique_graphs"] - self.graphs,
+        }
+
+    @staticmethod
+    def _counted(kind: str) -> Mapping[str, int]:
+        from torch._dynamo.utils import counters
+
+        return counters[kind]

@@ -18,12 +18,12 @@ sys.path.insert(0, str(ROOT))
 
 import mpinit  # noqa: E402
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import footprint, setting_up, tables  # noqa: E402
+from benchmarks import pieces, setting_up, tables  # noqa: E402
 from benchmarks.case import Unavailable  # noqa: E402
 from benchmarks.contenders import Contender  # noqa: E402
 from benchmarks.growth import AXES, Growth  # noqa: E402
 from benchmarks.peers import Peer  # noqa: E402
-from benchmarks.protocol import Effort, Interpreters, measure, run_with  # noqa: E402
+from benchmarks.protocol import FULL, STARTING_MINUTES, Effort, Interpreters, intention, measure, run_with  # noqa: E402
 from benchmarks.results import Results  # noqa: E402
 from benchmarks.roster import BY_TYPE, ROSTER  # noqa: E402
 from benchmarks.setting_up import Import, Initialize  # noqa: E402
@@ -84,41 +84,6 @@ def test_every_contender_trains_every_task(task: str) -> None:
     assert losses["o0"] == losses["fp32"] == losses["fp32_again"]
 
 
-BYTES = {
-    "fp32": (4, 0, 4, 8),
-    "amp_fp16": (4, 0, 4, 8),
-    "hand_fp16": (2, 4, 6, 8),
-    "o2_fp16": (2, 4, 4, 8),
-    "o2_bf16": (2, 4, 4, 8),
-    "o2_split": (2, 2.1, 2, 8),
-    "o2_split_bf16": (2, 2.1, 2, 4),
-    "o2_int8": (2, 2.1, 2, 2.1),
-    "o2_released": (2, 2.1, 0, 2.1),
-    "o3_bf16": (2, 0, 2, 4),
-}
-
-
-def address_of(tensor: torch.Tensor) -> int:
-    is_plain = tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")
-    return footprint._memory(tensor)[0] if is_plain else -1
-
-
-@pytest.mark.parametrize("name", BYTES)
-def test_bytes_held_after_backward_are_what_arithmetic_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A process of the benchmarks' holds nothing else; this one has what tests before have left, held until the end.
-    live, others = footprint._live, list(footprint._live())
-    elsewhere = set(map(address_of, others)) - {0, -1}
-    monkeypatch.setattr(footprint, "_live", lambda: (t for t in live() if address_of(t) not in elsewhere))
-    case = quick("bandwidth", name)
-    case.prepare()
-    facts = case.facts(first=True)
-    if isinstance(case.contender, Mpinit):
-        mpinit.undo(case.contender.model)
-    parameters = int(facts["parameters"])
-    held = tuple(round(int(facts[f"bytes_{kind}"]) / parameters, 1) for kind in footprint.KINDS)
-    assert held == BYTES[name] and int(facts["dispatched_ops"]) > 0
-
-
 def test_a_contender_without_a_part_says_so() -> None:
     for task, name, why in (("launch", "tf32", "CUDA"), ("bandwidth", "amp_bf16", "network")):
         with pytest.raises(Unavailable, match=why):
@@ -126,6 +91,18 @@ def test_a_contender_without_a_part_says_so() -> None:
     task = TASKS["wide"].build(TASKS["wide"].sizes["quick"], CPU)
     with pytest.raises(Unavailable, match="no_such_package"):
         Peer(task, "no_such_package", lambda module, rule, params: torch.optim.SGD(params))
+
+
+@pytest.mark.parametrize("name", pieces.PIECES)
+def test_every_piece_of_a_step_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "compile_encodings", lambda: True)
+    case = pieces.Piece(name, 64)
+    case.prepare()
+    assert case.seconds(2) > 0 and case.facts(first=True) == {"numbers": pieces.TENSORS * 64**2}
+    monkeypatch.setattr(pieces, "compile_encodings", lambda: False)
+    if case.work.is_compiled:
+        with pytest.raises(Unavailable, match="cannot be compiled"):
+            case.prepare()
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -199,8 +176,8 @@ class Table:
         return {"once": self.once} if what == "start" else {"facts": {}}
 
 
-def played(table: Table, effort: Effort, contenders: list[str]) -> Results:
-    row = replace(workloads("full")["bert"], contenders=tuple(contenders))
+def played(table: Table, effort: Effort, contenders: list[str], minutes: float = 1.0) -> Results:
+    row = replace(workloads("full")["bert"], contenders=tuple(contenders), minutes=minutes)
     results, bar = Results("bert", row), SimpleNamespace(total=0, update=int, set_description=str)
     measure(results, contenders, effort, "cpu", table, bar)  # type: ignore[arg-type]
     return results
@@ -235,6 +212,23 @@ def test_a_workload_is_measured_on_until_its_controls_hold_or_there_were_enough_
     assert len(never.rounds("o0")) == 8 and not never.is_measurable()
 
 
+def test_no_round_begins_that_a_workload_has_no_minutes_for() -> None:
+    never = played(Table(0.1, lambda number, contender: 1.0 + 0.1 * (contender == "o0")), EFFORT, THREE, minutes=0.0)
+    assert len(never.rounds("o0")) == EFFORT.rounds
+
+
+def test_a_run_on_a_cpu_takes_less_than_25_minutes_and_says_so() -> None:
+    rows = {name: row for name, row in workloads("full").items() if "cpu" in row.devices}
+    assert STARTING_MINUTES + sum(row.minutes for row in rows.values()) < 25
+    text = intention(rows, {name: row.contenders for name, row in rows.items()}, FULL)
+    assert text.startswith(f"{len(rows)} workloads, about 2")
+    assert all(f"\n  {name} " in text and row.title in text for name, row in rows.items())
+    # Of half the contenders, in half the time.
+    few = {name: row.contenders[: len(row.contenders) // 2] for name, row in rows.items()}
+    assert intention(rows, few, FULL).startswith(f"{len(rows)} workloads, about 1")
+    assert intention({}, {}, FULL) == "nothing is left to measure"
+
+
 def test_who_fails_takes_no_further_part() -> None:
     table = Table(0.1, lambda number, contender: 1.0)
     results = played(table, EFFORT, [*THREE, "broken"])
@@ -249,42 +243,14 @@ def test_setting_up_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Import().seconds(2) == 0.5
 
 
-def test_levels_follow_allocations_through_stages() -> None:
-    kept: list[torch.Tensor] = []
-
-    def first() -> None:
-        kept.append(torch.zeros(1000))
-
-    def second() -> None:
-        torch.zeros(3000)
-
-    levels = footprint.trace([first, second, kept.clear, lambda: None], CPU)
-    assert [(level.start, level.peak) for level in levels] == [(0, 4000), (4000, 16000), (4000, 4000), (0, 0)]
-
-
-@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
-def test_initialize_peaks_within_the_footprint_and_one_parameter(weights: torch.dtype) -> None:
-    from_float32 = weights is torch.float32
-    for level, final in (("o2", 6), ("o2_split", 4), ("o3", 2)):
-        facts = Initialize(level, {"layers": 32, "side": 32}, "cpu", weights).facts(first=True)
-        before, after, peak, parameters = (
-            int(facts[name]) for name in ("bytes_before", "bytes_after", "bytes_peak", "parameters")
-        )
-        assert after / parameters == pytest.approx(final, rel=0.05)
-        assert before / parameters == pytest.approx(weights.itemsize, rel=0.05)
-        # Splitting a float32 weight takes a second temporary of its size.
-        allowed = 4 * 32 * 32 + (4 * 32 * 32 + 64 if from_float32 and level == "o2_split" else 0)
-        # Until set-up has succeeded O3 keeps what it cuts off: 2 bytes, and the numbers for which that is too little.
-        allowed += parameters // 32 if from_float32 and level == "o3" else 0
-        assert peak - max(before, after) <= allowed, facts
-
-
 def test_names_are_those_of_the_roster() -> None:
     rows = workloads("full")
     for row in rows.values():
         if row.kind in ("training", "compiled"):
             assert set(row.contenders) <= ROSTER.keys()
-        assert {name for pair in row.controls for name in pair} <= set(row.contenders) and row.controls
+        assert {name for pair in row.controls for name in pair} <= set(row.contenders)
+        # Nothing is timed where bytes are counted.
+        assert bool(row.controls) == (row.kind != "memory")
     assert {name for names in BY_TYPE.values() for name in names} <= ROSTER.keys()
     assert command.parse(["run", "--quick"]).quick
 
@@ -299,7 +265,8 @@ def test_sizes_are_what_the_titles_say() -> None:
     assert round(parameters("unet"), -5) == 7_800_000
     assert round(parameters("bert"), -6) == 109_000_000
     assert round(parameters("resnet"), -5) == 25_600_000
-    assert (parameters("bandwidth"), parameters("bandwidth_40m")) == (10_000_000, 40_000_000)
+    assert (parameters("bandwidth"), parameters("bandwidth_foreach")) == (10_000_000, 10_000_000)
+    assert parameters("memory") == 40_000_000
     assert round(parameters("bandwidth_small"), -3) == 164_000
 
 

@@ -18,7 +18,7 @@ from benchmarks.results import Results, read  # noqa: E402
 from benchmarks.suite import workloads  # noqa: E402
 
 FACTS = {"parameters": 100, **{f"bytes_{kind}": 400 for kind in ("weights", "masters", "gradients", "states")}}
-FACTS |= {"process_peak_bytes": 2000}
+FACTS |= {"peak_bytes": 2000}
 
 
 def bert(times: dict[str, list[float]]) -> Results:
@@ -111,3 +111,27 @@ def test_a_slope_is_the_exponent_of_the_last_points() -> None:
     assert growth_figures.slope(at, [n * 2.0 for n in at]) == pytest.approx(1.0)
     assert growth_figures.slope(at, [n**2 for n in at]) == pytest.approx(2.0)
     assert growth_figures.slope(at, [5.0, 1.0, 1.0, 1.0]) == pytest.approx(0.0)
+
+
+def test_what_encodings_cost_is_over_full_masters_and_a_number_of_a_piece() -> None:
+    row = workloads("full")["bandwidth"]
+    times = {**STEADY, "o2_split": [1.0] * 5, "o2_split_bf16": [1.5] * 5, "o2_int8": [2.0] * 5}
+    steps = Results("bandwidth", replace(row, contenders=tuple(times)))
+    parts = Results("pieces", workloads("full")["pieces"])
+    for name, processes in times.items():
+        for number, took in enumerate(processes):
+            steps.add(name, number, {"values": [took], "loops": 1, "wall_s": took, "facts": FACTS})
+    for name in parts.workload.contenders:
+        for number in range(5):
+            parts.add(name, number, {"values": [0.002], "loops": 1, "wall_s": 0.002, "facts": {"numbers": 1_000_000}})
+    assert "| 2.00 [2.00, 2.00] | 3.00 [3.00, 3.00] | 4.00 [4.00, 4.00] |" in tables.encoded({"bandwidth": steps})
+    assert "| int8 state: decoded | 2.0 [2.0, 2.0] |" in tables.pieces({"pieces": parts})
+    assert tables.encoded({}) == tables.pieces({}) == "Not measured yet."
+
+
+def test_a_peak_that_the_system_does_not_keep_is_a_dash() -> None:
+    results = Results("memory", workloads("full")["memory"])
+    for name, facts in (("fp32", FACTS), ("o2_split", {k: v for k, v in FACTS.items() if k != "peak_bytes"})):
+        results.add(name, 0, {"values": [1.0], "loops": 1, "wall_s": 1.0, "facts": facts})
+    lines = tables.memory({"memory": results}).splitlines()
+    assert [line.split(" | ")[-1] for line in lines[2:]] == ["20.0 |", "- |"]

@@ -1,0 +1,121 @@
+"""What the pieces cost that a step with split masters and encoded states is made of, beside the optimizer's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from .case import Case, Facts, Unavailable
+
+TENSORS: Final = 4
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is timed, and what is done before it each time.
+
+    Attributes:
+        numbers: that it works on.
+        is_compiled: it makes use of kernels that have to be compiled first.
+    """
+
+    numbers: int
+    timed: Callable[[], Any]
+    untimed: Callable[[], Any] = lambda: None
+    is_compiled: bool = False
+
+
+def _adam(side: int, form: str) -> Work:
+    weights = [nn.Parameter(torch.randn(side, side)) for _ in range(TENSORS)]
+    for weight in weights:
+        weight.grad = torch.randn(side, side)
+    settings: dict[str, Any] = {form: True}
+    return Work(TENSORS * side**2, torch.optim.Adam(weights, **settings).step)
+
+
+def _split(side: int, way: str) -> Work:
+    from mpinit.masters.buckets import Bucket
+    from mpinit.masters.split_pair import SplitPair
+
+    pairs = [SplitPair(nn.Parameter(torch.randn(side, side))) for _ in range(TENSORS)]
+    for pair in pairs:
+        pair.cast(torch.bfloat16)
+        pair.model_param.grad = torch.randn(side, side, dtype=torch.bfloat16)
+    bucket = Bucket(pairs)
+    into, out = partial(bucket.materialise, torch.empty(2 * bucket.numel)), bucket.write_back
+    if way == "out":
+        return Work(TENSORS * side**2, out, into)
+    into()
+    return Work(TENSORS * side**2, into, out)
+
+
+def _encoding(side: int, name: str, way: str) -> Work:
+    from mpinit.masters.codecs.bfloat16 import BFloat16
+    from mpinit.masters.codecs.blockwise import Blockwise
+    from mpinit.masters.codecs.codec import BLOCK
+
+    codec = {"bfloat16": BFloat16, "int8": Blockwise}[name]()
+    rows = TENSORS * side**2 // BLOCK
+    values, codes = torch.randn(rows, BLOCK), codec.empty(rows, torch.device("cpu"))
+    codec.encode_(values, codes, [rows])
+    timed = partial(codec.encode_, values, codes, [rows]) if way == "encoded" else partial(codec.decode_, codes, values)
+    return Work(values.numel(), timed, is_compiled=True)
+
+
+PIECES: Final[Mapping[str, Callable[[int], Work]]] = {
+    "fused Adam": partial(_adam, form="fused"),
+    "foreach Adam": partial(_adam, form="foreach"),
+    "split: weights in, remainders added, gradients widened": partial(_split, way="in"),
+    "split: remainders taken, weights out, checksums": partial(_split, way="out"),
+    **{
+        f"{name} state: {way}": partial(_encoding, name=name, way=way)
+        for name in ("bfloat16", "int8")
+        for way in ("decoded", "encoded")
+    },
+}
+
+
+@cache
+def compile_encodings() -> bool:
+    """Compile what encodes and decodes, which a long training comes to by itself; whether that was possible."""
+    from mpinit.masters.codecs import bfloat16, blockwise
+
+    kernels = (bfloat16._SUM, bfloat16._ROUND, blockwise._MEASURE, blockwise._ENCODE, blockwise._DECODE)
+    return all(kernel.compile() for kernel in kernels)
+
+
+class Piece(Case):
+    """One piece, again and again.
+
+    Args:
+        name: a row of ``PIECES``.
+        side: of the square matrices that it works on.
+    """
+
+    def __init__(self, name: str, side: int) -> None:
+        self.make, self.side = PIECES[name], side
+
+    def prepare(self) -> None:
+        torch.manual_seed(0)
+        self.work = self.make(self.side)
+        if self.work.is_compiled and not compile_encodings():
+            raise Unavailable("encodings cannot be compiled here")
+        self.seconds(3)
+
+    def seconds(self, loops: int) -> float:
+        spent = 0.0
+        for _ in range(loops):
+            self.work.untimed()
+            begin = time.process_time()
+            self.work.timed()
+            spent += time.process_time() - begin
+        return spent
+
+    def facts(self, first: bool) -> Facts:
+        return {"numbers": self.work.numbers}
