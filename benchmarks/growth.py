@@ -112,7 +112,7 @@ AXES: Final[Mapping[str, Axis]] = {
     ),
     "steps": Axis(
         "steps done before",
-        {"quick": (1, 100), "full": (1, 100, 10_000)},
+        {"quick": (1, 100), "full": (1, 100, 3_000)},
         lambda point: [weights(2, TINY)],
         steps=lambda point: point,
         flat=True,

@@ -68,7 +68,10 @@ class CompiledKernel:
             self._function(*arguments)
 
     def is_ready(self, device: torch.device, rows: int) -> bool:
-        """Whether it is compiled for a device; so many rows more count towards compiling it."""
+        """Whether it is compiled for a device and can run now; so many rows more count towards compiling it."""
+        # Inside of a dispatch mode, one that counts operations say, what torch has compiled raises.
+        if torch._C._len_torch_dispatch_stack():
+            return False
         kind = device.type
         so_far = self._rows.get(kind, 0)
         if so_far < self._worth and kind in _KINDS and not (kind == "cuda" and is_capturing()):

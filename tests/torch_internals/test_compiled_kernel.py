@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from mpinit.masters.codecs import bfloat16, blockwise
 from mpinit.torch_internals import compiled_kernel
@@ -65,6 +66,24 @@ def test_it_is_compiled_when_it_pays_and_not_before(monkeypatch: pytest.MonkeyPa
     assert calls == [70, 70]
     kernel(values[:5], out[:5])
     assert calls == [70, 70]
+
+
+def test_inside_of_a_mode_that_sees_operations_it_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_torch_compiles(*arguments: torch.Tensor) -> None:
+        if torch._C._len_torch_dispatch_stack():
+            raise RuntimeError("torch.compile with fullgraph=True found no compiled frames")
+        doubled(*arguments)
+
+    monkeypatch.setattr(torch, "compile", compiled_by(as_torch_compiles))
+    monkeypatch.setattr(compiled_kernel, "_WORTH_ROWS", 50)
+    kernel, (values, out) = CompiledKernel(doubled, sample), sample()
+    for compiled in (False, True):
+        out.zero_()
+        with FlopCounterMode(display=False):
+            kernel(values, out)
+        assert torch.equal(out, values * 2)
+        assert bool(kernel._compiled) == compiled, "it is not tried in there, and is afterwards"
+        kernel(values, out)
 
 
 @pytest.mark.parametrize("fault", ["raises", "differs"])
