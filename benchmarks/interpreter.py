@@ -129,7 +129,7 @@ def _answers(there: dict[str, Forked], request: Answer) -> dict[str, Answer]:
 def _do_once(workload: str, size: str, device: str, **_: Any) -> None:
     """What processes of a workload on a CPU inherit; that there is no such workload they say themselves."""
     rows = workloads(size)
-    if device == "cpu" and workload in rows:
+    if device == "cpu" and size != "quick" and workload in rows:
         rows[workload].once()
 
 

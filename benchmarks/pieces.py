@@ -96,15 +96,16 @@ class Piece(Case):
     Args:
         name: a row of ``PIECES``.
         side: of the square matrices that it works on.
+        compiled: whether it has to be, where a long training comes to that.
     """
 
-    def __init__(self, name: str, side: int) -> None:
-        self.make, self.side = PIECES[name], side
+    def __init__(self, name: str, side: int, compiled: bool = True) -> None:
+        self.make, self.side, self.compiled = PIECES[name], side, compiled
 
     def prepare(self) -> None:
         torch.manual_seed(0)
         self.work = self.make(self.side)
-        if self.work.is_compiled and not compile_encodings():
+        if self.compiled and self.work.is_compiled and not compile_encodings():
             raise Unavailable("encodings cannot be compiled here")
         self.seconds(3)
 

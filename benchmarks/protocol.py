@@ -150,13 +150,15 @@ def run_with(
 def intention(rows: Mapping[str, Workload], taking_part: Mapping[str, Sequence[str]], effort: Effort) -> str:
     """What a run is going to do, and about how long that takes."""
     minutes = {name: row.minutes * len(taking_part[name]) / len(row.contenders) for name, row in rows.items()}
-    lines = [
-        f"  {name:18} {minutes[name]:4.1f} min, {len(taking_part[name]):2} contenders, "
-        f"{_rounds(row, effort)[0]} processes each: {row.title}"
-        for name, row in rows.items()
-    ]
-    total = f"{len(rows)} workloads, about {STARTING_MINUTES + sum(minutes.values()):.0f} minutes on two quiet cores"
-    return "\n".join([f"{total}; stopped, it goes on where it was:" if lines else "nothing is left to measure", *lines])
+    lines = []
+    for name, row in rows.items():
+        those = f"{len(taking_part[name]):2} contenders x {_rounds(row, effort)[0]}"
+        lines.append(f"  {name:18} {minutes[name]:3.1f} min, {those}: {row.title}")
+    most = STARTING_MINUTES + sum(minutes.values())
+    head = (
+        f"{len(rows)} workloads, at most about {most:.0f} minutes on two quiet cores; stopped, it goes on where it was:"
+    )
+    return "\n".join([head, *lines]) if lines else "nothing is left to measure"
 
 
 def _rounds(workload: Workload, effort: Effort) -> tuple[int, int]:

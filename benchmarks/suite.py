@@ -34,12 +34,12 @@ class Workload:
         controls: (one, other): the other's time over the one's has to be 1, or nothing here is worth printing.
         kind: "training", "pairs", "memory", "pieces", "compiled", "growth", "initialize" or "import": which tables it
             is for.
-        minutes: what its rounds take on a quiet CPU of two cores, and what more of them, for controls that do not hold
-            yet, may take on any.
+        minutes: enough for its rounds on a quiet CPU of two cores. Further ones, for controls that do not hold yet,
+            begin only while there is time left of them.
         devices: where it is measured.
         repeat_s: about how long one timing lasts; 0 for a single timing, without any before it.
         rounds: processes of each contender, where it is another number than everywhere.
-        once: done before the processes of a round on a CPU, which inherit it.
+        once: done before the processes of a round on a CPU, which inherit it; not in quick runs.
     """
 
     title: str
@@ -56,7 +56,6 @@ class Workload:
 
 _CONTROL: Final = ("fp32", "fp32_again")
 _CONTROLS: Final = (*_CONTROL, "o0")
-_CUDA: Final = ("cuda",)
 _USUAL: Final = ("amp_bf16", "hand_bf16", "o1_bf16", "o2_bf16", "o2_split", "o3_bf16")
 _LAUNCH: Final = (
     *("amp_bf16", "hand_bf16", "plain_bf16", "o1_bf16", "o2_bf16", "o2_split", "o3_bf16"),
@@ -103,7 +102,7 @@ def _import(name: str, size: str, device: str) -> Case:
 
 
 def _piece(name: str, size: str, device: str) -> Case:
-    return Piece(name.removesuffix(" again"), 80 if size == "quick" else 500)
+    return Piece(name.removesuffix(" again"), 80 if size == "quick" else 500, compiled=size != "quick")
 
 
 def _training(
@@ -138,38 +137,39 @@ def _set_up(title: str, layers: int, side: int, minutes: float) -> Workload:
 def workloads(size: str) -> Mapping[str, Workload]:
     """Everything, by name, in the order in which it is measured; ``size`` is "quick" or "full"."""
     return {
-        "launch": _steps("launch", ("o0", *_LAUNCH), 3.5, "training"),
-        "bandwidth": replace(_training("bandwidth", _BANDWIDTH, 3.0), once=compile_encodings),
-        "bert": _training("bert", _USUAL, 1.5),
-        "resnet": _training("resnet", _USUAL, 1.5),
-        "bandwidth_foreach": _steps("bandwidth_foreach", _ENCODED, 1.0),
+        "launch": _steps("launch", ("o0", *_LAUNCH), 2.5, "training"),
+        "bandwidth": replace(_training("bandwidth", _BANDWIDTH, 2.2), once=compile_encodings),
+        "bert": _training("bert", _USUAL, 1.0),
+        "resnet": _training("resnet", _USUAL, 1.0),
+        "wide": _training("wide", (*_USUAL, "plain_bf16"), 0.7),
+        "unet": _training("unet", _USUAL, 0.8),
+        "lstm": _training("lstm", _USUAL, 0.8),
+        "bandwidth_foreach": _steps("bandwidth_foreach", _ENCODED, 0.9),
         "bandwidth_small": _steps("bandwidth_small", ("hand_bf16", *_ENCODED), 0.5),
         "small_nets": _steps("small_nets", ("hand_bf16", *_ENCODED), 0.5),
-        "o1_linear": _steps("o1_linear", _O1, 0.7),
+        "o1_linear": _steps("o1_linear", _O1, 0.5),
         "pieces": Workload(
             "pieces of a step on a million numbers in 4 tensors", (*PIECES, "fused Adam again"), _piece,
-            (("fused Adam", "fused Adam again"),), "pieces", 0.8, ("cpu",), once=compile_encodings,
+            (("fused Adam", "fused Adam again"),), "pieces", 0.5, ("cpu",), once=compile_encodings,
         ),
         "memory": Workload(
             TASKS["memory"].title, (*_CONTROL, *_MEMORY), partial(_hold, "memory"), (), "memory", 1.0, repeat_s=0.0,
-            rounds=1,
+            rounds=1, once=compile_encodings,
         ),
-        "initialize": _set_up("initialize with 1,000 modules", 999, 4, 0.8),
-        "initialize_large": _set_up("initialize with 17 M parameters", 16, 1024, 1.0),
+        "initialize": _set_up("initialize with 1,000 modules", 999, 4, 1.2),
+        "initialize_large": _set_up("initialize with 17 M parameters", 16, 1024, 0.8),
         "import": Workload(
             "import mpinit behind import torch", ("mpinit", "mpinit_again"), _import, (("mpinit", "mpinit_again"),),
-            "import", 0.7, ("cpu",), repeat_s=0.0,
+            "import", 0.8, ("cpu",), repeat_s=0.0,
         ),
         **{f"grow_{axis}": _growth(axis, size) for axis in AXES},
         "compiled": Workload(
             "compiled model and loss: three Linear layers with ReLU", _COMPILED, partial(_train_compiled, "wide"),
-            CONTROLS[:1], "compiled", 2.0,
+            CONTROLS[:1], "compiled", 2.2,
         ),
-        # On a CPU these say nothing that others do not, or take minutes in float16.
-        "wide": _training("wide", (*_USUAL, "plain_bf16", *_FP16), 1.0, _CUDA),
-        "unet": _training("unet", _USUAL, 1.0, _CUDA),
-        "lstm": _training("lstm", _USUAL, 1.0, _CUDA),
-        "bert_fp16": _training("bert", _FP16, 1.0, _CUDA),
+        # In float16 a CPU takes minutes for a network.
+        "wide_fp16": _training("wide", _FP16, 1.0, ("cuda",)),
+        "bert_fp16": _training("bert", _FP16, 1.0, ("cuda",)),
     }  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Final
 
 import torch
@@ -101,9 +100,7 @@ class Holding(Case):
         self.seconds(1)
 
     def seconds(self, loops: int) -> float:
-        # Compiled or not, encoding gives the same bits and takes no memory that counts; compiling takes a lot.
-        with nullcontext() if self.training.row.compiles else torch._dynamo.config.patch(disable=True):
-            return self.training.seconds(loops)
+        return self.training.seconds(loops)
 
     def facts(self, first: bool) -> Facts:
         peak = footprint.peak_of(lambda: self.seconds(2), self.device)
