@@ -1,7 +1,8 @@
-"""An interpreter that forks itself for each contender: python -m benchmarks.interpreter [MODULE TO PRELOAD ...].
+"""An interpreter that forks itself for each contender: python -m benchmarks.interpreter [--compile] [MODULE ...].
 
 A line on stdin is for a contender, a line on stdout its answer. Forking spares each process the seconds of importing
-torch, and every contender of a round meets the same addresses and hash seed, which differ from round to round.
+torch and other modules, and every contender of a round meets the same addresses and hash seed, which differ from round
+to round. With --compile mpinit's kernels are compiled before, as a long training comes to by itself.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, Final, TextIO
 import torch
 
 from .case import Case, Unavailable
+from .pieces import compile_kernels
 from .suite import workloads
 
 # One arena, nothing by mmap and nothing given back to the system: figures moved by 2x with what the allocator did.
@@ -90,13 +92,15 @@ class Forked:
         self._log.close()
 
 
-def serve(preloaded: Sequence[str]) -> None:
+def serve(preloaded: Sequence[str], compiles: bool) -> None:
     """Answer until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(1)
     for module in preloaded:
         importlib.import_module(module)
+    if compiles:
+        compile_kernels()
     gc.collect()
     gc.freeze()
     there: dict[str, Forked] = {}
@@ -114,7 +118,6 @@ def _answers(there: dict[str, Forked], request: Answer) -> dict[str, Answer]:
         batch, waiting = waiting[: request["at_once"]], waiting[request["at_once"] :]
         if "start" in request:
             words = request["start"]
-            _do_once(**words)
             for who in batch:
                 there[who] = Forked(list(there.values()), **words, contender=who)
         for who in batch:
@@ -124,13 +127,6 @@ def _answers(there: dict[str, Forked], request: Answer) -> dict[str, Answer]:
             if "seconds" not in found[who] and "once" not in found[who]:
                 there.pop(who).end()
     return found
-
-
-def _do_once(workload: str, size: str, device: str, **_: Any) -> None:
-    """What processes of a workload on a CPU inherit; that there is no such workload they say themselves."""
-    rows = workloads(size)
-    if device == "cpu" and size != "quick" and workload in rows:
-        rows[workload].once()
 
 
 def answer_as(line: TextIO, workload: str, contender: str, size: str, device: str) -> None:
@@ -174,4 +170,5 @@ def turn(case: Case, loops: int, untimed: int) -> Answer:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1:])
+    words = sys.argv[1:]
+    serve([word for word in words if word != "--compile"], "--compile" in words)

@@ -22,7 +22,7 @@ class Work:
 
     Attributes:
         numbers: that it works on.
-        is_compiled: it makes use of kernels that have to be compiled first.
+        is_compiled: it is made of kernels that have to be compiled first.
     """
 
     numbers: int
@@ -50,9 +50,9 @@ def _split(side: int, way: str) -> Work:
     bucket = Bucket(pairs)
     into, out = partial(bucket.materialise, torch.empty(2 * bucket.numel)), bucket.write_back
     if way == "out":
-        return Work(TENSORS * side**2, out, into)
+        return Work(TENSORS * side**2, out, into, is_compiled=True)
     into()
-    return Work(TENSORS * side**2, into, out)
+    return Work(TENSORS * side**2, into, out, is_compiled=True)
 
 
 def _encoding(side: int, name: str, way: str) -> Work:
@@ -71,8 +71,8 @@ def _encoding(side: int, name: str, way: str) -> Work:
 PIECES: Final[Mapping[str, Callable[[int], Work]]] = {
     "fused Adam": partial(_adam, form="fused"),
     "foreach Adam": partial(_adam, form="foreach"),
-    "split: weights in, remainders added, gradients widened": partial(_split, way="in"),
-    "split: remainders taken, weights out, checksums": partial(_split, way="out"),
+    "split: masters put together, gradients widened": partial(_split, way="in"),
+    "split: masters taken apart, checksums": partial(_split, way="out"),
     **{
         f"{name} state: {way}": partial(_encoding, name=name, way=way)
         for name in ("bfloat16", "int8")
@@ -82,12 +82,14 @@ PIECES: Final[Mapping[str, Callable[[int], Work]]] = {
 
 
 @cache
-def compile_encodings() -> bool:
-    """Compile what encodes and decodes, which a long training comes to by itself; whether that was possible."""
+def compile_kernels() -> bool:
+    """Compile for the CPU what encodes, decodes and splits, which long trainings come to; whether that was possible."""
+    from mpinit.masters import split_kernels
     from mpinit.masters.codecs import bfloat16, blockwise
+    from mpinit.torch_internals.compiled_kernel import CompiledKernel
 
-    kernels = (bfloat16._SUM, bfloat16._ROUND, blockwise._MEASURE, blockwise._ENCODE, blockwise._DECODE)
-    return all(kernel.compile() for kernel in kernels)
+    found = [value for module in (bfloat16, blockwise, split_kernels) for value in vars(module).values()]
+    return all(kernel.compile() for kernel in found if isinstance(kernel, CompiledKernel))
 
 
 class Piece(Case):
@@ -105,8 +107,8 @@ class Piece(Case):
     def prepare(self) -> None:
         torch.manual_seed(0)
         self.work = self.make(self.side)
-        if self.compiled and self.work.is_compiled and not compile_encodings():
-            raise Unavailable("encodings cannot be compiled here")
+        if self.compiled and self.work.is_compiled and not compile_kernels():
+            raise Unavailable("kernels cannot be compiled here")
         self.seconds(3)
 
     def seconds(self, loops: int) -> float:

@@ -60,10 +60,11 @@ class Interpreters:
 
     Args:
         preloaded: modules that they import, besides torch, before they fork.
+        compiles: they compile mpinit's kernels for the CPU, too.
     """
 
-    def __init__(self, preloaded: Sequence[str]) -> None:
-        self._preloaded = preloaded
+    def __init__(self, preloaded: Sequence[str], compiles: bool = False) -> None:
+        self._words = ["--compile"] * compiles + [*preloaded]
         self._started: dict[int, subprocess.Popen[str]] = {}
 
     def __enter__(self) -> Interpreters:
@@ -92,7 +93,7 @@ class Interpreters:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {"PYTHONPATH": os.pathsep.join(paths), "TORCHINDUCTOR_CACHE_DIR": str(cache)}
         process = self._started[number] = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.interpreter", *self._preloaded],
+            [sys.executable, "-m", "benchmarks.interpreter", *self._words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -110,7 +111,8 @@ def run(
     fresh: bool = False,
 ) -> None:
     """Measure each workload that has no results of these sources yet, and write them as soon as they are there."""
-    with Interpreters(effort.preloaded) as interpreters:
+    compiles = device == "cpu" and effort.size == "full"
+    with Interpreters(effort.preloaded, compiles) as interpreters:
         run_with(interpreters, effort, device, out, names, contenders, fresh)
 
 

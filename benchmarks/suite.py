@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from .case import Case
 from .growth import AXES, Growth
-from .pieces import PIECES, Piece, compile_encodings
+from .pieces import PIECES, Piece
 from .roster import CONTROLS, ROSTER
 from .setting_up import Import, Initialize
 from .tasks import TASKS
@@ -17,10 +17,6 @@ from .training import CompiledTraining, Holding, Training
 
 Make = Callable[[str, str, str], Case]
 Pairs = tuple[tuple[str, str], ...]
-
-
-def _nothing() -> None:
-    """What most workloads do before their processes."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,6 @@ class Workload:
         devices: where it is measured.
         repeat_s: about how long one timing lasts; 0 for a single timing, without any before it.
         rounds: processes of each contender, where it is another number than everywhere.
-        once: done before the processes of a round on a CPU, which inherit it; not in quick runs.
     """
 
     title: str
@@ -51,7 +46,6 @@ class Workload:
     devices: tuple[str, ...] = ("cpu", "cuda")
     repeat_s: float = 0.03
     rounds: int | None = None
-    once: Callable[[], object] = _nothing
 
 
 _CONTROL: Final = ("fp32", "fp32_again")
@@ -102,7 +96,7 @@ def _import(name: str, size: str, device: str) -> Case:
 
 
 def _piece(name: str, size: str, device: str) -> Case:
-    return Piece(name.removesuffix(" again"), 80 if size == "quick" else 500, compiled=size != "quick")
+    return Piece(name.removesuffix(" again"), 128 if size == "quick" else 512, compiled=size != "quick")
 
 
 def _training(
@@ -114,10 +108,7 @@ def _training(
 
 def _steps(task: str, contenders: tuple[str, ...], minutes: float, kind: str = "pairs") -> Workload:
     """O0 is a contender, if any, and no control: where a step is nothing but launches its own book-keeping shows."""
-    return Workload(
-        TASKS[task].title, (*_CONTROL, *contenders), partial(_train, task), CONTROLS[:1], kind, minutes,
-        once=compile_encodings if set(_ENCODED) <= set(contenders) else _nothing,
-    )  # fmt: skip
+    return Workload(TASKS[task].title, (*_CONTROL, *contenders), partial(_train, task), CONTROLS[:1], kind, minutes)
 
 
 def _growth(axis: str, size: str) -> Workload:
@@ -138,7 +129,7 @@ def workloads(size: str) -> Mapping[str, Workload]:
     """Everything, by name, in the order in which it is measured; ``size`` is "quick" or "full"."""
     return {
         "launch": _steps("launch", ("o0", *_LAUNCH), 2.5, "training"),
-        "bandwidth": replace(_training("bandwidth", _BANDWIDTH, 2.2), once=compile_encodings),
+        "bandwidth": _training("bandwidth", _BANDWIDTH, 2.2),
         "bert": _training("bert", _USUAL, 1.0),
         "resnet": _training("resnet", _USUAL, 1.0),
         "wide": _training("wide", (*_USUAL, "plain_bf16"), 0.7),
@@ -150,11 +141,11 @@ def workloads(size: str) -> Mapping[str, Workload]:
         "o1_linear": _steps("o1_linear", _O1, 0.5),
         "pieces": Workload(
             "pieces of a step on a million numbers in 4 tensors", (*PIECES, "fused Adam again"), _piece,
-            (("fused Adam", "fused Adam again"),), "pieces", 0.5, ("cpu",), once=compile_encodings,
+            (("fused Adam", "fused Adam again"),), "pieces", 0.5, ("cpu",),
         ),
         "memory": Workload(
             TASKS["memory"].title, (*_CONTROL, *_MEMORY), partial(_hold, "memory"), (), "memory", 1.0, repeat_s=0.0,
-            rounds=1, once=compile_encodings,
+            rounds=1,
         ),
         "initialize": _set_up("initialize with 1,000 modules", 999, 4, 1.2),
         "initialize_large": _set_up("initialize with 17 M parameters", 16, 1024, 0.8),

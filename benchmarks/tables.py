@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,10 +22,14 @@ README: Final = ROOT / "README.md"
 PAGE: Final = ROOT / "docs" / "reference" / "benchmarks.md"
 HOW_TO: Final = ROOT / "docs" / "how-to" / "memory.md"
 STATES: Final = ROOT / "docs" / "explanation" / "optimizer-states.md"
-PAGES: Final = (README, PAGE, HOW_TO, STATES)
+CHECKPOINT: Final = ROOT / "docs" / "how-to" / "sixteen-bit-checkpoint.md"
+PAGES: Final = (README, PAGE, HOW_TO, STATES, CHECKPOINT)
+FINETUNED: Final = ROOT / "examples" / "results" / "finetune_16bit_checkpoint.json"
 NOT_MEASURABLE: Final = "not measurable here"
 NOT_THERE: Final = "Not measured yet."
 _IN_README: Final = ("amp_bf16", "hand_bf16", "o1_bf16", "o2_bf16", "o2_split", "o3_bf16")
+_WORKLOADS_IN_README: Final = ("launch", "bandwidth", "bert", "resnet")
+_MEMORY_IN_README: Final = ("fp32", "o2_bf16", "o2_split", "o2_int8", "o2_released", "bitsandbytes")
 _LESS_MEMORY: Final = (
     *("fp32", "o2_bf16", "o2_split", "o2_split_bf16", "o2_int8", "o2_released", "torchao", "bitsandbytes"),
 )
@@ -215,9 +220,45 @@ def missing(found: All) -> str:
     return table(["", "workloads", "reason"], rows) if rows else "Every contender took part."
 
 
+def finetuned(path: Path = FINETUNED) -> str:
+    """What the example that fine-tunes a 16-bit checkpoint has found."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    head = [
+        "",
+        "final loss",
+        "best loss",
+        "weights that never moved",
+        "norm weights moved by",
+        "bytes a parameter",
+        "time",
+    ]
+    rows = [
+        [
+            *(way["way"], f"{way['final loss']:.4f}", f"{way['best loss']:.4f}"),
+            *(f"{way['weights that never moved, %']:.1f} %", f"{way['norm weights moved by']:.5f}"),
+            *(f"{way['bytes a parameter']:.1f}", f"{way['seconds']} s"),
+        ]
+        for way in result["ways"]
+    ]
+    gained = [f"- {way['way']}: {way['of what float32 gained, %']} %" for way in result["ways"][1:]]
+    before, most = f"{result['loss before']:.4f}", f"{result['gained by float32']:.4f}"
+    remark = f"Loss before fine-tuning: {before} (float32-loaded). Of what float32 gained ({most}):"
+    return "\n".join([table([*head, "time"], rows), "", remark, *gained])
+
+
+def finetuned_in_short() -> str:
+    """The columns of README."""
+    rows = []
+    for way in json.loads(FINETUNED.read_text(encoding="utf-8"))["ways"]:
+        unmoved, size = f"{way['weights that never moved, %']:.1f} %", f"{way['bytes a parameter']:.1f}"
+        rows.append([way["way"], f"{way['final loss']:.4f}", unmoved, size])
+    return table(["", "final loss", "weights that never moved", "bytes a parameter"], rows)
+
+
 def readme(found: All, folder: Path) -> str:
     """README's tables."""
-    rows = _with_contenders(found, _IN_README, "training")
+    some = {name: found[name] for name in _WORKLOADS_IN_README if name in found}
+    rows = _with_contenders(some, _IN_README, "training")
     names = [name for name in _IN_README if any(results.rounds(name) for results in rows.values())]
     cells = [[key, *(relative(results, name, "fp32") for name in names)] for key, results in rows.items()]
     return "\n".join(
@@ -230,7 +271,7 @@ def readme(found: All, folder: Path) -> str:
             "",
             "Bytes per parameter with Adam, after backward by kind, and at the peak of a step:",
             "",
-            memory(found, _LESS_MEMORY),
+            memory(found, _MEMORY_IN_README),
         ]
     )
 
@@ -257,6 +298,8 @@ def blocks(found: All, folder: Path) -> dict[str, Callable[[], str]]:
         "growth": lambda: growth(found, folder),
         "controls": lambda: controls(found),
         "missing": lambda: missing(found),
+        "finetuned": finetuned,
+        "finetuned_in_short": finetuned_in_short,
     }
 
 

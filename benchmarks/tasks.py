@@ -170,9 +170,9 @@ TASKS: Final[Mapping[str, TaskRow]] = {
     "bandwidth": TaskRow(
         "bandwidth-bound: the Adam step of 10 M parameters in 40 tensors, no network",
         {
-            "quick": {"tensors": 4, "side": 400},
-            "cpu": {"tensors": 40, "side": 500},
-            "cuda": {"tensors": 40, "side": 500},
+            "quick": {"tensors": 4, "side": 384},
+            "cpu": {"tensors": 40, "side": 512},
+            "cuda": {"tensors": 40, "side": 512},
         },
         _bandwidth,
         optimizer_only=True,
@@ -180,19 +180,19 @@ TASKS: Final[Mapping[str, TaskRow]] = {
     "bandwidth_foreach": TaskRow(
         "bandwidth-bound: the foreach Adam step of 10 M parameters in 40 tensors, no network",
         {
-            "quick": {"tensors": 4, "side": 400},
-            "cpu": {"tensors": 40, "side": 500},
-            "cuda": {"tensors": 40, "side": 500},
+            "quick": {"tensors": 4, "side": 384},
+            "cpu": {"tensors": 40, "side": 512},
+            "cuda": {"tensors": 40, "side": 512},
         },
         partial(_bandwidth, form="foreach"),
         optimizer_only=True,
     ),
     "memory": TaskRow(
-        "bytes held for 40 M parameters in 40 tensors with Adam, no network",
+        "bytes held for 42 M parameters in 40 tensors with Adam, no network",
         {
-            "quick": {"tensors": 4, "side": 400},
-            "cpu": {"tensors": 40, "side": 1000},
-            "cuda": {"tensors": 40, "side": 1000},
+            "quick": {"tensors": 4, "side": 384},
+            "cpu": {"tensors": 40, "side": 1024},
+            "cuda": {"tensors": 40, "side": 1024},
         },
         _bandwidth,
         optimizer_only=True,

@@ -3,7 +3,9 @@
 A small Llama learns the source code of Python's standard library in float32 and is saved in bfloat16, as most published
 checkpoints are. Transformers 5 loads it in the type it was saved in. Then it learns other text, Python's language
 reference, four times with the same ``Trainer``: loaded in float32; loaded as it is; loaded as it is, with
-``enable(trainer)``; and the same with split masters. It prints a table and writes a plot to runs/finetune/.
+``enable(trainer)``; and the same with split masters. It prints a table and writes a plot to runs/finetune/. What it has
+found goes to result.json there, from which README's and the documentation's tables are made once it is in
+examples/results/: ``make bench-tables``.
 
 The learning rate is TrainingArguments' default, 5e-5, falling linearly to 0; the lengths are what takes a few minutes
 on two cores. Both were chosen before the first whole run, and nothing was tuned afterwards. To run it: ``pip install
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import logging
 import pydoc_data.topics
 import sysconfig
@@ -29,6 +32,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import torch
+import transformers
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging as transformers_logging
@@ -171,29 +175,47 @@ def finetune(way: Way, folder: Path, data: tuple[list[Any], list[Any]], steps: i
     return run
 
 
-def table(runs: list[Run]) -> str:
+def result(runs: list[Run]) -> dict[str, Any]:
+    """All figures, as they are shown."""
+    first = runs[0]
+    gained = first.losses[0] - first.losses[max(first.losses)]
+    ways = [
+        {
+            "way": run.way.name,
+            "final loss": round(run.losses[max(run.losses)], 4),
+            "best loss": round(min(run.losses.values()), 4),
+            "weights that never moved, %": round(100 * run.unmoved, 1),
+            "norm weights moved by": round(run.norms, 5),
+            "bytes a parameter": round(run.bytes_each, 1),
+            "seconds": round(run.seconds),
+            "of what float32 gained, %": round(100 * (run.losses[0] - run.losses[max(run.losses)]) / gained),
+        }
+        for run in runs
+    ]
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {**versions, "loss before": round(first.losses[0], 4), "gained by float32": round(gained, 4), "ways": ways}
+
+
+def table(found: dict[str, Any]) -> str:
     """A Markdown table with one row for each run."""
     rows = [
         "| | final loss | best loss | weights that never moved | norm weights moved by | bytes a parameter | time |",
         "|---|---|---|---|---|---|---|",
     ]
-    for run in runs:
-        final, best = run.losses[max(run.losses)], min(run.losses.values())
+    for way in found["ways"]:
         rows.append(
-            f"| {run.way.name} | {final:.4f} | {best:.4f} | {100 * run.unmoved:.1f} % | {run.norms:.5f} | "
-            f"{run.bytes_each:.1f} | {run.seconds:.0f} s |"
+            f"| {way['way']} | {way['final loss']:.4f} | {way['best loss']:.4f} | "
+            f"{way['weights that never moved, %']:.1f} % | {way['norm weights moved by']:.5f} | "
+            f"{way['bytes a parameter']:.1f} | {way['seconds']} s |"
         )
     return "\n".join(rows)
 
 
-def remarks(runs: list[Run]) -> str:
+def remarks(found: dict[str, Any]) -> str:
     """What fine-tuning gained in each way, beside float32."""
-    first = runs[0]
-    gained = first.losses[0] - first.losses[max(first.losses)]
-    lines = [f"Loss before fine-tuning: {first.losses[0]:.4f} (float32-loaded). Of what float32 gained ({gained:.4f}):"]
-    for run in runs[1:]:
-        share = (run.losses[0] - run.losses[max(run.losses)]) / gained
-        lines.append(f"- {run.way.name}: {100 * share:.0f} %")
+    before, gained = found["loss before"], found["gained by float32"]
+    lines = [f"Loss before fine-tuning: {before:.4f} (float32-loaded). Of what float32 gained ({gained:.4f}):"]
+    lines += [f"- {way['way']}: {way['of what float32 gained, %']} %" for way in found["ways"][1:]]
     return "\n".join(lines)
 
 
@@ -223,9 +245,11 @@ def main() -> None:
     with tqdm(total=options.pretrain_steps + len(WAYS) * options.steps, desc="float32 from nothing") as bar:
         pretrain(options.out, source, options.pretrain_steps, bar)
         runs = [finetune(way, options.out, (train, held_out), options.steps, bar) for way in WAYS]
-    text = f"{table(runs)}\n\n{remarks(runs)}\n"
+    found = result(runs)
+    text = f"{table(found)}\n\n{remarks(found)}\n"
     print(f"\n{text}")
     (options.out / "table.md").write_text(text, encoding="utf-8")
+    (options.out / "result.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     draw(runs, options.out / "loss.png")
     print(f"Plot: {options.out / 'loss.png'}")
 
