@@ -85,6 +85,7 @@ class Bucket:
             pair.remainder, pair.checksums, pair.bucket = remainder, sums, self
         self._large = len(list(takewhile(is_large, self._shards())))
         self._remainder_words = [words(pair.remainder) for pair in pairs[: self._large]]
+        self._sums = [pair.checksums.view(-1, 1) for pair in pairs[: self._large]]
         self._by_kernel = self._begin = 0
         self.device = self.remainder.device
         self.numel = self.remainder.numel()
@@ -178,8 +179,8 @@ class Bucket:
             weights = self._flat_weights()
             if self._stage is _Stage.MATERIALISED:
                 first, begin = self._choose_kernels(), self._begin
-                rows = self._checksums.view(-1, 1).split_with_sizes([room // BLOCK for room in self._rooms])
-                for parts in zip(layout.long_words, self._words[:first], self._remainder_words, rows, strict=False):
+                by_kernel = layout.long_words, self._words[:first], self._remainder_words, self._sums
+                for parts in zip(*by_kernel, strict=False):
                     take_apart_(*parts)
                 # In one line, so that nothing comes between the two.
                 taken = take_remainder_(layout.bits[begin:], self.remainder[begin:])
