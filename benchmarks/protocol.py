@@ -50,7 +50,7 @@ FULL: Final = Effort("full", rounds=5, most_rounds=9, turns=8, limit_s=0.3, prel
 QUICK: Final = Effort("quick", rounds=2, most_rounds=2, turns=3, limit_s=0.01)
 LEAST_TURNS: Final = 3
 # Of the interpreters that processes are forked from, one a round.
-STARTING_MINUTES: Final = 1.0
+STARTING_MINUTES: Final = 1.5
 # What is not timed, getting ready above all, may use every core.
 AT_ONCE: Final = os.cpu_count() or 1
 
