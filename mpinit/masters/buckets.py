@@ -18,6 +18,7 @@ from ..basics.gradients import as_float32
 from ..basics.interrupts import InterruptsHeld
 from ..distributed.sharding import in_place_of, is_sharded, placed_as, shard, sharded_as
 from ..torch_internals.allocator import storage_holders
+from ..torch_internals.columns import grads_of, set_grads, set_memory
 from ..torch_internals.devices import bucket_bytes_at_most, is_worth_keeping
 from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.parameter_watching import TENSOR_DETACH, TENSOR_GRAD
@@ -73,6 +74,7 @@ class Bucket:
     def __init__(self, pairs: Sequence[SplitPair]) -> None:
         self.pairs = list(pairs)
         self._weights: list[torch.Tensor] = [pair.model_param for pair in pairs]
+        self._masters: list[torch.Tensor] = [pair.master_param for pair in pairs]
         self._is_sharded = any(is_sharded(weight) for weight in self._weights)
         self._sizes = [weight.numel() for weight in self._shards()]
         self._rooms = [pair.remainder.numel() for pair in pairs]
@@ -91,6 +93,7 @@ class Bucket:
         self.numel = self.remainder.numel()
         self._placeholders = [placeholder_of_shard(weight) for weight in self._weights]
         self._views: list[torch.Tensor] = []
+        self._halves: list[torch.Tensor] = []
         self._words: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._layout: _Layout | None = None
@@ -129,6 +132,7 @@ class Bucket:
         addresses = [weight.data_ptr() for weight in shards]
         if addresses != self._addresses or not self._views:
             self._views = [flat(TENSOR_DETACH(weight)) for weight in shards]
+            self._halves = [view.view(torch.int16) for view in self._views]
             large = self._views[: self._large]
             self._words = list(map(words, large)) if all(map(has_words, large)) else []
             self._addresses = addresses
@@ -139,13 +143,20 @@ class Bucket:
         """Lay masters and gradients into ``buffer`` (float32, at least twice ``numel`` long)."""
         layout = self._laid_out(buffer)
         self._join(layout)
-        arrived = [_own_part(weight) if self._is_sharded else weight.grad for weight in self._weights]
+        arrived = list(map(_own_part, self._weights)) if self._is_sharded else grads_of(self._weights)
         gradients = _widened(layout.gradients, arrived)
         self._stage = _Stage.MATERIALISED
-        for pair, values, gradient in zip(self.pairs, layout.masters, gradients, strict=True):
-            in_place_of(pair.master_param, values)
-            shown = None if gradient is None else sharded_as(gradient, pair.master_param)
-            TENSOR_GRAD.__set__(pair.master_param, shown)
+        self._show(layout.masters, gradients)
+
+    def _show(self, values: list[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Have the masters in the groups hold these, of this process's parts."""
+        if not self._is_sharded:
+            set_memory(self._masters, values)
+            set_grads(self._masters, gradients)
+            return
+        for master, part, gradient in zip(self._masters, values, gradients, strict=True):
+            in_place_of(master, part)
+            TENSOR_GRAD.__set__(master, None if gradient is None else sharded_as(gradient, master))
 
     def _join(self, layout: _Layout) -> None:
         weights = self._flat_weights()
@@ -176,7 +187,7 @@ class Bucket:
         layout = self._layout
         assert layout is not None, "materialise comes first"
         with InterruptsHeld():
-            weights = self._flat_weights()
+            count = len(self._flat_weights())
             if self._stage is _Stage.MATERIALISED:
                 first, begin = self._choose_kernels(), self._begin
                 by_kernel = layout.long_words, self._words[:first], self._remainder_words, self._sums
@@ -187,15 +198,12 @@ class Bucket:
                 self._stage = _Stage.TAKEN_APART if taken else self._stage
             if self._stage is _Stage.TAKEN_APART:
                 first, begin = self._by_kernel, self._begin
-                if first < len(weights):
-                    halves = [weight.view(torch.int16) for weight in weights[first:]]
-                    torch._foreach_copy_(halves, layout.parts[first:])
+                if first < count:
+                    torch._foreach_copy_(self._halves[first:], layout.parts[first:])
                     self._checksums[begin // BLOCK :].copy_(checksums(layout.bits[begin:]))
                 self._stage = _Stage.AT_REST
-        for pair, empty in zip(self.pairs, self._placeholders, strict=True):
-            master = pair.master_param
-            TENSOR_GRAD.__set__(master, None)  # whose weight keeps its gradient
-            in_place_of(master, empty)
+        # Whose weights keep their gradients.
+        self._show(self._placeholders, [None] * len(self.pairs))
         return layout.is_ours_alone()
 
     def forget_layout(self, unless_in: torch.Tensor | None) -> None:

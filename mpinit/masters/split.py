@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
 from ..basics.gradients import are_dense_in
 from ..distributed.sharding import shard
-from ..torch_internals.parameter_watching import TENSOR_GRAD
+from ..torch_internals.columns import grads_of, set_grads
 from .buckets import Bucket, Buffers, grouped, large_first
 from .pairs import Pair
 from .parts import Numbers
@@ -128,8 +128,8 @@ class SplitMasters(MasterStore):
         # A step sees the gradients of its own part alone.
         one_part = len(buckets) == 1 and not plain
         try:
-            for master in () if one_part else copies.masters:
-                TENSOR_GRAD.__set__(master, None)  # whose weight keeps its gradient
+            if not one_part:
+                set_grads(copies.masters, [None] * len(copies.masters))  # whose weights keep their gradients
             numbers = None if one_part else Numbers(optimizer)
             if plain or not buckets:
                 yield None
@@ -142,8 +142,7 @@ class SplitMasters(MasterStore):
         finally:
             for parameter, gradient in plain:
                 parameter.grad = gradient
-            for pair in copies.pairs:
-                TENSOR_GRAD.__set__(pair.master_param, pair.model_param.grad)
+            set_grads(copies.masters, grads_of(copies.weights))
 
     def _buckets_of(self, copies: TwoCopies) -> list[Bucket]:
         known = self._buckets.get(copies)

@@ -9,10 +9,11 @@ from typing import Any, Final
 
 import torch
 
-from .parameter_watching import TENSOR_GRAD
+from .parameter_watching import TENSOR_DATA, TENSOR_GRAD
 
 _GRAD_OF: Final[Any] = TENSOR_GRAD.__get__
 _SET_GRAD_OF: Final[Any] = TENSOR_GRAD.__set__
+_SET_DATA_OF: Final[Any] = TENSOR_DATA.__set__
 _VERSION_OF: Final = attrgetter("_version")
 _IS_TRAINED: Final = attrgetter("requires_grad")
 
@@ -28,6 +29,11 @@ def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
 def set_grads(tensors: Iterable[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
     """Set each tensor's ``grad``, unnoticed by who watches parameters."""
     do_all(map(_SET_GRAD_OF, tensors, grads))
+
+
+def set_memory(tensors: Iterable[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+    """Give each tensor other memory, of its own shape and dtype, unnoticed by who watches parameters."""
+    do_all(map(_SET_DATA_OF, tensors, parts))
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
