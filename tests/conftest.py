@@ -1,4 +1,4 @@
-"""Shared set-up: one thread, fixed seeds, no casts left on by the test before, what a marker means, O1 by fixture."""
+"""Shared set-up: a quick process, fixed seeds, no casts of an earlier test, what a marker means, O1 by fixture."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import quick_process
 import torch
 from casts import Initialize, StartCasts, o1_plan
 from torch import nn
@@ -24,16 +25,7 @@ hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, deran
 hypothesis.settings.register_profile("nightly", max_examples=2000, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-torch.set_num_threads(1)
-
-# The heap of a compiler is large: looking through all of it for garbage takes a second, and is rarely needed.
-gc.set_threshold(10_000, 20, 50)
-
-# Where there is no such device, seeding it keeps a text of the whole stack for the day that there is one: 3 ms of every
-# torch.manual_seed under pytest.
-for _kind in (torch.cuda, torch.xpu, torch.mtia):
-    if not _kind.is_available():
-        _kind.manual_seed_all = lambda seed: None  # type: ignore[method-assign]
+quick_process.prepare()
 
 # Child processes of tests share the same modules.
 _SUPPORT = str(Path(__file__).parent / "support")
@@ -73,6 +65,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(no_gpu)
         if "nightly" in item.keywords and "nightly" not in config.option.markexpr:
             item.add_marker(not_tonight)
+
+
+def pytest_collection_finish() -> None:
+    """What there is by now stays to the end: nobody looks through it for garbage, or for wrappers of a model."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import quick_process
 import torch.distributed as dist
 
 TIMEOUT = datetime.timedelta(seconds=30)
@@ -23,6 +24,7 @@ def launch(*words: str) -> None:
     """What the workers import is imported here, once."""
     from torch.distributed import run
 
+    quick_process.prepare()
     runpy.run_path(str(EXAMPLE))
     torchrun = ["--nproc-per-node=2", "--max-restarts=4", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     run.main([*torchrun, "--start-method=fork", "--run-path", __file__, *words])

@@ -19,6 +19,7 @@ from frameworks import let_torchvision_load, same_bits
 let_torchvision_load()
 
 import lightning
+import quick_process
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
@@ -94,6 +95,7 @@ def main() -> None:
 
 def launched() -> None:
     """Fork, and tell Lightning which of the two processes it is in."""
+    quick_process.prepare()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
