@@ -1,6 +1,7 @@
 """Runs checks of several processes over gloo, forked from one that has imported what they need; test_distributed reads.
 
-``python distributed_launch.py outcomes.json [word ...]`` runs those that have one of the words in their names.
+``python distributed_launch.py outcomes.json [word ...]`` runs those that have one of the words in their names, and
+``python distributed_launch.py outcomes.json nightly`` those of the night.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import distributed_states
 import distributed_train_state
 import distributed_verdicts
 import distributed_worker
+import quick_process
 import torch
 import torch.distributed as dist
 
@@ -34,6 +36,7 @@ CHECKS = {
     2: distributed_worker.CHECKS | distributed_states.CHECKS,
     4: distributed_matrix.CHECKS | distributed_split.CHECKS | distributed_train_state.CHECKS,
 }
+NIGHTLY = {4: distributed_matrix.NIGHTLY}
 # They belong to a process group.
 MESHES = (distributed_worker.MESH, distributed_verdicts.mesh_of_two, distributed_engines.mesh)
 TIMEOUT = datetime.timedelta(seconds=30)
@@ -41,13 +44,15 @@ TIMEOUT = datetime.timedelta(seconds=30)
 
 def main(report: Path, *words: str) -> int:
     """Run every check on all of its ranks; write what came of each."""
-    torch.set_num_threads(1)
+    quick_process.prepare()
     # What is slow to import or to start is so once, and not on every rank.
     torch.compile(torch.ones_like, backend="eager")(torch.ones(1))
     torch.testing.assert_close(torch.ones(1), torch.ones(1))
     status = 0
-    for processes, checks in CHECKS.items():
-        chosen = {name: run for name, run in checks.items() if not words or any(word in name for word in words)}
+    tonight = words == ("nightly",)
+    for processes, checks in (NIGHTLY if tonight else CHECKS).items():
+        wanted = ("",) if tonight or not words else words
+        chosen = {name: run for name, run in checks.items() if any(word in name for word in wanted)}
         if chosen:
             status |= fork(processes, chosen, report)
     return status
