@@ -125,7 +125,8 @@ DTYPES = {
     [
         ("initialize first", "thread"),
         ("compile first", "model"),
-        *(("compile and run first", scope) for scope in ("thread", "model")),
+        pytest.param("compile and run first", "thread", marks=pytest.mark.nightly),
+        ("compile and run first", "model"),
     ],
 )
 def test_a_model_of_every_kind_trains_compiled_as_in_eager_mode_without_recompiling(order: str, scope: str) -> None:

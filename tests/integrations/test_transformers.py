@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,16 @@ LEVELS: dict[str, dict[str, Any]] = {
 }
 # The scale is too large for float16 at first: steps are skipped, and later it grows again.
 OVERFLOWING = {"opt_level": "O2", "init_loss_scale": 2.0**30, "max_loss_scale": 2.0**40, "growth_interval": 3}
+DTYPES = ("float32", "bfloat16")
+
+
+def in_turn(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """All combinations; every run has those in which each of one list meets those of the other in turn."""
+    fewer = min(len(first), len(second))
+    return [
+        pytest.param(one, two, marks=() if (i - j) % fewer == 0 else pytest.mark.nightly)
+        for (i, one), (j, two) in itertools.product(enumerate(first), enumerate(second))
+    ]
 
 
 def settings(folder: Path, **more: Any) -> TrainingArguments:
@@ -74,8 +86,7 @@ def bare(name: str, folder: Path, level: dict[str, Any]) -> dict[str, Any]:
     return copy.deepcopy(model.state_dict())
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "level"), in_turn(MODELS, list(LEVELS)))
 def test_a_trainer_trains_as_the_bare_loop_does(name: str, level: str, tmp_path: Path) -> None:
     trainer = trainer_of(name, tmp_path, LEVELS[level])
     before = copy.deepcopy(trainer.model.state_dict())
@@ -85,11 +96,9 @@ def test_a_trainer_trains_as_the_bare_loop_does(name: str, level: str, tmp_path:
     assert same_bits(trainer.model.state_dict(), bare(name, tmp_path, LEVELS[level]))
 
 
-@pytest.mark.parametrize("level", [*LEVELS.values(), OVERFLOWING], ids=[*LEVELS, "O2, overflowing"])
-@pytest.mark.parametrize("save_dtype", ["float32", "bfloat16"])
-def test_resuming_gives_the_bits_of_a_run_that_was_not_interrupted(
-    level: dict[str, Any], save_dtype: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("name", "save_dtype"), in_turn([*LEVELS, "O2, overflowing"], DTYPES))
+def test_resuming_gives_the_bits_of_a_run_that_was_not_interrupted(name: str, save_dtype: str, tmp_path: Path) -> None:
+    level = LEVELS.get(name, OVERFLOWING)
     asked = level | {"save_dtype": save_dtype}
     through = trainer_of("llama", tmp_path, asked, save_strategy="steps", save_steps=3)
     through.train()
@@ -106,12 +115,11 @@ def test_resuming_gives_the_bits_of_a_run_that_was_not_interrupted(
         assert through.lr_scheduler.get_last_lr() != [0.0], "the scheduler waits for skipped steps"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("level", ["O5", "O5, split"])
-@pytest.mark.parametrize("name", MODELS)
-def test_from_pretrained_reads_what_save_model_writes(
-    name: str, level: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "case"), in_turn(MODELS, [*itertools.product(("O5", "O5, split"), (torch.float32, torch.bfloat16))])
+)
+def test_from_pretrained_reads_what_save_model_writes(name: str, case: tuple[str, torch.dtype], tmp_path: Path) -> None:
+    level, dtype = case
     trainer = trainer_of(name, tmp_path, LEVELS[level] | {"save_dtype": dtype}, max_steps=1)
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))

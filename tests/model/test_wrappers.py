@@ -186,7 +186,11 @@ def test_scripting_is_refused_with_the_way_out_and_works_after_undo(level: str) 
 
 @pytest.mark.parametrize(
     ("level", "backend"),
-    [*((level, "eager") for level in (*LEVELS, "split")), *((level, "aot_eager") for level in ("O1", "O2", "split"))],
+    [
+        *((level, "eager") for level in (*LEVELS, "split")),
+        *((level, "aot_eager") for level in ("O2", "split")),
+        pytest.param("O1", "aot_eager", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_model_is_compiled_and_recompiled_while_it_has_gradients(level: str, backend: str) -> None:
     """A gradient's type matters to dynamo, which every backend has; autograd's graph comes with casts or masters."""
@@ -214,7 +218,7 @@ def test_a_model_that_has_gradients_is_compiled_after_a_reset() -> None:
     assert not torch._dynamo.callback_handler.start_callbacks, "nobody is left who wants to know"
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", ["O2", pytest.param("O5", marks=pytest.mark.nightly)])
 def test_a_loop_that_compiles_anew_between_backward_and_step(level: str) -> None:
     results = []
     for compile_it in (False, True):
