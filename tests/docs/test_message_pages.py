@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from pathlib import Path
@@ -13,7 +14,6 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import messages  # noqa: E402
 
-COLLECTED = messages.collect()
 ROWS = re.findall(r"^\| (`.+?`(?:, `.+?`)*)", (ROOT / "docs/reference/messages.md").read_text("utf-8"), re.MULTILINE)
 BEGINNINGS = [text for row in ROWS for text in re.findall(r"`(.+?)`", row)]
 
@@ -29,6 +29,12 @@ WITHOUT_A_TEXT = {
     "settings/resolve.py: _read_toml: OSError",
     "settings/resolve.py: read_settings: ValueError",
 }
+
+
+@functools.cache
+def collected() -> list[messages.Message]:
+    """The messages of the code, which takes a second."""
+    return messages.collect()
 
 
 def sites() -> set[str]:
@@ -49,8 +55,8 @@ def test_every_error_and_warning_has_a_text_on_the_page() -> None:
 
 def test_every_room_with_messages_has_a_heading() -> None:
     rooms = {room for names in messages.ROOMS.values() for room in names}
-    assert {message.module.split("/")[0] for message in COLLECTED} <= rooms
-    assert len(COLLECTED) > 200
+    assert {message.module.split("/")[0] for message in collected()} <= rooms
+    assert len(collected()) > 200
 
 
 def pattern(text: str) -> str:
@@ -62,7 +68,7 @@ def pattern(text: str) -> str:
 
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 def test_a_row_of_the_explained_ones_is_a_message_of_the_code(beginning: str) -> None:
-    assert any(re.search(pattern(beginning), message.text.replace("`", "")) for message in COLLECTED)
+    assert any(re.search(pattern(beginning), message.text.replace("`", "")) for message in collected())
 
 
 def test_the_explained_ones_are_found() -> None:
