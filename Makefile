@@ -22,6 +22,8 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
 # Kernels of small tests gain nothing from threads; processes that fight for cores lose a lot.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1); test $$n -gt 8 && echo 8 || echo $$n)
+# Bytecode is kept: compiling the tests anew takes each worker 5 s.
+RUN_TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest
 # Whole files: what a file imports, compiles and starts is so once. tests/conftest.py says in which order.
 DIST ?= --dist loadfile --no-loadscope-reorder
 
@@ -53,10 +55,10 @@ demo: $(VENV)/.demo
 	$(PY) examples/digits.py $(ARGS)
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) $(DIST) $(ARGS)
+	$(RUN_TESTS) -n $(WORKERS) $(DIST) $(ARGS)
 
 nightly: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) -m nightly $(ARGS)
+	$(RUN_TESTS) -n $(WORKERS) $(DIST) -m nightly $(ARGS)
 
 docs: $(VENV)/.dev
 	$(PY) -m sphinx --fail-on-warning --keep-going --quiet -b html docs runs/site
