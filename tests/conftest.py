@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,9 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What there is by now stays to the end: nobody looks through it for garbage, or for wrappers of a model."""
-    gc.collect()
-    gc.freeze()
+    """Modules and tests."""
+    quick_process.keep()
 
 
 @pytest.fixture(autouse=True)

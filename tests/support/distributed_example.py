@@ -26,6 +26,7 @@ def launch(*words: str) -> None:
 
     quick_process.prepare()
     runpy.run_path(str(EXAMPLE))
+    quick_process.keep()
     torchrun = ["--nproc-per-node=2", "--max-restarts=4", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     run.main([*torchrun, "--start-method=fork", "--run-path", __file__, *words])
 

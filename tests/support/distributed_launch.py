@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import gc
 import json
 import os
 import signal
@@ -62,9 +61,7 @@ def fork(processes: int, checks: dict[str, Callable[[], None]], report: Path) ->
     """Run checks on so many processes; the largest of their exit statuses."""
     readable, writable = os.pipe()
     sys.stdout.flush()
-    # What is there by now is nobody's garbage, and is looked through at every first step under a wrapper otherwise.
-    gc.collect()
-    gc.freeze()
+    quick_process.keep()
     children = []
     for rank in range(processes):
         child = os.fork()

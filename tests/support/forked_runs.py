@@ -68,8 +68,12 @@ def begin(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    import gc
+
     import mpinit  # noqa: F401
 
+    # Nobody's garbage: a run would copy the memory of all of it by looking through it.
+    gc.freeze()
     job = serve()
     if job is not None:
         begin(job)

@@ -96,6 +96,8 @@ def main() -> None:
 def launched() -> None:
     """Fork, and tell Lightning which of the two processes it is in."""
     quick_process.prepare()
+    mpinit.OPT_LEVELS  # noqa: B018  imports pydantic, which so is imported once
+    quick_process.keep()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}

@@ -24,5 +24,11 @@ def prepare() -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
+def keep() -> None:
+    """What there is by now stays to the end: nobody looks through it for garbage, or for wrappers of a model."""
+    gc.collect()
+    gc.freeze()
+
+
 def _no_device(seed: int) -> None:
     pass
