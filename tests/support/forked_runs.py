@@ -69,8 +69,13 @@ def begin(job: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     import gc
+    import warnings
 
     import mpinit  # noqa: F401
+
+    with warnings.catch_warnings(action="ignore"):
+        # The first optimizer does so, and takes two seconds.
+        import torch._dynamo  # noqa: F401
 
     # Nobody's garbage: a run would copy the memory of all of it by looking through it.
     gc.freeze()
