@@ -33,18 +33,19 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_SUPPORT, os.environ.ge
 
 # Workers take whole files, in this order and then by name: what takes long is begun early, and all end together.
 LONGEST_FIRST = (
-    *("distributed/test_distributed.py", "promises/test_law.py", "functions/test_functions_compile.py"),
-    *("distributed/test_distributed_example.py", "integrations/test_transformers.py", "promises/test_failure.py"),
-    *("model/test_wrappers.py", "integrations/test_lightning.py", "promises/test_copies.py"),
-    *("benchmarks/test_benchmarks.py", "compat/test_running.py", "docs/test_examples.py"),
-    *("cli/test_commands.py", "functions/test_functions_rows.py"),
-    *("functions/test_interrupted.py", "docs/test_docstrings.py", "promises/test_random_loops.py"),
-    *("masters/test_optimizer_states.py", "promises/test_parity.py", "promises/test_resume.py"),
-    *("optimizer/test_compiled_step.py", "functions/test_operators.py", "inspect/test_planted_faults.py"),
-    *("masters/test_codecs.py", "model/test_averages.py", "optimizer/test_accumulation.py"),
-    *("promises/test_reversibility.py", "integrations/test_timm.py", "model/test_calls_from_outside.py"),
-    *("masters/test_split_masters.py", "optimizer/test_law_weights.py", "optimizer/test_gradient_release.py"),
-    *("promises/test_house.py", "optimizer/test_arriving_gradients.py"),
+    *("distributed/test_distributed.py", "promises/test_law.py", "distributed/test_distributed_example.py"),
+    *("compat/test_running.py", "docs/test_examples.py", "functions/test_functions_compile.py"),
+    *("model/test_wrappers.py", "benchmarks/test_benchmarks.py", "cli/test_commands.py"),
+    *("promises/test_copies.py", "optimizer/test_compiled_step.py", "promises/test_failure.py"),
+    *("integrations/test_lightning.py", "promises/test_random_loops.py", "masters/test_optimizer_states.py"),
+    *("promises/test_resume.py", "promises/test_parity.py", "inspect/test_planted_faults.py"),
+    *("functions/test_interrupted.py", "promises/test_compiled_training.py", "functions/test_functions_rows.py"),
+    *("integrations/test_transformers.py", "docs/test_site.py", "docs/test_docstrings.py"),
+    *("masters/test_codecs.py", "masters/test_peak_memory.py", "model/test_calls_from_outside.py"),
+    *("functions/test_operators.py", "optimizer/test_gradient_release.py", "promises/test_reversibility.py"),
+    *("optimizer/test_arriving_gradients.py", "optimizer/test_law_weights.py", "integrations/test_timm.py"),
+    *("grad_scaler/test_recipes.py", "torch_internals/test_compiled_kernel.py", "model/test_averages.py"),
+    *("model/test_casting.py", "masters/test_split_masters.py", "optimizer/test_accumulation.py"),
 )
 
 
