@@ -193,9 +193,9 @@ class Bucket:
                 by_kernel = layout.long_words, self._words[:first], self._remainder_words, self._sums
                 for parts in zip(*by_kernel, strict=False):
                     take_apart_(*parts)
+                rest, remainder = slice(begin, None), self.remainder
                 # In one line, so that nothing comes between the two.
-                taken = take_remainder_(layout.bits[begin:], self.remainder[begin:])
-                self._stage = _Stage.TAKEN_APART if taken else self._stage
+                self._stage = _Stage.TAKEN_APART if take_remainder_(layout.bits[rest], remainder[rest]) else self._stage
             if self._stage is _Stage.TAKEN_APART:
                 first, begin = self._by_kernel, self._begin
                 if first < count:
