@@ -101,3 +101,9 @@ def test_momentum_of_a_second_session_is_not_that_of_the_first() -> None:
 def test_masters_written_to_reach_weights_in_a_skipped_step_too() -> None:
     setup = Setup(level="O2", half="float16", masters=True, loss_scale="dynamic", momentum=False, optimizers=1)
     play(setup, [("backward", 0), ("overflow", 0), ("write:group:copy", 0), ("step", 0)])
+
+
+def test_a_weight_that_steps_move_and_move_back_may_be_what_it_was_cast_from() -> None:
+    setup = Setup(level="O2", half="bfloat16", masters=False, loss_scale="dynamic", momentum=False, optimizers=1)
+    actions = [("groups:replace", 1), ("backward", 0), ("backward", 225), ("hook:before:weight", 0)]
+    play(setup, [*actions, ("backward", 0), ("backward", 0), ("hook:before:weight", 0)])

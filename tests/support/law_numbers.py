@@ -27,6 +27,7 @@ class Number:
     Attributes:
         name: the module's name.
         value: the number, at every element; ``other`` is what it may be instead.
+        original: what a weight without a master was cast from: the same bits again are the same number again.
         weight_type: what the model computes with.
         split: the master is split.
         has_master: it is stepped in float32; otherwise in its own type.
@@ -43,6 +44,7 @@ class Number:
     split: bool = False
     has_master: bool = False
     other: Array | None = None
+    original: Array | None = None
     gradient: Array | None = None
     moments: dict[int, Array] = field(default_factory=dict)
     frozen: str | None = None
@@ -115,6 +117,8 @@ class Number:
         right = real == self.value
         if self.other is not None:
             right = right | (real == self.other)
+        if self.original is not None and not self.has_master:
+            right = right | ((real == self.original) & (stored(self.original, self.weight_type) == self.value))
         return bool(right.all())
 
     def settle(self, real: Array, for_good: bool = True) -> None:
@@ -126,7 +130,7 @@ class Number:
     def load(self, values: Array) -> None:
         """Loaded from a checkpoint."""
         self.value = stored(values, self.stepped_type)
-        self.other = None if self.has_master or self.weight_type == F32 else values
+        self.other = self.original = None if self.has_master or self.weight_type == F32 else values
         self.stale = None
 
 

@@ -170,7 +170,8 @@ def begin(law: Law, setup: Setup) -> None:
     law.scaler, law.overflowed = setup.scaler(), set()
     law.steps = [(0, 0)] * len(law.groups)
     for name, number in law.numbers.items():
-        number.has_master, number.stale, number.pending, number.other = False, None, None, None
+        number.has_master, number.stale, number.pending = False, None, None
+        number.other = number.original = None
         if number.weight_type == F32:
             continue
         if setup.has_masters and law.owners(name):
@@ -178,7 +179,7 @@ def begin(law: Law, setup: Setup) -> None:
             continue
         # What the cast took away may come back with an undo.
         exact = number.value
-        number.value, number.other = stored(exact, number.weight_type), exact
+        number.value, number.other, number.original = stored(exact, number.weight_type), exact, exact
         for optimizer, moment in number.moments.items():
             number.moments[optimizer] = stored(moment, number.weight_type)
 
