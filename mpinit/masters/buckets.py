@@ -260,8 +260,10 @@ class Buffers:
                 bucket.forget_layout(unless_in=kept.get(bucket.device))
 
     def _stays(self, device: torch.device, buffer: torch.Tensor) -> bool:
+        if buffer.nbytes <= _KEPT_BYTES:
+            return True
         served = 8 * sum(bucket.numel for bucket in self._laid_out if bucket.device == device)
-        return buffer.nbytes <= _KEPT_BYTES or is_worth_keeping(device, buffer.nbytes, served)
+        return is_worth_keeping(device, buffer.nbytes, served)
 
     def _write_back(self, bucket: Bucket) -> None:
         try:

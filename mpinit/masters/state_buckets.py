@@ -124,9 +124,10 @@ class StateBuckets:
         self._buffers = {device: kept for device, kept in self._buffers.items() if self._stays(device, kept[0])}
 
     def _stays(self, device: torch.device, buffer: torch.Tensor) -> bool:
+        if buffer.nbytes <= _KEPT_BYTES:
+            return True
         buckets = [bucket for known in self._known.values() for bucket in known.values() if bucket.device == device]
-        served = 4 * BLOCK * sum(sum(bucket.rows) for bucket in buckets)
-        return buffer.nbytes <= _KEPT_BYTES or is_worth_keeping(device, buffer.nbytes, served)
+        return is_worth_keeping(device, buffer.nbytes, 4 * BLOCK * sum(sum(bucket.rows) for bucket in buckets))
 
     def forget(self, optimizer: Optimizer) -> None:
         """Its states are others now."""
