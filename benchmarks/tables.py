@@ -243,7 +243,7 @@ def finetuned(path: Path = FINETUNED) -> str:
     gained = [f"- {way['way']}: {way['of what float32 gained, %']} %" for way in result["ways"][1:]]
     before, most = f"{result['loss before']:.4f}", f"{result['gained by float32']:.4f}"
     remark = f"Loss before fine-tuning: {before} (float32-loaded). Of what float32 gained ({most}):"
-    return "\n".join([table([*head, "time"], rows), "", remark, *gained])
+    return "\n".join([table(head, rows), "", remark, *gained])
 
 
 def finetuned_in_short() -> str:
