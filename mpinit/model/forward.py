@@ -87,7 +87,7 @@ class PatchedForward:
         ):
             if args or kwargs or first is _ABSENT or self.inner is not None:
                 args = args if first is _ABSENT else (first, *args)
-                return self.__wrapped__(*args, **kwargs)
+                return self._inside()(*args, **kwargs)
             module = self.module
             return getattr(type(module), self.name)(module, first)
         return self._from_outside(args if first is _ABSENT else (first, *args), kwargs)
@@ -95,7 +95,7 @@ class PatchedForward:
     def _from_outside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         boundary, output_dtype = self.boundary, self.boundary.output_dtype
         if boundary.inner_dtype is None:
-            return self.__wrapped__(*args, **kwargs)
+            return self._inside()(*args, **kwargs)
         is_inside = False
         if self.is_part:
             caller = caller_dtype(boundary.inner_dtype, args, kwargs, self.is_replica)
@@ -118,11 +118,14 @@ class PatchedForward:
     def _run(
         self, is_inside: bool, args: tuple[Any, ...], kwargs: dict[str, Any], output_dtype: torch.dtype | None
     ) -> Any:
-        # Not bound by __get__, which torch.compile of torch 2.11 and 2.12 does not know for methods of torch's modules.
-        run = self.inner or partial(getattr(type(self.module), self.name), self.module)
+        run = self._inside()
         if is_inside:
             return run(*args, **kwargs)
         return self.boundary.cross(self.module, run, self.names, args, kwargs, output_dtype)
+
+    def _inside(self) -> Callable[..., Any]:
+        # Not bound by __get__, which torch.compile of torch 2.11 and 2.12 does not know for methods of torch's modules.
+        return self.inner or partial(getattr(type(self.module), self.name), self.module)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
