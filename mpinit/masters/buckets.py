@@ -19,7 +19,7 @@ from ..basics.interrupts import InterruptsHeld
 from ..distributed.sharding import in_place_of, is_sharded, placed_as, shard, sharded_as
 from ..torch_internals.allocator import storage_holders
 from ..torch_internals.columns import grads_of, set_grads, set_memory
-from ..torch_internals.devices import bucket_bytes_at_most, is_worth_keeping
+from ..torch_internals.devices import bucket_bytes_at_most
 from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.parameter_watching import TENSOR_DETACH, TENSOR_GRAD
 from .float_split import add_remainder_, flat, take_remainder_
@@ -253,17 +253,11 @@ class Buffers:
                 finally:
                     self._write_back(bucket)
         finally:
-            kept = {device: buffer for device, buffer in self._buffers.items() if self._stays(device, buffer)}
+            kept = {device: buffer for device, buffer in self._buffers.items() if buffer.nbytes <= _KEPT_BYTES}
             self._buffers = kept
             # Also those of other calls: a few buckets at a time may be stepped, and hold on to a buffer that is gone.
             for bucket in self._laid_out:
                 bucket.forget_layout(unless_in=kept.get(bucket.device))
-
-    def _stays(self, device: torch.device, buffer: torch.Tensor) -> bool:
-        if buffer.nbytes <= _KEPT_BYTES:
-            return True
-        served = 8 * sum(bucket.numel for bucket in self._laid_out if bucket.device == device)
-        return is_worth_keeping(device, buffer.nbytes, served)
 
     def _write_back(self, bucket: Bucket) -> None:
         try:

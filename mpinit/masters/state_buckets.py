@@ -14,7 +14,6 @@ import torch
 from torch.optim import Optimizer
 
 from ..torch_internals.allocator import storage_holders
-from ..torch_internals.devices import is_worth_keeping
 from .codecs.codec import BLOCK
 from .codecs.encoded import EncodedState
 
@@ -33,7 +32,6 @@ class StateBucket:
     def __init__(self, states: Sequence[EncodedState]) -> None:
         self.states = list(states)
         self.rows = [len(state.codes[0]) for state in states]
-        self.device = states[0].device
         self._codec = states[0].codec
         self._codes = self._codec.empty(sum(self.rows), states[0].device)
         self._open: torch.Tensor | None = None
@@ -121,13 +119,11 @@ class StateBuckets:
         """Let go of large buffers, and of buckets that the step had no use for: their states may be gone."""
         self._known[optimizer] = self._used
         self._used = {}
-        self._buffers = {device: kept for device, kept in self._buffers.items() if self._stays(device, kept[0])}
-
-    def _stays(self, device: torch.device, buffer: torch.Tensor) -> bool:
-        if buffer.nbytes <= _KEPT_BYTES:
-            return True
-        buckets = [bucket for known in self._known.values() for bucket in known.values() if bucket.device == device]
-        return is_worth_keeping(device, buffer.nbytes, 4 * BLOCK * sum(sum(bucket.rows) for bucket in buckets))
+        self._buffers = {
+            device: (buffer, holders)
+            for device, (buffer, holders) in self._buffers.items()
+            if buffer.nbytes <= _KEPT_BYTES
+        }
 
     def forget(self, optimizer: Optimizer) -> None:
         """Its states are others now."""

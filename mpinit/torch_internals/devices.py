@@ -9,8 +9,6 @@ import torch
 # On a CPU, memory past this size goes back to the system after every step and is faulted in again by the next:
 # buckets of 16 MiB were measured to step twice as fast as ones of 64.
 _CPU_BUCKET_BYTES: Final = 16 * 2**20
-# For the same reason a bucket's memory is kept there from step to step, where it is that small a part of all buckets'.
-_KEPT_PART: Final = 1 / 8
 
 
 def is_read_freely(device: torch.device) -> bool:
@@ -26,16 +24,6 @@ def is_read_freely(device: torch.device) -> bool:
 def bucket_bytes_at_most(device: torch.device, wanted: int) -> int:
     """How many bytes are best worked on at a time, of those ``wanted``."""
     return min(wanted, _CPU_BUCKET_BYTES) if device.type == "cpu" else wanted
-
-
-def is_worth_keeping(device: torch.device, bucket_bytes: int, all_bytes: int) -> bool:
-    """Whether a bucket's memory stays from step to step, of buckets that would take ``all_bytes`` together.
-
-    Example:
-        >>> is_worth_keeping(torch.device("cpu"), 10, 100)
-        True
-    """
-    return device.type == "cpu" and bucket_bytes <= _KEPT_PART * all_bytes
 
 
 def is_capturing() -> bool:
