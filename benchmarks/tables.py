@@ -258,6 +258,8 @@ def finetuned_in_short() -> str:
 def readme(found: All, folder: Path) -> str:
     """README's tables."""
     some = {name: found[name] for name in _WORKLOADS_IN_README if name in found}
+    # Only figures, where there are some.
+    some = {name: results for name, results in some.items() if results.is_measurable()} or some
     rows = _with_contenders(some, _IN_README, "training")
     names = [name for name in _IN_README if any(results.rounds(name) for results in rows.values())]
     cells = [[key, *(relative(results, name, "fp32") for name in names)] for key, results in rows.items()]
