@@ -37,7 +37,8 @@ class CompiledKernel:
     where what comes out on a sample is the same to the bit; anywhere else it runs as it is.
 
     Args:
-        function: takes tensors of two dimensions, of as many rows each, and of one, the same for every row.
+        function: takes tensors of two dimensions, of as many rows each, and of one, the same for every row. It reads
+            nothing that it writes to, so that it may be run again.
         sample: makes arguments to try it on.
         worth: rows that take as long without as compiling does.
 
@@ -59,13 +60,23 @@ class CompiledKernel:
     def __call__(self, *arguments: torch.Tensor) -> None:
         """Run it."""
         rows, device = arguments[0].shape[0], arguments[0].device
-        if self.is_ready(device, rows) and rows >= _FEWEST_ROWS:
-            with own_call():
-                self._compiled[device.type](*arguments)
-        elif device.type == "cpu":
+        if self.is_ready(device, rows) and rows >= _FEWEST_ROWS and self._runs_compiled(device.type, arguments):
+            return
+        if device.type == "cpu":
             _in_chunks(self._function, arguments, rows)
         else:
             self._function(*arguments)
+
+    def _runs_compiled(self, kind: str, arguments: Sequence[torch.Tensor]) -> bool:
+        try:
+            with own_call():
+                self._compiled[kind](*arguments)
+        except Exception as error:
+            # In the middle of a step: the compiler was switched off since, or is forbidden to compile once more.
+            _log.info("a kernel runs as it is from here on: %s", str(error).partition("\n")[0])
+            del self._compiled[kind]
+            return False
+        return True
 
     def is_ready(self, device: torch.device, rows: int) -> bool:
         """Whether it is compiled for a device and can run now; so many rows more count towards compiling it."""

@@ -86,6 +86,26 @@ def test_inside_of_a_mode_that_sees_operations_it_runs_as_it_is(monkeypatch: pyt
         kernel(values, out)
 
 
+def test_where_compiled_code_raises_later_it_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo switched off since, or told to fail where it would compile once more: in the middle of a step."""
+    calls = []
+
+    def fails_later(*arguments: torch.Tensor) -> None:
+        calls.append(None)
+        if len(calls) > 1:
+            raise RuntimeError("Detected recompile when torch.compile stance is 'fail_on_recompile'")
+        doubled(*arguments)
+
+    monkeypatch.setattr(torch, "compile", compiled_by(fails_later))
+    kernel, (values, out) = CompiledKernel(doubled, sample), sample()
+    assert kernel.compile()
+    for _ in range(2):
+        out.zero_()
+        kernel(values, out)
+        assert torch.equal(out, values * 2)
+    assert len(calls) == 2, "it is not tried again"
+
+
 @pytest.mark.parametrize("fault", ["raises", "differs"])
 def test_without_a_compiler_or_with_other_bits_it_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     def faulty(values: torch.Tensor, out: torch.Tensor) -> None:
