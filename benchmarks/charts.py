@@ -10,7 +10,7 @@ from . import growth_figures
 from .estimate import Estimate
 from .footprint import KINDS
 from .growth import AXES
-from .results import Results
+from .results import Results, measurable
 from .roster import BY_TYPE
 from .suite import title_of
 
@@ -74,7 +74,7 @@ def _save(figure: Any, path: Path) -> Path:
 
 def _training(rows: Mapping[str, Results], memory: Results | None, dtype: str, path: Path) -> Path:
     # The tables say which were not measurable; where none was, so does the picture.
-    rows = {name: results for name, results in rows.items() if results.is_measurable()} or rows
+    rows = measurable(rows)
     figure, panels = _panels(len(rows) + (memory is not None), 4.0)
     for (name, results), panel in zip(rows.items(), panels, strict=False):
         panel.set_title(name, fontsize=12, loc="left")
@@ -131,8 +131,8 @@ def _bytes(panel: Any, results: Results, dtype: str) -> None:
 
 
 def _growth(found: Mapping[str, Results], path: Path) -> Path:
-    rows = [results for results in found.values() if results.workload.kind == "growth"]
-    rows = [results for results in rows if results.is_measurable()] or rows
+    growing = {name: results for name, results in found.items() if results.workload.kind == "growth"}
+    rows = list(measurable(growing).values())
     figure, panels = _panels(len(rows), 4.0)
     for results, panel in zip(rows, panels, strict=False):
         axis = AXES[results.name.removeprefix("grow_")]

@@ -109,6 +109,11 @@ def read(path: Path, workload: Workload) -> Results:
     return results
 
 
+def measurable(found: Mapping[str, Results]) -> dict[str, Results]:
+    """Those whose controls hold, so that only figures are shown; all of them where no controls do."""
+    return {name: results for name, results in found.items() if results.is_measurable()} or dict(found)
+
+
 def folder(device: str, size: str) -> Path:
     """Where this machine's results are: beside the suite, those of a quick run out of the way."""
     name = machine.slug(f"{device} {machine.name(device)}")

@@ -13,7 +13,7 @@ from .comparisons import COMPARISONS, Comparison
 from .estimate import CONTROL_LIMITS, Estimate, seconds
 from .footprint import KINDS
 from .growth import AXES
-from .results import ROOT, Results, read
+from .results import ROOT, Results, measurable, read
 from .roster import BY_TYPE
 from .suite import title_of, workloads
 
@@ -257,9 +257,7 @@ def finetuned_in_short() -> str:
 
 def readme(found: All, folder: Path) -> str:
     """README's tables."""
-    some = {name: found[name] for name in _WORKLOADS_IN_README if name in found}
-    # Only figures, where there are some.
-    some = {name: results for name, results in some.items() if results.is_measurable()} or some
+    some = measurable({name: found[name] for name in _WORKLOADS_IN_README if name in found})
     rows = _with_contenders(some, _IN_README, "training")
     names = [name for name in _IN_README if any(results.rounds(name) for results in rows.values())]
     cells = [[key, *(relative(results, name, "fp32") for name in names)] for key, results in rows.items()]

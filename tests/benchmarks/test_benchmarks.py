@@ -37,16 +37,6 @@ FAST = [name for name in ROSTER if name not in ("o2_compiled", "optimi", "torcha
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """A process that measures sets a seed and a precision for itself, which here is everybody."""
-    precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    with torch.random.fork_rng():
-        yield
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32 = tf32
-
-
 @pytest.fixture(scope="module")
 def interpreters() -> Iterator[Interpreters]:
     """One for all tests: it imports torch."""

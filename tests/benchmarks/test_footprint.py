@@ -24,16 +24,6 @@ from benchmarks.with_mpinit import Mpinit  # noqa: E402
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """A process that measures sets a seed and a precision for itself, which here is everybody."""
-    precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    with torch.random.fork_rng():
-        yield
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32 = tf32
-
-
 BYTES = {
     "fp32": (4, 0, 4, 8),
     "amp_fp16": (4, 0, 4, 8),
