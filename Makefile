@@ -58,7 +58,7 @@ test: $(VENV)/.dev
 	$(RUN_TESTS) -n $(WORKERS) $(DIST) $(ARGS)
 
 nightly: $(VENV)/.dev
-	$(RUN_TESTS) -n $(WORKERS) $(DIST) -m nightly $(ARGS)
+	$(RUN_TESTS) -n $(WORKERS) -m nightly $(ARGS)
 
 docs: $(VENV)/.dev
 	$(PY) -m sphinx --fail-on-warning --keep-going --quiet -b html docs runs/site
