@@ -61,7 +61,8 @@ def _take(tensors: Iterable[Tensor], seen: set[int]) -> int:
     for tensor in tensors:
         if hasattr(tensor, "__tensor_flatten__"):
             names, _ = tensor.__tensor_flatten__()
-            total += _take((getattr(tensor, name) for name in names), seen)
+            # A DTensor names its mesh there, too.
+            total += _take(_leaves([getattr(tensor, name) for name in names]), seen)
             continue
         if isinstance(tensor, FakeTensor) or tensor.device.type == "meta" or tensor.layout is not torch.strided:
             continue

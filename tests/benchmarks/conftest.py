@@ -10,9 +10,12 @@ import torch
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """A process that measures sets a seed and a precision for itself, which here is everybody."""
+    """A process that measures sets a seed and a precision for itself, which here is everybody.
+
+    Backends' flags are opened for it: torch's own test helpers freeze them for good where they are imported.
+    """
     precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), torch.backends.__allow_nonbracketed_mutation():
         yield
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32 = tf32
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = tf32
