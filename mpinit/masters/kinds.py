@@ -28,4 +28,4 @@ def _made(plan: Plan, scales: bool) -> MasterStore:
         return SplitMasters(plan.split_bucket_bytes, scales)
     if plan.masters is Masters.IN_MODEL:
         return MastersInModel()
-    return FullMasters(scales) if plan.masters is Masters.FULL else NoMasters()
+    return FullMasters(scales, plan.gradient_release) if plan.masters is Masters.FULL else NoMasters()

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..torch_internals.parameter_watching import Watcher
 from .arrivals import Arrivals
+from .own_gradients import OwnGradients
 from .pairs import Pair, PairTable
 from .states import PlainStates, StateStore
 from .two_copies import TwoCopies
@@ -25,6 +26,7 @@ class MasterStore(ABC):
 
     Args:
         scales: whether losses are scaled. Where not, masters show the gradients of any backward pass at once.
+        releases: whether parameters are stepped inside of backward passes.
 
     Attributes:
         pairs: the weights that have masters.
@@ -34,11 +36,12 @@ class MasterStore(ABC):
         arrivals: who shows masters what backward passes leave on their weights.
     """
 
-    def __init__(self, scales: bool = True) -> None:
+    def __init__(self, scales: bool = True, releases: bool = False) -> None:
         self.pairs = PairTable()
         self.watcher = Watcher()
         self.states: StateStore = PlainStates()
         self.arrivals = Arrivals(self.watcher, self.pairs, scales)
+        self._own_gradients = OwnGradients(self.watcher, self.pairs, releases)
         # Pairs that no optimizer steps at the moment: their numbers stay, as other parameters' do.
         self.idle = TwoCopies(self.watcher, self.as_held, lambda parameter: f"a parameter of shape {parameter.shape}")
 
@@ -62,6 +65,7 @@ class MasterStore(ABC):
             self.pairs.add(pair)
             self.watcher.watch(pair.model_param)
             self.watcher.watch(pair.master_param, twin=pair.model_param)
+            self._own_gradients.listen(pair)
             self.arrivals.changed()
         return pair
 

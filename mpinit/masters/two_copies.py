@@ -2,7 +2,8 @@
 
 * A weight's gradient and its master's are one. Whichever side was changed since the last look counts: replaced or
   cleared; edited in place it is the same tensor anyway. Both changed, and differently, is an error. Where they are one
-  tensor, clearing the master's clears the weight's at once: autograd would add to it.
+  tensor, clearing the master's clears the weight's at once: autograd would add to it. What a backward pass computes for
+  the master itself is added to the weight's (:mod:`.own_gradients`).
 * A weight and its master are one. Whichever side was written to since the last look counts, element by element (by
   blocks of 64 with split masters): what was not written keeps its low bits. Both written, and differently, is an error.
   Values put into a weight and taken out again before the next step cost no low bits.
@@ -135,15 +136,16 @@ class TwoCopies:
 
     def _known(self) -> Gradients:
         """What the two sides' gradients were when they were last one: looked at, or cleared or left there at once."""
-        cleared, arrived = self._watcher.cleared, self._watcher.arrived
-        if not cleared and not arrived:
+        if not self._watcher.cleared and not self._watcher.arrived:
             return self._gradients
-        found: Gradients = []
-        for master, known in zip(self.masters, self._gradients, strict=True):
-            seen = arrived.get(id(master), known)
-            seen = seen.known(master.grad) if isinstance(seen, Shown) else seen
-            found.append(None if id(master) in cleared else seen)
-        return found
+        return list(map(self.known_of, self.pairs))
+
+    def known_of(self, pair: Pair) -> torch.Tensor | None:
+        """What a pair's two gradients were when they were last one."""
+        master = pair.master_param
+        seen = self._watcher.arrived.get(id(master), self._gradients[self._index[pair]])
+        seen = seen.known(master.grad) if isinstance(seen, Shown) else seen
+        return None if id(master) in self._watcher.cleared else seen
 
     def _not_the_weights(
         self, pair: Pair, mine: torch.Tensor | None, other: torch.Tensor | None, known: torch.Tensor | None
@@ -303,24 +305,18 @@ class TwoCopies:
 
     # -- membership ---------------------------------------------------------------------------------------------
 
-    def look_at_trained(self, to_step: bool = False) -> None:
+    def look_at_trained(self, to_step: bool = False, of_masters: bool = False) -> None:
         """``requires_grad`` of either side follows the one that was changed.
 
         Args:
             to_step: only for a step, which asks for gradients: where all were trained and have some, it has what it
                 needs, and what was frozen since shows at the next look.
+            of_masters: only what was done to masters: before a forward pass, which asks the weights alone.
         """
         if to_step and all(self._trained) and self._gradients and not any(map(is_, self._gradients, repeat(None))):
             return
-        if self._trained != are_trained(self.weights) or self._trained != are_trained(self.masters):
-            self._agree_on_trained()
-
-    def look_at_trained_masters(self) -> None:
-        """Before a forward pass: the weights' ``requires_grad`` follows the masters'."""
-        if self._trained != are_trained(self.masters):
-            self._agree_on_trained()
-
-    def _agree_on_trained(self) -> None:
+        if self._trained == are_trained(self.masters) and (of_masters or self._trained == are_trained(self.weights)):
+            return
         for pair in self.pairs:
             ours, theirs = pair.master_param.requires_grad, pair.model_param.requires_grad
             pair.trained = theirs if theirs != pair.trained else ours

@@ -134,7 +134,7 @@ class OptimizerControl:
         if self._active:
             self.groups.refresh()
             self.groups.copies.look_at_masters()
-            self.groups.copies.look_at_trained_masters()
+            self.groups.copies.look_at_trained(of_masters=True)
             self.release.follow()
 
     def part_in_backward(self, delays: bool) -> BackwardPass:
