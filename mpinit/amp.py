@@ -222,13 +222,14 @@ def broadcast_masters(optimizer: Optimizer, src: int = 0, group: Any = None) -> 
 
 
 def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """The loss scalers' state, plain numbers: save it beside the model's and the optimizer's state dicts.
+    """The loss scalers' state, plain values: save it beside the model's and the optimizer's state dicts.
 
     Args:
         optimizer: of the session meant; None: the only live one.
 
     Returns:
-        ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``; empty where disabled.
+        ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``; with ``"scales": False`` where losses are
+        not scaled at all; empty where disabled.
 
     Raises:
         RuntimeError: None was given and there is not exactly one live session; the message lists them.
@@ -249,7 +250,8 @@ def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
 def load_state_dict(state: Mapping[str, Any], optimizer: Optimizer | None = None) -> None:
     """Set the loss scalers from a state of :func:`state_dict` (or of a ``torch.amp.GradScaler``), all of them or none.
 
-    A static scale stays what was asked for, whatever was saved; a dynamic one goes on from the saved one.
+    A static scale stays what was asked for, whatever was saved; a dynamic one goes on from the saved one, or stays
+    where it is, with a warning, where the state was saved without scaling (at O0 or O5, say).
 
     Args:
         state: the state.

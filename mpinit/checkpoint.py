@@ -5,11 +5,12 @@ Masters need no place of their own: ``model.state_dict()`` holds their float32 b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
+from .basics.user_warnings import warn_user
 from .scaling.scaler import LossScaler, check_state
 from .session import Session
 
@@ -20,14 +21,15 @@ _COLUMNS: Final = ("loss_scale", "unskipped", "tolerance", "scales")
 
 
 def session_state(session: Session) -> dict[str, Any]:
-    """The scalers' states as plain numbers, under ``loss_scaler0``, ``loss_scaler1``, ..."""
+    """The scalers' states as plain values, under ``loss_scaler0``, ``loss_scaler1``, ..."""
     return {f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(session.scalers)}
 
 
 def load_session_state(session: Session, state: Mapping[str, Any]) -> None:
     """Set a session's scalers; a state that does not fit changes nothing.
 
-    A static scale stays what it is, whatever was saved: see :meth:`LossScaler.load_state_dict`.
+    A static scale stays what it is, whatever was saved, and a dynamic one where nothing was scaled, with a warning: see
+    :meth:`LossScaler.load_state_dict`.
 
     Args:
         session: the session.
@@ -36,8 +38,18 @@ def load_session_state(session: Session, state: Mapping[str, Any]) -> None:
     Raises:
         TypeError, ValueError: as in :func:`checked_state`.
     """
-    for scaler, part in zip(session.scalers, checked_state(session, state).values(), strict=True):
-        scaler.load_state_dict(part)
+    parts = checked_state(session, state).values()
+    warn_of_no_start([s for s, part in zip(session.scalers, parts, strict=True) if not s.load_state_dict(part)])
+
+
+def warn_of_no_start(scalers: Sequence[LossScaler]) -> None:
+    """Warn once of dynamic scalers that a saved state was no start for."""
+    if scalers:
+        scales = ", ".join(dict.fromkeys(f"{scaler.loss_scale():g}" for scaler in scalers))
+        warn_user(
+            "the state was saved where losses were not scaled (O0, O3, bfloat16), and its loss scale of 1 was not "
+            f"loaded: in float16 small gradients would be 0 with it. The dynamic loss scale stays {scales}"
+        )
 
 
 def checked_state(session: Session, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,7 +65,7 @@ def checked_state(session: Session, state: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"a state is a mapping such as mpinit.state_dict() returns, not {type(state).__name__}")
-    states = _from_grad_scaler(state) if all(key in state for key in _GRAD_SCALER) else dict(state)
+    states = {"loss_scaler0": in_words_of_ours(state)} if all(key in state for key in _GRAD_SCALER) else dict(state)
     expected = [f"loss_scaler{index}" for index in range(len(session.scalers))]
     faults = [f"{key} is missing" for key in expected if key not in states]
     faults += [f"{key!r} is not known here" for key in states if key not in expected]
@@ -66,8 +78,10 @@ def checked_state(session: Session, state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: states[key] for key in expected}
 
 
-def _from_grad_scaler(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {"loss_scaler0": {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]}}
+def in_words_of_ours(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of a ``GradScaler`` as one of a :class:`LossScaler`."""
+    said = {"scales": state["scales"]} if "scales" in state else {}
+    return {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]} | said
 
 
 def scalers_as_rows(session: Session | None) -> torch.Tensor:

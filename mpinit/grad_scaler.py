@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from . import registry
 from .basics.logs import log
+from .checkpoint import in_words_of_ours, warn_of_no_start
 from .scaling.scaler import LossScaler, check_state
 from .session import Session
 
@@ -224,18 +225,23 @@ class GradScaler:
         self._set(growth_interval=new_interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in the form of ``torch.amp.GradScaler.state_dict()``: five numbers; empty where disabled."""
+        """The state in the form of ``torch.amp.GradScaler.state_dict()``: five numbers; empty where disabled.
+
+        Where losses are not scaled at all there is ``scales``, False, too.
+        """
         session = self._live()
         if session is None:
             return {}
         scaler = self._scaler(session)
         numbers = {name: getattr(scaler.rule, name) for name in _NUMBERS}
-        return {"scale": scaler.loss_scale(), **numbers, "_growth_tracker": scaler.unskipped}
+        state = {"scale": scaler.loss_scale(), **numbers, "_growth_tracker": scaler.unskipped}
+        return state | ({"scales": False} if scaler.is_identity else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`, or of torch's own, all of it or nothing.
 
-        A static scale stays what it is; a dynamic one goes on from the saved one, within its limits.
+        A static scale stays what it is; a dynamic one goes on from the saved one, within its limits, or stays, with a
+        warning, where the state was saved without scaling.
 
         Raises:
             RuntimeError: the state is empty, as that of a disabled scaler is.
@@ -251,12 +257,13 @@ class GradScaler:
         faults = [f"has no {key!r}" for key in ("scale", *_NUMBERS, "_growth_tracker") if key not in state_dict]
         if faults:
             raise ValueError(f"the state {'; it '.join(faults)}; nothing was loaded")
-        state = {"loss_scale": state_dict["scale"], "unskipped": state_dict["_growth_tracker"]}
+        state = in_words_of_ours(state_dict)
         faults = check_state(state)
         if faults:
             raise ValueError(f"the state {'; it '.join(faults)}; nothing was loaded")
         self._set(**{name: state_dict[name] for name in _NUMBERS})
-        self._scaler(session).load_state_dict(state)
+        if not self._scaler(session).load_state_dict(state):
+            warn_of_no_start([self._scaler(session)])
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

@@ -89,7 +89,8 @@ def _take_scales(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _as_ours(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if "scale" in state and "_growth_tracker" in state:
-        return {"loss_scaler0": {"loss_scale": float(state["scale"]), "unskipped": int(state["_growth_tracker"])}}
+        ours = {"loss_scale": float(state["scale"]), "unskipped": int(state["_growth_tracker"])}
+        return {"loss_scaler0": ours | ({"scales": state["scales"]} if "scales" in state else {})}
     if state and all(str(name).startswith("loss_scaler") for name in state):
         return {str(name): dict(value) for name, value in state.items()}
     return {}

@@ -162,18 +162,25 @@ class LossScaler:
         """The state as plain numbers.
 
         Returns:
-            ``loss_scale`` and ``unskipped``, and ``tolerance`` where hysteresis counts.
+            ``loss_scale`` and ``unskipped``, ``tolerance`` where hysteresis counts, and ``scales``, False, where losses
+            are not scaled at all.
         """
         state: dict[str, Any] = {"loss_scale": self.loss_scale(), "unskipped": self.unskipped}
+        if self.is_identity:
+            state["scales"] = False
         if self._rule.hysteresis > 1:
             state["tolerance"] = int(self._state.tolerance.item())
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Take over a state of :meth:`state_dict`, all of it or nothing.
 
         A scale that does not move stays what the user asked for, whatever was saved; a dynamic one goes on from the
         saved one, within its limits.
+
+        Returns:
+            Whether it is a start for this scaler: a scale of 1 that was no scaling is none for one that moves, which
+            stays where it is.
 
         Raises:
             ValueError: the state is none, see :func:`check_state`.
@@ -181,6 +188,8 @@ class LossScaler:
         faults = check_state(state)
         if faults:
             raise ValueError(f"the state {'; it '.join(faults)}; nothing was loaded")
+        if self._rule.dynamic and not state.get("scales", True):
+            return False
         rule, saved = self._rule, float(state["loss_scale"])
         scale = self._scaling.resumed(saved)
         if scale != saved:
@@ -192,6 +201,7 @@ class LossScaler:
         tolerance = int(state.get("tolerance", rule.hysteresis)) if follows else rule.hysteresis
         self._state.tolerance.fill_(min(tolerance, rule.hysteresis))
         self._noted = None
+        return True
 
 
 def check_state(state: Any) -> list[str]:
@@ -211,6 +221,8 @@ def check_state(state: Any) -> list[str]:
     if not _is_scale(state["loss_scale"]):
         allowed = "a finite number above 0 that float32 holds with its reciprocal"
         faults.append(f"has loss_scale={state['loss_scale']!r}, not {allowed}")
+    if not isinstance(state.get("scales", True), bool):
+        faults.append(f"has scales={state['scales']!r}, not True or False")
     for key in ("unskipped", "tolerance"):
         if not _is_count(state.get(key, 0)):
             faults.append(f"has {key}={state[key]!r}, not a count between 0 and {LARGEST_COUNT}")

@@ -128,6 +128,50 @@ def test_16_bit_values_for_weights_without_masters_need_no_warning() -> None:
         same(model.state_dict().values(), [value.half().float() for value in mlp(seed=4).state_dict().values()])
 
 
+# -- loss scales from levels that do not scale ------------------------------------------------------------------------
+
+
+def saved_at(level: str, scaler: bool = False) -> dict[str, Any]:
+    model = mlp()
+    optimizer = start(model, level, num_losses=1 if scaler else 2)
+    train(model, optimizer, batches(2))
+    return mpinit.GradScaler(optimizer).state_dict() if scaler else mpinit.state_dict(optimizer)
+
+
+@pytest.mark.parametrize("source", ["O0", "O5", "O3"])
+@pytest.mark.parametrize("scaler", [False, True])
+def test_a_dynamic_scale_does_not_begin_at_a_scale_that_was_none(source: str, scaler: bool) -> None:
+    state = saved_at(source, scaler)
+    model = mlp()
+    optimizer = start(model, "O2", num_losses=1 if scaler else 2, init_loss_scale=4096.0)
+    with pytest.warns(UserWarning, match="where losses were not scaled.* stays 4096") as caught:
+        if scaler:
+            mpinit.GradScaler(optimizer).load_state_dict(state)
+        else:
+            mpinit.load_state_dict(state, optimizer)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert mpinit.loss_scale(optimizer) == 4096.0
+    if scaler:  # of one loss: either reads the other's
+        mpinit.load_state_dict(mpinit.GradScaler(optimizer).state_dict(), optimizer)
+    train(model, optimizer, batches(1))
+    assert mpinit.step_counts(optimizer) == (1, 0)
+
+
+def test_what_was_not_scaled_goes_on_unscaled_and_what_was_begins_at_its_scale() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        unscaled = start(mlp(), "O5", num_losses=2)
+        mpinit.load_state_dict(saved_at("O0"), unscaled)
+        mpinit.load_state_dict(saved_at("O2"), unscaled)
+        assert mpinit.loss_scale(unscaled) == 1.0
+        dynamic = start(mlp(), "O2", init_loss_scale=4096.0)
+        fallen = {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}  # a dynamic scale, as far down as it may go
+        mpinit.load_state_dict(fallen, dynamic)
+        assert mpinit.state_dict(dynamic) == fallen
+        mpinit.load_state_dict(mpinit.state_dict(start(mlp(), "O2", loss_scale=128.0)), dynamic)
+        assert mpinit.loss_scale(dynamic) == 128.0
+
+
 # -- partial and wrong states ---------------------------------------------------------------------------------------
 
 
@@ -166,6 +210,7 @@ SCALER = {"loss_scale": 8.0, "unskipped": 1}
         ({"loss_scaler0": SCALER, "loss_scaler1": {"loss_scale": 8.0}}, ["loss_scaler1 has no 'unskipped'"]),
         ({"loss_scaler0": {"loss_scale": float("inf"), "unskipped": 0}, "loss_scaler1": SCALER}, ["loss_scale=inf"]),
         ({"loss_scaler0": SCALER, "loss_scaler1": {"loss_scale": 8.0, "unskipped": -1}}, ["unskipped=-1"]),
+        ({"loss_scaler0": SCALER, "loss_scaler1": SCALER | {"scales": 1}}, ["scales=1, not True or False"]),
         ({"loss_scaler0": SCALER, "loss_scaler1": 8.0}, ["loss_scaler1 is 8.0, not a mapping"]),
         (torch.amp.GradScaler("cpu").state_dict(), ["loss_scaler1 is missing"]),
     ],
