@@ -103,10 +103,10 @@ def initialize(
     resolved = resolve(opt_level, given, settings.pop("config"))
     if on:
         _set_up(model_list, optimizer_list, resolved, await_optimizers, process_group, **settings)
-        registry.disabled.difference_update([*model_list, *optimizer_list])
+        registry.enable([*model_list, *optimizer_list])
     else:
         checks.check_free(model_list, optimizer_list)
-        registry.disabled.update([*model_list, *optimizer_list])
+        registry.disable(model_list, optimizer_list)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -177,8 +177,8 @@ def add_optimizers(optimizers: Any) -> Any:
     for joined, members in sessions.items():
         joined.settle_optimizers(members)
         registry.add(joined)
-    registry.disabled.difference_update(given)
-    registry.disabled.update(off)
+    registry.enable(given)
+    registry.disable([], off)
     return optimizers
 
 
@@ -210,4 +210,4 @@ def undo(owners: Any) -> None:
             raise ValueError(f"this {type(owner).__name__} is not initialised, so there is nothing to undo")
     for session in sorted(found, key=lambda session: -session.number):
         session.undo()
-    registry.disabled.difference_update(given)
+    registry.enable(given)

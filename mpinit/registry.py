@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -21,9 +21,27 @@ disabled: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def add(session: Session) -> None:
     """Take a session in whose ``apply`` is done; it leaves by being undone or dropped."""
-    for owner in (*session.models, *session.optimizers):
+    for owner in (*with_their_insides(session.models), *session.optimizers):
         _owners[owner] = weakref.ref(session)
     _sessions.add(session)
+
+
+def with_their_insides(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Models, and those in the wrappers among them (a compiled model's own module): either stands for the other."""
+    for model in models:
+        yield from wrappers.with_all_inside(model)
+
+
+def disable(models: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
+    """From here on everything is a no-op for these."""
+    disabled.update([*with_their_insides(models), *optimizers])
+
+
+def enable(owners: Iterable[Any]) -> None:
+    """No longer; nor for what is around one of them, or inside."""
+    models = {owner for owner in owners if isinstance(owner, nn.Module)}
+    around = [each for each in disabled if isinstance(each, nn.Module) and models & set(with_their_insides([each]))]
+    disabled.difference_update([*owners, *with_their_insides(around), *with_their_insides(models)])
 
 
 def unwrapped(given: Any) -> Any:
@@ -39,8 +57,12 @@ def _is_known(owner: Any) -> bool:
 
 
 def of(owner: Any) -> Session | None:
-    """The live session of a model or optimizer, or of the optimizer in a wrapper; None where there is none."""
-    owner = owner if isinstance(owner, nn.Module) else unwrapped(owner)
+    """The live session of a model or optimizer, or of the one in a wrapper; None where there is none."""
+    owners = wrappers.with_all_inside(owner) if isinstance(owner, nn.Module) else [unwrapped(owner)]
+    return next((session for session in map(_own, owners) if session is not None), None)
+
+
+def _own(owner: Any) -> Session | None:
     try:
         reference = _owners.get(owner)
     except TypeError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from torch import nn
@@ -57,6 +57,25 @@ def inside(wrapper: Any) -> Any:
         names, kind = _OPTIMIZERS, Optimizer  # type: ignore[assignment]
     found = (getattr(wrapper, name, None) for name in names)
     return next((each for each in found if isinstance(each, kind) and each is not wrapper), None)
+
+
+def with_all_inside(model: nn.Module) -> Iterator[nn.Module]:
+    """A model, and where it is nothing but a wrapper the one inside of it, and so on.
+
+    Example:
+        >>> inner = nn.Linear(1, 1)
+        >>> list(with_all_inside(nn.DataParallel(inner)))[1] is inner
+        True
+        >>> outer = nn.Sequential()
+        >>> outer.module, outer.another = inner, nn.Linear(1, 1)
+        >>> len(list(with_all_inside(outer)))
+        1
+    """
+    present: Any = model
+    while present is not None:
+        yield present
+        is_wrapper = len(present._modules) == 1 and not present._parameters and not present._buffers
+        present = inside(present) if is_wrapper else None
 
 
 def _shows(wrapper: Any, inner: Any) -> bool:

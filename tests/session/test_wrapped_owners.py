@@ -169,6 +169,53 @@ def test_wrapped_models() -> None:
     assert model[0].weight.dtype is torch.float32
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("given_first", ["outer", "inner"])
+def test_a_compiled_model_and_what_is_in_it_stand_for_one_another(level: str, given_first: str) -> None:
+    inner = mlp()
+    outer = torch.compile(inner, backend="eager")
+    given, other = (outer, inner) if given_first == "outer" else (inner, outer)
+    optimizer = momentum(inner.parameters())
+    for undone in (given, other):
+        mpinit.initialize(given, optimizer, level, verbosity=0, init_loss_scale=1024.0)
+        assert registry.of(inner) is registry.of(outer) is registry.of(optimizer)
+        assert mpinit.describe(other) == mpinit.describe(given)
+        assert mpinit.GradScaler(other).get_scale() == mpinit.loss_scale(optimizer)
+        backward(mse(other, batches(1)[0]), optimizer)
+        optimizer.step()
+        with pytest.raises(ValueError, match="was initialised already"):
+            mpinit.initialize(other, opt_level=level, verbosity=0)
+        mpinit.undo(undone)
+        assert registry.of(inner) is registry.of(outer) is None
+        with pytest.raises(ValueError, match="is not initialised"):
+            mpinit.undo(other)
+
+
+@pytest.mark.parametrize("given_first", ["outer", "inner"])
+@pytest.mark.parametrize("undone_first", ["outer", "inner"])
+def test_a_disabled_compiled_model_and_what_is_in_it(given_first: str, undone_first: str) -> None:
+    inner = mlp()
+    each = {"inner": inner, "outer": torch.compile(inner, backend="eager")}
+    mpinit.initialize(each[given_first], enabled=False)
+    off = "mixed precision is disabled"
+    assert all(mpinit.describe(model) == off for model in each.values())
+    mpinit.undo(each[undone_first])
+    for model in each.values():
+        with pytest.raises(ValueError, match="is not initialised"):
+            mpinit.undo(model)
+
+
+def test_a_model_that_has_more_than_another_in_it_is_none_of_its_wrappers() -> None:
+    teacher = mlp()
+    mpinit.initialize(teacher, opt_level="O1", verbosity=0)
+    student = nn.Sequential()
+    student.module, student.head = teacher, nn.Linear(3, 3)
+    mpinit.initialize(student, opt_level="O1", verbosity=0)
+    assert registry.of(student) is not registry.of(teacher)
+    mpinit.undo(teacher)
+    assert registry.of(student) is not None
+
+
 @pytest.mark.parametrize("value", [True, False])
 def test_verbosity_may_be_a_boolean(value: bool) -> None:
     model = mlp()
