@@ -5,6 +5,7 @@ Only where losses are not scaled: what arrives elsewhere is to be unscaled first
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from operator import attrgetter, is_
 from typing import Final, TypeGuard, final
@@ -86,6 +87,13 @@ class Arrivals:
         self._block = None
         if self._listens and handed_on != len(self._pairs):
             self.backward_ended()
+
+    def stop_waiting(self) -> None:
+        """The block has ended otherwise, by an exception say; whoever keeps its traceback keeps the block alive."""
+        if self._block is not None:
+            # Two gradients that cannot both count are told of when they are asked for: now something else went wrong.
+            with contextlib.suppress(RuntimeError):
+                self.go_on(0)
 
     def backward_ended(self) -> None:
         """Gradients may have arrived.

@@ -187,11 +187,13 @@ class BackwardPass(TakesPart):
         kept = self._cycle.close()
         if kept is not None:
             self._put_back(kept)
+        self._groups.store.arrivals.stop_waiting()
 
     def start_over(self) -> None:
         """Drop every gradient."""
         self.clear()
         self._cycle.close()
+        self._groups.store.arrivals.stop_waiting()
 
     def update_later(self, scaler: LossScaler) -> None:
         """At the next step."""

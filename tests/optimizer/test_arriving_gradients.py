@@ -285,3 +285,27 @@ def test_a_replaced_gradient_stays_where_a_pass_does_not_reach_its_weight(master
 def scaled(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
     with mpinit.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
+
+
+@KINDS
+@pytest.mark.parametrize("when", ["before backward", "after backward", "while leaving"])
+def test_a_kept_traceback_does_not_keep_a_block_open(masters: Any, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = begin(masters)
+    block: Any = mpinit.scale_loss(loss_of(model), optimizer)
+
+    def fail() -> None:
+        raise ValueError
+
+    with pytest.raises(ValueError) as kept, block as scaled_loss:
+        if when != "before backward":
+            scaled_loss.backward()
+        if when == "while leaving":
+            monkeypatch.setattr(block._bystanders, "after_backward", fail)
+        else:
+            fail()
+    there = when == "after backward"  # what has arrived stays, as in plain torch
+    assert all((p.grad is not None) is there for p in in_groups(optimizer))
+    assert all(p.grad is w.grad for p, w in zip(in_groups(optimizer), model.parameters(), strict=True))
+    loss_of(model).backward()
+    assert all(p.grad is w.grad is not None for p, w in zip(in_groups(optimizer), model.parameters(), strict=True))
+    assert kept.tb is not None and block is not None
