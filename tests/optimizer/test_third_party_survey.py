@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from frameworks import let_torchvision_load
 from third_party import RUNS, survey
 from third_party_makers import PACKAGES
 
@@ -11,6 +12,7 @@ from third_party_makers import PACKAGES
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("package", PACKAGES)
 def test_optimizers_step_masters_as_by_hand(package: str) -> None:
+    let_torchvision_load()
     try:
         makers = list(PACKAGES[package]())
     except ImportError as error:
