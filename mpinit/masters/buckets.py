@@ -97,6 +97,7 @@ class Bucket:
         self._words: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._layout: _Layout | None = None
+        self._strides: list[tuple[int, ...]] = []
         self._stage = _Stage.AT_REST
 
     def _shards(self) -> list[torch.Tensor]:
@@ -105,6 +106,10 @@ class Bucket:
 
     def _laid_out(self, buffer: torch.Tensor) -> _Layout:
         strides = [weight.stride() for weight in self._shards()]
+        if strides != self._strides:
+            for pair in self.pairs:
+                pair.follow_layout()
+            self._strides = strides
         if self._layout is None or self._layout.buffer is not buffer or self._layout.strides != strides:
             masters, gradients = (
                 buffer[begin : begin + self.numel].split_with_sizes(self._rooms) for begin in (0, self.numel)

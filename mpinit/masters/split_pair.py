@@ -71,8 +71,8 @@ class SplitPair(Pair):
 
     def values(self) -> torch.Tensor:
         """Weight and remainder put together, in a new tensor."""
+        self.follow_layout()
         weight = shard(self.model_param)
-        self._lay_remainder_out_as(weight)
         joined = join(flat(weight), self._own(self.remainder)).as_strided(weight.size(), weight.stride())
         return sharded_as(joined, self.model_param)
 
@@ -90,21 +90,27 @@ class SplitPair(Pair):
     @torch.no_grad()
     def follow_weight(self) -> None:
         """A block that is not what it was is its own master: its remainders belong to other numbers."""
-        weight = shard(self.model_param)
-        before = weight
-        if weight.stride() != self._strides:
-            # Laid out anew (channels_last, say) and compared as it lay.
-            before = torch.empty_strided(weight.size(), self._strides, dtype=weight.dtype, device=weight.device)
-            before.copy_(weight)
-        now = checksums(words_of(flat(before)))
+        now = self._checksums_as_it_lay()
         if self._before is None:
             self._before = self.remainder.clone(), self.checksums.clone()
         remainder, sums = self._before
         changed, as_before = now != self.checksums, (now == sums).repeat_interleave(BLOCK)
         self.remainder.masked_fill_(changed.repeat_interleave(BLOCK), 0)
         self.remainder.copy_(torch.where(as_before, remainder, self.remainder))
-        self._lay_remainder_out_as(weight)
+        self._lay_remainder_out_as(shard(self.model_param))
         self.checksums.copy_(self._checksums_now())
+
+    def follow_layout(self) -> None:
+        """The weight may have been laid out anew, in channels_last say: so are its remainders, if it was."""
+        if shard(self.model_param).stride() != self._strides:
+            self.follow_weight()
+
+    def _checksums_as_it_lay(self) -> torch.Tensor:
+        weight = shard(self.model_param)
+        if weight.stride() == self._strides:
+            return self._checksums_now()
+        before = torch.empty_strided(weight.size(), self._strides, dtype=weight.dtype, device=weight.device)
+        return checksums(words_of(flat(before.copy_(weight))))
 
     def forget_before(self) -> None:
         """Let go of the copies."""
@@ -140,7 +146,7 @@ class SplitPair(Pair):
 
     def agree(self) -> bool:
         """Whether nobody wrote to the weight: the master has nothing to differ with."""
-        return bool(torch.equal(self._checksums_now(), self.checksums))
+        return bool(torch.equal(self._checksums_as_it_lay(), self.checksums))
 
     def restore(self, dtype: torch.dtype) -> None:
         """Weight and remainder put together."""

@@ -110,3 +110,34 @@ def test_buffers_outgrown_are_given_back() -> None:
     held = {b._layout.buffer.data_ptr() for _, found in store._buckets.values() for b in found if b._layout is not None}
     assert held <= {buffer.data_ptr() for buffer in store._buffers._buffers.values()}
     mpinit.undo(model)
+
+
+def convolution(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Conv2d(8, 32, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    mpinit.initialize(model, optimizer, "O5", master_weights="split", verbosity=0)
+    for _ in range(steps):
+        with mpinit.scale_loss(model(torch.ones(2, 8, 4, 4)).square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    return model, optimizer
+
+
+def test_a_weight_laid_out_anew_before_a_step_keeps_its_low_bits() -> None:
+    left = []
+    for format in (torch.contiguous_format, torch.channels_last):
+        model, optimizer = convolution(steps=1)
+        model.to(memory_format=format)  # type: ignore[call-overload]
+        optimizer.step()
+        left.append({name: value.clone() for name, value in model.state_dict().items()})
+    torch.testing.assert_close(left[0], left[1], rtol=0, atol=0)
+
+
+def test_a_weight_laid_out_anew_and_written_to_keeps_the_low_bits_of_the_rest() -> None:
+    model, _ = convolution(steps=0)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    before = model.state_dict()["weight"].clone()
+    with torch.no_grad():
+        model.weight[0, 0, 0, 0] = 1.0
+    changed = model.state_dict()["weight"] != before
+    assert changed[0, 0, 0, 0] and changed.sum() <= 64
