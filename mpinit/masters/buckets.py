@@ -18,14 +18,14 @@ from ..basics.gradients import as_float32
 from ..basics.interrupts import InterruptsHeld
 from ..distributed.sharding import in_place_of, is_sharded, placed_as, shard, sharded_as
 from ..torch_internals.allocator import storage_holders
-from ..torch_internals.columns import grads_of, set_grads, set_memory
+from ..torch_internals.columns import addresses_of, grads_of, set_grads, set_memory
 from ..torch_internals.devices import bucket_bytes_at_most
 from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.parameter_watching import TENSOR_DETACH, TENSOR_GRAD
 from .float_split import add_remainder_, flat, take_remainder_
 from .pairs import Pair
 from .split_kernels import are_ready, has_words, is_large, join_, long_words, take_apart_, words
-from .split_pair import SplitPair, placeholder_of_shard
+from .split_pair import SplitPair, is_placeholder, placeholder_of_shard
 
 AnyPair = TypeVar("AnyPair", bound=Pair)
 
@@ -53,6 +53,7 @@ class _Layout:
     wide: list[torch.Tensor]
     gaps: list[torch.Tensor]
     masters: list[torch.Tensor]
+    addresses: list[int]
     gradients: list[torch.Tensor]
     strides: list[tuple[int, ...]]
     holders: int
@@ -119,10 +120,11 @@ class Bucket:
             parts = [room[:size] for room, size in zip(rooms, self._sizes, strict=True)]
             large = [long_words(room) for room in rooms[: self._large]]
             gaps = [room[size:] for room, size in zip(rooms, self._sizes, strict=True) if room.numel() > size]
-            shaped = self._shaped(masters, strides), self._shaped(gradients, strides)
+            shaped = self._shaped(masters, strides)
+            others = addresses_of(shaped), self._shaped(gradients, strides)
             del masters, gradients, rooms
             wide = [part.view(torch.float32) for part in parts]
-            self._layout = _Layout(buffer, bits, large, parts, wide, gaps, *shaped, strides, holders=0)
+            self._layout = _Layout(buffer, bits, large, parts, wide, gaps, shaped, *others, strides, holders=0)
         # Counted anew each time: other buckets have laid the buffer out for themselves since.
         self._layout.holders = storage_holders(buffer)
         return self._layout
@@ -152,6 +154,13 @@ class Bucket:
         gradients = _widened(layout.gradients, arrived)
         self._stage = _Stage.MATERIALISED
         self._show(layout.masters, gradients)
+
+    @torch.no_grad()
+    def give_gradients_back(self) -> None:
+        """The weights' gradients become what the step has made of the masters'."""
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            left = master.grad
+            TENSOR_GRAD.__set__(weight, None if left is None else left.to(weight.dtype))
 
     def _show(self, values: list[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         """Have the masters in the groups hold these, of this process's parts."""
@@ -194,6 +203,7 @@ class Bucket:
         with InterruptsHeld():
             count = len(self._flat_weights())
             if self._stage is _Stage.MATERIALISED:
+                self._gather(layout)
                 first, begin = self._choose_kernels(), self._begin
                 by_kernel = layout.long_words, self._words[:first], self._remainder_words, self._sums
                 for parts in zip(*by_kernel, strict=False):
@@ -210,6 +220,16 @@ class Bucket:
         # Whose weights keep their gradients.
         self._show(self._placeholders, [None] * len(self.pairs))
         return layout.is_ours_alone()
+
+    def _gather(self, layout: _Layout) -> None:
+        """An optimizer may have given a master memory of its own, by ``p.data = ...``: what that holds counts."""
+        values = list(map(shard, self._masters)) if self._is_sharded else self._masters
+        if addresses_of(values) == layout.addresses:
+            return
+        for value, master, address in zip(values, layout.masters, layout.addresses, strict=True):
+            # It is still the placeholder where an exception from outside came before the master was shown.
+            if value.data_ptr() != address and not is_placeholder(shard(value)):
+                master.copy_(shard(value))
 
     def forget_layout(self, unless_in: torch.Tensor | None) -> None:
         """Let go of a buffer, unless it is the one given."""
@@ -246,8 +266,13 @@ class Buffers:
         self._buffers: dict[torch.device, torch.Tensor] = {}
         self._laid_out: weakref.WeakSet[Bucket] = weakref.WeakSet()
 
-    def materialised(self, buckets: list[Bucket]) -> Iterator[None]:
-        """Materialise one bucket after the other, and write each back before the next."""
+    def materialised(self, buckets: list[Bucket], gradients_too: bool = False) -> Iterator[None]:
+        """Materialise one bucket after the other, and write each back before the next.
+
+        Args:
+            buckets: the buckets.
+            gradients_too: write to the weights' gradients as well what a step leaves of them.
+        """
         self._laid_out.update(buckets)
         try:
             for bucket in buckets:
@@ -255,6 +280,8 @@ class Buffers:
                 try:
                     bucket.materialise(buffer)
                     yield None
+                    if gradients_too:
+                        bucket.give_gradients_back()
                 finally:
                     self._write_back(bucket)
         finally:

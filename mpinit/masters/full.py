@@ -180,6 +180,11 @@ class FullMasters(MasterStore):
             return are_plain(gradients, device)
         return all_dense(gradients)
 
+    @property
+    def steps_in_parts(self) -> bool:
+        """False: all masters at once."""
+        return False
+
     def adds_up_natively(self) -> bool:
         """Whether weights take float32 gradients; follows a process group set up after the masters were made."""
         first = next(iter(self.pairs), None)

@@ -74,6 +74,11 @@ class MastersInModel(MasterStore):
         """True: there are none that are not."""
         return True
 
+    @property
+    def steps_in_parts(self) -> bool:
+        """False: there is nothing to put together."""
+        return False
+
     def adds_up_natively(self) -> bool:
         """True: parameters hold their own gradients, in float32."""
         return True

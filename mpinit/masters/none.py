@@ -37,6 +37,11 @@ class NoMasters(MasterStore):
         """True: there are none that are not."""
         return True
 
+    @property
+    def steps_in_parts(self) -> bool:
+        """False: there is nothing to put together."""
+        return False
+
     def adds_up_natively(self) -> bool:
         """True: parameters hold their own gradients."""
         return True
@@ -46,7 +51,8 @@ class NoMasters(MasterStore):
         self, optimizer: Optimizer, copies: TwoCopies, rounds_itself: bool = False
     ) -> Iterator[Iterator[None]]:
         """One step."""
-        yield iter((None,))
+        with self.watcher:
+            yield iter((None,))
 
     def step_with_closure(
         self, optimizer: Optimizer, copies: TwoCopies, step: Callable[[Callable[[], Any] | None], Any], closure: Any

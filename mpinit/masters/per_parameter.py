@@ -11,6 +11,7 @@ import random
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, Final
 
 import torch
@@ -42,10 +43,14 @@ _SIZES: Final = {
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Why an optimizer must not be stepped in parts, or None, and which of its states are copies of weights."""
+    """Why an optimizer must not be stepped in parts, or None; which of its states are copies of weights.
+
+    And whether it writes to gradients, or clears them, in its step.
+    """
 
     reason: str | None
     copies: frozenset[str] = frozenset()
+    writes_gradients: bool = False
 
 
 # By class, options and device: trying takes some milliseconds.
@@ -98,6 +103,16 @@ def kept_states(optimizer: Optimizer) -> frozenset[str]:
         ['ax']
     """
     return _verdict_on(optimizer).copies
+
+
+def writes_gradients(optimizer: Optimizer) -> bool:
+    """Whether an optimizer may leave other gradients, or none, where its step found some.
+
+    Example:
+        >>> writes_gradients(torch.optim.ASGD([torch.ones(2)]))
+        False
+    """
+    return bool(getattr(optimizer, "steps_per_parameter", False)) or _verdict_on(optimizer).writes_gradients
 
 
 def _verdict_on(optimizer: Optimizer) -> _Verdict:
@@ -164,9 +179,9 @@ def _tried(optimizer: Optimizer) -> _Verdict:
 
 
 def _try(optimizer: Optimizer) -> _Verdict:
-    together = _run(optimizer, lambda parameters: [parameters])
-    alone = _run(optimizer, lambda parameters: [[parameter] for parameter in parameters])
-    apart = _run(optimizer, lambda parameters: [parameters[1::2], parameters[::2]])
+    together, writes = _run(optimizer, lambda parameters: [parameters])
+    alone, _ = _run(optimizer, lambda parameters: [[parameter] for parameter in parameters])
+    apart, _ = _run(optimizer, lambda parameters: [parameters[1::2], parameters[::2]])
     if not _same(together, alone) or not _same(together, apart):
         return _Verdict("looks across parameters: stepped alone and together they came out differently")
     throwaway, parameters = _throwaway(optimizer, _LARGE)
@@ -178,7 +193,7 @@ def _try(optimizer: Optimizer) -> _Verdict:
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
         if bool(((value - parameter).abs() < 0.5 * _LARGE).all())
     }
-    return _Verdict(None, frozenset(copies))
+    return _Verdict(None, frozenset(copies), writes)
 
 
 def _throwaway(optimizer: Optimizer, offset: float = 0.0) -> tuple[Any, list[nn.Parameter]]:
@@ -213,15 +228,17 @@ def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _run(optimizer: Optimizer, parted: Any) -> list[Any]:
-    """What a throwaway leaves after a few steps in parts: its parameters, their state, and its groups' numbers."""
+def _run(optimizer: Optimizer, parted: Any) -> tuple[list[Any], bool]:
+    """What a throwaway leaves after a few steps in parts: its parameters, their state, and its groups' numbers.
+
+    And whether it wrote to gradients.
+    """
     throwaway, parameters = _throwaway(optimizer)
-    for index in range(_STEPS):
-        _step(throwaway, parted(parameters), _gradients(parameters, index))
+    wrote = [_step(throwaway, parted(parameters), _gradients(parameters, index)) for index in range(_STEPS)]
     left: list[Any] = [parameter.detach() for parameter in parameters]
     for parameter in parameters:
         left += _flat(throwaway.state.get(parameter, {}))
-    return left + [_flat(_plain(group)) for group in throwaway.param_groups]
+    return left + [_flat(_plain(group)) for group in throwaway.param_groups], any(wrote)
 
 
 def _gradients(parameters: Sequence[nn.Parameter], index: int) -> list[torch.Tensor]:
@@ -234,7 +251,9 @@ def _gradients(parameters: Sequence[nn.Parameter], index: int) -> list[torch.Ten
     ]
 
 
-def _step(throwaway: Any, parts: Iterable[list[nn.Parameter]], gradients: list[torch.Tensor]) -> None:
+def _step(throwaway: Any, parts: Iterable[list[nn.Parameter]], gradients: list[torch.Tensor]) -> bool:
+    """One step in parts; whether gradients are others afterwards."""
+    wrote = False
     everything = [parameter for group in throwaway.param_groups for parameter in group["params"]]
     of = {id(parameter): gradient for parameter, gradient in zip(everything, gradients, strict=True)}
     numbers = Numbers(throwaway)
@@ -245,8 +264,14 @@ def _step(throwaway: Any, parts: Iterable[list[nn.Parameter]], gradients: list[t
             parameter.grad = None
         for parameter in part:
             parameter.grad = of[id(parameter)].clone()
+        given = [parameter.grad for parameter in everything]
+        versions = [None if gradient is None else gradient._version for gradient in given]
         with StepHooks(throwaway):
             throwaway.step()
+        left = [parameter.grad for parameter in everything]
+        wrote |= not all(map(is_, left, given))
+        wrote |= versions != [None if gradient is None else gradient._version for gradient in left]
+    return wrote
 
 
 def _flat(value: Any) -> list[Any]:

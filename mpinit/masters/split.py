@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from ..torch_internals.columns import grads_of, set_grads
 from .buckets import Bucket, Buffers, grouped, large_first
 from .pairs import Pair
 from .parts import Numbers
-from .per_parameter import check_steps_its_groups, check_steps_per_parameter
+from .per_parameter import check_steps_its_groups, check_steps_per_parameter, writes_gradients
 from .split_pair import SplitPair
 from .store import Gradients, MasterStore
 from .two_copies import TwoCopies
@@ -44,6 +45,7 @@ class SplitMasters(MasterStore):
         self._bucket_bytes = bucket_bytes
         self._buckets: dict[TwoCopies, tuple[list[Pair], list[Bucket]]] = {}
         self._buffers = Buffers()
+        self._gradient_writers: WeakSet[Optimizer] = WeakSet()
 
     def check(self, optimizers: Sequence[Optimizer]) -> None:
         """Their update must look at one parameter at a time.
@@ -59,6 +61,8 @@ class SplitMasters(MasterStore):
                     f"{type(optimizer).__name__} has train() and eval(), which write other numbers into its parameters "
                     'between steps, where masters of master_weights="split" hold none: use master_weights=True'
                 )
+            if writes_gradients(optimizer):
+                self._gradient_writers.add(optimizer)
 
     def make(self, weight: nn.Parameter, dtype: torch.dtype) -> Pair | None:
         """A pair whose master holds no memory.
@@ -99,6 +103,11 @@ class SplitMasters(MasterStore):
         """Only where there are none: they are 16-bit."""
         return not gradients
 
+    @property
+    def steps_in_parts(self) -> bool:
+        """True."""
+        return True
+
     def adds_up_natively(self) -> bool:
         """True: the gradient is the weight's own."""
         return True
@@ -133,9 +142,10 @@ class SplitMasters(MasterStore):
             numbers = None if one_part else Numbers(optimizer)
             if plain or not buckets:
                 yield None
+            plain = [(parameter, parameter.grad) for parameter, _ in plain]  # an optimizer may have cleared some
             for parameter, _ in plain:
                 parameter.grad = None
-            for index, part in enumerate(self._buffers.materialised(buckets)):
+            for index, part in enumerate(self._buffers.materialised(buckets, optimizer in self._gradient_writers)):
                 if numbers is not None and (plain or index > 0):
                     numbers.put_back()
                 yield part

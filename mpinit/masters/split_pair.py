@@ -132,9 +132,8 @@ class SplitPair(Pair):
         Raises:
             RuntimeError: somebody gave the master memory of its own between steps.
         """
-        held = shard(self.master_param)
-        if held.untyped_storage().nbytes() == held.element_size() and bool(held.isnan().all()):
-            return  # the placeholder, as it was
+        if is_placeholder(shard(self.master_param)):
+            return
         raise RuntimeError(
             'with master_weights="split" the parameters in optimizer.param_groups hold no numbers between steps, and '
             "one of them was given some: write to the model's weights, or use master_weights=True"
@@ -181,3 +180,8 @@ def placeholder(weight: torch.Tensor) -> torch.Tensor:
 def placeholder_of_shard(weight: torch.Tensor) -> torch.Tensor:
     """:func:`placeholder`, for this process's part of a weight."""
     return torch.full((), torch.nan, dtype=torch.float32, device=weight.device).expand(shard(weight).shape)
+
+
+def is_placeholder(held: torch.Tensor) -> bool:
+    """Whether what a master holds, of this process's part, is what stands there between steps."""
+    return held.untyped_storage().nbytes() == held.element_size() and bool(held.isnan().all())

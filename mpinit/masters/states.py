@@ -155,8 +155,9 @@ class EncodedStates(StateStore):
             return
         numbers = Numbers(optimizer)
         assign = TENSOR_GRAD.__set__
+        left = dict(with_gradient)
         try:
-            for parameter, _ in with_gradient:
+            for parameter in left:
                 assign(parameter, None)
             for index, bucket in enumerate(buckets):
                 if index > 0:
@@ -166,9 +167,10 @@ class EncodedStates(StateStore):
                 with self._decoded(optimizer, holders, bucket):
                     yield None
                 for parameter, _ in bucket:
+                    left[parameter] = parameter.grad  # an optimizer may have cleared it
                     assign(parameter, None)
         finally:
-            for parameter, gradient in with_gradient:
+            for parameter, gradient in left.items():
                 assign(parameter, gradient)
 
     def _bucketed(self, members: list[tuple[torch.Tensor, Any]]) -> list[list[tuple[torch.Tensor, Any]]]:

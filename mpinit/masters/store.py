@@ -126,6 +126,11 @@ class MasterStore(ABC):
     def are_plain(self, copies: TwoCopies, gradients: Gradients, device: torch.device) -> bool:
         """Whether all gradients are there, dense, float32 and on ``device``: asked on every step."""
 
+    @property
+    @abstractmethod
+    def steps_in_parts(self) -> bool:
+        """Whether :meth:`stepping` may take more than one step."""
+
     @abstractmethod
     def adds_up_natively(self) -> bool:
         """Whether autograd itself can add onto the gradients that pairs hold, when nothing is to be unscaled."""

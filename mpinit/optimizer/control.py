@@ -222,7 +222,9 @@ class OptimizerControl:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             run = functools.partial(half, inner) if half is not None and control._active else inner
             result = run(*args, **kwargs)
-            control.before_forward()
+            # Where a step calls it, all masters are rounded when that is over.
+            if not control.groups.show_a_part():
+                control.before_forward()
             return result
 
         method.__name__ = name
@@ -242,6 +244,10 @@ class OptimizerControl:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The optimizer's ``zero_grad``, for weights and masters."""
         copies = self.groups.copies
+        if self.groups.show_a_part():
+            # Of the other parts there are gradients still, which are not in the groups.
+            self._clear_as_it_does(set_to_none)
+            return
         if self._active:
             self.release.before_clearing()
             copies.look_at_masters()
@@ -250,10 +256,13 @@ class OptimizerControl:
                 return
             self.groups.refresh()
             copies.look_at_gradients()
-        self._inner_zero_grad(*((set_to_none,) if self._takes_set_to_none else ()))
+        self._clear_as_it_does(set_to_none)
         if self._active:
             copies.look_at_gradients()
             self._cycle.cleared()
+
+    def _clear_as_it_does(self, set_to_none: bool) -> None:
+        self._inner_zero_grad(*((set_to_none,) if self._takes_set_to_none else ()))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The optimizer's ``add_param_group``, with masters for 16-bit parameters."""

@@ -105,6 +105,10 @@ class ParameterGroups:
                 return False
         return True
 
+    def show_a_part(self) -> bool:
+        """Whether a step is going on of which the groups show a part: others have gradients or numbers elsewhere."""
+        return self.store.watcher.is_paused and (self.store.steps_in_parts or self.store.states.steps_in_parts)
+
     def are_without_gradients(self) -> bool:
         """Whether nothing that the next step uses has a gradient."""
         return all(member.grad is None for group in self.optimizer.param_groups for member in group["params"])

@@ -14,6 +14,7 @@ from .parameter_watching import TENSOR_DATA, TENSOR_GRAD
 _GRAD_OF: Final[Any] = TENSOR_GRAD.__get__
 _SET_GRAD_OF: Final[Any] = TENSOR_GRAD.__set__
 _SET_DATA_OF: Final[Any] = TENSOR_DATA.__set__
+_ADDRESS_OF: Final[Any] = torch.Tensor.data_ptr
 _VERSION_OF: Final = attrgetter("_version")
 _IS_TRAINED: Final = attrgetter("requires_grad")
 
@@ -34,6 +35,11 @@ def set_grads(tensors: Iterable[torch.Tensor], grads: Sequence[torch.Tensor | No
 def set_memory(tensors: Iterable[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
     """Give each tensor other memory, of its own shape and dtype, unnoticed by who watches parameters."""
     do_all(map(_SET_DATA_OF, tensors, parts))
+
+
+def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Where each tensor's numbers begin."""
+    return list(map(_ADDRESS_OF, tensors))
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
