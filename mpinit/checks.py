@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from . import registry
 from .basics.dtypes import is_lower_precision
 from .basics.modules import dotted, modules_of, named_modules_of
+from .basics.tables import counted
 from .basics.user_warnings import warn_user
 from .basics.wrappers import inside
 from .checks_of_ranks import check_not_left_behind, check_not_wrapped
@@ -194,9 +195,9 @@ def _warn_of_16_bit_weights(models: Sequence[nn.Module]) -> None:
     names = names_in_16_bit(models)
     if names:
         warn_user(
-            f"{len(names)} weights are 16-bit already ({', '.join(names[:3])} first), but patched functions (O1) are "
-            "made for float32 weights: their updates will be lost to rounding. Give the model in float32, or use "
-            "opt_level='O2'"
+            f"{counted(len(names), 'weight is', 'weights are')} 16-bit already ({', '.join(names[:3])} first), but "
+            "patched functions (O1) are made for float32 weights: their updates will be lost to rounding. Give the "
+            "model in float32, or use opt_level='O2'"
         )
 
 

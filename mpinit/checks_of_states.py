@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from .basics.tables import counted
 from .distributed.sharding import is_sharded
 
 _NAMED: Final = 5
@@ -69,7 +70,7 @@ def _group_faults(own: list[dict[str, Any]], given: list[dict[str, Any]]) -> Ite
         if names not in found:
             sizes = ", ".join(str(len(each)) for each in found) or "none"
             yield (
-                f"no group of the optimizer's state has the {len(names)} parameters of group {index} "
+                f"no group of the optimizer's state has the {counted(len(names), 'parameter')} of group {index} "
                 f"({', '.join(group['params'][:2])} first; groups saved: {sizes} parameters)"
             )
 

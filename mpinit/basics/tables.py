@@ -1,4 +1,4 @@
-"""Tables as plain text."""
+"""Tables and numbers as plain text."""
 
 from __future__ import annotations
 
@@ -34,6 +34,21 @@ def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Seq
         return "  ".join(parts).rstrip()
 
     return "\n".join([line(head), line(["-" * width for width in widths]), *map(line, cells)])
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """A number of things in words.
+
+    Args:
+        count: how many.
+        noun: one of them.
+        plural: several of them. Default: the noun with an s.
+
+    Example:
+        >>> counted(1, "step"), counted(2000, "step"), counted(1, "weight is", "weights are")
+        ('1 step', '2,000 steps', '1 weight is')
+    """
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def bytes_text(count: float) -> str:

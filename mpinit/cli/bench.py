@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import Any, Final
 
+from ..basics.tables import counted
 from ..settings.opt_levels import OPT_LEVELS
 from .contender import TORCH_AMP, measure
 from .objects import describe_model
@@ -106,7 +107,7 @@ def _show(found: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     ]
     if not any("error" in result for result in found):
         head, rows = head[:-1], [row[:-1] for row in rows]
-    title = f"{arguments.factory}, {arguments.steps} steps on {arguments.device}"
+    title = f"{arguments.factory}, {counted(arguments.steps, 'step')} on {arguments.device}"
     show_table(title, head, rows, numbers=range(1, 7))
     what = "at its peak on the device" if first["on_device"] else "more resident at the peak than before the model"
     print(f"ms: the median of the second half. MiB: {what}. Times on a busy machine differ from run to run.")

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from ..basics.dtypes import is_lower_precision
+from ..basics.tables import counted
 from ..scaling.scaler import check_state
 
 FORMATS: Final = ("mpinit", "apex", "torch")
@@ -145,7 +146,8 @@ def _with_steps(state: Mapping[str, Any], name: str, said: list[str]) -> dict[st
                 values["step"] = torch.tensor(float(group["step"]))
                 added += 1
     if added:
-        said.append(f"{name}: the step in the groups, as apex's fused optimizers have it, given to {added} parameters")
+        given_to = counted(added, "parameter")
+        said.append(f"{name}: the step in the groups, as apex's fused optimizers have it, given to {given_to}")
     return {**state, "state": per_parameter} if added else dict(state)
 
 

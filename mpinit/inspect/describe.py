@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ..basics.dtypes import dtype_name
 from ..basics.logs import log
+from ..basics.tables import counted
 from ..plan import Masters
 from ..session import Session
 
@@ -32,7 +33,7 @@ def announce(session: Session, came_in_16_bit: Sequence[str]) -> None:
     log.info("%s: %s", session.describe(), words)
     if came_in_16_bit:
         first = ", ".join(came_in_16_bit[:3])
-        log.info("%s: %d weights came in 16-bit, first %s", session.describe(), len(came_in_16_bit), first)
+        log.info("%s: %s came in 16-bit, first %s", session.describe(), counted(len(came_in_16_bit), "weight"), first)
 
 
 def describe(session: Session) -> str:
@@ -50,16 +51,18 @@ def describe(session: Session) -> str:
         counts = session.controller_of(optimizer).counts
         masters = _masters_of(session, optimizer)
         lines.append(
-            f"optimizer {index}, {type(optimizer).__name__}: {masters}; {counts.good} steps done, {counts.skipped} "
-            f"skipped, {counts.consecutive} of them in a row just now"
+            f"optimizer {index}, {type(optimizer).__name__}: {masters}; {counted(counts.good, 'step')} done, "
+            f"{counts.skipped} skipped, {counts.consecutive} of them in a row just now"
         )
     waiting = session.waiting.weights()
     if waiting:
         lines.append(
-            f"{len(waiting)} weights ({_counts(waiting)} parameters) wait for an optimizer: mpinit.add_optimizers"
+            f"{counted(len(waiting), 'weight')} ({_counts(waiting)} parameters) "
+            f"wait{'s' if len(waiting) == 1 else ''} for an optimizer: mpinit.add_optimizers"
         )
     lines += [
-        f"loss {index}: scale {scaler.loss_scale():g}, {scaler.unskipped} good backward passes since it moved"
+        f"loss {index}: scale {scaler.loss_scale():g}, "
+        f"{counted(scaler.unskipped, 'good backward pass', 'good backward passes')} since it moved"
         for index, scaler in enumerate(session.scalers)
     ]
     return "\n".join(lines)
@@ -69,7 +72,7 @@ def _masters_of(session: Session, optimizer: Optimizer) -> str:
     groups = session.controller_of(optimizer).groups
     if session.plan.masters is Masters.IN_MODEL:
         return "steps the model's own float32 parameters, which are 16-bit inside forwards"
-    return f"{len(groups.copies.pairs)} float32 masters" if groups.copies.pairs else "no masters"
+    return counted(len(groups.copies.pairs), "float32 master") if groups.copies.pairs else "no masters"
 
 
 def _told(session: Session) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from .. import registry
+from ..basics.tables import counted
 from ..optimizer.unscaling import dense_view
 from .plotting import new_figure, save
 
@@ -86,7 +87,7 @@ class GradientHistogram:
         return sorted((name for name in losses if losses[name] >= share), key=lambda name: -losses[name])
 
     def __str__(self) -> str:
-        lines = [f"{sum(self.elements.values()):,} gradients, {sum(self.zeros.values()):,} of them 0"]
+        lines = [f"{counted(sum(self.elements.values()), 'gradient')}, {sum(self.zeros.values()):,} of them 0"]
         for dtype, scale in (("float16", 1.0), ("float16", self.scale), ("bfloat16", 1.0)):
             lost = self.lost(dtype, scale)
             lines.append(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ..basics.tables import bytes_text, plain_table
+from ..basics.tables import bytes_text, counted, plain_table
 from .footprint import KINDS
 from .recording import BACKWARD, FORWARD, Key, Tally
 
@@ -105,8 +105,9 @@ class Findings:
         casts = sum(row.casts for row in self.rows)
         size = bytes_text(sum(row.cast_bytes for row in self.rows))
         return (
-            f"{self.parameters:,} parameters; {forward:,} operations forward, {backward:,} backward; {casts:,} casts "
-            f"that write {size}; {sum(row.count for row in self.flagged):,} operations in 16 bits though the cast "
+            f"{counted(self.parameters, 'parameter')}; {counted(forward, 'operation')} forward, {backward:,} backward; "
+            f"{counted(casts, 'cast that writes', 'casts that write')} {size}; "
+            f"{counted(sum(row.count for row in self.flagged), 'operation')} in 16 bits though the cast "
             "policy calls for float32"
         )
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import registry
+from ..basics.tables import counted
 from ..optimizer.overflow_log import BadGradient, OverflowRecord
 from ..session import Session
 from .faults import Fault, FaultFinder
@@ -53,7 +54,9 @@ class OverflowReport:
     def __str__(self) -> str:
         scale = "unknown" if self.scale is None else f"{self.scale:g}"
         loss = "" if self.loss is None else f", loss {self.loss:g}"
-        lines = [f"overflow of loss {self.loss_id} at scale {scale}{loss}: {len(self.parameters)} parameters"]
+        lines = [
+            f"overflow of loss {self.loss_id} at scale {scale}{loss}: {counted(len(self.parameters), 'parameter')}"
+        ]
         for bad in self.gradients[:20]:
             lines.append(
                 f"  {bad.name} ({self.module_types.get(bad.name, '?')}): {bad.infs} inf, {bad.nans} nan of "

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from .. import registry
 from ..basics.dtypes import dtype_name
+from ..basics.tables import counted
 from ..optimizer.control import OptimizerControl
 from ..optimizer.observers import Observer
 from ..optimizer.unscaling import dense_view
@@ -53,7 +54,10 @@ class Stalled(Mapping[str, float]):
 
     def __str__(self) -> str:
         rows = [(name, share) for name, share in self._shares.items() if share > 0]
-        lines = [f"{len(rows)} of {len(self)} parameters have elements that did not move in {self.steps} steps"]
+        lines = [
+            f"{len(rows)} of {counted(len(self), 'parameter')} with elements that did not move in "
+            f"{counted(self.steps, 'step')}"
+        ]
         lines += [f"  {name}: {share:.0%} ({self.stored_in[name]})" for name, share in rows[:20]]
         if len(rows) > 20:
             lines.append(f"  and {len(rows) - 20} more")

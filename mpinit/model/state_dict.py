@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..basics.dtypes import is_lower_precision
 from ..basics.modules import modules_of
 from ..basics.patching import Undo
+from ..basics.tables import counted
 from ..basics.user_warnings import warn_user
 from ..torch_internals.model_state_by_name import load_in_float32
 from . import averages, copies
@@ -190,8 +191,9 @@ class Float32State:
     def _say_what_was_rebuilt(self) -> None:
         names, self._rebuilt = self._rebuilt, []
         warn_user(
-            f"the state loaded holds 16-bit values for {len(names)} weights that have float32 masters "
-            f"({', '.join(names[:3])} first): their masters were rebuilt from these, without the lower bits. Save "
+            f"the state loaded holds 16-bit values for "
+            f"{counted(len(names), 'weight that has a float32 master', 'weights that have float32 masters')} "
+            f"({', '.join(names[:3])} first): masters were rebuilt from these, without the lower bits. Save "
             "model.state_dict() of the initialised model, which is float32, to resume exactly"
         )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from ..basics.tables import counted
+
 OTHER_PROCESSES: Final = (
     "gradient_release=True steps parameters as soon as backward() leaves their gradients, and where there are other "
     "processes these are added up over ranks later (DistributedDataParallel, fully_shard, tensor and pipeline "
@@ -51,9 +53,9 @@ def done(stepped: int, everyone: int, failed: bool) -> str:
         everyone: how many there are.
         failed: whether the backward pass has raised.
     """
-    of_all = f"{stepped} of {everyone} parameters"
+    of_all = f"{stepped} of {counted(everyone, 'parameter')}"
     if failed:
-        return f"the last backward pass has failed after {of_all} were stepped (gradient_release=True)"
+        return f"the last backward pass has failed after stepping {of_all} (gradient_release=True)"
     return f"the last backward pass has stepped {of_all} already (gradient_release=True)"
 
 

@@ -25,7 +25,7 @@ def test_it_tells_level_dtypes_masters_scale_and_skips() -> None:
         "cast_model_type = torch.float16",
         "20 float16, 8 float32 parameters",
         "float32: 1",
-        "2 float32 masters; 1 steps done, 1 skipped, 1 of them in a row just now",
+        "2 float32 masters; 1 step done, 1 skipped, 1 of them in a row just now",
         "scale 32768, 0 good backward passes since it moved",
     ):
         assert part in text
@@ -43,3 +43,16 @@ def test_what_is_not_initialised_or_disabled() -> None:
         mpinit.describe(model)
     mpinit.initialize(model, enabled=False)
     assert mpinit.describe(model) == "mixed precision is disabled"
+
+
+def test_one_of_a_thing_is_said_in_the_singular() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    mpinit.initialize(model, opt_level="O2", await_optimizers=True, init_loss_scale=8.0, verbosity=0)
+    assert "1 weight (1 float16 parameters) waits for an optimizer" in mpinit.describe(model)
+    optimizer = mpinit.add_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    with mpinit.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    told = mpinit.describe(model)
+    assert "1 float32 master; 1 step done, 0 skipped" in told
+    assert "1 good backward pass since it moved" in told
