@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-# Run by a path, and by tests from elsewhere: the file beside this one is found in either case.
+# Run by a path, and by tests from elsewhere: the file beside this one is found in either case, and so is the package
+# of this tree, where another is installed.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import messages

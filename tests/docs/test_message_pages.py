@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -73,3 +75,12 @@ def test_a_row_of_the_explained_ones_is_a_message_of_the_code(beginning: str) ->
 
 def test_the_explained_ones_are_found() -> None:
     assert len(BEGINNINGS) >= 20
+
+
+def test_pages_are_made_of_the_tree_that_the_generator_lies_in(tmp_path: Path) -> None:
+    (tmp_path / "mpinit.py").write_text("raise AssertionError('the package of another tree')\n", "utf-8")
+    made = "import runpy, sys; print(runpy.run_path(sys.argv[1], run_name='generate')['mpinit'].__file__)"
+    paths = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", made, str(ROOT / "docs/generate.py")]
+    found = subprocess.run(command, capture_output=True, text=True, env=os.environ | paths, cwd=tmp_path, check=False)
+    assert found.stdout.strip() == str(ROOT / "mpinit/__init__.py"), found.stderr
