@@ -11,9 +11,11 @@ from collections.abc import Iterator
 
 import torch
 
+from ..torch_internals.devices import works_within_a_cache
+
 _HALF = 0x8000
 _LOWER = 0 if sys.byteorder == "little" else 1
-# Elements worked on at a time on a CPU, so that several passes over them stay in its cache.
+# Elements worked on at a time where several passes over them then stay in a cache.
 _CHUNK = 1 << 17
 
 
@@ -66,7 +68,7 @@ def add_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> None:
 
 
 def _chunks(bits: torch.Tensor, remainder: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    if bits.device.type != "cpu" or bits.numel() <= _CHUNK:
+    if bits.numel() <= _CHUNK or not works_within_a_cache(bits.device):
         return iter(((bits, remainder),))
     return zip(bits.unsafe_split(_CHUNK), remainder.unsafe_split(_CHUNK), strict=True)
 

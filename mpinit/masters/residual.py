@@ -15,13 +15,14 @@ from typing import Final
 import torch
 
 from ..basics.dtypes import is_lower_precision
+from ..torch_internals.devices import works_within_a_cache
 from ..torch_internals.native_autocast import CastsOff
 
 Cast = Callable[[torch.Tensor], torch.Tensor]
 
 # Elements that share a checksum, and that take the present value together once one of them was changed.
 BLOCK: Final = 64
-# Elements worked on at a time: temporaries stay small, on a CPU within its cache.
+# Elements worked on at a time: temporaries stay small, within a cache where that helps.
 _CHUNK: Final = 1 << 16
 # Elements of which the original itself is kept: a model's many small tensors are not worth a second look.
 _SMALL: Final = 4 * BLOCK
@@ -181,7 +182,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _chunks(values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     """Parts of whole blocks, at most a quarter of what there is, so that temporaries stay below it."""
-    largest = _CHUNK if values.device.type == "cpu" else 64 * _CHUNK
+    largest = _CHUNK if works_within_a_cache(values.device) else 64 * _CHUNK
     step = min(largest, max(BLOCK, len(values) // 4 // BLOCK * BLOCK))
     for start in range(0, len(values), step):
         yield start, values[start : start + step]

@@ -26,6 +26,16 @@ def bucket_bytes_at_most(device: torch.device, wanted: int) -> int:
     return min(wanted, _CPU_BUCKET_BYTES) if device.type == "cpu" else wanted
 
 
+def works_within_a_cache(device: torch.device) -> bool:
+    """Whether several passes over memory are best done on parts that stay in a cache between them.
+
+    Example:
+        >>> works_within_a_cache(torch.device("cpu"))
+        True
+    """
+    return device.type == "cpu"
+
+
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured, during which nothing may be read."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
