@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 _OPTIMIZERS: Final = ("optimizer", "base")
 # DistributedDataParallel and its like; torch.compile.
 _MODELS: Final = ("module", "_orig_mod")
+# Whose optimizers only ask when to step.
+_FRAMEWORKS: Final = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 _DEEPEST: Final = 8
 
 
@@ -24,7 +26,8 @@ def unwrapped(given: Any, is_known: Callable[[Any], bool]) -> Any:
 
     Returns:
         The nearest that is known; without one the optimizer whose groups and state a wrapper shows as its own; else
-        what was given. An optimizer with groups or state of its own, as Lookahead has, is no wrapper.
+        what was given. An optimizer with groups or state of its own, as Lookahead has, is no wrapper, and none that
+        is an optimizer itself: its step does more, unless a framework made it.
 
     Example:
         >>> import torch
@@ -79,9 +82,15 @@ def with_all_inside(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _shows(wrapper: Any, inner: Any) -> bool:
-    """Whether a wrapper of an optimizer has nothing of its own that a step changes."""
+    """Whether a wrapper of an optimizer has nothing of its own that a step changes, and steps as what is inside."""
     if not isinstance(inner, Optimizer) or getattr(wrapper, "base", None) is inner:
+        return False
+    if isinstance(wrapper, Optimizer) and not any(_root_of(base) in _FRAMEWORKS for base in type(wrapper).__mro__):
         return False
     return (
         getattr(wrapper, "param_groups", None) is inner.param_groups and getattr(wrapper, "state", None) is inner.state
     )
+
+
+def _root_of(cls: type[Any]) -> str:
+    return cls.__module__.partition(".")[0]

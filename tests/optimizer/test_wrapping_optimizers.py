@@ -314,3 +314,46 @@ def test_looking_a_weights_state_up_does_not_break_state_dict() -> None:
     assert not optimizer.state[model[0].weight]
     assert len(optimizer.state_dict()["state"]) == 4
     mpinit.undo(model)
+
+
+class Decays(Optimizer):
+    """Shows the groups and the state of what it wraps as its own, and does more than that in its step."""
+
+    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.defaults = optimizer.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.9)
+
+
+def test_the_whole_step_of_a_wrapper_that_does_more_is_skipped() -> None:
+    model = mlp()
+    optimizer = Decays(SGD(model.parameters(), lr=0.1))
+    mpinit.initialize(model, optimizer, "O2", verbosity=0, loss_scale="dynamic")
+    before = [value.clone() for value in model.state_dict().values()]
+    for batch, overflows in zip(batches(2), (True, False), strict=True):
+        optimizer.zero_grad()
+        loss = mse(model, batch)
+        with mpinit.scale_loss(poison(loss, next(model.parameters())) if overflows else loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        is_as_before = all(map(torch.equal, model.state_dict().values(), before))
+        assert is_as_before == overflows
+
+
+def test_a_wrapper_that_does_more_is_not_taken_for_what_it_wraps() -> None:
+    model = mlp()
+    optimizer = Decays(SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="Decays is not known to update each parameter by itself"):
+        mpinit.initialize(model, optimizer, "O5", master_weights="split", verbosity=0)
