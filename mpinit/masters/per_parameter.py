@@ -1,25 +1,23 @@
 """Whether an optimizer updates each parameter by itself, so that it can be stepped a few parameters at a time.
 
 Of torch's own it is known. Any other is tried: a throwaway of the same class and options steps a few small parameters
-together, and others of them alone and with other neighbours; everything it leaves must be the same to the bit.
+together and apart.
 """
 
 from __future__ import annotations
 
 import inspect
-import random
-import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from operator import is_
+import os
+from itertools import takewhile
+from pathlib import Path
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from ..torch_internals.step_hooks import StepHooks
-from .parts import Numbers
+from .options import options_of
+from .throwaway import Verdict, tried
 
 _PER_PARAMETER: Final = (
     *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon"),
@@ -27,34 +25,17 @@ _PER_PARAMETER: Final = (
 )
 # State of theirs that is a copy of the weights.
 _COPIES: Final = {"ASGD": frozenset({"ax"})}
+# What a class may do in a way of its own without touching its step, which is compared by itself.
+_BESIDE_STEPS: Final = ("step", "add_param_group", "load_state_dict", "state_dict", "zero_grad")
 # What is known to look across parameters, whoever wrote it: tried, most would fail for want of a closure only.
 _ACROSS: Final = ("LBFGS", "SAM", "GSAM", "WSAM", "BSAM", "Prodigy", "DAdapt", "PCGrad")
 
-_STEPS: Final = 8
-_LARGE: Final = 1000.0
-_SIZES: Final = {
-    0: ((), ()),
-    1: ((5,), (7,)),
-    2: ((4, 3), (3, 6)),
-    3: ((3, 2, 4), (2, 3, 2)),
-    4: ((3, 2, 3, 3), (2, 3, 1, 2)),
-}
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    """Why an optimizer must not be stepped in parts, or None; which of its states are copies of weights.
-
-    And whether it writes to gradients, or clears them, in its step.
-    """
-
-    reason: str | None
-    copies: frozenset[str] = frozenset()
-    writes_gradients: bool = False
-
+# Where functions come from that may stand around an object's own step: schedulers' and compilers'.
+_TRUSTED: Final = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, Path(__file__).parent))
 
 # By class, options and device: trying takes some milliseconds.
-_verdicts: Final[dict[Any, _Verdict]] = {}
+_verdicts: Final[dict[Any, Verdict]] = {}
+_latest: Final[WeakKeyDictionary[Optimizer, Verdict]] = WeakKeyDictionary()
 
 
 def check_steps_its_groups(optimizer: Optimizer) -> None:
@@ -71,6 +52,28 @@ def check_steps_its_groups(optimizer: Optimizer) -> None:
             'ZeroRedundancyOptimizer; or keep that, over float32 parameters, with master_weights="model" or '
             "opt_level='O1'"
         )
+
+
+def check_steps_as_its_class(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose ``step`` was replaced on the object: what the new one does nobody has tried.
+
+    Raises:
+        ValueError: it was, and not by torch.
+    """
+    step = vars(optimizer).get("step")
+    of_class = (type(optimizer).step, inspect.unwrap(type(optimizer).step))
+    while step is not None:
+        function = getattr(step, "__func__", step)
+        code = getattr(function, "__code__", None)
+        if function in of_class or getattr(optimizer, "steps_per_parameter", False):
+            return
+        if code is None or not code.co_filename.startswith(_TRUSTED):
+            raise ValueError(
+                f"step() of this {type(optimizer).__name__} was replaced on the object. It would be called for a "
+                "bucket of parameters at a time, and may look across them, to clip gradients say. Replace it after "
+                "initialize, or set optimizer.steps_per_parameter = True if it updates each parameter by itself"
+            )
+        step = getattr(function, "__wrapped__", None)
 
 
 def check_steps_per_parameter(optimizer: Optimizer, what: str, instead: str) -> None:
@@ -102,7 +105,7 @@ def kept_states(optimizer: Optimizer) -> frozenset[str]:
         >>> sorted(kept_states(torch.optim.ASGD([torch.ones(2)])))
         ['ax']
     """
-    return _verdict_on(optimizer).copies
+    return _verdict_so_far(optimizer).copies
 
 
 def writes_gradients(optimizer: Optimizer) -> bool:
@@ -112,20 +115,32 @@ def writes_gradients(optimizer: Optimizer) -> bool:
         >>> writes_gradients(torch.optim.ASGD([torch.ones(2)]))
         False
     """
-    return bool(getattr(optimizer, "steps_per_parameter", False)) or _verdict_on(optimizer).writes_gradients
+    return bool(getattr(optimizer, "steps_per_parameter", False)) or _verdict_so_far(optimizer).writes_gradients
 
 
-def _verdict_on(optimizer: Optimizer) -> _Verdict:
+def _verdict_so_far(optimizer: Optimizer) -> Verdict:
+    """The verdict when it was last asked whether the optimizer may be stepped in parts: what counts may move on."""
+    verdict = _latest.get(optimizer)
+    return _verdict_on(optimizer) if verdict is None else verdict
+
+
+def _verdict_on(optimizer: Optimizer) -> Verdict:
     known = _known(optimizer)
     if known is not None:
-        return _Verdict(None, _COPIES.get(known, frozenset()))
+        return Verdict(None, _COPIES.get(known, frozenset()))
     name = type(optimizer).__name__
     if any(name.startswith(other) for other in _ACROSS):
-        return _Verdict("looks across parameters")
-    key = (type(optimizer), *_options_of(optimizer))
+        return Verdict("looks across parameters")
+    key = (type(optimizer), *options_of(optimizer))
     if key not in _verdicts:
-        _verdicts[key] = _tried(optimizer)
+        _verdicts[key] = tried(optimizer)
+    _latest[optimizer] = _verdicts[key]
     return _verdicts[key]
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Whether it is one of torch's, which need not be tried."""
+    return _known(optimizer) is not None
 
 
 def _known(optimizer: Optimizer) -> str | None:
@@ -135,160 +150,13 @@ def _known(optimizer: Optimizer) -> str | None:
         cls = getattr(torch.optim, name, None)
         # torch wraps the step of a class when it is first made use of.
         if cls is not None and isinstance(optimizer, cls) and step is inspect.unwrap(cls.step):
-            return name
+            return name if _steps_like(cls, type(optimizer)) else None
     return None
 
 
-# -- trying ---------------------------------------------------------------------------------------------------------
-
-
-def _options_of(optimizer: Optimizer) -> tuple[Any, ...]:
-    groups = [_options(group) for group in optimizer.param_groups]
-    devices = {str(p.device) for group in optimizer.param_groups for p in group["params"]}
-    return repr(optimizer.defaults), repr(list(dict.fromkeys(groups))), repr(_plain(vars(optimizer))), *sorted(devices)
-
-
-def _options(group: dict[str, Any]) -> str:
-    dimensions = sorted({p.dim() for p in group["params"]})
-    return repr(({k: v for k, v in _plain(group).items() if not _counts(k, v)}, dimensions))
-
-
-def _counts(key: str, value: Any) -> bool:
-    """Whether an entry moves with every step or schedule: no option, and no reason to try again."""
-    return key in ("lr", "initial_lr", "step", "k", "weight_sum", "lr_max", "scheduled_lr")
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Entries that are numbers, names and tuples of them."""
-    kinds = (bool, int, float, str, tuple, type(None))
-    return {key: value for key, value in values.items() if isinstance(value, kinds) and not key.startswith("_")}
-
-
-def _tried(optimizer: Optimizer) -> _Verdict:
-    state = random.getstate()
-    try:
-        with warnings.catch_warnings(), torch.random.fork_rng():
-            warnings.simplefilter("ignore")
-            torch.manual_seed(0)
-            return _try(optimizer)
-    except Exception as error:
-        first = str(error).partition("\n")[0]
-        return _Verdict(f"is not known to update each parameter by itself, and could not be tried ({first})")
-    finally:
-        random.setstate(state)
-
-
-def _try(optimizer: Optimizer) -> _Verdict:
-    together, writes = _run(optimizer, lambda parameters: [parameters])
-    alone, _ = _run(optimizer, lambda parameters: [[parameter] for parameter in parameters])
-    apart, _ = _run(optimizer, lambda parameters: [parameters[1::2], parameters[::2]])
-    if not _same(together, alone) or not _same(together, apart):
-        return _Verdict("looks across parameters: stepped alone and together they came out differently")
-    throwaway, parameters = _throwaway(optimizer, _LARGE)
-    _step(throwaway, [parameters], _gradients(parameters, 0))
-    copies = {
-        key
-        for parameter in parameters
-        for key, value in throwaway.state.get(parameter, {}).items()
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
-        if bool(((value - parameter).abs() < 0.5 * _LARGE).all())
-    }
-    return _Verdict(None, frozenset(copies), writes)
-
-
-def _throwaway(optimizer: Optimizer, offset: float = 0.0) -> tuple[Any, list[nn.Parameter]]:
-    """An optimizer of the same class and options, on small parameters of as many dimensions."""
-    generator = torch.Generator().manual_seed(1)
-    groups, everything = [], []
-    for group in optimizer.param_groups:
-        parameters = []
-        members = {(p.dim(), p.device): None for p in group["params"] if p.is_floating_point()}
-        for dimensions, device in list(members)[:4]:
-            for size in _SIZES.get(dimensions, ((2,) * dimensions, (1, 2) * dimensions)[:2])[:2]:
-                size = tuple(size)[:dimensions]
-                values = torch.randn(size, generator=generator) + offset
-                parameters.append(nn.Parameter(values.to(device)))
-        if parameters:
-            groups.append({k: _own(v) for k, v in group.items() if k != "params"} | {"params": parameters})
-            everything += parameters
-        if len(groups) == 4:
-            break
-    accepted = inspect.signature(type(optimizer)).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-    options = {k: _own(v) for k, v in optimizer.defaults.items() if takes_all or k in accepted}
-    throwaway: Any = type(optimizer)(groups, **options)
-    for key, value in _plain(vars(optimizer)).items():
-        setattr(throwaway, key, value)
-    if callable(getattr(throwaway, "train", None)):
-        throwaway.train()
-    return throwaway, everything
-
-
-def _own(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _run(optimizer: Optimizer, parted: Any) -> tuple[list[Any], bool]:
-    """What a throwaway leaves after a few steps in parts: its parameters, their state, and its groups' numbers.
-
-    And whether it wrote to gradients.
-    """
-    throwaway, parameters = _throwaway(optimizer)
-    wrote = [_step(throwaway, parted(parameters), _gradients(parameters, index)) for index in range(_STEPS)]
-    left: list[Any] = [parameter.detach() for parameter in parameters]
-    for parameter in parameters:
-        left += _flat(throwaway.state.get(parameter, {}))
-    return left + [_flat(_plain(group)) for group in throwaway.param_groups], any(wrote)
-
-
-def _gradients(parameters: Sequence[nn.Parameter], index: int) -> list[torch.Tensor]:
-    """Large ones and small ones, so that a norm or a rate of them all shows in each."""
-    generator = torch.Generator().manual_seed(2 + index)
-    scales = (3.0, 0.01, 0.3)
-    return [
-        (torch.randn(parameter.shape, generator=generator) * scales[(place + index) % 3]).to(parameter.device)
-        for place, parameter in enumerate(parameters)
-    ]
-
-
-def _step(throwaway: Any, parts: Iterable[list[nn.Parameter]], gradients: list[torch.Tensor]) -> bool:
-    """One step in parts; whether gradients are others afterwards."""
-    wrote = False
-    everything = [parameter for group in throwaway.param_groups for parameter in group["params"]]
-    of = {id(parameter): gradient for parameter, gradient in zip(everything, gradients, strict=True)}
-    numbers = Numbers(throwaway)
-    for number, part in enumerate(parts):
-        if number > 0:
-            numbers.put_back()
-        for parameter in everything:
-            parameter.grad = None
-        for parameter in part:
-            parameter.grad = of[id(parameter)].clone()
-        given = [parameter.grad for parameter in everything]
-        versions = [None if gradient is None else gradient._version for gradient in given]
-        with StepHooks(throwaway):
-            throwaway.step()
-        left = [parameter.grad for parameter in everything]
-        wrote |= not all(map(is_, left, given))
-        wrote |= versions != [None if gradient is None else gradient._version for gradient in left]
-    return wrote
-
-
-def _flat(value: Any) -> list[Any]:
-    """Everything in a state, in order."""
-    if isinstance(value, dict):
-        return [leaf for key in value for leaf in (key, *_flat(value[key]))]
-    if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in _flat(item)]
-    return [value.detach() if isinstance(value, torch.Tensor) else value]
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return False
-    plain = (bool, int, float, str, type(None))
-    return not isinstance(one, plain) or one == other
+def _steps_like(cls: type[Optimizer], own: type[Optimizer]) -> bool:
+    """Whether a class of torch's does all of another's step: what that calls may be somebody else's."""
+    derived = takewhile(lambda other: other is not cls, own.__mro__)
+    others = [vars(other) for other in derived if not other.__module__.startswith("torch.optim.")]
+    names = {name for members in others for name, value in members.items() if callable(value)}
+    return not any(hasattr(cls, name) for name in names if name not in _BESIDE_STEPS and not name.startswith("__"))

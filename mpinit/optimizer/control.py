@@ -32,6 +32,7 @@ from .scaled_gradients import ScaledGradients
 from .state_by_name import StateByName
 from .step import Step
 from .step_counts import StepCounts
+from .switches import Switches
 
 
 @final
@@ -51,6 +52,7 @@ class OptimizerControl:
         name_of: a parameter's dotted name, for errors.
         original_values: what a weight was before it was cast without a master, where that is known.
         owners: who steps a parameter inside of backward passes.
+        switches: its options.
 
     Attributes:
         groups: its parameters.
@@ -73,10 +75,12 @@ class OptimizerControl:
         name_of: NameOf,
         original_values: Callable[[torch.Tensor], torch.Tensor | None],
         owners: Owners,
+        switches: Switches,
     ) -> None:
         self.optimizer = optimizer
         self.groups = ParameterGroups(optimizer, store, targets, name_of, bystanders, original_values)
         self._ranks = ranks
+        self._switches = switches
         self._cycle = GradientCycle()
         self.observers: list[Observer] = []
         self.overflows = OverflowLog(self.groups, name_of)
@@ -147,6 +151,7 @@ class OptimizerControl:
             RuntimeError: there may be but one, by ``gradient_release``.
         """
         self.release.check_backward(delays)
+        self._switches.look()
         return self.backward
 
     def broadcast(self, src: int, group: Any) -> None:
@@ -234,6 +239,7 @@ class OptimizerControl:
         """The optimizer's ``step``."""
         if not self._active:
             return self._inner_step(*((closure, *args) if closure is not None else args), **kwargs)
+        self._switches.look()
         self.release.check_arguments(closure, args, kwargs)
         if self.release.has_begun:
             return self.release.finish()
@@ -270,6 +276,11 @@ class OptimizerControl:
             self._cycle.check_closed("optimizer.add_param_group()", "move it before or after the with-block")
         self._inner_add_param_group(param_group)
         if self._active:
+            try:
+                self._switches.look()
+            except ValueError:
+                self.optimizer.param_groups.pop()
+                raise
             self.groups.take_in_new_group()
             self.release.follow()
 

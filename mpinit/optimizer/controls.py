@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..basics.patching import Undo, UndoStack
 from ..basics.wrappers import unwrapped
+from ..masters.per_parameter import check_steps_as_its_class
 from ..masters.store import MasterStore
 from ..masters.two_copies import NameOf, TwoCopies
 from ..plan import Plan
@@ -23,7 +24,8 @@ from .control import OptimizerControl
 from .gradient_release import Owners
 from .ranks import Ranks
 from .release_units import check_release
-from .state import as_it_is
+from .state import as_it_is, wrapped_by
+from .switches import Switches
 
 
 @final
@@ -91,9 +93,22 @@ class Controls:
         Raises:
             ValueError: one of them cannot; the message says why and what to do.
         """
+        if self._steps_in_parts():
+            for each in [one for optimizer in optimizers for one in (optimizer, *wrapped_by(optimizer))]:
+                check_steps_as_its_class(each)
         self._store.check_all(optimizers)
         if self._plan.gradient_release:
             check_release(optimizers, self.taken())
+
+    def _steps_in_parts(self) -> bool:
+        return self._store.steps_in_parts or self._store.states.steps_in_parts or self._plan.gradient_release
+
+    def _check_again(self, optimizer: Optimizer) -> None:
+        """:meth:`check` for one that is the session's, whose groups have changed."""
+        if self._steps_in_parts():
+            self._store.check_all([optimizer])
+            if self._plan.gradient_release:
+                check_release([optimizer], set())
 
     def take(self, optimizer: Optimizer, targets: Mapping[torch.Tensor, torch.dtype]) -> Undo:
         """Put masters into an optimizer while the session is set up, before anything is cast.
@@ -131,6 +146,7 @@ class Controls:
             name_of=self._name_of,
             original_values=self._original_values,
             owners=self._owners,
+            switches=Switches(optimizer, partial(self._check_again, optimizer)),
         )
 
     def _forget(self, optimizer: Optimizer) -> None:
