@@ -6,7 +6,8 @@ model writes into its copy of one (an entry, an attribute, an element of a tenso
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -72,7 +73,7 @@ class TreeCast:
         (torch.float32, tensor([2., 2.]))
     """
 
-    __slots__ = ("_by_identity", "_dtype", "_leaves", "_originals", "_seen", "_walked")
+    __slots__ = ("_by_identity", "_dtype", "_is_same", "_leaves", "_originals", "_seen", "_walked")
 
     def __init__(self, dtype: torch.dtype, originals: dict[int, Any] | None = None) -> None:
         self._dtype = dtype
@@ -80,7 +81,8 @@ class TreeCast:
         self._by_identity = not torch.compiler.is_compiling()
         self._seen: dict[int, _Visit] = {}
         self._leaves: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        self._walked: list[tuple[Container, Any, Any, dict[Any, Any]]] = []
+        self._is_same: Callable[[Any, Any], bool] = operator.is_ if self._by_identity else _is_same
+        self._walked: list[tuple[_Visit, dict[Any, Any]]] = []
         self._originals: dict[int, Any] = originals or {}
 
     def __call__(self, tree: Any) -> Any:
@@ -100,8 +102,8 @@ class TreeCast:
             return tree
         if isinstance(tree, tuple):
             leaves = [self(value) for value in tree]
-            same = all(new is old for new, old in zip(leaves, tree, strict=True))
-            return tree if same else rebuilt_tuple(tree, leaves)
+            same = [self._is_same(new, old) for new, old in zip(leaves, tree, strict=True)]
+            return tree if all(same) else rebuilt_tuple(tree, leaves)
         if isinstance(tree, torch.fx.Proxy):
             return tree.to(self._dtype)
         return self._cast_container(tree)
@@ -119,12 +121,12 @@ class TreeCast:
         if not before and hasattr(tree, "to"):
             return converted(tree, self._dtype)
         after = {key: self(value) for key, value in before.items()}
-        changed = {key: value for key, value in after.items() if value is not before[key]}
+        changed = {key: value for key, value in after.items() if not self._is_same(value, before[key])}
         if changed:
             container.write(visit.copied(), changed, ())
             after = container.parts(visit.result)
         visit.is_over = True
-        self._walked.append((container, tree, visit.result, after))
+        self._walked.append((visit, after))
         return visit.result
 
     def write_back(self, dtype: torch.dtype) -> None:
@@ -139,14 +141,15 @@ class TreeCast:
                 originals[id(cast)] = original
         if len(originals) == len(self._leaves):
             # Where it is not known whether a tensor was written to, none of the caller's may stand for what was passed.
-            originals |= {id(passed): given for _, given, passed, _ in self._walked if passed is not given}
+            originals |= {id(visit.result): visit.given for visit, _ in self._walked if visit.is_copied}
             self._originals = originals
-        for container, given, passed, before in self._walked:
-            now = container.parts(passed)
-            new = {key: value for key, value in now.items() if key not in before or before[key] is not value}
-            dropped = [key for key in before if key not in now] if passed is not given else []
+        for visit, before in self._walked:
+            now = visit.container.parts(visit.result)
+            new = {k: value for k, value in now.items() if k not in before or not self._is_same(before[k], value)}
+            dropped = [key for key in before if key not in now] if visit.is_copied else []
             if new or dropped:
-                container.write(given, {key: self.back(value, dtype) for key, value in new.items()}, dropped)
+                brought_back = {key: self.back(value, dtype) for key, value in new.items()}
+                visit.container.write(visit.given, brought_back, dropped)
 
     def back(self, tree: Any, dtype: torch.dtype) -> Any:
         """A result, cast: what the trees as cast hold is what the trees as given held, to the bit.
@@ -161,19 +164,27 @@ class TreeCast:
 class _Visit:
     """One container on the walk; it is copied when something in it changes, or when it turns out to hold itself."""
 
-    __slots__ = ("_container", "_given", "is_over", "result")
+    __slots__ = ("container", "given", "is_copied", "is_over", "result")
 
     def __init__(self, container: Container, given: Any) -> None:
-        self._container = container
-        self._given = given
+        self.container = container
+        self.given = given
         self.result = given
-        self.is_over = False
+        self.is_copied = self.is_over = False
 
     def copied(self) -> Any:
         """The copy, made once."""
-        if self.result is self._given:
-            self.result = self._container.copy(self._given)
+        if not self.is_copied:
+            self.result = self.container.copy(self.given)
+            self.is_copied = True
         return self.result
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two objects are one, or dicts of the same: the compiler of torch 2.11 cannot tell dicts by identity."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return list(one) == list(other) and all(_is_same(one[key], other[key]) for key in one)
+    return one is other
 
 
 def write_elements(original: torch.Tensor, cast: torch.Tensor) -> bool:

@@ -235,6 +235,24 @@ def test_compiled_code_writes_back_too(backend: str) -> None:
     assert torch.equal(items[0], X)
 
 
+def test_compiled_code_writes_back_into_dicts_inside_of_others() -> None:
+    def forward(linear: nn.Module, box: dict[str, Any]) -> Tensor:
+        box["in"]["y"] = linear(box["in"]["x"])
+        box["replaced"] = {"z": box["in"]["y"] + 1}
+        return box["in"]["y"] + box["left"]["x"]  # type: ignore[no-any-return]
+
+    torch._dynamo.reset()
+    left = {"x": X[:1, :1].clone()}
+    box: dict[str, Any] = {"in": {"x": X.clone()}, "replaced": {"z": X.clone()}, "left": left}
+    inside = box["in"]
+    out = torch.compile(at_o2(forward), fullgraph=True, backend="eager")(box)
+    assert box["in"] is inside and box["left"] is left and list(inside) == ["x", "y"]
+    assert out.dtype is inside["y"].dtype is box["replaced"]["z"].dtype is F32
+    assert torch.equal(out, (inside["y"].half() + X[:1, :1].half()).float())
+    assert torch.equal(box["replaced"]["z"], (inside["y"].half() + 1).float())
+    assert torch.equal(inside["x"], X)
+
+
 def test_a_module_kept_in_float32_writes_back_inside() -> None:
     class Norm(nn.Module):
         def __init__(self) -> None:
