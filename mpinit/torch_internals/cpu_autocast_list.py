@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 
 from ..basics.patching import UndoStack
+from .native_autocast import CastsOff
 
 __all__ = ["RUNS_AS_GIVEN", "RUNS_IN_FLOAT32", "follow_cuda", "listed_on_cpu_only"]
 
@@ -71,13 +72,24 @@ def follow_cuda(undos: UndoStack) -> None:
         torch.float16
         >>> undos.unwind()
     """
+    names = [name for name in RUNS_AS_GIVEN if name != "trace" or _traces_16_bit()]
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     undos.push(library._destroy)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")
-        for name in RUNS_AS_GIVEN:
+        for name in names:
             if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", _KEY):
                 library.impl(name, torch.library.fallthrough_kernel, _KEY)  # type: ignore[no-untyped-call]
+
+
+def _traces_16_bit() -> bool:
+    """Whether there is a kernel: torch 2.11 has none, and its list's cast to float32 is then what lets it run."""
+    with CastsOff():
+        try:
+            torch.ones(1, 1, dtype=torch.float16, device="cpu").trace()
+        except NotImplementedError:
+            return False
+    return True
 
 
 def listed_on_cpu_only() -> set[str]:

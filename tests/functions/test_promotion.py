@@ -118,13 +118,25 @@ def test_the_cpu_follows_cuda_where_its_kernels_take_16_bit_tensors(
         F.adaptive_avg_pool3d(cube, 2),
         F.pad(flat, (1, 1, 1, 1), mode="reflect"),
         F.pad(cube, (1, 1, 1, 1, 1, 1), mode="replicate"),
-        flat[0, 0].trace(),
     ]
     assert [result.dtype for result in results] == [lower] * len(results)
     F.max_pool3d(cube, 2).sum().backward()
     assert cube.grad is not None
     assert cube.grad.dtype is lower
     assert torch.quantile(flat, 0.5).dtype is FP32
+
+
+@LOWER
+def test_a_trace_is_computed_where_there_is_no_16_bit_kernel_too(lower: torch.dtype, start_casts: StartCasts) -> None:
+    matrix = torch.eye(300, dtype=lower)
+    try:
+        kept = matrix.trace().dtype
+    except NotImplementedError:  # torch 2.11
+        kept = FP32
+    start_casts(patch_torch_functions_type=lower)
+    trace = matrix.trace()
+    assert trace.dtype is kept
+    assert trace.item() == pytest.approx(300.0, rel=0.01)
 
 
 @LOWER
