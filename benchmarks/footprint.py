@@ -160,6 +160,13 @@ def give_back_what_is_freed() -> None:
         setter(name, value)
 
 
+def trim_heap() -> None:
+    """Give back to the system now what was freed, where the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def held_now(device: torch.device) -> int:
     """Bytes that the process holds: CUDA's own count, or on Linux the system's, without libraries' files."""
     _let_go(device)

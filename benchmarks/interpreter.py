@@ -18,26 +18,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, TextIO
+from typing import Any, TextIO
 
 import torch
 
 from .case import Case, Unavailable
+from .footprint import trim_heap
 from .pieces import compile_kernels
 from .suite import workloads
 
-# One arena, nothing by mmap and nothing given back to the system: figures moved by 2x with what the allocator did.
-ENVIRONMENT: Final = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "-1",
-    "MALLOC_TOP_PAD_": "67108864",
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    # In the process itself: a pool of compiling processes would have to be started by each.
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",
-}
 Answer = dict[str, Any]
 
 
@@ -103,6 +92,8 @@ def serve(preloaded: Sequence[str], compiles: bool) -> None:
         compile_kernels()
     gc.collect()
     gc.freeze()
+    # What a forked process takes of memory freed here would be copied page by page, in small pages.
+    trim_heap()
     there: dict[str, Forked] = {}
     for line in sys.stdin:
         print(json.dumps(_answers(there, json.loads(line))), file=answers, flush=True)

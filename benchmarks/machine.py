@@ -1,4 +1,4 @@
-"""What the figures were taken on."""
+"""What the figures were taken on, and with which settings."""
 
 from __future__ import annotations
 
@@ -7,10 +7,25 @@ import platform
 import re
 from importlib import metadata
 from pathlib import Path
+from typing import Final
 
 import torch
 
-PEERS = ("torch-optimi", "torchao", "bitsandbytes", "flashoptim", "triton")
+PEERS: Final = ("torch-optimi", "torchao", "bitsandbytes", "flashoptim", "triton")
+# One arena, nothing by mmap and nothing given back to the system: figures moved by 2x with what the allocator did. Huge
+# pages where Linux gives them: with small ones the same program took 0.75 to 1.09 of its time, as it met the caches.
+ENVIRONMENT: Final = {
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "-1",
+    "MALLOC_TOP_PAD_": "67108864",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    # In the process itself: a pool of compiling processes would have to be started by each.
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
 
 
 def describe(device: str) -> dict[str, str | int]:

@@ -18,7 +18,6 @@ from typing import Any, Final
 import tqdm
 
 from . import machine
-from .interpreter import ENVIRONMENT
 from .results import ROOT, Results, fingerprint, read
 from .suite import Workload, workloads
 
@@ -31,7 +30,8 @@ class Effort:
         size: "quick" or "full".
         rounds: processes of each contender.
         most_rounds: up to which a workload is measured on whose controls do not hold.
-        turns: of each process, fewer where they would take longer than ``limit_s``, but at least three.
+        turns: of each process, fewer where they would take longer than ``limit_s``, but at least five. Many short ones:
+            where a neighbour slows a core down by turns, what is compared has to be close together.
         preloaded: what contenders need anyway and is slow to import.
         patience_s: how long an answer may take.
     """
@@ -46,9 +46,11 @@ class Effort:
 
 
 _SLOW: Final = ("torch._dynamo", "torch._inductor.compile_fx", "mpinit")
-FULL: Final = Effort("full", rounds=5, most_rounds=9, turns=8, limit_s=0.3, preloaded=_SLOW)
+FULL: Final = Effort("full", rounds=7, most_rounds=15, turns=24, limit_s=0.35, preloaded=_SLOW)
 QUICK: Final = Effort("quick", rounds=2, most_rounds=2, turns=3, limit_s=0.01)
-LEAST_TURNS: Final = 3
+LEAST_TURNS: Final = 5
+# A repetition before those that count brings caches and branches back; a longer one does so by itself.
+WARMED_BY_ITSELF_S: Final = 0.05
 # Of the interpreters that processes are forked from, one a round.
 STARTING_MINUTES: Final = 1.5
 # What is not timed, getting ready above all, may use every core.
@@ -97,7 +99,7 @@ class Interpreters:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **ENVIRONMENT, **own, "PYTHONHASHSEED": str(number)},
+            env={**os.environ, **machine.ENVIRONMENT, **own, "PYTHONHASHSEED": str(number)},
         )
         return process
 
@@ -223,6 +225,7 @@ class Round:
         self.draw = random.Random(f"{results.name} {number}")
         self.loops: dict[str, int] = {}
         self.turns: dict[str, int] = {}
+        self.untimed: dict[str, int] = {}
         self.answers: dict[str, list[dict[str, Any]]] = {}
 
     def play(self, contenders: list[str]) -> None:
@@ -232,8 +235,8 @@ class Round:
             self._plan(contender, answer["once"])
         for turn in range(max(self.turns.values(), default=0)):
             for contender in self._in_turn([name for name in self.answers if turn < self.turns[name]]):
-                untimed = 1 if self.loops[contender] > 1 else 0
-                for answer in self._ask([contender], turn=self.loops[contender], untimed=untimed).values():
+                loops = {"turn": self.loops[contender], "untimed": self.untimed[contender]}
+                for answer in self._ask([contender], **loops).values():
                     self.answers[contender].append(answer)
         for contender, answer in self._ask(list(self.answers), at_once=AT_ONCE, first=self.number == 0).items():
             self._end(contender, answer["facts"])
@@ -242,10 +245,11 @@ class Round:
         return self.draw.sample(contenders, len(contenders))
 
     def _plan(self, contender: str, once: float) -> None:
-        repeat_s = self.results.workload.repeat_s
+        repeat_s, limit_s = self.results.workload.repeat_s, self.effort.limit_s * self.results.workload.patience
         self.loops[contender] = max(1, round(repeat_s / max(once, 1e-7))) if once else 1
-        fit = int(self.effort.limit_s / (self.loops[contender] * once)) if once else 1
+        fit = int(limit_s / (self.loops[contender] * once)) if once else 1
         self.turns[contender] = max(LEAST_TURNS, min(self.effort.turns, fit)) if once else 1
+        self.untimed[contender] = 1 if 0 < once < WARMED_BY_ITSELF_S else 0
         self.answers[contender] = []
 
     def _ask(self, contenders: list[str], **request: Any) -> dict[str, dict[str, Any]]:

@@ -230,7 +230,7 @@ TASKS: Final[Mapping[str, TaskRow]] = {
         "three wide Linear layers with ReLU, SGD",
         {
             "quick": {"width": 32, "batch": 8},
-            "cpu": {"width": 512, "batch": 64},
+            "cpu": {"width": 1024, "batch": 64},
             "cuda": {"width": 4096, "batch": 512},
         },
         _wide,
@@ -248,7 +248,7 @@ TASKS: Final[Mapping[str, TaskRow]] = {
         "U-Net with BatchNorm, Adam",
         {
             "quick": {"base": 2, "batch": 2, "side": 32},
-            "cpu": {"base": 8, "batch": 1, "side": 64},
+            "cpu": {"base": 8, "batch": 2, "side": 64},
             "cuda": {"base": 32, "batch": 8, "side": 256},
         },
         _unet,
@@ -266,7 +266,7 @@ TASKS: Final[Mapping[str, TaskRow]] = {
         "LSTM language model on the standard library's source text, Adam",
         {
             "quick": {"width": 8, "batch": 2, "length": 8},
-            "cpu": {"width": 128, "batch": 8, "length": 32},
+            "cpu": {"width": 128, "batch": 16, "length": 48},
             "cuda": {"width": 1024, "batch": 64, "length": 128},
         },
         _lstm,
