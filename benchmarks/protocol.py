@@ -46,11 +46,11 @@ class Effort:
 
 
 _SLOW: Final = ("torch._dynamo", "torch._inductor.compile_fx", "mpinit")
-FULL: Final = Effort("full", rounds=7, most_rounds=15, turns=24, limit_s=0.35, preloaded=_SLOW)
+FULL: Final = Effort("full", rounds=5, most_rounds=15, turns=24, limit_s=0.3, preloaded=_SLOW)
 QUICK: Final = Effort("quick", rounds=2, most_rounds=2, turns=3, limit_s=0.01)
 LEAST_TURNS: Final = 5
 # A repetition before those that count brings caches and branches back; a longer one does so by itself.
-WARMED_BY_ITSELF_S: Final = 0.05
+WARMED_BY_ITSELF_S: Final = 0.012
 # Of the interpreters that processes are forked from, one a round.
 STARTING_MINUTES: Final = 1.5
 # What is not timed, getting ready above all, may use every core.
