@@ -30,8 +30,8 @@ class Effort:
         size: "quick" or "full".
         rounds: processes of each contender.
         most_rounds: up to which a workload is measured on whose controls do not hold.
-        turns: of each process, fewer where they would take longer than ``limit_s``, but at least five. Many short ones:
-            where a neighbour slows a core down by turns, what is compared has to be close together.
+        turns: of each process, fewer where they would take longer than ``limit_s``, but at least twelve. Many short
+            ones: where a neighbour slows a core down by turns, what is compared has to be close together.
         preloaded: what contenders need anyway and is slow to import.
         patience_s: how long an answer may take.
     """
@@ -48,8 +48,9 @@ class Effort:
 _SLOW: Final = ("torch._dynamo", "torch._inductor.compile_fx", "mpinit")
 FULL: Final = Effort("full", rounds=5, most_rounds=15, turns=24, limit_s=0.3, preloaded=_SLOW)
 QUICK: Final = Effort("quick", rounds=2, most_rounds=2, turns=3, limit_s=0.01)
-LEAST_TURNS: Final = 5
-# A repetition before those that count brings caches and branches back; a longer one does so by itself.
+LEAST_TURNS: Final = 12
+# Repetitions before those that count bring caches and branches back; a longer one does so by itself.
+WARM_UP_S: Final = 0.003
 WARMED_BY_ITSELF_S: Final = 0.012
 # Of the interpreters that processes are forked from, one a round.
 STARTING_MINUTES: Final = 1.5
@@ -249,7 +250,8 @@ class Round:
         self.loops[contender] = max(1, round(repeat_s / max(once, 1e-7))) if once else 1
         fit = int(limit_s / (self.loops[contender] * once)) if once else 1
         self.turns[contender] = max(LEAST_TURNS, min(self.effort.turns, fit)) if once else 1
-        self.untimed[contender] = 1 if 0 < once < WARMED_BY_ITSELF_S else 0
+        is_short = 0 < once < WARMED_BY_ITSELF_S
+        self.untimed[contender] = max(1, round(WARM_UP_S / once)) if is_short else 0
         self.answers[contender] = []
 
     def _ask(self, contenders: list[str], **request: Any) -> dict[str, dict[str, Any]]:
