@@ -113,7 +113,8 @@ class Session:
         if encoder_fast_path.is_bypassed(selected.kept, self.models):
             encoder_fast_path.keep_off(lambda: True, self._undos)
         if selected.holds_16_bit:
-            float32_state = state_dict.Float32State(self._find_master, self._load_master, self._has_masters)
+            of_store = self._store.pairs, plan.masters is Masters.IN_MODEL
+            float32_state = state_dict.Float32State(self._find_master, self._load_master, *of_store)
             push(float32_state.remove)
             float32_state.install(self.models)
             push(hide_gradients(self, _weights))
@@ -304,9 +305,6 @@ class Session:
         for copies in pair.holders or (self._store.idle,):
             copies.look_at_weight(pair)
         return pair.values()
-
-    def _has_masters(self) -> bool:
-        return len(self._store.pairs) > 0 or self.plan.masters is Masters.IN_MODEL
 
     def _load_master(self, weight: torch.Tensor, values: torch.Tensor) -> bool:
         pair = self._store.pairs.of(weight)

@@ -14,6 +14,7 @@ from models import CASES, DTYPES, OPTIMIZERS, Case, equal_tensors, level_argumen
 from torch import Tensor, nn
 
 import mpinit
+from mpinit.masters.pairs import PairTable
 from mpinit.model.state_dict import Float32State
 
 LEVELS = ["O0", "O1", "O2", "O3"]
@@ -418,7 +419,7 @@ def test_hooking_a_thousand_modules_is_quick() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2, dtype=torch.float16) for _ in range(1000)))
 
     def seconds() -> float:
-        state = Float32State(lambda tensor: None, lambda tensor, values: False, lambda: False)
+        state = Float32State(lambda tensor: None, lambda tensor, values: False, PairTable(), False)
         begin = time.process_time()
         state.install([model])
         took = time.process_time() - begin

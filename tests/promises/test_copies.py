@@ -189,3 +189,34 @@ def test_a_model_compiled_before_initialize_follows_it() -> None:
     compiled(x)
     mpinit.initialize(model, opt_level="O3", verbosity=0, cast_model_outputs="fp16")
     assert compiled(x).dtype is torch.float16
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+@pytest.mark.parametrize("more", [{}, {"master_weights": "split"}, {"optimizer_state": "int8"}], ids=str)
+def test_an_optimizer_that_is_copied_with_its_model_steps_the_copy(more: dict[str, Any], first: str) -> None:
+    """As the original does in plain torch, after undo."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 16)).square().mean().backward()
+        optimizer.step()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    mpinit.initialize(model, optimizer, "O5", verbosity=0, **more)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with mpinit.scale_loss(model(torch.ones(2, 16)).square().mean(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+    if first == "model":
+        twin, trainer = copy.deepcopy((model, optimizer))
+    else:
+        trainer, twin = copy.deepcopy((optimizer, model))
+    step(twin, trainer)
+    mpinit.undo(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    step(model, optimizer)
+    for mine, other, old in zip(twin.parameters(), model.parameters(), before, strict=True):
+        assert torch.equal(mine, other) and not torch.equal(mine, old)

@@ -16,7 +16,7 @@ from torch import nn
 
 import mpinit
 
-RUNS = ("full", "fresh", "overflow", "split")
+RUNS = ("full", "fresh", "overflow", "split", "parts")
 SCALE = 1024.0
 
 
@@ -217,7 +217,7 @@ def survey(make: Maker, run: str) -> str:
     Args:
         make: makes it.
         run: one of :data:`RUNS`: full masters in mid-training, from the beginning, with float16 and an overflow at the
-            third step, or split masters.
+            third step, split masters, or full masters with states so small that none is encoded, stepped in parts.
 
     Returns:
         "equal", "needs more: ..." where it does not train by hand, "refused: ...", "wrong: ...".
@@ -272,6 +272,8 @@ def _compare(make: Maker, run: str, closure: str) -> str:
         keywords |= {"loss_scale": "dynamic", "init_loss_scale": SCALE}
     if run == "split":
         keywords |= {"master_weights": "split", "split_bucket_bytes": 512}
+    if run == "parts":
+        keywords |= {"optimizer_state": "int8", "split_bucket_bytes": 512}
     theirs.start(dtype, half_away=run == "split")
     try:
         ours.start(**keywords)
