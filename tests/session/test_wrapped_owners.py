@@ -17,6 +17,9 @@ from mpinit import registry
 class Accelerated(Optimizer):
     """As accelerate's AcceleratedOptimizer: an Optimizer whose groups and state are properties."""
 
+    # By which it is told from an optimizer that wraps another and does more in its step.
+    __module__ = "accelerate.optimizer"
+
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
 
@@ -37,6 +40,8 @@ class Accelerated(Optimizer):
 
 class Lightning:
     """As Lightning's and Fabric's: a class made on the spot, the optimizer behind a property, the rest handed on."""
+
+    __module__ = "lightning.pytorch.core.optimizer"
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
