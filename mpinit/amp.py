@@ -109,8 +109,11 @@ def scale_loss(
         torch.float32
         >>> mpinit.undo(optimizer)
     """
-    many = list(dict.fromkeys(checks.as_optimizers(optimizers)))
-    session = registry.shared_session(many)
+    many = [optimizers]
+    session = registry.own(optimizers) if isinstance(optimizers, Optimizer) else None
+    if session is None:
+        many = list(dict.fromkeys(checks.as_optimizers(optimizers)))
+        session = registry.shared_session(many)
     if session is None:
         return Unscaled(loss)
     if not isinstance(loss, torch.Tensor):

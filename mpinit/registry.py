@@ -59,10 +59,11 @@ def _is_known(owner: Any) -> bool:
 def of(owner: Any) -> Session | None:
     """The live session of a model or optimizer, or of the one in a wrapper; None where there is none."""
     owners = wrappers.with_all_inside(owner) if isinstance(owner, nn.Module) else [unwrapped(owner)]
-    return next((session for session in map(_own, owners) if session is not None), None)
+    return next((session for session in map(own, owners) if session is not None), None)
 
 
-def _own(owner: Any) -> Session | None:
+def own(owner: Any) -> Session | None:
+    """:func:`of` for what was given to ``initialize`` itself: wrappers are not looked into, which takes time."""
     try:
         reference = _owners.get(owner)
     except TypeError:
