@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain, repeat
+from itertools import repeat
 from operator import is_, is_not
 from typing import Any, final
 
@@ -12,7 +12,7 @@ from ..basics.gradients import add_, are_plain
 from ..distributed.sharding import is_distributed, is_sharded
 from ..scaling.scaled_loss import Done, TakesPart
 from ..scaling.scaler import LossScaler
-from ..torch_internals.columns import grads_of
+from ..torch_internals.columns import grads_of, have_grads
 from ..torch_internals.devices import is_read_freely
 from .gradient_cycle import GradientCycle, Kept, any_of
 from .observers import Observer
@@ -70,7 +70,7 @@ class BackwardPass(TakesPart):
             groups.copies.look_at_masters_gradients()
             groups.store.arrivals.hold_back(block)
             return
-        kept: Kept = [*groups.copies.look_at_gradients(), *(parameter.grad for parameter in groups.plain)]
+        kept: Kept = [*groups.copies.look_at_gradients(), *grads_of(groups.plain)]
         any_left = any(map(is_not, kept, repeat(None)))
         self._forget_old_overflow(kept, any_left)
         self._left_to_ranks.clear()
@@ -120,11 +120,8 @@ class BackwardPass(TakesPart):
             )
         copies, store = groups.copies, groups.store
         arrived = grads_of(copies.weights)
-        plain = [parameter.grad for parameter in groups.plain]
-        cycle.saw_backward(any(map(is_not, chain(arrived, plain), repeat(None))))
-        usual = (not arrived or store.are_plain(copies, arrived, scaler.device)) and (
-            not plain or are_plain(plain, scaler.device)
-        )
+        cycle.saw_backward(any(map(is_not, arrived, repeat(None))) or have_grads(groups.plain))
+        usual = not arrived or store.are_plain(copies, arrived, scaler.device)
         fresh = arrived if usual else store.as_held(arrived)
         kept = cycle.close()
         if kept is None:
@@ -132,6 +129,8 @@ class BackwardPass(TakesPart):
             copies.put_gradients(fresh, weights_have_them=usual or all(map(is_, fresh, arrived)))
             store.arrivals.go_on(len(copies.pairs))
             return None
+        plain = grads_of(groups.plain)
+        usual = usual and (not plain or are_plain(plain, scaler.device))
         fresh = [*fresh, *(plain if usual else map(_coalesced, plain))]
         found_inf = self._unscale(_present(fresh), scaler, usual, done)
         unscaled = fresh
@@ -169,6 +168,8 @@ class BackwardPass(TakesPart):
         if scaler.rule.dynamic:
             inverse = self.inverse_scale(scaler)
             found_inf = unscale_and_check_(fresh, inverse, plain or None)
+            if not shared:
+                return found_inf
             # Unscaled already, and checked together with others that are not this optimizer's.
             return any_of([found_inf, unscale_and_check_(shared, torch.ones_like(inverse))])
         if not scaler.is_identity:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any, Final
 
 import torch
@@ -25,6 +26,11 @@ do_all: Final = deque[Any](maxlen=0).extend
 def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """Each tensor's ``grad``."""
     return list(map(_GRAD_OF, tensors))
+
+
+def have_grads(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any of them has a ``grad``; looks no further than the first that has."""
+    return any(map(is_not, map(_GRAD_OF, tensors), repeat(None)))
 
 
 def set_grads(tensors: Iterable[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
