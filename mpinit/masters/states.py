@@ -8,7 +8,7 @@ says all there is, so that a step may fail anywhere.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final, final
 
@@ -30,6 +30,9 @@ from .state_buckets import StateBuckets
 # Below this state is left in float32, as others do: it is small, and often all there is of a bias or a norm.
 SMALLEST: Final = 4096
 
+# Inside, one step an iteration.
+Parts = AbstractContextManager[Iterator[None]]
+Holders = Callable[[], Sequence[Optimizer]]
 # A state, a key in it, and what is or belongs there.
 _Entry = tuple[dict[Any, Any], Any, EncodedState]
 _Entries = dict[tuple[int, Any], _Entry]
@@ -52,17 +55,14 @@ class StateStore(ABC):
         """Whether :meth:`stepping` may take more than one step."""
 
     @abstractmethod
-    def stepping(self, optimizer: Optimizer, holders: Sequence[Optimizer]) -> AbstractContextManager[Iterator[None]]:
+    def stepping(self, masters: Parts, optimizer: Optimizer, holders: Holders) -> Parts:
         """Around the optimizer's steps: iterate over the inside, one step an iteration, on float32 state.
 
         Args:
+            masters: the same on float32 masters, not entered yet.
             optimizer: whose step runs inside.
-            holders: the optimizers that keep state for its parameters: itself, and those that it wraps.
+            holders: finds the optimizers that keep state for its parameters: itself, and those that it wraps.
         """
-
-    @abstractmethod
-    def end_step(self, optimizer: Optimizer) -> None:
-        """After the last part of a step: let go of memory that was kept from part to part."""
 
     @abstractmethod
     def put_in_form(self, optimizer: Optimizer, holders: Sequence[Optimizer]) -> None:
@@ -89,13 +89,9 @@ class PlainStates(StateStore):
         """False: one step."""
         return False
 
-    @contextmanager
-    def stepping(self, optimizer: Optimizer, holders: Sequence[Optimizer]) -> Iterator[Iterator[None]]:
-        """One step."""
-        yield iter((None,))
-
-    def end_step(self, optimizer: Optimizer) -> None:
-        """There is none."""
+    def stepping(self, masters: Parts, optimizer: Optimizer, holders: Holders) -> Parts:
+        """In the parts in which the masters are put together."""
+        return masters
 
     def put_in_form(self, optimizer: Optimizer, holders: Sequence[Optimizer]) -> None:
         """It has its form."""
@@ -137,13 +133,22 @@ class EncodedStates(StateStore):
         return True
 
     @contextmanager
-    def stepping(self, optimizer: Optimizer, holders: Sequence[Optimizer]) -> Iterator[Iterator[None]]:
-        """One iteration for each bucket of the parameters that have a gradient now."""
-        parts = self._parts(optimizer, holders)
-        try:
-            yield parts
-        finally:
-            parts.close()
+    def stepping(self, masters: Parts, optimizer: Optimizer, holders: Holders) -> Iterator[Iterator[None]]:
+        """One iteration for each bucket of the parameters that have a gradient in a part of the masters' step."""
+        with masters as parts:
+            smaller = self._smaller_parts(parts, optimizer, holders())
+            try:
+                yield smaller
+            finally:
+                # After a failed step states are encoded here, and not whenever the generator is collected.
+                smaller.close()
+                self._buckets.end_step(optimizer)
+
+    def _smaller_parts(
+        self, parts: Iterator[None], optimizer: Optimizer, holders: Sequence[Optimizer]
+    ) -> Generator[None]:
+        for _ in parts:
+            yield from self._parts(optimizer, holders)
 
     def _parts(self, optimizer: Optimizer, holders: Sequence[Optimizer]) -> Generator[None]:
         present = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
@@ -185,10 +190,6 @@ class EncodedStates(StateStore):
             buckets[-1].append(member)
             room -= size
         return buckets
-
-    def end_step(self, optimizer: Optimizer) -> None:
-        """Large buffers go."""
-        self._buckets.end_step(optimizer)
 
     @contextmanager
     def _decoded(

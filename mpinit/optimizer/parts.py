@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from .parameter_groups import ParameterGroups
 Closure = Callable[[], Any]
 
 
-@contextmanager
-def in_parts(groups: ParameterGroups, rounds_itself: bool, copies: TwoCopies | None = None) -> Iterator[Iterator[None]]:
+def in_parts(
+    groups: ParameterGroups, rounds_itself: bool, copies: TwoCopies | None = None
+) -> AbstractContextManager[Iterator[None]]:
     """Around an optimizer's steps: iterate over the inside, one step an iteration, on float32 masters and states.
 
     Args:
@@ -25,20 +26,8 @@ def in_parts(groups: ParameterGroups, rounds_itself: bool, copies: TwoCopies | N
         rounds_itself: the step inside rounds the masters into the weights.
         copies: those of its pairs that have gradients. Default: all of them.
     """
-    with groups.store.stepping(groups.optimizer, copies or groups.copies, rounds_itself) as parts:
-        smaller = _smaller_parts(groups, parts)
-        try:
-            yield smaller
-        finally:
-            # After a failed step states are encoded here, and not whenever the generator is collected.
-            smaller.close()
-            groups.store.states.end_step(groups.optimizer)
-
-
-def _smaller_parts(groups: ParameterGroups, parts: Iterator[None]) -> Generator[None]:
-    for _ in parts:
-        with groups.store.states.stepping(groups.optimizer, groups.holders()) as smaller:
-            yield from smaller
+    masters = groups.store.stepping(groups.optimizer, copies or groups.copies, rounds_itself)
+    return groups.store.states.stepping(masters, groups.optimizer, groups.holders)
 
 
 def step_with_closure(groups: ParameterGroups, step: Callable[[Closure | None], Any], evaluate: Closure) -> Any:
