@@ -15,13 +15,14 @@ from torch import nn
 
 from ..basics.modules import modules_of
 
+_CAN_BE_DISTRIBUTED: Final = torch.distributed.is_available()  # as torch was built
 _TENSOR_DETACH: Final[Any] = torch.Tensor.detach
 _TENSOR_DATA: Final[Any] = torch.Tensor.data  # not the one of a parameter, which may be watched
 
 
 def is_distributed() -> bool:
     """Whether this process belongs to a process group."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    return _CAN_BE_DISTRIBUTED and torch.distributed.is_initialized()
 
 
 def has_other_processes() -> bool:

@@ -187,7 +187,7 @@ class FullMasters(MasterStore):
 
     def adds_up_natively(self) -> bool:
         """Whether weights take float32 gradients; follows a process group set up after the masters were made."""
-        first = next(iter(self.pairs), None)
+        first = self.pairs.first()
         if first is None or first.model_param.grad_dtype is None:
             return first is None
         if arriving_gradient_dtype() is not None:

@@ -108,6 +108,10 @@ class PairTable:
     def __len__(self) -> int:
         return len(self._pairs)
 
+    def first(self) -> Pair | None:
+        """One of them, asked for on every step: the oldest; None where there is none."""
+        return next(iter(self._pairs), None)
+
     def of(self, parameter: torch.Tensor) -> Pair | None:
         """The pair ``parameter`` belongs to, as its weight or as its master."""
         return self._of.get(id(parameter))

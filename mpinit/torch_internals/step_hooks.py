@@ -19,7 +19,12 @@ _GLOBAL: Final = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether any hook would run."""
-    return any(getattr(optimizer, name, None) for name in _OWN) or any(getattr(module, name, None) for name in _GLOBAL)
+    # Asked on every step, and a generator would be a frame of Python more for each of them.
+    for owner, names in ((optimizer, _OWN), (module, _GLOBAL)):
+        for name in names:
+            if getattr(owner, name, None):
+                return True
+    return False
 
 
 class StepHooks:
