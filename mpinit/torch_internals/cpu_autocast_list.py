@@ -19,7 +19,6 @@ from typing import Any, Final
 import torch
 
 from ..basics.patching import UndoStack
-from .native_autocast import CastsOff
 
 __all__ = ["RUNS_AS_GIVEN", "RUNS_IN_FLOAT32", "follow_cuda", "listed_on_cpu_only"]
 
@@ -56,6 +55,7 @@ RUNS_IN_FLOAT32: Final = (
 )
 
 _KEY: Final = "AutocastCPU"
+_KERNELS: Final[Any] = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 def follow_cuda(undos: UndoStack) -> None:
@@ -84,11 +84,11 @@ def follow_cuda(undos: UndoStack) -> None:
 
 def _traces_16_bit() -> bool:
     """Whether there is a kernel: torch 2.11 has none, and its list's cast to float32 is then what lets it run."""
-    with CastsOff():
-        try:
-            torch.ones(1, 1, dtype=torch.float16, device="cpu").trace()
-        except NotImplementedError:
-            return False
+    one = torch.ones(1, 1, dtype=torch.float16, device="cpu")
+    try:
+        torch.ops.aten.trace.default.redispatch(_KERNELS, one)  # past autocast, which may be on
+    except NotImplementedError:
+        return False
     return True
 
 
