@@ -138,6 +138,7 @@ def workloads(size: str) -> Mapping[str, Workload]:
         "bandwidth_foreach": _steps("bandwidth_foreach", _ENCODED, 0.9),
         "bandwidth_small": _steps("bandwidth_small", ("hand_bf16", *_ENCODED), 0.5),
         "small_nets": _steps("small_nets", ("hand_bf16", *_ENCODED), 0.5),
+        "loop": _steps("loop", ("o2_fp16", "o2_compiled"), 0.8),
         "o1_linear": _steps("o1_linear", _O1, 0.5),
         "pieces": Workload(
             "pieces of a step on a million numbers in 4 tensors", (*PIECES, "fused Adam again"), _piece,
