@@ -220,3 +220,18 @@ def test_an_optimizer_that_is_copied_with_its_model_steps_the_copy(more: dict[st
     step(model, optimizer)
     for mine, other, old in zip(twin.parameters(), model.parameters(), before, strict=True):
         assert torch.equal(mine, other) and not torch.equal(mine, old)
+
+
+def test_an_unpickled_optimizer_is_not_taken_for_the_model_s() -> None:
+    """Its float32 parameters belong to no model, which the two ways to go on with it say."""
+    model = nn.Linear(16, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    twin, trainer = pickle.loads(pickle.dumps((model, optimizer)))
+    with (
+        pytest.raises(RuntimeError, match="SGD was not initialised"),
+        mpinit.scale_loss(twin(torch.ones(2, 16)).square().mean(), trainer),
+    ):
+        pass
+    with pytest.warns(UserWarning, match="none of the parameters of SGD belongs to the models"):
+        mpinit.initialize(twin, trainer, "O5", verbosity=0)
