@@ -89,7 +89,10 @@ def test_the_same_bits(level: str, kind: str) -> None:
     torch.testing.assert_close(their_losses, our_losses, rtol=0, atol=0, equal_nan=True)
     assert their_state.keys() == our_state.keys()
     torch.testing.assert_close(dict(their_state), dict(our_state), rtol=0, atol=0, equal_nan=True)
-    assert dict(their_scale) == our_scale
+    # apex's states have these two words and no other.
+    assert dict(their_scale) == {
+        name: {word: part[word] for word in ("loss_scale", "unskipped")} for name, part in our_scale.items()
+    }
     if level in ("O1", "O2"):
         assert our_scale["loss_scaler0"]["loss_scale"] < 2.0**16, "the overflow was seen"
         assert all(torch.isfinite(p).all() for p in ours.parameters()), "and its step was skipped"
