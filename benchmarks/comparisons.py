@@ -58,6 +58,8 @@ COMPARISONS: Final = (
     Comparison("O4 / torch.amp, bf16", "o1_linear", "o1_bf16", "amp_bf16", 1.03),
     Comparison("O1 / torch.amp, fp16", "launch", "o1_fp16", "amp_fp16", 1.10),
     Comparison("O4 / torch.amp, bf16", "launch", "o1_bf16", "amp_bf16", 1.10),
+    Comparison("O1 / torch.amp with LayerNorm in float32, fp16", "launch", "o1_fp16", "amp_norms_fp16", 1.10),
+    Comparison("O4 / torch.amp with LayerNorm in float32, bf16", "launch", "o1_bf16", "amp_norms_bf16", 1.10),
     *(
         Comparison(f"{what} / full masters", workload, name, "o2_bf16", goal)
         for workload, goal in (

@@ -102,10 +102,26 @@ class Checked:
             torch._amp_update_scale_(self.scale, self.growth, self.found_inf, 2.0, 0.5, 2000)
 
 
-class TorchAmp(Contender):
-    """torch.amp as its documentation has it: autocast around forward and loss, a GradScaler for float16."""
+class Float32LayerNorm(nn.LayerNorm):
+    """What torch.amp makes of a LayerNorm on CUDA, on every device; on a CPU it leaves the input's type."""
 
-    def __init__(self, task: Task, dtype: torch.dtype) -> None:
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.float())
+
+
+class TorchAmp(Contender):
+    """torch.amp as its documentation has it: autocast around forward and loss, a GradScaler for float16.
+
+    ``float32_norms`` has LayerNorm compute and return float32, as on CUDA.
+    """
+
+    def __init__(self, task: Task, dtype: torch.dtype, float32_norms: bool = False) -> None:
+        if float32_norms:
+            norms = [module for module in task.model.modules() if type(module) is nn.LayerNorm]
+            if not norms:
+                raise Unavailable("there is no LayerNorm")
+            for norm in norms:
+                norm.__class__ = Float32LayerNorm
         super().__init__(task)
         self.dtype = dtype
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=dtype is torch.float16)

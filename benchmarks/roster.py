@@ -45,6 +45,9 @@ ROSTER: Final[Mapping[str, Row]] = {
     "o0": Row("mpinit O0", partial(Mpinit, opt_level="O0")),
     "tf32": Row("TF32", partial(Float32, tf32=True), needs_network=True),
     "amp_bf16": Row("torch.amp", partial(TorchAmp, dtype=BF16), needs_network=True),
+    "amp_norms_bf16": Row(
+        "torch.amp, LayerNorm in float32", partial(TorchAmp, dtype=BF16, float32_norms=True), needs_network=True
+    ),
     "hand_bf16": Row("hand-written O2", partial(HandWritten, dtype=BF16, checked=False)),
     "plain_bf16": Row("plain bf16", partial(SixteenBit, dtype=BF16)),
     "o1_bf16": Row("mpinit O4 (O1)", partial(Mpinit, opt_level="O4"), needs_network=True),
@@ -68,6 +71,9 @@ ROSTER: Final[Mapping[str, Row]] = {
     "bitsandbytes": _peer("bitsandbytes 8-bit Adam", "bitsandbytes", peers.bitsandbytes_8bit),
     "flashoptim": _peer("flashoptim", "flashoptim", peers.flashoptim),
     "amp_fp16": Row("torch.amp", partial(TorchAmp, dtype=FP16)),
+    "amp_norms_fp16": Row(
+        "torch.amp, LayerNorm in float32", partial(TorchAmp, dtype=FP16, float32_norms=True), needs_network=True
+    ),
     "hand_fp16": Row("hand-written O2", partial(HandWritten, dtype=FP16)),
     "o1_fp16": Row("mpinit O1", partial(Mpinit, opt_level="O1"), needs_network=True),
     "o2_fp16": Row("mpinit O2", partial(Mpinit, opt_level="O2")),
@@ -77,8 +83,18 @@ ROSTER: Final[Mapping[str, Row]] = {
 CONTROLS: Final = (("fp32", "fp32_again"), ("fp32", "o0"))
 BY_TYPE: Final[Mapping[str, tuple[str, ...]]] = {
     "bfloat16": (
-        *("amp_bf16", "hand_bf16", "plain_bf16", "o1_bf16", "o2_bf16", "o2_split", "o2_split_bf16", "o2_int8"),
+        *(
+            "amp_bf16",
+            "amp_norms_bf16",
+            "hand_bf16",
+            "plain_bf16",
+            "o1_bf16",
+            "o2_bf16",
+            "o2_split",
+            "o2_split_bf16",
+            "o2_int8",
+        ),
         *("o3_bf16", "optimi", "torchao", "bitsandbytes", "flashoptim"),
     ),
-    "float16": ("amp_fp16", "hand_fp16", "o1_fp16", "o2_fp16", "o2_compiled", "o3_fp16"),
+    "float16": ("amp_fp16", "amp_norms_fp16", "hand_fp16", "o1_fp16", "o2_fp16", "o2_compiled", "o3_fp16"),
 }

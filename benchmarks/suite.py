@@ -54,8 +54,8 @@ _CONTROL: Final = ("fp32", "fp32_again")
 _CONTROLS: Final = (*_CONTROL, "o0")
 _USUAL: Final = ("amp_bf16", "hand_bf16", "o1_bf16", "o2_bf16", "o2_split", "o3_bf16")
 _LAUNCH: Final = (
-    *("amp_bf16", "hand_bf16", "plain_bf16", "o1_bf16", "o2_bf16", "o2_split", "o3_bf16"),
-    *("amp_fp16", "hand_fp16", "o1_fp16", "o2_fp16", "o2_compiled", "o3_fp16"),
+    *("amp_bf16", "amp_norms_bf16", "hand_bf16", "plain_bf16", "o1_bf16", "o2_bf16", "o2_split", "o3_bf16"),
+    *("amp_fp16", "amp_norms_fp16", "hand_fp16", "o1_fp16", "o2_fp16", "o2_compiled", "o3_fp16"),
 )
 _ENCODED: Final = ("o2_bf16", "o2_split", "o2_split_bf16", "o2_int8")
 _PEERS: Final = ("optimi", "torchao", "bitsandbytes", "flashoptim")
