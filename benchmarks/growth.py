@@ -76,7 +76,7 @@ class Axis:
     sessions: Callable[[int], int] = lambda point: 1
     steps: Callable[[int], int] = lambda point: 3
     flat: bool = False
-    minutes: float = 0.5
+    minutes: float = 0.4
 
 
 M: Final = 1_000_000

@@ -30,7 +30,7 @@ class Effort:
         size: "quick" or "full".
         rounds: processes of each contender.
         most_rounds: up to which a workload is measured on whose controls do not hold.
-        turns: of each process, fewer where they would take longer than ``limit_s``, but at least twelve. Many short
+        turns: of each process, fewer where they would take longer than ``limit_s``, but at least sixteen. Many short
             ones: where a neighbour slows a core down by turns, what is compared has to be close together.
         preloaded: what contenders need anyway and is slow to import.
         patience_s: how long an answer may take.
@@ -46,9 +46,9 @@ class Effort:
 
 
 _SLOW: Final = ("torch._dynamo", "torch._inductor.compile_fx", "mpinit")
-FULL: Final = Effort("full", rounds=5, most_rounds=15, turns=24, limit_s=0.3, preloaded=_SLOW)
+FULL: Final = Effort("full", rounds=5, most_rounds=15, turns=32, limit_s=0.35, preloaded=_SLOW)
 QUICK: Final = Effort("quick", rounds=2, most_rounds=2, turns=3, limit_s=0.01)
-LEAST_TURNS: Final = 12
+LEAST_TURNS: Final = 16
 # Repetitions before those that count bring caches and branches back; a longer one does so by itself.
 WARM_UP_S: Final = 0.003
 WARMED_BY_ITSELF_S: Final = 0.012

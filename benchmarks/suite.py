@@ -128,8 +128,8 @@ def _set_up(title: str, layers: int, side: int, minutes: float) -> Workload:
 def workloads(size: str) -> Mapping[str, Workload]:
     """Everything, by name, in the order in which it is measured; ``size`` is "quick" or "full"."""
     return {
-        "launch": _steps("launch", ("o0", *_LAUNCH), 3.5, "training"),
-        "bandwidth": _training("bandwidth", _BANDWIDTH, 2.2),
+        "launch": _steps("launch", ("o0", *_LAUNCH), 4.0, "training"),
+        "bandwidth": _training("bandwidth", _BANDWIDTH, 2.8),
         "bert": _training("bert", _USUAL, 1.0),
         "resnet": _training("resnet", _USUAL, 1.0),
         "wide": _training("wide", (*_USUAL, "plain_bf16"), 0.7),
@@ -152,7 +152,7 @@ def workloads(size: str) -> Mapping[str, Workload]:
         "initialize_large": _set_up("initialize with 17 M parameters", 16, 1024, 0.8),
         "import": Workload(
             "import mpinit behind import torch", ("mpinit", "mpinit_again"), _import, (("mpinit", "mpinit_again"),),
-            "import", 1.2, ("cpu",), patience=9,
+            "import", 1.0, ("cpu",), patience=9,
         ),
         **{f"grow_{axis}": _growth(axis, size) for axis in AXES},
         "compiled": Workload(

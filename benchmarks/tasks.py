@@ -168,11 +168,11 @@ TASKS: Final[Mapping[str, TaskRow]] = {
         _launch,
     ),
     "bandwidth": TaskRow(
-        "bandwidth-bound: the Adam step of 10 M parameters in 40 tensors, no network",
+        "bandwidth-bound: the Adam step of 24 M parameters in 40 tensors, no network",
         {
             "quick": {"tensors": 4, "side": 384},
-            "cpu": {"tensors": 40, "side": 512},
-            "cuda": {"tensors": 40, "side": 512},
+            "cpu": {"tensors": 40, "side": 768},
+            "cuda": {"tensors": 40, "side": 768},
         },
         _bandwidth,
         optimizer_only=True,

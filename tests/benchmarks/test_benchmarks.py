@@ -187,7 +187,7 @@ def test_contenders_take_turns_in_an_order_that_is_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("once", "loops", "turns"), [(1e-3, 8, 20), (0.02, 1, 20), (0.03, 1, 16), (2.0, 1, 12), (0.0, 1, 1)]
+    ("once", "loops", "turns"), [(1e-3, 8, 20), (0.02, 1, 20), (0.028, 1, 17), (2.0, 1, 16), (0.0, 1, 1)]
 )
 def test_slow_contenders_have_few_turns(once: float, loops: int, turns: int) -> None:
     run = played(Table(once, lambda number, contender: 1.0), EFFORT, THREE).runs["fp32"][0]
@@ -261,7 +261,8 @@ def test_sizes_are_what_the_titles_say() -> None:
     assert round(parameters("unet"), -5) == 7_800_000
     assert round(parameters("bert"), -6) == 109_000_000
     assert round(parameters("resnet"), -5) == 25_600_000
-    assert round(parameters("bandwidth"), -6) == round(parameters("bandwidth_foreach"), -6) == 10_000_000
+    assert round(parameters("bandwidth"), -6) == 24_000_000
+    assert round(parameters("bandwidth_foreach"), -6) == 10_000_000
     assert round(parameters("memory"), -6) == 42_000_000
     assert round(parameters("bandwidth_small"), -3) == 164_000
 
