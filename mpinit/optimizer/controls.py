@@ -104,11 +104,10 @@ class Controls:
         return self._store.steps_in_parts or self._store.states.steps_in_parts or self._plan.gradient_release
 
     def _check_again(self, optimizer: Optimizer) -> None:
-        """:meth:`check` for one that is the session's, whose groups have changed."""
-        if self._steps_in_parts():
-            self._store.check_all([optimizer])
-            if self._plan.gradient_release:
-                check_release([optimizer], set())
+        """:meth:`check` for one that is the session's and stepped in parts, whose groups have changed."""
+        self._store.check_all([optimizer])
+        if self._plan.gradient_release:
+            check_release([optimizer], set())
 
     def take(self, optimizer: Optimizer, targets: Mapping[torch.Tensor, torch.dtype]) -> Undo:
         """Put masters into an optimizer while the session is set up, before anything is cast.
@@ -146,7 +145,7 @@ class Controls:
             name_of=self._name_of,
             original_values=self._original_values,
             owners=self._owners,
-            switches=Switches(optimizer, partial(self._check_again, optimizer)),
+            switches=Switches(optimizer, partial(self._check_again, optimizer) if self._steps_in_parts() else None),
         )
 
     def _forget(self, optimizer: Optimizer) -> None:

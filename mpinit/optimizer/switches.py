@@ -17,15 +17,14 @@ class Switches:
 
     Args:
         optimizer: the optimizer.
-        check: raises where it cannot be stepped in parts.
+        check: raises where it cannot be stepped in parts; None: it is not.
     """
 
-    def __init__(self, optimizer: Optimizer, check: Callable[[], None]) -> None:
+    def __init__(self, optimizer: Optimizer, check: Callable[[], None] | None) -> None:
         self._optimizer = optimizer
-        self._check = check
         # What is known of torch's own holds with every option.
-        self._is_known = is_known(optimizer)
-        self._seen: list[Any] = [] if self._is_known else switched_on(optimizer)
+        self._check = None if is_known(optimizer) else check
+        self._seen: list[Any] = [] if self._check is None else switched_on(optimizer)
 
     def look(self) -> None:
         """Before a step, and when a group was added.
@@ -33,7 +32,7 @@ class Switches:
         Raises:
             ValueError: with what is switched on now it cannot be stepped in parts.
         """
-        if self._is_known:
+        if self._check is None:
             return
         now = switched_on(self._optimizer)
         if now != self._seen:
