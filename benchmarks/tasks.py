@@ -190,7 +190,7 @@ TASKS: Final[Mapping[str, TaskRow]] = {
     "memory": TaskRow(
         "bytes held for 42 M parameters in 40 tensors with Adam, no network",
         {
-            "quick": {"tensors": 4, "side": 384},
+            "quick": {"tensors": 16, "side": 512},
             "cpu": {"tensors": 40, "side": 1024},
             "cuda": {"tensors": 40, "side": 1024},
         },
