@@ -1,0 +1,241 @@
+"""What forward writes into its arguments: it reaches the caller, in float32."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from inputs import F16, F32, Calls, Moving, X, at_o2
+from models import quietly
+from torch import Tensor, nn
+
+
+@dataclasses.dataclass
+class Record:
+    x: Tensor
+    y: Any = None
+
+
+class Slotted:
+    __slots__ = ("__hidden", "x", "y")
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.__hidden = x, x
+
+    def to(self, device: Any) -> Slotted:
+        raise NotImplementedError
+
+
+def set_item(box: Any, value: Any) -> None:
+    box["y"] = value
+
+
+def set_attribute(box: Any, value: Any) -> None:
+    box.y = value
+
+
+def append(box: Any, value: Any) -> None:
+    box.append(value)
+
+
+WRITABLE: dict[str, tuple[Callable[..., Any], ...]] = {
+    "dict": (lambda: {"x": X.clone()}, set_item, lambda b: b["x"], lambda b: b["y"]),
+    "list": (lambda: [X.clone()], append, lambda b: b[0], lambda b: b[1]),
+    "OrderedDict": (lambda: collections.OrderedDict(x=X.clone()), set_item, lambda b: b["x"], lambda b: b["y"]),
+    "UserDict": (lambda: collections.UserDict(x=X.clone()), set_item, lambda b: b["x"], lambda b: b["y"]),
+    "dataclass": (lambda: Record(X.clone()), set_attribute, lambda b: b.x, lambda b: b.y),
+    "a batch that moves": (lambda: Moving(X.clone(), torch.arange(2)), set_attribute, lambda b: b.x, lambda b: b.y),
+    "slots": (lambda: Slotted(X.clone()), set_attribute, lambda b: b.x, lambda b: b.y),
+    "deep": (lambda: ({"in": [{"x": X.clone()}]},), lambda b, v: set_item(b[0]["in"][0], v),
+             lambda b: b[0]["in"][0]["x"], lambda b: b[0]["in"][0]["y"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WRITABLE)
+def test_what_forward_writes_into_a_container_reaches_the_caller(kind: str) -> None:
+    make, write, read_x, read_y = WRITABLE[kind]
+
+    def forward(linear: nn.Module, box: Any) -> None:
+        assert read_x(box).dtype is F16
+        write(box, linear(read_x(box)))
+
+    box = make()
+    at_o2(forward)(box)
+    assert read_y(box).dtype is F32
+    assert torch.equal(read_y(box), X.half().float())
+    assert torch.equal(read_x(box), X), "what was given stays as exact as it was"
+
+
+@pytest.mark.parametrize("kind", WRITABLE)
+def test_a_container_given_back_is_the_callers_own(kind: str) -> None:
+    make, write, read_x, _ = WRITABLE[kind]
+
+    def forward(linear: nn.Module, box: Any) -> Any:
+        write(box, 3)
+        return box
+
+    box = make()
+    returned = at_o2(forward)(box)
+    assert type(returned) is type(box)
+    assert torch.equal(read_x(returned), X) and read_x(returned).dtype is F32
+    if kind != "deep":
+        assert returned is box
+    box = make()
+    assert read_x(quietly(Calls(forward), cast_model_outputs=F16)(box)).dtype is F16
+    assert read_x(box).dtype is F32
+
+
+def test_entries_replaced_deleted_renamed_and_shared() -> None:
+    inner = {"z": X.clone()}
+    batch = {"a": X.clone(), "b": X.clone(), "ids": torch.arange(2), "inner": inner, "gone": X.clone()}
+    given = dict(batch)
+
+    def forward(linear: nn.Module, box: dict[str, Any]) -> None:
+        del box["gone"]
+        box["a"] = box["a"] + 1
+        box["c"] = box["b"]
+        box["again"] = box["inner"]
+        box["inner"]["z"] = box.pop("ids")
+        box["nested"] = {"new": linear(box["b"]), "old": box["b"], "n": 1}
+
+    at_o2(forward)(batch)
+    assert set(batch) == {"a", "b", "c", "inner", "again", "nested"}
+    assert batch["a"].dtype is F32 and torch.equal(batch["a"], (X.half() + 1).float())
+    assert batch["b"] is batch["c"] is batch["nested"]["old"] is given["b"]
+    assert batch["again"] is batch["inner"] is inner
+    assert inner["z"] is given["ids"]
+    assert batch["nested"]["new"].dtype is F32
+
+
+def test_lists_are_written_back_whatever_is_done_to_them() -> None:
+    first, second, ids = X.clone(), X.clone() + 1, torch.arange(2)
+
+    def forward(linear: nn.Module, items: list[Any]) -> None:
+        items.reverse()
+        items.insert(0, linear(items[1]))
+        items.pop()
+
+    items = [first, second, ids]
+    at_o2(forward)(items)
+    assert len(items) == 3 and items[1] is ids and items[2] is second
+    assert torch.equal(items[0], second.half().float())
+    empty: list[Any] = []
+    at_o2(lambda linear, out: out.append(linear(torch.ones(1, 2, dtype=F16))))(empty)
+    assert empty[0].dtype is F32, "a list that nothing was to be cast in is written to as well"
+
+
+def test_what_was_written_before_an_exception_is_there() -> None:
+    def forward(linear: nn.Module, box: dict[str, Any]) -> None:
+        box["y"] = linear(box["x"])
+        raise KeyError
+
+    box = {"x": X.clone()}
+    with pytest.raises(KeyError):
+        at_o2(forward)(box)
+    assert box["y"].dtype is F32
+
+
+def test_elements_written_in_place_reach_the_caller_and_the_others_keep_their_bits() -> None:
+    cache, box = torch.full((4, 2), 1.0001), {"cache": torch.full((4, 2), 1.0001)}
+
+    def forward(linear: nn.Module, x: Tensor, cache: Tensor, box: dict[str, Tensor]) -> Tensor:
+        cache[1] = linear(x)[0]
+        box["cache"][2:].mul_(2)
+        return cache
+
+    returned = at_o2(forward)(torch.tensor([[3.0, 4.0]]), cache, box)
+    expected = torch.full((4, 2), 1.0001)
+    expected[1] = torch.tensor([3.0, 4.0])
+    assert torch.equal(cache, expected)
+    assert torch.equal(returned, expected)
+    expected = torch.full((4, 2), 1.0001)
+    expected[2:] = (expected[2:].half() * 2).float()
+    assert torch.equal(box["cache"], expected)
+
+
+def test_what_is_written_in_place_into_a_leaf_that_requires_grad_stays_inside() -> None:
+    x = torch.ones(1, 2, requires_grad=True)
+    out = at_o2(lambda linear, value: linear(value.mul_(2)))(x)
+    out.sum().backward()
+    assert torch.equal(x, torch.ones(1, 2)) and torch.equal(x.grad, torch.full((1, 2), 2.0))
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_writes_without_gradients(mode: Any) -> None:
+    model = at_o2(lambda linear, box: box.update(y=linear(box["x"])) or box["x"].add_(1))
+    with mode():
+        box = {"x": X.clone()}
+        out = model(box)
+    assert box["y"].dtype is F32 and torch.equal(box["y"], X.half().float())
+    assert torch.equal(out, (X.half() + 1).float())
+
+
+def test_gradients_flow_through_what_was_written() -> None:
+    x = torch.ones(1, 2, requires_grad=True)
+    box: dict[str, Tensor] = {"x": x}
+    model = at_o2(lambda linear, box: box.update(y=linear(box["x"])))
+    model(box)
+    box["y"].sum().backward()
+    assert torch.equal(x.grad, torch.ones(1, 2))
+    assert model.linear.bias.grad is not None
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code_writes_back_too(backend: str) -> None:
+    def forward(linear: nn.Module, box: dict[str, Any], items: list[Any]) -> Tensor:
+        box["y"] = linear(box["x"])
+        items.append(box["y"] + 1)
+        return box["y"]
+
+    torch._dynamo.reset()
+    box, items = {"x": X.clone()}, [X.clone()]
+    out = torch.compile(at_o2(forward), fullgraph=True, backend=backend)(box, items)
+    assert out.dtype is box["y"].dtype is items[1].dtype is F32
+    assert torch.equal(out, box["y"]) and torch.equal(items[1], (X.half() + 1).float())
+    assert torch.equal(items[0], X)
+
+
+def test_compiled_code_writes_back_into_dicts_inside_of_others() -> None:
+    def forward(linear: nn.Module, box: dict[str, Any]) -> Tensor:
+        box["in"]["y"] = linear(box["in"]["x"])
+        box["replaced"] = {"z": box["in"]["y"] + 1}
+        return box["in"]["y"] + box["left"]["x"]  # type: ignore[no-any-return]
+
+    torch._dynamo.reset()
+    left = {"x": X[:1, :1].clone()}
+    box: dict[str, Any] = {"in": {"x": X.clone()}, "replaced": {"z": X.clone()}, "left": left}
+    inside = box["in"]
+    out = torch.compile(at_o2(forward), fullgraph=True, backend="eager")(box)
+    assert box["in"] is inside and box["left"] is left and list(inside) == ["x", "y"]
+    assert out.dtype is inside["y"].dtype is box["replaced"]["z"].dtype is F32
+    assert torch.equal(out, (inside["y"].half() + X[:1, :1].half()).float())
+    assert torch.equal(box["replaced"]["z"], (inside["y"].half() + 1).float())
+    assert torch.equal(inside["x"], X)
+
+
+def test_a_module_kept_in_float32_writes_back_inside() -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, box: dict[str, Tensor]) -> None:
+            assert box["x"].dtype is F32
+            box["y"] = box["x"] * self.weight
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(2, 2), Norm()
+
+        def forward(self, x: Tensor) -> Tensor:
+            box = {"x": self.linear(x)}
+            self.norm(box)
+            assert box["y"].dtype is F16
+            return box["y"]
+
+    assert quietly(Model(), keep_fp32="norm")(X).dtype is F32
