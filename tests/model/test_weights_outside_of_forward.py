@@ -1,0 +1,219 @@
+"""``master_weights="model"`` between forwards: float32 parameters after failures, writes, copies and in threads."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import equal_tensors
+from torch import Tensor, nn
+from weights_in_forward import BF16, F32, is_float32_outside, start
+
+import mpinit
+
+
+class Raising(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight.dtype is BF16
+        assert isinstance(self.weight, nn.Parameter)
+        raise KeyError
+
+
+def test_weights_are_float32_outside_after_an_exception_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Raising(4, 4))
+    start(model)
+    with pytest.raises(KeyError):
+        model(torch.ones(1, 4))
+    is_float32_outside(model)
+    assert model[0](torch.ones(1, 4)).dtype is F32
+    is_float32_outside(model)
+
+
+def test_a_failing_cast_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    start(model)
+    from mpinit.model import own_weights
+
+    calls: list[Tensor] = []
+    real = own_weights.cast_with_float32_gradients
+
+    def fails_at_third(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        calls.append(parameter)
+        if len(calls) == 3:
+            raise MemoryError
+        return real(parameter, dtype)
+
+    monkeypatch.setattr(own_weights, "cast_with_float32_gradients", fails_at_third)
+    with pytest.raises(MemoryError):
+        model(torch.ones(1, 4))
+    is_float32_outside(model)
+    assert model(torch.ones(1, 4)).dtype is F32
+    is_float32_outside(model)
+
+
+def _view_by_data(weight: nn.Parameter) -> None:
+    weight.data.mul_(2)
+
+
+def _numpy(weight: nn.Parameter) -> None:
+    numbers = weight.detach().numpy()
+    numbers *= 2
+
+
+def _in_place(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def _new_data(weight: nn.Parameter) -> None:
+    weight.data = weight.data * 2
+
+
+@pytest.mark.parametrize("write", [_view_by_data, _numpy, _in_place, _new_data])
+def test_writes_reach_the_next_forward(write: Callable[[nn.Parameter], None]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    start(model)
+    x = torch.eye(4)
+    before = model(x)
+    write(model[0].weight)
+    assert torch.equal(model(x), before * 2)
+    held = model[0].weight.data
+    model(x)
+    held.mul_(2)
+    assert torch.equal(model(x), before * 4)
+    model.load_state_dict({"0.weight": model[0].weight.detach() * 2})
+    assert torch.equal(model(x), before * 8)
+    model[0].weight = nn.Parameter(torch.ones(4, 4))
+    assert torch.equal(model(x), torch.ones(4, 4))
+
+
+class WritesInForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codebook = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.codebook.weight.data[0, 0] = 3.0
+        with torch.no_grad():
+            self.codebook.bias[1] = 2.0
+        return self.codebook(x)
+
+
+def test_what_a_forward_writes_comes_to_the_parameters_and_no_other_bit_is_lost() -> None:
+    model = WritesInForward()
+    start(model)
+    before = copy.deepcopy(model.codebook.state_dict())
+    model(torch.ones(1, 4))
+    before["weight"][0, 0], before["bias"][1] = 3.0, 2.0
+    assert equal_tensors(before, model.codebook.state_dict())
+
+
+def test_a_parameter_made_in_a_forward_is_float32() -> None:
+    class Replaces(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight = nn.Parameter(torch.ones_like(self.weight))
+            return super().forward(x)
+
+    model = Replaces(4, 4)
+    start(model)
+    model(torch.ones(1, 4))
+    is_float32_outside(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_copies_pickles_and_traces() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    optimizer = start(model)
+    x = torch.randn(3, 4)
+    expected = model(x)
+    copied = copy.deepcopy(model)
+    is_float32_outside(copied)
+    assert not torch.equal(copied(x), expected), "a copy computes in float32"
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded(x), expected)
+    loaded(x).sum().backward()
+    is_float32_outside(loaded)
+    traced = torch.jit.trace(model, x)
+    exported = torch.export.export(model, (x,)).module()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    assert torch.equal(traced(x), model(x)), "casts are recorded, not their results"
+    assert torch.equal(exported(x), traced(x))
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+
+
+def test_functional_calls_and_transforms() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    start(model)
+    x = torch.ones(1, 4)
+    double = {name: value.detach() * 2 for name, value in model.named_parameters()}
+    assert torch.equal(torch.func.functional_call(model, double, x), model(x) * 2)
+    gradient = torch.func.grad(lambda own: torch.func.functional_call(model, own, x).sum())(double)
+    assert gradient["0.weight"].dtype is F32
+    assert torch.func.vmap(model)(torch.ones(3, 1, 4)).shape == (3, 1, 4)
+    is_float32_outside(model)
+    model(x).sum().backward()
+
+
+def test_threads_share_what_stands_in_the_model() -> None:
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
+    start(model)
+    x, wrong = torch.randn(2, 16), []
+    expected = model(x).detach()
+
+    def run() -> None:
+        for index in range(20):
+            with torch.set_grad_enabled(index % 2 == 0):
+                wrong.extend([1] * (not torch.equal(model(x), expected)))
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    is_float32_outside(model)
+
+
+def test_replicas_of_data_parallel_are_16_bit() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    start(model)
+    modules = list(model.modules())
+    replicas = [module._replicate_for_data_parallel() for module in modules]
+    for module, replica in zip(modules, replicas, strict=True):
+        replica._former_parameters = {}
+        for name, child in module._modules.items():
+            setattr(replica, name, replicas[modules.index(child)])
+        for name, parameter in module._parameters.items():
+            replica._former_parameters[name] = parameter * 1.0
+            setattr(replica, name, replica._former_parameters[name])
+    x = torch.randn(3, 4)
+    output = replicas[0](x)
+    assert torch.equal(output, model(x))
+    output.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype is F32 for p in model.parameters())
+
+
+def test_a_failed_set_up_gives_16_bit_weights_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 4)).to(BF16)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4, dtype=BF16)).sum().backward()
+    optimizer.step()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("mpinit.model.casting.TensorCasts.apply", fail)
+    with pytest.raises(MemoryError):
+        mpinit.initialize(model, optimizer, "O5", master_weights="model", verbosity=0)
+    assert equal_tensors(before, dict(model.state_dict()))
+    assert optimizer.state[model[0].weight]["exp_avg"].dtype is BF16
