@@ -1,11 +1,12 @@
-"""Frameworks that load, and that forget between tests what they keep for a process."""
+"""Frameworks that load, and that forget between tests what they keep for a process; every level."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from frameworks import let_torchvision_load
+from frameworks import LEVELS, let_torchvision_load
 
 let_torchvision_load()
 
@@ -17,3 +18,8 @@ def _fresh_accelerate() -> Iterator[None]:
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {"verbosity": 0, **LEVELS[request.param]}

@@ -25,11 +25,6 @@ CLIPS: dict[str, tuple[float, Clip]] = {
 }
 
 
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return {"verbosity": 0, **LEVELS[request.param]}
-
-
 def vit() -> nn.Module:
     torch.manual_seed(0)
     return timm.models.VisionTransformer(img_size=8, patch_size=4, embed_dim=16, depth=1, num_heads=2, num_classes=3)
