@@ -171,6 +171,12 @@ def quietly(model: nn.Module, level: str = "O2", **keywords: Any) -> nn.Module:
     return model
 
 
+def prepared(case: Case) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+    """A model, a batch for it, and the loss of what it makes of that."""
+    x, y = case.batches(1)[0]
+    return case.build(), x, lambda output: case.loss(output, y)
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch], loss_of: Loss) -> list[float]:
     """The loop mpinit is made for; returns the losses."""
     losses = []
