@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import copy
-import gc
-import io
-import time
-from typing import Any
 
 import pytest
 import torch
 from models import CASES, DTYPES, OPTIMIZERS, Case, equal_tensors, level_arguments, train
+from state_dicts import MASTERS, saved
 from torch import Tensor, nn
 
 import mpinit
-from mpinit.masters.pairs import PairTable
-from mpinit.model.state_dict import Float32State
 
 LEVELS = ["O0", "O1", "O2", "O3"]
-MASTERS: dict[str, dict[str, Any]] = {
-    "fp16": {"opt_level": "O2"},
-    "bf16": {"opt_level": "O5"},
-    "bf16 split": {"opt_level": "O5", "master_weights": "split"},
-}
 
 
 def trained(kind: str, network: str = "cnn") -> tuple[Case, nn.Module, torch.optim.Optimizer]:
@@ -32,14 +22,6 @@ def trained(kind: str, network: str = "cnn") -> tuple[Case, nn.Module, torch.opt
     mpinit.initialize(model, optimizer, verbosity=0, **MASTERS[kind])
     train(model, optimizer, case.batches(3), case.loss)
     return case, model, optimizer
-
-
-def saved(state: Any) -> Any:
-    """Through a file, and back with ``weights_only=True``."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def noise(model: nn.Module) -> dict[str, Tensor]:
@@ -195,235 +177,3 @@ def test_after_undo_the_hooks_are_gone() -> None:
     mpinit.undo(model)
     model.half()
     assert {value.dtype for value in model.state_dict().values()} == {torch.float16, torch.int64}
-
-
-# -- modules that came later, or have ways of their own ----------------------------------------------------------------
-
-
-class Scaled(nn.Module):
-    """Saves its weight transposed and scaled, and under another name as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
-        destination[prefix + "scaled"] = (self.weight.detach() * 3).t().contiguous()
-        destination[prefix + "row"] = self.weight.detach()[1]
-        destination.pop(prefix + "weight")
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        with torch.no_grad():
-            self.weight.copy_(state_dict[prefix + "scaled"].t() / 3)
-
-
-class Whole(nn.Module):
-    """Overrides state_dict without asking its base class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return {"w": self.inner.weight.detach().clone(), "b": self.inner.bias.detach()}
-
-
-def stepped(kind: str, model: nn.Module, width: int = 3) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, verbosity=0, loss_scale=8.0, **MASTERS[kind])
-    step(model, optimizer, width)
-    return optimizer
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, width: int = 3) -> None:
-    optimizer.zero_grad()
-    with mpinit.scale_loss(model(torch.randn(4, width)).square().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-
-
-def master_of(model: nn.Module, name: str) -> Tensor:
-    """A weight's master by undoing a session that nobody else needs any more."""
-    mpinit.undo(model)
-    return model.get_parameter(name).detach().clone()
-
-
-@pytest.mark.parametrize("kind", MASTERS)
-def test_a_module_that_saves_in_its_own_way_saves_the_masters_bits(kind: str) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), Scaled())
-    stepped(kind, model)
-    whole, part = model.state_dict(), model[1].state_dict(prefix="1.")
-    master = master_of(model, "1.weight")
-    for state in (whole, part):
-        assert torch.equal(state["1.scaled"], (master * 3).t())
-        assert torch.equal(state["1.row"], master[1])
-        assert "1.weight" not in state
-
-
-@pytest.mark.parametrize("kind", MASTERS)
-def test_a_module_that_loads_in_its_own_way_loads_the_masters_bits(kind: str) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), Scaled())
-    optimizer = stepped(kind, model)
-    state = {name: torch.rand_like(value) for name, value in model.state_dict().items()}
-    model.load_state_dict(state)
-    optimizer.zero_grad()
-    optimizer.step()
-    assert torch.equal(master_of(model, "1.weight"), state["1.scaled"].t() / 3)
-
-
-@pytest.mark.parametrize("kind", MASTERS)
-def test_a_state_dict_of_the_models_own_has_the_masters_bits(kind: str) -> None:
-    model = Whole()
-    stepped(kind, model)
-    state = model.state_dict()
-    assert state["w"].dtype is state["b"].dtype is torch.float32
-    assert torch.equal(state["w"], master_of(model, "inner.weight"))
-    assert "state_dict" not in vars(model)
-
-
-@pytest.mark.parametrize("kind", MASTERS)
-def test_hooks_of_the_user_see_the_masters_bits(kind: str) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-
-    def add_twice(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        state[prefix + "twice"] = state[prefix + "weight"] * 2
-
-    model[0].register_state_dict_post_hook(add_twice)
-    stepped(kind, model)
-    twice = model.state_dict()["0.twice"]
-    assert torch.equal(twice, master_of(model, "0.weight") * 2)
-
-
-@pytest.mark.parametrize("kind", MASTERS)
-@pytest.mark.parametrize("into", ["attribute", "add_module", "append", "insert", "nested"])
-def test_modules_added_later_save_and_load_the_masters_bits(into: str, kind: str) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.ModuleDict({"list": nn.ModuleList([nn.Identity()])}))
-    model.forward = lambda x: model[0](x) + sum(m(x) for m in model.modules() if type(m) is nn.Linear)
-    optimizer = stepped(kind, model)
-    late = nn.Linear(3, 3).to(model[0].weight.dtype)
-    if into == "attribute":
-        model.late = late
-    elif into == "add_module":
-        model[1].add_module("late", late)
-    elif into == "append":
-        model[1]["list"].append(late)
-    elif into == "insert":
-        model[1]["list"].insert(0, late)
-    else:
-        model.late = nn.Sequential(nn.Sequential(late))
-    optimizer.add_param_group({"params": list(late.parameters())})
-    step(model, optimizer)
-    name = next(name for name, parameter in model.named_parameters() if parameter is late.weight)
-    whole = model.state_dict()
-    assert not torch.equal(whole[name], late.weight.float()), "more bits than the weight has"
-    assert torch.equal(late.state_dict()["weight"], whole[name])
-    late.load_state_dict({"weight": torch.full((3, 3), 1 / 3), "bias": torch.zeros(3)})
-    assert torch.equal(model.state_dict()[name], torch.full((3, 3), 1 / 3))
-    whole = model.state_dict()
-    assert torch.equal(whole[name], master_of(model, name))
-    assert not late._state_dict_hooks
-    assert not late._load_state_dict_pre_hooks
-
-
-@pytest.mark.parametrize("kind", MASTERS)
-def test_an_inserted_module_takes_all_bits_that_its_model_loads(kind: str) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    optimizer = stepped(kind, model)
-    late = nn.Linear(3, 3).to(model[0].weight.dtype)
-    model.insert(0, late)
-    optimizer.add_param_group({"params": list(late.parameters())})
-    model.load_state_dict({name: torch.full(p.shape, 1 / 3) for name, p in model.named_parameters()})
-    assert all(bool((values == 1 / 3).all()) for values in model.state_dict().values())
-
-
-@pytest.mark.parametrize("kind", MASTERS)
-def test_a_process_that_has_no_hooks_yet_saves_the_masters_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(3, 3))
-    model.register_state_dict_post_hook(lambda m, saved, prefix, metadata: saved.update(twice=m[0].weight.detach()))
-    monkeypatch.setattr(torch.utils.hooks.RemovableHandle, "next_id", 0)
-    stepped(kind, model)
-    assert torch.equal(model.state_dict()["twice"], master_of(model, "0.weight"))
-
-
-@pytest.mark.parametrize("kind", MASTERS)
-def test_a_weight_parametrised_later_is_saved_with_its_masters_bits(kind: str) -> None:
-    class Symmetric(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return weight.triu() + weight.triu(1).t()
-
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    optimizer = stepped(kind, model)
-    torch.nn.utils.parametrize.register_parametrization(model[1], "weight", Symmetric())
-    step(model, optimizer)
-    name = "1.parametrizations.weight.original"
-    states = [model.state_dict(), model[1].state_dict(prefix="1.")]
-    states.append(model[1].parametrizations.state_dict(prefix="1.parametrizations."))
-    master = master_of(model, name)
-    assert not torch.equal(master, master.to(torch.float16 if kind == "fp16" else torch.bfloat16).float())
-    assert all(torch.equal(state[name], master) for state in states)
-
-
-@pytest.mark.parametrize("kind", MASTERS)
-def test_a_destination_and_a_prefix_of_the_callers_own(kind: str) -> None:
-    first, second = nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3)
-    stepped(kind, first)
-    stepped(kind, second)
-    together = first.state_dict(prefix="first.")
-    second.state_dict(destination=together, prefix="second.")
-    plain: dict[str, Tensor] = {}
-    second.state_dict(destination=plain)
-    assert torch.equal(together["first.0.weight"], master_of(first, "0.weight"))
-    assert torch.equal(together["second.weight"], master := master_of(second, "weight"))
-    assert torch.equal(plain["weight"], master)
-
-
-@pytest.mark.parametrize("kind", MASTERS)
-def test_swapping_tensors_while_loading_is_refused_before_anything_changes(kind: str) -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
-    stepped(kind, model)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    state = {name: torch.ones_like(value) for name, value in before.items()}
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        with pytest.raises(RuntimeError, match=r"swap_module_params.*set it to False"):
-            model.load_state_dict(state)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert equal_tensors(dict(model.state_dict()), before)
-    with pytest.raises(RuntimeError, match=r"assign=True"):
-        model.load_state_dict(state, assign=True)
-    assert equal_tensors(dict(model.state_dict()), before), "not even what is float32"
-    model.load_state_dict(state)
-    assert equal_tensors(dict(model.state_dict()), state)
-
-
-def test_sessions_that_are_dropped_take_their_hook_for_new_modules_along() -> None:
-    hooks = torch.nn.modules.module._global_module_registration_hooks
-    before = len(hooks)
-    model = nn.Linear(3, 3)
-    stepped("bf16", model)
-    assert len(hooks) > before
-    del model
-    gc.collect()
-    assert len(hooks) == before
-
-
-def test_hooking_a_thousand_modules_is_quick() -> None:
-    model = nn.Sequential(*(nn.Linear(2, 2, dtype=torch.float16) for _ in range(1000)))
-
-    def seconds() -> float:
-        state = Float32State(lambda tensor: None, lambda tensor, values: False, PairTable(), False)
-        begin = time.process_time()
-        state.install([model])
-        took = time.process_time() - begin
-        state.remove()
-        return took
-
-    assert min(seconds() for _ in range(5)) < 0.05
