@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import functools
-import itertools
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from forked_runs import run_code
-from loops import backward, batches, keywords, masters, mlp, momentum, mse, same, train, train_plainly
+from loops import backward, batches, masters, mlp, momentum, mse, same, train, train_plainly
+from states_by_name import LEVELS, OPTIMIZERS, OPTIONS, WITH_MASTERS, assert_same, build, entries, load, saved
 from torch import nn
 from torch.distributed.checkpoint import state_dict as by_name
 from torch.distributed.checkpoint.state_dict import (
@@ -26,89 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Adam, Optimizer
 
 import mpinit
-
-LEVELS: dict[str, dict[str, Any]] = {
-    "O0": keywords("O0"),
-    "O1": keywords("O1"),
-    "O2": keywords("O2"),
-    "O5": {"opt_level": "O5", "verbosity": 0},
-    "split": {"opt_level": "O5", "verbosity": 0, "master_weights": "split"},
-}
-WITH_MASTERS = ("O2", "O5", "split")
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "adam": functools.partial(Adam, lr=0.01),
-    "adamw": functools.partial(AdamW, lr=0.01, amsgrad=True),
-    "momentum": momentum,
-}
-OPTIONS = {
-    "plain": StateDictOptions(),
-    "full": StateDictOptions(full_state_dict=True),
-    "full, offload": StateDictOptions(full_state_dict=True, cpu_offload=True),
-    "flat": StateDictOptions(flatten_optimizer_state_dict=True),
-    "flat, full": StateDictOptions(flatten_optimizer_state_dict=True, full_state_dict=True),
-}
-State = tuple[dict[str, Any], dict[str, Any]]
-
-
-class Net(nn.Module):
-    """A weight used twice under two names, and a frozen bias."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first = nn.Linear(6, 6)
-        self.second = nn.Linear(6, 6)
-        self.second.weight = self.first.weight
-        self.head = nn.Linear(6, 3)
-        self.second.bias.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.second(self.first(x).tanh()).tanh())
-
-
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    first = [p for name, p in model.named_parameters() if name.endswith("weight")]
-    return [{"params": first}, {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 0.02}]
-
-
-def build(level: str | None, name: str = "adam", seed: int = 0) -> tuple[nn.Module, Optimizer]:
-    model = Net(seed)
-    optimizer = OPTIMIZERS[name](groups(model))
-    if level is not None:
-        mpinit.initialize(model, optimizer, **LEVELS.get(level, keywords(level)))
-    return model, optimizer
-
-
-def entries(state: Any, where: str = "") -> dict[str, Any]:
-    """A state, flat, so that two can be compared."""
-    if isinstance(state, (dict, list, tuple)):
-        items = state.items() if isinstance(state, dict) else enumerate(state)
-        return {key: value for name, part in items for key, value in entries(part, f"{where}.{name}").items()}
-    return {where: state}
-
-
-def assert_same(ours: Any, theirs: Any) -> None:
-    ours, theirs = entries(ours), entries(theirs)
-    assert ours.keys() == theirs.keys()
-    for key, value in ours.items():
-        if isinstance(value, torch.Tensor):
-            assert value.dtype == theirs[key].dtype == torch.float32, key
-            assert torch.equal(value, theirs[key]), key
-        else:
-            assert value == theirs[key], key
-
-
-def saved(model: nn.Module, optimizer: Any, options: str = "plain") -> State:
-    return copy.deepcopy(get_state_dict(model, optimizer, options=OPTIONS[options]))
-
-
-def load(state: State, model: nn.Module, optimizer: Any, options: str = "plain") -> None:
-    ours, theirs = copy.deepcopy(state)
-    set_state_dict(model, optimizer, model_state_dict=ours, optim_state_dict=theirs, options=OPTIONS[options])
-
 
 # -- what is saved, and where it loads ------------------------------------------------------------------------------
 
@@ -233,88 +150,6 @@ def test_what_a_full_state_lacks_keeps_its_bits(level: str) -> None:
     after = get_model_state_dict(model)
     assert torch.equal(after.pop("head.weight"), torch.full((3, 6), 1.25))
     assert_same(after, kept)
-
-
-# -- an optimizer without state ---------------------------------------------------------------------------------------
-
-
-def assert_entered(optimizer: Optimizer, entered: list[list[nn.Parameter]]) -> None:
-    assert [[*map(id, group["params"])] for group in optimizer.param_groups] == [[*map(id, group)] for group in entered]
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "sgd"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_state_is_made_as_in_torch_and_nothing_else_moves(level: str, name: str) -> None:
-    make = (OPTIMIZERS | {"sgd": functools.partial(SGD, lr=0.1, weight_decay=0.1)})[name]
-    model, plain = Net(), Net()
-    optimizer, theirs = make(groups(model)), make(groups(plain))
-    mpinit.initialize(model, optimizer, **LEVELS[level])
-    weights, ours = copy.deepcopy([*model.parameters()]), copy.deepcopy(model.state_dict())
-    entered = [list(group["params"]) for group in optimizer.param_groups]
-    scalers, calls = mpinit.state_dict(optimizer), []
-    optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    assert_same(saved(model, optimizer), saved(plain, theirs))
-    assert len(calls) == 1
-    assert mpinit.step_counts(optimizer) == (0, 0)
-    assert mpinit.state_dict(optimizer) == scalers
-    same(model.parameters(), weights)
-    same(model.state_dict().values(), ours.values())
-    assert all(p.grad is None for p in [*model.parameters(), *itertools.chain(*entered)])
-    assert_entered(optimizer, entered)
-    train(model, optimizer, batches(1))
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_an_overflow_before_counts_for_nothing(level: str) -> None:
-    model, optimizer = build(level)
-    backward(mse(model, batches(1)[0]) * float("inf"), optimizer)
-    model.zero_grad()
-    state = get_optimizer_state_dict(model, optimizer)["state"]
-    assert {entry["step"].item() for entry in state.values()} == {1.0}
-    assert mpinit.step_counts(optimizer) == (0, 0)
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_inside_of_a_scaled_loss_it_is_refused(level: str) -> None:
-    model, optimizer = build(level)
-    if mpinit.loss_scale(optimizer) == 1.0:
-        pytest.skip("nothing is scaled")
-    with (
-        pytest.raises(RuntimeError, match=r"inside `with mpinit\.scale_loss"),
-        mpinit.scale_loss(mse(model, batches(1)[0]), optimizer),
-    ):
-        get_optimizer_state_dict(model, optimizer)
-
-
-class Failing(Adam):
-    """Makes its state and part of a step, and fails."""
-
-    steps_per_parameter = True
-    fails = True
-
-    def step(self, closure: Any = None) -> Any:
-        super().step(closure)
-        if self.fails:
-            raise ArithmeticError
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_failure_while_state_is_made_leaves_everything_as_it_was(level: str) -> None:
-    model = Net()
-    optimizer = Failing(groups(model), lr=0.01)
-    mpinit.initialize(model, optimizer, **LEVELS[level])
-    before = copy.deepcopy(model.state_dict())
-    entered = [list(group["params"]) for group in optimizer.param_groups]
-    with pytest.raises(ArithmeticError):
-        get_optimizer_state_dict(model, optimizer)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.02]
-    assert not optimizer.state
-    assert all(p.grad is None for p in [*model.parameters(), *itertools.chain(*entered)])
-    assert_entered(optimizer, entered)
-    same(model.state_dict().values(), before.values())
-    optimizer.fails = False
-    get_optimizer_state_dict(model, optimizer)
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)
