@@ -43,9 +43,10 @@ LONGEST_FIRST = (
     *("integrations/test_transformers.py", "docs/test_site.py", "docs/test_docstrings.py"),
     *("masters/test_codecs.py", "masters/test_peak_memory.py", "model/test_calls_from_outside.py"),
     *("functions/test_operators.py", "optimizer/test_gradient_release.py", "promises/test_reversibility.py"),
-    *("optimizer/test_arriving_gradients.py", "optimizer/test_law_weights.py", "integrations/test_timm.py"),
-    *("grad_scaler/test_recipes.py", "torch_internals/test_compiled_kernel.py", "model/test_averages.py"),
-    *("model/test_casting.py", "masters/test_split_masters.py", "optimizer/test_accumulation.py"),
+    *("promises/test_failing_initialize.py", "optimizer/test_arriving_gradients.py", "optimizer/test_law_weights.py"),
+    *("integrations/test_timm.py", "grad_scaler/test_recipes.py", "torch_internals/test_compiled_kernel.py"),
+    *("model/test_averages.py", "model/test_copies_of_masters.py", "model/test_casting.py"),
+    *("masters/test_split_masters.py", "optimizer/test_accumulation.py"),
 )
 
 

@@ -1,151 +1,27 @@
-"""Everything has an undo: snapshot, initialize, train or fail, undo, and nothing is different."""
+"""Everything has an undo: snapshot, initialize, train, undo, and nothing is different."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from models import CASES, OPTIMIZERS, train, train_plainly
-from torch import Tensor, nn
+from models import CASES, train, train_plainly
+from torch import nn
+from undo_snapshots import (
+    KINDS,
+    assert_same,
+    assert_same_bits,
+    namespace,
+    rounds,
+    set_up,
+    structure_of_model,
+    structure_of_optimizer,
+    values,
+)
 
 import mpinit
-from mpinit import registry, session
-from mpinit.masters import full
-from mpinit.model import casting, copies, forward, state_dict
-from mpinit.optimizer import control
-from mpinit.torch_internals import native_autocast
-
-KINDS: dict[str, dict[str, Any]] = {
-    "O0": {"opt_level": "O0"},
-    "O1": {"opt_level": "O1"},
-    "O1 apex policy": {"opt_level": "O1", "cast_policy": "apex"},
-    "O1 model scope": {"opt_level": "O1", "cast_scope": "model"},
-    "O2": {"opt_level": "O2"},
-    "O2 and a float32 head": {"opt_level": "O2", "keep_fp32": "head"},
-    "O3": {"opt_level": "O3"},
-    "O4": {"opt_level": "O4"},
-    "O5": {"opt_level": "O5"},
-    "O5 split": {"opt_level": "O5", "master_weights": "split"},
-}
-KEEPS_EVERY_BIT = ("O0", "O1", "O4")
-NAMESPACES = (
-    torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft, torch.autograd, torch._C._nn,
-    torch.nn.Module, torch.nn.Parameter, torch.nn.Linear, torch.nn.LSTM, torch.nn.RNNBase, torch.nn.BatchNorm2d,
-    torch.nn.MultiheadAttention, torch.optim.Optimizer, torch.optim.SGD, torch.optim.Adam,
-)  # fmt: skip
-
-
-# -- snapshots --------------------------------------------------------------------------------------------------------
-
-
-def namespace() -> dict[str, Any]:
-    """torch as it stands: what every name refers to, and the state of autocast."""
-    seen: dict[str, Any] = {
-        f"{owner.__name__}.{name}": id(value)
-        for owner in NAMESPACES
-        for name, value in vars(owner).items()
-        if not name.startswith("__")
-    }
-    for device in native_autocast.device_types():
-        seen[f"autocast {device}"] = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    seen["autocast cache"] = torch.is_autocast_cache_enabled()
-    return seen
-
-
-def structure_of_model(model: nn.Module) -> dict[str, Any]:
-    """Classes, attributes, hooks and forwards of every module; identity, class and dtypes of every tensor."""
-    seen: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        own = {key: value for key, value in vars(module).items() if not isinstance(value, (dict, list))}
-        seen[name] = type(module), {key: id(value) for key, value in own.items()}, module.forward.__func__
-        for key, value in vars(module).items():
-            if isinstance(value, dict):
-                seen[f"{name}: {key}"] = {inner: id(held) for inner, held in value.items()}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        gradient = None if tensor.grad is None else tensor.grad.dtype
-        seen[f"tensor {name}"] = type(tensor), tensor.dtype, tensor.requires_grad, vars(tensor), gradient
-        seen[f"tensor {name}"] += (tensor.shape, tensor.stride(), tensor.is_leaf)
-        if tensor.requires_grad:
-            # torch cannot set grad_dtype back to "the tensor's own"; None, which takes any gradient, is the nearest.
-            seen[f"grad_dtype {name}"] = tensor.grad_dtype in (None, tensor.dtype)
-    return seen
-
-
-def structure_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Attributes, methods, groups and the dtypes of the state."""
-    seen: dict[str, Any] = {
-        key: id(value)
-        for key, value in vars(optimizer).items()
-        if key not in ("step", "zero_grad", "add_param_group", "_opt_called")
-    }
-    for name in ("step", "zero_grad", "add_param_group"):
-        method = getattr(optimizer, name)
-        seen[name] = (
-            name in vars(optimizer),
-            getattr(method, "__func__", method),
-            getattr(method, "__self__", optimizer),
-        )
-    for index, group in enumerate(optimizer.param_groups):
-        options = {key: value for key, value in group.items() if key != "params"}
-        seen[f"group {index}"] = id(group), id(group["params"]), [id(p) for p in group["params"]], options
-    seen["state"] = {
-        id(parameter): {key: getattr(value, "dtype", type(value)) for key, value in state.items()}
-        for parameter, state in optimizer.state.items()
-    }
-    return seen
-
-
-def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every number there is."""
-    found = {name: value.clone() for name, value in model.state_dict().items()}
-    found |= {f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, parameter in enumerate(parameters):
-        state = optimizer.state.get(parameter, {})
-        found |= {f"state {index} {key}": value.clone() for key, value in state.items() if torch.is_tensor(value)}
-    return found
-
-
-def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
-    different = {key: (before.get(key), after.get(key)) for key in before.keys() | after.keys()}
-    assert not {key: both for key, both in different.items() if both[0] != both[1]}
-
-
-def assert_same_bits(before: dict[str, Tensor], after: dict[str, Tensor], rounded: Callable[[str], bool]) -> None:
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        assert value.dtype is after[name].dtype, name
-        if rounded(name) and value.is_floating_point():
-            torch.testing.assert_close(after[name], value, rtol=2.0**-7, atol=1e-6)
-        else:
-            assert torch.equal(after[name], value), name
-
-
-def set_up(network: str = "cnn", optimizer: str = "sgd", warm: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model in the middle of its training: with a frozen part, gradients and optimizer state."""
-    case = CASES[network]
-    model = case.build()
-    next(model.parameters()).requires_grad_(False)
-    trainer = OPTIMIZERS[optimizer](model.parameters())
-    if warm:
-        train_plainly(model, trainer, case.batches(2), case.loss)
-    return model, trainer
-
-
-def rounds(kind: str, model: nn.Module) -> Callable[[str], bool]:
-    """What undo can only give back as the 16-bit numbers it had become: trained weights without masters, gradients."""
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if kind in KEEPS_EVERY_BIT or kind.startswith("O1"):
-        return lambda name: False
-    if kind == "O3":
-        return lambda name: name in trained or name.startswith("gradient")
-    return lambda name: name.startswith("gradient")
-
-
-# -- tests ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -179,68 +55,6 @@ def test_undo_after_training_gives_the_masters_bits_to_the_model(kind: str) -> N
     assert all(torch.equal(after[name], value) for name, value in trained.items())
     losses = train_plainly(model, optimizer, CASES["cnn"].batches(2), CASES["cnn"].loss)
     assert all(loss == loss for loss in losses), "and trains on in plain torch"
-
-
-# What raises, at which call of it, and when: before its work, or having done it.
-PHASES: dict[str, tuple[Any, str, int, str]] = {
-    "the forwards": (forward, "patch_forwards", 1, "before"),
-    "a second forward": (forward, "_patch_forward", 2, "before"),
-    "the end of a second forward": (forward, "_patch_forward", 2, "after"),
-    "a second module's state hook": (copies, "put_on", 2, "before"),
-    "the end of the state hooks": (state_dict.Float32State, "install", 1, "after"),
-    "a second master": (full.FullPair, "__init__", 2, "before"),
-    "the end of a second master": (full.FullPair, "__init__", 2, "after"),
-    "the optimizer's second method": (control, "set_attribute", 2, "before"),
-    "the optimizer's states": (session, "cast_states", 1, "before"),
-    "the casts": (casting.TensorCasts, "apply", 1, "before"),
-    "a second cast": (casting, "_replace_data", 2, "before"),
-    "the end of a second cast": (casting, "_replace_data", 2, "after"),
-    "the end of the casts": (casting.TensorCasts, "apply", 1, "after"),
-    "a second weight": (full.FullPair, "cast", 2, "before"),
-    "the end of a second weight": (full.FullPair, "cast", 2, "after"),
-    "the flat weights": (casting, "rebuild_flat_weights", 1, "before"),
-    "the last thing": (full.FullMasters, "finish", 1, "before"),
-    "the very end": (full.FullMasters, "finish", 1, "after"),
-}
-
-
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("kind", ["O1", "O2 and a float32 head", "O3", "O5 split"])
-def test_a_failure_in_any_phase_leaves_no_trace(kind: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, name, call, when = PHASES[phase]
-    model, optimizer = set_up("cnn", "adam")
-    before = structure_of_model(model), structure_of_optimizer(optimizer), values(model, optimizer)
-    original, calls = getattr(owner, name), itertools.count(1)
-
-    def fails(*args: Any, **kwargs: Any) -> Any:
-        number = next(calls)
-        if number == call and when == "before":
-            raise ZeroDivisionError(phase)
-        result = original(*args, **kwargs)
-        if number == call:
-            raise ZeroDivisionError(phase)
-        return result
-
-    torch_before = namespace()
-    with monkeypatch.context() as patched:
-        patched.setattr(owner, name, fails)
-        try:
-            mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
-            reached = False
-            mpinit.undo(model)
-        except ZeroDivisionError:
-            reached = True
-    assert reached or kind != "O2 and a float32 head", "the phase exists"
-    assert_same(torch_before, namespace())
-    assert_same(before[0], structure_of_model(model))
-    assert_same(before[1], structure_of_optimizer(optimizer))
-    rounded = rounds(kind, model) if not reached else lambda name: name.startswith("gradient") and kind != "O3"
-    assert_same_bits(before[2], values(model, optimizer), rounded)
-    assert registry.of(model) is None
-    assert registry.of(optimizer) is None
-    assert not registry.live()
-    mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
-    train(model, optimizer, CASES["cnn"].batches(1), CASES["cnn"].loss)
 
 
 @pytest.mark.parametrize("kind", KINDS)
