@@ -19,6 +19,7 @@ from pathlib import Path
 
 import distributed_engines
 import distributed_matrix
+import distributed_sharded
 import distributed_split
 import distributed_states
 import distributed_train_state
@@ -37,7 +38,7 @@ CHECKS = {
 }
 NIGHTLY = {4: distributed_matrix.NIGHTLY}
 # They belong to a process group.
-MESHES = (distributed_worker.MESH, distributed_verdicts.mesh_of_two, distributed_engines.mesh)
+MESHES = (distributed_sharded.MESH, distributed_verdicts.mesh_of_two, distributed_engines.mesh)
 TIMEOUT = datetime.timedelta(seconds=30)
 
 

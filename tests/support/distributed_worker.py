@@ -10,23 +10,31 @@ from typing import Any
 import distributed_by_name
 import distributed_loops
 import distributed_replicas as replicas
+import distributed_sharded as sharded
 import distributed_verdicts as verdicts
 import torch
 import torch.distributed as dist
-from models import CASES, level_arguments, train
+from distributed_pairs import (
+    BF16,
+    CASE,
+    F16,
+    F32,
+    GRID,
+    TOLERANCE,
+    alone,
+    assert_close,
+    assert_ranks_agree,
+    full,
+    mine,
+    pair,
+)
+from models import train
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import mpinit
 
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-CASE = CASES["transformer"]
 CHECKS: dict[str, Callable[[], None]] = {}
-TOLERANCE = {F32: 1e-5, F16: 5e-3, BF16: 3e-2}
-GRID = [("O0", F32), *((level, dtype) for level in ("O1", "O2", "O3") for dtype in (F16, BF16))]
 
 
 def check(*cases: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -39,50 +47,6 @@ def check(*cases: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
         return function
 
     return enter
-
-
-def mine(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """This rank's half of a batch."""
-    x, y = batch
-    return x.chunk(2)[dist.get_rank()], y.chunk(2)[dist.get_rank()]
-
-
-def full(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in state.items()
-    }
-
-
-def assert_ranks_agree(value: Any) -> None:
-    gathered: list[Any] = [None, None]
-    dist.all_gather_object(gathered, value)
-    if isinstance(value, dict):
-        assert all(torch.equal(gathered[0][name], gathered[1][name]) for name in gathered[0])
-    else:
-        assert gathered[0] == gathered[1], gathered
-
-
-def assert_close(state: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    assert state.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(state[name], expected[name], atol=tolerance, rtol=tolerance, msg=name)
-
-
-def pair(level: str, dtype: torch.dtype, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = CASE.build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    mpinit.initialize(model, optimizer, **level_arguments(level, dtype), **more)
-    return model, optimizer
-
-
-def alone(level: str, dtype: torch.dtype, batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Training in one process on the whole batches."""
-    model, optimizer = pair(level, dtype)
-    train(model, optimizer, batches, CASE.loss)
-    state = full(model.state_dict())
-    mpinit.undo(model)
-    return state
 
 
 @check(*GRID, ("O2", BF16, True), ("O1", F16, True), ("O0", F32, True))
@@ -205,130 +169,11 @@ def ddp_reduces_float32_parameters_as_by_hand(views: bool) -> None:
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-@check()
-def casts_in_forwards_of_a_sharded_model_are_refused() -> None:
-    model = sharded()
-    try:
-        mpinit.initialize(model, opt_level="O5", master_weights="model", verbosity=0)
-    except ValueError as error:
-        assert "fully_shard" in str(error) and "master_weights=True" in str(error), error
-    else:
-        raise AssertionError("casts in forwards of DTensors were accepted")
-
-
-# -- FSDP2 ------------------------------------------------------------------------------------------------------------
-
-
-def sharded() -> nn.Module:
-    model = CASE.build()
-    fully_shard(model.layer, mesh=MESH())
-    return fully_shard(model, mesh=MESH())
-
-
-@functools.cache
-def MESH() -> Any:
-    return init_device_mesh("cpu", (2,))
-
-
-@check(*[(*row, index % 2 == 1) for index, row in enumerate(GRID)])
-def fsdp_equals_one_process_with_the_large_batch(level: str, dtype: torch.dtype, warm: bool) -> None:
-    batches = CASE.batches(5)
-    expected = alone(level, dtype, batches)
-    model = sharded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    before = {id(parameter) for parameter in model.parameters()}
-    if warm:
-        x, y = mine(batches[0])
-        CASE.loss(model(x), y).backward()
-        model.zero_grad()
-        model(x)  # leaves the gathered weights in place
-    mpinit.initialize(model, optimizer, **level_arguments(level, dtype))
-    weights = dtype if level == "O3" else F32
-    assert {parameter.dtype for parameter in model.parameters()} == {weights}
-    assert all(isinstance(parameter, DTensor) for parameter in mpinit.master_params(optimizer))
-    train(model, optimizer, [mine(batch) for batch in batches], CASE.loss)
-    state = full(model.state_dict())
-    assert all(value.dtype is F32 for value in state.values())
-    assert_ranks_agree(state)
-    assert_close(state, expected, TOLERANCE[dtype])
-    mpinit.undo(model)
-    undone = full(model.state_dict())
-    assert {parameter.dtype for parameter in model.parameters()} == {F32}
-    assert all(torch.equal(undone[name], state[name]) for name in state), "the masters' bits"
-    assert {id(parameter) for parameter in model.parameters()} == before
-    x, y = mine(batches[0])
-    CASE.loss(model(x), y).backward()
-    optimizer.step()
-
-
-@check(("O1",), ("O2",))
-def fsdp_skips_on_all_ranks_when_one_shard_overflows(level: str) -> None:
-    model = sharded()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    mpinit.initialize(model, optimizer, **level_arguments(level, F16))
-    x, y = mine(CASE.batches(1)[0])
-    before = full(model.state_dict())
-    with mpinit.scale_loss(CASE.loss(model(x), y), optimizer) as scaled_loss:
-        scaled_loss.backward()
-        if dist.get_rank() == 1:
-            next(iter(model.layer.parameters())).grad.to_local().fill_(float("nan"))
-    optimizer.step()
-    assert mpinit.step_was_skipped(optimizer)
-    assert_ranks_agree(mpinit.loss_scale(optimizer))
-    after = full(model.state_dict())
-    assert all(torch.equal(after[name], before[name]) for name in before)
-
-
-@check((F16,), (BF16,))
-def fsdp_loads_float32_and_clips(dtype: torch.dtype) -> None:
-    model = sharded()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    mpinit.initialize(model, optimizer, **level_arguments("O2", dtype))
-    noise = {name: value.detach() * 1.37 + 0.1 for name, value in model.state_dict().items()}
-    expected = full(noise)
-    model.load_state_dict(noise)
-    got = full(model.state_dict())
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
-    x, y = mine(CASE.batches(1)[0])
-    with mpinit.scale_loss(CASE.loss(model(x), y), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    mpinit.clip_grad_norm_(optimizer, 0.1)
-    norms = [p.grad.full_tensor().norm() for p in mpinit.master_params(optimizer) if p.grad is not None]
-    assert torch.stack(norms).norm() <= 0.1001
-    optimizer.step()
-
-
-@check()
-def a_group_of_two_dtypes_is_refused_and_batchnorm_by_itself_works() -> None:
-    def network() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-
-    model = fully_shard(network(), mesh=MESH())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        mpinit.initialize(model, optimizer, "O2", verbosity=0)
-    except ValueError as error:
-        assert "fully_shard" in str(error) and "keep_batchnorm_fp32" in str(error), error
-    else:
-        raise AssertionError("a group in two dtypes was accepted")
-    assert {parameter.dtype for parameter in model.parameters()} == {F32}
-    model = network()
-    fully_shard(model[1], mesh=MESH())
-    fully_shard(model, mesh=MESH())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O2", verbosity=0, loss_scale=8.0)
-    x = torch.randn(4, 4)
-    inside: dict[int, torch.dtype] = {}
-    for index in range(2):
-        model[index].register_forward_pre_hook(lambda m, _, i=index: inside.update({i: m.weight.dtype}))
-    for _ in range(2):
-        with mpinit.scale_loss(model(x).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-    assert {parameter.dtype for parameter in model.parameters()} == {F32}
-    assert (inside[0], inside[1]) == (F16, F32)
-
-
+check()(sharded.casts_in_forwards_of_a_sharded_model_are_refused)
+check(*[(*row, index % 2 == 1) for index, row in enumerate(GRID)])(sharded.fsdp_equals_one_process_with_the_large_batch)
+check(("O1",), ("O2",))(sharded.fsdp_skips_on_all_ranks_when_one_shard_overflows)
+check((F16,), (BF16,))(sharded.fsdp_loads_float32_and_clips)
+check()(sharded.a_group_of_two_dtypes_is_refused_and_batchnorm_by_itself_works)
 check(*distributed_by_name.DDP_CASES)(distributed_by_name.ddp_states_by_name)
 check(*distributed_by_name.FSDP_CASES)(distributed_by_name.fsdp_states_by_name)
 check(*distributed_loops.CASES)(distributed_loops.ddp_by_a_grad_scaler)

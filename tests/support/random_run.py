@@ -7,20 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from random_actions import (
-    DELAYS,
-    Add,
-    Backward,
-    Clear,
-    Clip,
-    Freeze,
-    Reload,
-    Remember,
-    Restart,
-    Schedule,
-    Step,
-    Write,
-)
+from random_actions import DELAYS, Add, Backward, Clear, Clip, Freeze, Reload, Remember, Restart, Schedule, Step, Write
 from random_world import DTYPES, MAX_SKIPS, NAMES, RATE, SIZE, Config, Poison, World, picture
 from reference_loop import F32, Leaf
 
