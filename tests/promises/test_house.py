@@ -18,6 +18,9 @@ import mpinit
 let_torchvision_load()
 
 SOURCES = sorted(Path(mpinit.__file__).parent.rglob("*.py"))
+ROOT = Path(__file__).parents[2]
+BESIDE_THE_PACKAGE = ("tests", "benchmarks", "examples", ".ci")
+LINES_OF_A_FILE = 350
 # Stand-ins for apex's modules are packages that only importing scripts load; scripts to run end the process.
 NOT_IMPORTED = ("mpinit.__main__",)
 
@@ -35,13 +38,22 @@ def classes() -> Iterator[type]:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.name))
 def test_files_and_functions_stay_small(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 350
+    assert len(text.splitlines()) <= LINES_OF_A_FILE
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
             # The signature and the docstring are what a reader of the function's page sees, not work.
             statements = node.body[1:] if ast.get_docstring(node) else node.body
             length = node.end_lineno - statements[0].lineno + 1 if statements else 0
             assert length <= 40, f"{node.name} has {length} lines"
+
+
+def test_files_beside_the_package_stay_small() -> None:
+    lengths = {}
+    for folder in BESIDE_THE_PACKAGE:
+        found = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py")}
+        assert found, f"{folder} has no files"
+        lengths |= found
+    assert not {str(path.relative_to(ROOT)): lines for path, lines in lengths.items() if lines > LINES_OF_A_FILE}
 
 
 def test_no_class_has_more_than_15_public_methods() -> None:
