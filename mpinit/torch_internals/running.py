@@ -11,13 +11,13 @@ from .devices import is_capturing
 def is_tracing_symbolically() -> bool:
     """Whether torch.fx is running code with proxies in the place of tensors.
 
-    torch.fx's own function of this meaning has one name in 2.11 and another, with a warning on the first, in 2.13.
+    torch.fx's own question comes second: a compiler would follow it into the thread's own variables.
 
     Example:
         >>> is_tracing_symbolically()
         False
     """
-    return not torch.compiler.is_compiling() and _symbolic_trace._is_fx_tracing_flag
+    return not torch.compiler.is_compiling() and _symbolic_trace.is_fx_symbolic_tracing()
 
 
 def in_backward() -> bool:
