@@ -152,7 +152,12 @@ class SplitMasters(MasterStore):
         finally:
             for parameter, gradient in plain:
                 parameter.grad = gradient
-            set_grads(copies.masters, grads_of(copies.weights))
+            gradients = grads_of(copies.weights)
+            if optimizer in self._gradient_writers:
+                # Others than before: from here on they are what both sides hold.
+                copies.put_gradients(gradients, weights_have_them=True)
+            else:
+                set_grads(copies.masters, gradients)
 
     def _buckets_of(self, copies: TwoCopies) -> list[Bucket]:
         known = self._buckets.get(copies)

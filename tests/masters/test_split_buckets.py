@@ -141,3 +141,41 @@ def test_a_weight_laid_out_anew_and_written_to_keeps_the_low_bits_of_the_rest() 
         model.weight[0, 0, 0, 0] = 1.0
     changed = model.state_dict()["weight"] != before
     assert changed[0, 0, 0, 0] and changed.sum() <= 64
+
+
+class HalvesGradients(torch.optim.Optimizer):
+    """SGD that leaves other gradients than it has found."""
+
+    steps_per_parameter = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad / 2
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("side", ["weight", "group"])
+@pytest.mark.parametrize("kind", [KeepsGradients, HalvesGradients])
+def test_gradients_that_a_step_has_replaced_may_be_cleared_on_either_side(kind: Any, side: str) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = kind(model.parameters())
+    mpinit.initialize(model, optimizer, "O2", cast_model_type="bfloat16", master_weights="split", verbosity=0)
+
+    def backward() -> None:
+        loss = model(torch.ones(2, 4)).float().sum()
+        with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    backward()
+    expected = model.weight.grad.clone()
+    optimizer.step()
+    parameter = model.weight if side == "weight" else optimizer.param_groups[0]["params"][0]
+    parameter.grad = None
+    backward()
+    assert torch.equal(model.weight.grad, expected), "not added to what was cleared"
+    assert optimizer.param_groups[0]["params"][0].grad is model.weight.grad

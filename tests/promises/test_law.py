@@ -107,3 +107,8 @@ def test_a_weight_that_steps_move_and_move_back_may_be_what_it_was_cast_from() -
     setup = Setup(level="O2", half="bfloat16", masters=False, loss_scale="dynamic", momentum=False, optimizers=1)
     actions = [("groups:replace", 1), ("backward", 0), ("backward", 225), ("hook:before:weight", 0)]
     play(setup, [*actions, ("backward", 0), ("backward", 0), ("hook:before:weight", 0)])
+
+
+def test_gradients_that_a_step_has_replaced_may_be_cleared() -> None:
+    setup = Setup(level="O2", half="bfloat16", masters="split", loss_scale="dynamic", momentum=False, optimizers=1)
+    play(setup, [("backward", 0), ("hook:before:weight", 0), ("gradient:none:weight", 0), ("backward", 0)])
