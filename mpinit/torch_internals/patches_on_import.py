@@ -54,8 +54,11 @@ class PatchesOnImport:
         with self._lock:
             self._needed_by.discard(who)
             while self._reverts and not self._needed_by:
-                self._reverts[-1]()
-                self._reverts.pop()
+                revert = self._reverts[-1]
+                revert()
+                # The collector may have come back here meanwhile, and have done it already.
+                if self._reverts and self._reverts[-1] is revert:
+                    self._reverts.pop()
 
     def _patch_or_wait(self) -> None:
         module = sys.modules.get(self._name)
