@@ -10,10 +10,12 @@ from typing import Any, Final
 
 import torch
 
-from .parameter_watching import TENSOR_DATA, TENSOR_GRAD
+from .parameter_watching import TENSOR_DATA
 
-_GRAD_OF: Final[Any] = TENSOR_GRAD.__get__
-_SET_GRAD_OF: Final[Any] = TENSOR_GRAD.__set__
+# torch's other name for ``grad``, which nobody watches. By name: a descriptor's own ``__get__`` and ``__set__`` make a
+# tuple of their arguments.
+_GRAD: Final = "_grad"
+_GRAD_OF: Final = attrgetter(_GRAD)
 _SET_DATA_OF: Final[Any] = TENSOR_DATA.__set__
 _ADDRESS_OF: Final[Any] = torch.Tensor.data_ptr
 _VERSION_OF: Final = attrgetter("_version")
@@ -35,7 +37,7 @@ def have_grads(tensors: Iterable[torch.Tensor]) -> bool:
 
 def set_grads(tensors: Iterable[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
     """Set each tensor's ``grad``, unnoticed by who watches parameters."""
-    do_all(map(_SET_GRAD_OF, tensors, grads))
+    do_all(map(setattr, tensors, repeat(_GRAD), grads))
 
 
 def set_memory(tensors: Iterable[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
