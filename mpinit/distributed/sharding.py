@@ -172,21 +172,20 @@ def check_groups(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, tor
         ValueError: a group would have two, or its policy says something else.
     """
     for group in (group for model in models for group in _groups(model)):
-        found: dict[torch.dtype, str] = {}
+        found: dict[torch.dtype, tuple[str, torch.dtype | None]] = {}
         for entry in group.fsdp_params:
             parameter = entry.sharded_param
             if parameter.requires_grad:
                 name = entry._param_fqn or entry._module_info.param_name
-                found.setdefault(targets.get(parameter, parameter.dtype), name)
+                found.setdefault(targets.get(parameter, parameter.dtype), (name, entry.mp_policy.param_dtype))
         if len(found) > 1:
-            both = " and ".join(f"{name!r} in {dtype}" for dtype, name in found.items())
+            both = " and ".join(f"{name!r} in {dtype}" for dtype, (name, _) in found.items())
             raise ValueError(
                 f"fully_shard has put parameters into one group that are to be in different dtypes ({both}), and FSDP "
                 "gathers a group in one dtype: call fully_shard on the modules that stay float32 (BatchNorm, "
                 "keep_fp32) by themselves before it is called on the model, or give keep_batchnorm_fp32=False"
             )
-        asked = group.mp_policy.param_dtype
-        for dtype, name in found.items():
+        for dtype, (name, asked) in found.items():
             if asked is not None and asked is not dtype:
                 raise ValueError(
                     f"fully_shard was given MixedPrecisionPolicy(param_dtype={asked}), and {name!r} is to compute in "
@@ -231,21 +230,18 @@ def gather_in(models: Sequence[nn.Module], dtypes: Mapping[torch.Tensor, torch.d
             (dtypes[entry.sharded_param] for entry in group.fsdp_params if entry.sharded_param in dtypes), None
         )
         if dtype is not None:
-            before.append((group, group.mp_policy))
-            reduced = group.mp_policy.reduce_dtype or torch.float32
-            _set_policy(group, replace(group.mp_policy, param_dtype=dtype, reduce_dtype=reduced))
+            # Up to torch 2.13 a group has a policy, too.
+            for holder in (*([group] if hasattr(group, "mp_policy") else []), *group.fsdp_params):
+                policy = holder.mp_policy
+                before.append((holder, policy))
+                reduced = policy.reduce_dtype or torch.float32
+                holder.mp_policy = replace(policy, param_dtype=dtype, reduce_dtype=reduced)
 
     def undo() -> None:
-        for group, policy in before:
-            _set_policy(group, policy)
+        for holder, policy in before:
+            holder.mp_policy = policy
 
     return undo
-
-
-def _set_policy(group: Any, policy: Any) -> None:
-    group.mp_policy = policy
-    for entry in group.fsdp_params:
-        entry.mp_policy = policy
 
 
 def rebuild_groups(models: Iterable[nn.Module]) -> None:
