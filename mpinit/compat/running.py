@@ -21,7 +21,8 @@ from .importing import BOOTSTRAP, install_as_apex
 _NO_DEVICE: Final = re.compile(
     r"not compiled with CUDA|no NVIDIA driver|No CUDA GPUs|no CUDA-capable device|cuda\.is_available\(\) is False"
     r"|torch\._C' has no attribute '_cuda|dummy base class|torch\.cuda\.\w+Tensor not available|CUDA driver"
-    r"|NCCL built in|NCCL support is not compiled|NCCL is not available|only supported with GPUs|no GPUs found",
+    r"|NCCL built in|NCCL support is not compiled|NCCL is not available|only supported with GPUs|no GPUs found"
+    r"|requires at least one CUDA device",
     re.IGNORECASE,
 )
 

@@ -81,7 +81,8 @@ same.
   have, and torch raises there where they have no such kernel either.
 {on_cpu}
 
-Whatever else is written in Python, in torch or elsewhere, follows the functions that it calls.
+Whatever else is made of other functions, in torch (`torch.linalg.polar` of torch 2.15, say) or elsewhere, follows those
+that it calls.
 
 The CPU's own autocast list, which a bare `torch.autocast("cpu")` follows, names more. While a session with O1 is live
 these kernels are off that list, so that they do on the CPU what they do on CUDA.

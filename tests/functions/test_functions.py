@@ -242,7 +242,7 @@ def test_the_loss_made_of_a_gradient_is_cast(start_casts: StartCasts) -> None:
     assert torch.isfinite(x.grad).all()
 
 
-NO_LONGER_SUPPORTED = pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+NO_LONGER_SUPPORTED = pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
 
 
 class Scriptable(torch.nn.Module):

@@ -224,7 +224,7 @@ def test_buffers_are_cast_and_come_back() -> None:
     assert torch.equal(model.table, before)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_refusals_and_words() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     for level in ("O0", "O1"):

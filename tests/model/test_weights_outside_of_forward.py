@@ -125,7 +125,7 @@ def test_a_parameter_made_in_a_forward_is_float32() -> None:
     is_float32_outside(model)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_copies_pickles_and_traces() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     optimizer = start(model)

@@ -182,7 +182,9 @@ def test_fused_sgd_steps_16_bit_weights_on_a_cpu_as_unfused_does(dtype: torch.dt
         return model, optimizer
 
     (model, optimizer), (expected, _) = trained(True), trained(False)
-    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+    # Where torch's kernel is right by now it is used, and rounds at other places.
+    few_bits = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=few_bits, atol=few_bits)
     assert [group["fused"] for group in optimizer.state_dict()["param_groups"]] == [True, True]
     mpinit.undo([model, expected])
 
