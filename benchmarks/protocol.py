@@ -30,8 +30,9 @@ class Effort:
         size: "quick" or "full".
         rounds: processes of each contender.
         most_rounds: up to which a workload is measured on whose controls do not hold.
-        turns: of each process, fewer where they would take longer than ``limit_s``, but at least sixteen. Many short
-            ones: where a neighbour slows a core down by turns, what is compared has to be close together.
+        turns: of each process, fewer where they would take longer than ``limit_s``, but at least sixteen, or four where
+            one takes a quarter of a second. Many short ones: where a neighbour slows a core down by turns, what is
+            compared has to be close together.
         preloaded: what contenders need anyway and is slow to import.
         patience_s: how long an answer may take.
     """
@@ -49,6 +50,9 @@ _SLOW: Final = ("torch._dynamo", "torch._inductor.compile_fx", "mpinit")
 FULL: Final = Effort("full", rounds=5, most_rounds=15, turns=32, limit_s=0.35, preloaded=_SLOW)
 QUICK: Final = Effort("quick", rounds=2, most_rounds=2, turns=3, limit_s=0.01)
 LEAST_TURNS: Final = 16
+# Of a contender that is many times slower than others no second digit is needed: they get its time, in more rounds.
+OF_SLOW_ONES: Final = 4
+SLOW_S: Final = 0.25
 # Repetitions before those that count bring caches and branches back; a longer one does so by itself.
 WARM_UP_S: Final = 0.003
 WARMED_BY_ITSELF_S: Final = 0.012
@@ -249,7 +253,8 @@ class Round:
         repeat_s, limit_s = self.results.workload.repeat_s, self.effort.limit_s * self.results.workload.patience
         self.loops[contender] = max(1, round(repeat_s / max(once, 1e-7))) if once else 1
         fit = int(limit_s / (self.loops[contender] * once)) if once else 1
-        self.turns[contender] = max(LEAST_TURNS, min(self.effort.turns, fit)) if once else 1
+        least = LEAST_TURNS if once < SLOW_S else OF_SLOW_ONES
+        self.turns[contender] = max(least, min(self.effort.turns, fit)) if once else 1
         is_short = 0 < once < WARMED_BY_ITSELF_S
         self.untimed[contender] = max(1, round(WARM_UP_S / once)) if is_short else 0
         self.answers[contender] = []
