@@ -112,3 +112,8 @@ def test_a_weight_that_steps_move_and_move_back_may_be_what_it_was_cast_from() -
 def test_gradients_that_a_step_has_replaced_may_be_cleared() -> None:
     setup = Setup(level="O2", half="bfloat16", masters="split", loss_scale="dynamic", momentum=False, optimizers=1)
     play(setup, [("backward", 0), ("hook:before:weight", 0), ("gradient:none:weight", 0), ("backward", 0)])
+
+
+def test_a_weight_that_joined_unseen_may_lose_low_bits_near_a_write() -> None:
+    setup = Setup(level="O2", half="bfloat16", masters="split", loss_scale="dynamic", momentum=False, optimizers=1)
+    play(setup, [("groups:put_all", 0), ("backward", 323), ("hook:after:weight", 139124), ("backward", 0)])

@@ -27,6 +27,7 @@ class Number:
     Attributes:
         name: the module's name.
         value: the number, at every element; ``other`` is what it may be instead.
+        blurred: what ``other`` may have become where a write has cost the low bits of what is near it.
         original: what a weight without a master was cast from: the same bits again are the same number again.
         weight_type: what the model computes with.
         split: the master is split.
@@ -44,6 +45,7 @@ class Number:
     split: bool = False
     has_master: bool = False
     other: Array | None = None
+    blurred: Array | None = None
     original: Array | None = None
     gradient: Array | None = None
     moments: dict[int, Array] = field(default_factory=dict)
@@ -75,6 +77,8 @@ class Number:
             self._blur(changed)
         if self.other is not None:
             self.other = np.where(changed, new, self.other)
+        if self.blurred is not None:
+            self.blurred = np.where(changed, new, self.blurred)
         self.value = np.where(changed, new, self.value)
         self.stale = "group" if self.has_master else None
 
@@ -85,11 +89,15 @@ class Number:
             near[max(place - LONGEST_BLOCK + 1, 0) : place + LONGEST_BLOCK] = True
         if places.size:
             other = self.value if self.other is None else self.other
+            # Where there are two already, the second may lose its low bits, too.
+            rounded = stored(other, self.weight_type, half_away=True)
+            self.blurred = np.where(near & (other != self.value), rounded, other) if self.other is not None else None
             self.other = np.where(near & (other == self.value), self.weight, other)
 
     def write_master(self, values: Array) -> None:
         """Somebody writes to the master."""
-        self.value, self.other, self.stale = stored(values, F32), None, "weight"
+        self.value, self.stale = stored(values, F32), "weight"
+        self.other = self.blurred = None
 
     def set_gradient(self, values: Array | None, side: str) -> None:
         """The gradient is changed by hand on one side."""
@@ -110,6 +118,8 @@ class Number:
             same = moved == self.value if not self.has_master else np.zeros(moved.shape, dtype=bool)
             self.other = np.where(same, self.other, moved if not self.has_master else self.other - RATE * gradient)
             self.other = stored(self.other, F32)
+        if self.blurred is not None:
+            self.blurred = stored(self.blurred - RATE * gradient, F32)
         self.value = moved
 
     def allows(self, real: Array) -> bool:
@@ -117,6 +127,8 @@ class Number:
         right = real == self.value
         if self.other is not None:
             right = right | (real == self.other)
+            if self.blurred is not None:
+                right = right | (real == self.blurred)
         if self.original is not None and not self.has_master:
             right = right | ((real == self.original) & (stored(self.original, self.weight_type) == self.value))
         return bool(right.all())
@@ -125,12 +137,13 @@ class Number:
         """The real number has been looked at: it is this one, from here on where it is ``for_good``."""
         assert self.allows(real), f"{self.name}: {real} instead of {self.value}"
         if self.has_master and for_good:
-            self.value, self.other = real, None
+            self.value, self.other, self.blurred = real, None, None
 
     def load(self, values: Array) -> None:
         """Loaded from a checkpoint."""
         self.value = stored(values, self.stepped_type)
         self.other = self.original = None if self.has_master or self.weight_type == F32 else values
+        self.blurred = None
         self.stale = None
 
 

@@ -176,7 +176,7 @@ class Run:
             weight = self.world.weight(name)
             assert weight.dtype is torch.float32, name
             assert number.allows(read(weight)), f"undone {name}: {read(weight)} instead of {number.value}"
-            number.value, number.other, number.original = read(weight), None, None
+            number.value, number.other, number.blurred, number.original = read(weight), None, None, None
             for owner in self.law.owners(name):
                 assert self.entry(name, owner) is weight, f"undo left something else than {name} in the groups"
         self.fresh_entries.clear()

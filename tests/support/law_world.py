@@ -171,7 +171,7 @@ def begin(law: Law, setup: Setup) -> None:
     law.steps = [(0, 0)] * len(law.groups)
     for name, number in law.numbers.items():
         number.has_master, number.stale, number.pending = False, None, None
-        number.other = number.original = None
+        number.other = number.blurred = number.original = None
         if number.weight_type == F32:
             continue
         if setup.has_masters and law.owners(name):
