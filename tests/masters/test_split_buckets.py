@@ -143,13 +143,8 @@ def test_a_weight_laid_out_anew_and_written_to_keeps_the_low_bits_of_the_rest() 
     assert changed[0, 0, 0, 0] and changed.sum() <= 64
 
 
-class HalvesGradients(torch.optim.Optimizer):
+class HalvesGradients(KeepsGradients):
     """SGD that leaves other gradients than it has found."""
-
-    steps_per_parameter = True
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
