@@ -172,20 +172,20 @@ def check_groups(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, tor
         ValueError: a group would have two, or its policy says something else.
     """
     for group in (group for model in models for group in _groups(model)):
-        found: dict[torch.dtype, tuple[str, torch.dtype | None]] = {}
-        for entry in group.fsdp_params:
-            parameter = entry.sharded_param
-            if parameter.requires_grad:
-                name = entry._param_fqn or entry._module_info.param_name
-                found.setdefault(targets.get(parameter, parameter.dtype), (name, entry.mp_policy.param_dtype))
+        trained = [entry for entry in group.fsdp_params if entry.sharded_param.requires_grad]
+        wanted = [targets.get(entry.sharded_param, entry.sharded_param.dtype) for entry in trained]
+        names = [entry._param_fqn or entry._module_info.param_name for entry in trained]
+        found = dict(zip(reversed(wanted), reversed(names), strict=True))
         if len(found) > 1:
-            both = " and ".join(f"{name!r} in {dtype}" for dtype, (name, _) in found.items())
+            both = " and ".join(f"{name!r} in {dtype}" for dtype, name in reversed(found.items()))
             raise ValueError(
                 f"fully_shard has put parameters into one group that are to be in different dtypes ({both}), and FSDP "
                 "gathers a group in one dtype: call fully_shard on the modules that stay float32 (BatchNorm, "
                 "keep_fp32) by themselves before it is called on the model, or give keep_batchnorm_fp32=False"
             )
-        for dtype, (name, asked) in found.items():
+        for entry, dtype, name in zip(trained, wanted, names, strict=True):
+            # Since torch 2.15 a policy can name a type for each parameter.
+            asked = entry.mp_policy.param_dtype
             if asked is not None and asked is not dtype:
                 raise ValueError(
                     f"fully_shard was given MixedPrecisionPolicy(param_dtype={asked}), and {name!r} is to compute in "
