@@ -6,73 +6,65 @@ read as a signed integer: where it is negative, the upper half was rounded up.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
+from typing import Final
 
 import torch
 
-from ..torch_internals.devices import works_within_a_cache
+from ..torch_internals.devices import is_read_freely, works_within_a_cache
 
-_HALF = 0x8000
-_LOWER = 0 if sys.byteorder == "little" else 1
+_HALF: Final = 0x8000
+_MAGNITUDE: Final = 0x7FFFFFFF
+_INFINITE: Final = 0x7F800000
 # Elements worked on at a time where several passes over them then stay in a cache.
-_CHUNK = 1 << 17
+_CHUNK: Final = 1 << 17
 
 
-def split_(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Take float32 ``values`` apart into a bfloat16 weight and an int16 remainder.
-
-    Args:
-        values: float32, one-dimensional, contiguous.
-        weight: bfloat16, the same length, written to.
-        remainder: int16, the same length, written to.
-
-    Example:
-        >>> values = torch.tensor([1.0 / 3.0])
-        >>> weight, rest = torch.empty(1, dtype=torch.bfloat16), torch.empty(1, dtype=torch.int16)
-        >>> split_(values, weight, rest)
-        >>> bool(join(weight, rest) == values)
-        True
-    """
-    halves = values.view(torch.int16)
-    lower, upper = halves[_LOWER::2], halves[1 - _LOWER :: 2]
-    # In the memory written to anyway: -1 where the upper half is rounded up, because the lower one is 0x8000 or more.
-    torch.bitwise_right_shift(lower, 15, out=remainder)
-    torch.sub(upper, remainder, out=weight.view(torch.int16))
-    remainder.copy_(lower)
-
-
-def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """Put together, in a new float32 tensor, what :func:`split_` took apart."""
-    values = weight.view(torch.bfloat16).to(torch.float32)
-    add_remainder_(values.view(torch.int32), remainder)
-    return values
-
-
-def take_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> bool:
+def take_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> None:
     """Turn float32 bits into those of the rounded upper half; ``remainder`` gets the lower half as a signed number.
 
-    Returns:
-        True: it is done, and must not be done again.
+    Args:
+        bits: int32, one-dimensional; afterwards its lower halves are the bits of bfloat16 numbers.
+        remainder: int16, the same length, written to.
     """
     for part, rest in _chunks(bits, remainder):
         rest.copy_(part)
         part.add_(_HALF).bitwise_right_shift_(16)
-    return True
 
 
-def add_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> None:
-    """The reverse of :func:`take_remainder_`, of float32 bits whose lower half is 0: of a bfloat16 number widened."""
-    for part, rest in _chunks(bits, remainder):
-        part.add_(rest)
+def add_remainder_(values: torch.Tensor, remainder: torch.Tensor) -> None:
+    """The reverse: ``values`` are bfloat16 numbers widened to float32, and get their remainders back, in place.
+
+    A weight that was written to since meets a remainder of other numbers, which is less than half a unit of its last
+    place. Only where it was written with 0 or inf may the two not belong together: there the weight alone counts.
+
+    Example:
+        >>> third = torch.tensor([1.0 / 3.0, 0.0])
+        >>> bits, remainder = third.clone().view(torch.int32), torch.empty(2, dtype=torch.int16)
+        >>> take_remainder_(bits, remainder)
+        >>> values = bits.to(torch.int16).view(torch.bfloat16).float()
+        >>> add_remainder_(values, remainder); torch.equal(values, third)
+        True
+    """
+    for part, rest in _chunks(values, remainder):
+        bits = part.view(torch.int32)
+        if is_read_freely(part.device):
+            bits.add_(rest)
+            # Elements that do not belong together join to nan. A sum costs less than a look at each of them.
+            if bool(part.sum().isfinite()):
+                continue
+            bits.sub_(rest)
+        magnitude, wide = bits.bitwise_and(_MAGNITUDE), rest.to(torch.int32)
+        wide = torch.where(magnitude == 0, wide.clamp(min=0), wide)
+        bits.add_(torch.where(magnitude == _INFINITE, wide.clamp(max=0), wide))
 
 
-def _chunks(bits: torch.Tensor, remainder: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    if bits.numel() <= _CHUNK or not works_within_a_cache(bits.device):
-        return iter(((bits, remainder),))
-    return zip(bits.unsafe_split(_CHUNK), remainder.unsafe_split(_CHUNK), strict=True)
+def _chunks(values: torch.Tensor, remainder: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    if values.numel() <= _CHUNK or not works_within_a_cache(values.device):
+        return iter(((values, remainder),))
+    return zip(values.unsafe_split(_CHUNK), remainder.unsafe_split(_CHUNK), strict=True)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor's memory as one dimension, whatever the order of its own."""
-    return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

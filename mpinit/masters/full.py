@@ -1,242 +1,159 @@
-"""Full masters: for each 16-bit weight a float32 parameter that the optimizer steps in its place.
-
-Outside of a backward pass ``model_param.grad`` and ``master_param.grad`` are one and the same float32 tensor.
-"""
+"""Full masters: for each 16-bit weight a float32 tensor of its own, 4 bytes a parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, final
+from collections.abc import Sequence
+from typing import final
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from ..basics.dtypes import cast_within_range, is_lower_precision
-from ..basics.gradients import all_dense, are_plain, as_float32
+from ..basics.dtypes import cast_within_range
+from ..basics.gradients import as_float32
 from ..distributed.exchange import arriving_gradient_dtype
-from ..distributed.sharding import is_distributed, local, locals_of, set_data
-from ..torch_internals.parameter_watching import TENSOR_DATA, TENSOR_DETACH
-from .pairs import Pair, give_gradient
-from .per_parameter import check_steps_its_groups
-from .store import Gradients, MasterStore
-from .two_copies import TwoCopies
+from ..distributed.sharding import is_sharded, local, set_data
+from ..torch_internals.columns import devices_of, versions_of
+from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, forget_data, note_data
+from .law import follow_weight, round_into
+from .masters import Gradients, Master, Masters, OpenMasters
 
 
 @final
-class FullPair(Pair):
-    """A weight and a float32 tensor of its own beside it: 4 bytes a parameter and the weight's 2.
+class FullMasters(Masters):
+    """The masters of ``master_weights=True``; gradients are float32, on the weights.
 
     Example:
-        >>> pair = FullPair(nn.Parameter(torch.tensor([1.0001])))
-        >>> pair.cast(torch.bfloat16)
-        >>> pair.model_param.dtype, pair.values()
+        >>> masters, weight = FullMasters(), nn.Parameter(torch.tensor([1.0001]))
+        >>> master = masters.add(weight, torch.bfloat16)
+        >>> masters.cast(master, torch.bfloat16, clamps=False)
+        >>> weight.dtype, masters.values(master)
         (torch.bfloat16, tensor([1.0001]))
+        >>> masters.discard(master)
     """
 
-    __slots__ = ("_before",)
+    def __init__(self) -> None:
+        super().__init__()
+        self.accessed: set[int] = set()
+        self._open: list[_Open] = []
 
-    def __init__(self, weight: nn.Parameter) -> None:
-        self._before: torch.Tensor | None = None
-        # Not detach(): that would share the weight's version, and a change of one would look like one of the other.
-        super().__init__(weight, nn.Parameter(TENSOR_DATA.__get__(weight).to(torch.float32), weight.requires_grad))
+    def _make(self, weight: nn.Parameter) -> Master:
+        # Not detach(): that would share the weight's version.
+        master = Master(weight, nn.Parameter(TENSOR_DATA.__get__(weight).to(torch.float32), weight.requires_grad))
+        note_data(weight, self.accessed)
+        return master
 
-    @property
-    def readable_param(self) -> nn.Parameter:
-        """The master."""
-        return self.master_param
+    def _forget(self, master: Master) -> None:
+        forget_data(master.weight)
+        self.accessed.discard(id(master.weight))
 
-    def cast(self, dtype: torch.dtype, clamps: bool = False) -> None:
-        """Cast the weight; the master holds the old storage."""
-        values = TENSOR_DATA.__get__(self.model_param)
-        self.clamps = clamps
-        set_data(self.model_param, cast_within_range(values, dtype) if clamps else values.to(dtype))
+    def _cast(self, master: Master, dtype: torch.dtype) -> None:
+        values = TENSOR_DATA.__get__(master.weight)
+        set_data(master.weight, cast_within_range(values, dtype) if master.clamps else values.to(dtype))
 
-    def values(self) -> torch.Tensor:
-        """The master, without its graph."""
-        values: torch.Tensor = TENSOR_DETACH(self.master_param)
+    def is_cast(self, master: Master) -> bool:
+        """Whether the weight has been cast: until then it shares its memory with the master."""
+        return master.weight.dtype != torch.float32
+
+    def set_gradient_dtype(self, master: Master) -> None:
+        """Float32; any, where ranks exchange gradients in the weights' type."""
+        weight, gradient, dtype = master.weight, master.weight.grad, arriving_gradient_dtype()
+        if weight.grad_dtype is not dtype:
+            if gradient is not None:
+                weight.grad = None
+            weight.grad_dtype = dtype
+            if gradient is not None:
+                weight.grad = as_float32(gradient)
+
+    @torch.no_grad()
+    def values(self, master: Master) -> torch.Tensor:
+        """The master itself, which follows its weight first."""
+        if not any(id(master) in each.members for each in self._open):
+            self._follow(master)
+        values: torch.Tensor = TENSOR_DETACH(master.parameter)
         return values
 
+    def _follow(self, master: Master) -> None:
+        weight, parameter = master.weight, master.parameter
+        if parameter.device != weight.device:
+            set_data(parameter, TENSOR_DATA.__get__(parameter).to(weight.device))
+        if self.is_cast(master):
+            follow_weight(local(weight), local(TENSOR_DETACH(parameter)))
+
     @torch.no_grad()
-    def load(self, values: torch.Tensor) -> None:
+    def load(self, master: Master, values: torch.Tensor) -> None:
         """Copy to the master, and round into the weight."""
-        self.master_param.copy_(values)
-        self.follow_master()
-        self.clamp()
+        if master.parameter.device != master.weight.device:
+            self._follow(master)
+        master.parameter.copy_(values)
+        round_into(master.weight, master.parameter, master.clamps)
+        self.clamp(master)
 
     @torch.no_grad()
-    def follow_weight(self) -> None:
-        """Elements that are their master's rounding, or were, have the master's bits."""
-        weight, master = self.model_param, self.master_param
-        before = self._before
-        if before is None:
-            self._before = TENSOR_DETACH(master).clone()
-        values = weight.float()
-        for known in (before, master) if before is not None else (master,):
-            values = torch.where(_is_rounding(weight, known), known, values)
-        master.copy_(values)
+    def clamp(self, master: Master) -> bool:
+        """Whether a float16 weight, not known to be too narrow, has become infinite of a finite master.
 
-    def forget_before(self) -> None:
-        """Let go of the copy."""
-        self._before = None
-
-    @torch.no_grad()
-    def follow_master(self) -> None:
-        """Round the master into the weight."""
-        weight, master = self.model_param, self.master_param
-        weight.copy_(cast_within_range(master, weight.dtype) if self.clamps else master)
-
-    @torch.no_grad()
-    def clamp(self) -> bool:
-        """Only float16 is too narrow."""
-        weight, master = local(self.model_param), local(self.master_param)
-        if self.clamps or weight.dtype != torch.float16 or not bool((weight.isinf() & master.isfinite()).any()):
+        From here on it becomes the largest number of its type instead.
+        """
+        weight, parameter = local(master.weight), local(master.parameter)
+        if master.clamps or weight.dtype != torch.float16 or not bool((weight.isinf() & parameter.isfinite()).any()):
             return False
-        self.clamps = True
-        self.follow_master()
+        master.clamps = True
+        round_into(master.weight, master.parameter, clamps=True)
         return True
 
-    @torch.no_grad()
-    def agree(self) -> bool:
-        """Whether every element of the weight is its master's rounding."""
-        return bool(_is_rounding(local(self.model_param), local(self.master_param)).all())
-
-    def restore(self, dtype: torch.dtype) -> None:
-        """The master's bits."""
-        weight, gradient = self.model_param, self.master_param.grad
-        if weight.dtype != dtype:
-            weight.grad = None
-            # torch has no way back to "the tensor's own dtype"; None takes any.
-            weight.grad_dtype = None
-            set_data(weight, TENSOR_DATA.__get__(self.master_param).to(dtype))
-        give_gradient(weight, gradient)
-
-    def follow_device(self) -> None:
-        """Move the master."""
-        if self.master_param.device != self.model_param.device:
-            self._before = None
-            set_data(self.master_param, TENSOR_DATA.__get__(self.master_param).to(self.model_param.device))
-
-    def let_go(self) -> None:
-        """Gradients are of the weight's own type from here on."""
-        weight, gradient = self.model_param, self.model_param.grad
-        weight.grad = None
-        # torch has no way back to "the tensor's own dtype"; None takes any.
-        weight.grad_dtype = None
-        give_gradient(weight, gradient)
-
-
-def _is_rounding(weight: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    rounded = master.to(weight.dtype)
-    same = (rounded == weight) | (rounded.isnan() & weight.isnan())
-    if weight.dtype == torch.float16:
-        same |= cast_within_range(master, weight.dtype) == weight
-    return same
-
-
-@final
-class FullMasters(MasterStore):
-    """The store of ``master_weights=True``."""
-
-    def check(self, optimizers: Sequence[Optimizer]) -> None:
-        """They must step the parameters in their groups.
-
-        Raises:
-            ValueError: one of them steps a copy that it made of them.
-        """
-        for optimizer in optimizers:
-            check_steps_its_groups(optimizer)
-
-    def make(self, weight: nn.Parameter, dtype: torch.dtype) -> Pair | None:
-        """A float32 master for a 16-bit weight."""
-        if not is_lower_precision(dtype):
-            return None
-        pair = FullPair(weight)
-        gradient = weight.grad
-        if gradient is not None:
-            weight.grad = None
-            pair.master_param.grad = as_float32(gradient)
-        return pair
-
-    def finish(self, pairs: Sequence[Pair]) -> None:
-        """Let autograd add up float32 gradients on the weights."""
-        arriving = arriving_gradient_dtype()
-        for pair in pairs:
-            weight, gradient = pair.model_param, pair.master_param.grad
-            if weight.grad is not None:
-                weight.grad = None
-            weight.grad_dtype = arriving
-            if gradient is not None:
-                weight.grad = gradient
-
-    def as_held(self, gradients: Gradients) -> Gradients:
+    def held(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """Float32, sparse ones coalesced."""
         return [None if gradient is None else as_float32(gradient) for gradient in gradients]
 
-    def are_plain(self, copies: TwoCopies, gradients: Gradients, device: torch.device) -> bool:
-        """On one device, a weight whose ``grad_dtype`` is float32 takes float32 gradients on it and no others."""
-        if copies.device != device or not self.adds_up_natively():
-            return are_plain(gradients, device)
-        return all_dense(gradients)
+    def opened(self, masters: Sequence[Master], device: torch.device) -> OpenMasters:
+        """All at once: the masters are there."""
+        return _Open(self, masters)
 
     @property
     def steps_in_parts(self) -> bool:
-        """False: all masters at once."""
+        """False."""
         return False
 
-    def adds_up_natively(self) -> bool:
-        """Whether weights take float32 gradients; follows a process group set up after the masters were made."""
-        first = self.pairs.first()
-        if first is None or first.model_param.grad_dtype is None:
-            return first is None
-        if arriving_gradient_dtype() is not None:
-            return True
-        for pair in self.pairs:
-            pair.model_param.grad_dtype = None
-        return False
 
-    @contextmanager
-    def stepping(
-        self, optimizer: Optimizer, copies: TwoCopies, rounds_itself: bool = False
-    ) -> Iterator[Iterator[None]]:
-        """One step on all masters, which are then rounded into the weights, in one call."""
-        failed = True
-        try:
-            with self.watcher:
-                yield iter((None,))
-            failed = False
-        finally:
-            if failed or not rounds_itself:
-                round_into_weights(copies)
-            # The copy is one version more for each weight. Where the step inside wrote to weights too, they are taken
-            # for written to from outside next time, and found to be their masters' rounding.
-            copies.note_all(copied_once=not (failed or rounds_itself or copies.clamped or is_distributed()))
+@final
+class _Open(OpenMasters):
+    def __init__(self, owner: FullMasters, masters: Sequence[Master]) -> None:
+        self.members = frozenset(map(id, masters))
+        self._owner = owner
+        self._masters = list(masters)
+        self._weights: list[torch.Tensor] = [master.weight for master in masters]
+        self._parameters: list[torch.Tensor] = [master.parameter for master in masters]
+        self._are_sharded = any(map(is_sharded, self._weights))
+        self._versions = [-1] * len(masters)
 
-    def step_with_closure(
-        self, optimizer: Optimizer, copies: TwoCopies, step: Callable[[Callable[[], Any] | None], Any], closure: Any
-    ) -> Any:
-        """The optimizer evaluates the closure itself, as often as it likes, on weights that are their masters."""
+    @torch.no_grad()
+    def read(self) -> None:
+        """The law, for weights that were written to, or whose ``data`` was read, since they were last rounded."""
+        versions, accessed = versions_of(self._weights), self._owner.accessed
+        if versions != self._versions or accessed or self._are_sharded:
+            for master, now, known in zip(self._masters, versions, self._versions, strict=True):
+                if now != known or self._are_sharded or id(master.weight) in accessed:
+                    self._owner._follow(master)
+        elif devices_of(self._weights) != devices_of(self._parameters):
+            for master in self._masters:
+                self._owner._follow(master)
+        self._owner._open.append(self)
 
-        def evaluate() -> Any:
-            round_into_weights(copies)
-            copies.note_all()
-            with self.watcher.listening():
-                loss = closure()
-            copies.look_at_weights()
-            return loss
+    @torch.no_grad()
+    def write(self) -> None:
+        """Round all, in one call."""
+        if self in self._owner._open:
+            self._owner._open.remove(self)
+        self._versions = [-1] * len(self._masters)
+        if self._are_sharded:
+            torch._foreach_copy_([local(w) for w in self._weights], [local(p) for p in self._parameters])
+        elif self._weights:
+            torch._foreach_copy_(self._weights, self._parameters)
+        for master in self._masters:
+            if master.clamps:
+                round_into(master.weight, master.parameter, clamps=True)
+        self._versions = versions_of(self._weights)
 
-        with self.watcher:
-            result = step(evaluate)
-        round_into_weights(copies)
-        copies.note_all()
-        return result
-
-
-@torch.no_grad()
-def round_into_weights(copies: TwoCopies) -> None:
-    """Round every master into its weight, in one call."""
-    if copies.pairs:
-        torch._foreach_copy_(locals_of(copies.weights), locals_of(copies.masters))
-    for pair in copies.clamped:
-        pair.follow_master()
+    def widened(self, gradients: Gradients) -> list[torch.Tensor | None]:
+        """Weights keep float32 gradients; under DistributedDataParallel they may have been assigned others."""
+        return self._owner.held(gradients)

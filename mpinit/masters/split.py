@@ -1,184 +1,293 @@
-"""Split masters: the float32 master is the bfloat16 weight plus a 16-bit remainder, exact to the bit.
+"""Split masters: the float32 master is the bfloat16 weight and a 16-bit remainder, 2 bytes a parameter, exact to the bit.
 
-The step materialises float32 masters a bucket at a time. Between steps the masters in the optimizer's groups are
-placeholders of the right shape and dtype that hold no memory. A weight is its master rounded half away from zero,
-where full masters round half to even.
+Between steps a master holds no memory. The law of masters needs no rule here: whatever is written to a weight *is* the
+upper half of its master. A weight is its master rounded half away from zero, where full masters round half to even.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, final
-from weakref import WeakSet
+from collections.abc import Sequence
+from typing import Any, Final, final
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
-from ..basics.gradients import are_dense_in
-from ..distributed.sharding import shard
-from ..torch_internals.columns import grads_of, set_grads
-from .buckets import Bucket, Buffers, grouped, large_first
-from .pairs import Pair
-from .parts import Numbers
-from .per_parameter import check_steps_its_groups, check_steps_per_parameter, writes_gradients
-from .split_pair import SplitPair
-from .store import Gradients, MasterStore
-from .two_copies import TwoCopies
+from ..basics.dtypes import is_lower_precision
+from ..basics.gradients import as_float32
+from ..distributed.sharding import in_place_of, is_sharded, placed_as, set_data, shard, sharded_as
+from ..torch_internals.columns import addresses_of, set_memory
+from ..torch_internals.parameter_data import TENSOR_DETACH
+from .float_split import add_remainder_, flat, take_remainder_
+from .masters import Gradients, Master, Masters, OpenMasters
+
+# Float32 memory up to this size stays from step to step: for small weights laying it out takes longer than the step.
+_KEPT_BYTES: Final = 16 * 2**20
 
 
 @final
-class SplitMasters(MasterStore):
-    """The store of ``master_weights="split"``: 2 bytes a parameter beside the weight instead of 4.
+class SplitMaster(Master):
+    """A weight and its remainder.
 
-    Gradients stay in bfloat16, on the weights and, the same tensors, on the masters.
-
-    Args:
-        bucket_bytes: float32 bytes (masters and their gradients) materialised at a time.
-        scales: whether losses are scaled.
+    Attributes:
+        remainder: int16, the lower halves in the order of the weight's memory; of a sharded weight, of this process's
+            shard. None until the weight is cast.
+        strides: the weight's, when the remainder was taken.
     """
 
-    def __init__(self, bucket_bytes: int, scales: bool = True) -> None:
-        super().__init__(scales)
-        self._bucket_bytes = bucket_bytes
-        self._buckets: dict[TwoCopies, tuple[list[Pair], list[Bucket]]] = {}
-        self._buffers = Buffers()
-        self._gradient_writers: WeakSet[Optimizer] = WeakSet()
+    __slots__ = ("remainder", "strides")
 
-    def check(self, optimizers: Sequence[Optimizer]) -> None:
-        """Their update must look at one parameter at a time.
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__(weight, nn.Parameter(sharded_as(_placeholder(weight), weight), weight.requires_grad))
+        self.remainder: torch.Tensor | None = None
+        self.strides: tuple[int, ...] = ()
 
-        Raises:
-            ValueError: an optimizer looks across parameters, or nothing is known of it.
-        """
-        for optimizer in optimizers:
-            check_steps_its_groups(optimizer)
-            check_steps_per_parameter(optimizer, 'master_weights="split"', "master_weights=True")
-            if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
-                raise ValueError(
-                    f"{type(optimizer).__name__} has train() and eval(), which write other numbers into its parameters "
-                    'between steps, where masters of master_weights="split" hold none: use master_weights=True'
-                )
-            if writes_gradients(optimizer):
-                self._gradient_writers.add(optimizer)
+    def follow_layout(self) -> torch.Tensor:
+        """The remainder, where the weight is and in the order of its memory now: it may have been moved or laid out anew."""
+        weight, remainder = shard(self.weight), self.remainder
+        assert remainder is not None, "cast comes first"
+        if remainder.device != weight.device:
+            remainder = remainder.to(weight.device)
+        if weight.stride() != self.strides:
+            _check_dense(weight)
+            before = remainder.as_strided(weight.size(), self.strides, remainder.storage_offset())
+            remainder = flat(torch.empty_like(weight, dtype=torch.int16).copy_(before))
+            self.strides = weight.stride()
+        self.remainder = remainder
+        return remainder
 
-    def make(self, weight: nn.Parameter, dtype: torch.dtype) -> Pair | None:
-        """A pair whose master holds no memory.
 
-        Raises:
-            ValueError: the weight is a view with gaps.
-        """
-        if not is_lower_precision(dtype):
-            return None
-        part = shard(weight)
-        if torch.empty_like(part, device="meta").stride() != part.stride():
-            raise ValueError(
-                f'master_weights="split" needs weights that fill their memory, and one of shape {tuple(weight.shape)} '
-                "is a view with gaps; make it contiguous first, or use master_weights=True"
-            )
-        return SplitPair(weight)
+@final
+class SplitMasters(Masters):
+    """The masters of ``master_weights="split"``; gradients stay in bfloat16, on the weights.
 
-    def finish(self, pairs: Sequence[Pair]) -> None:
-        """Take apart what joined after the casts; show the weights' gradients on the masters."""
-        for pair in pairs:
-            weight, master = pair.model_param, pair.master_param
-            if not hasattr(pair, "remainder"):
-                gradient, weight.grad = weight.grad, None
-                pair.cast(torch.bfloat16)
-                weight.grad = None if gradient is None else gradient.to(torch.bfloat16)
-            master.grad = weight.grad
-        # Who steps with whom may be another question now.
-        self._buckets.clear()
+    Example:
+        >>> masters, weight = SplitMasters(), nn.Parameter(torch.tensor([1.0001]))
+        >>> master = masters.add(weight, torch.bfloat16)
+        >>> masters.cast(master, torch.bfloat16, clamps=False)
+        >>> weight.dtype, masters.values(master)
+        (torch.bfloat16, tensor([1.0001]))
+    """
 
-    def as_held(self, gradients: Gradients) -> Gradients:
-        """In the weights' type, sparse ones coalesced."""
-        if are_dense_in(gradients, LOWER_PRECISION):
-            return gradients
-        held = [None if g is None else (g if is_lower_precision(g.dtype) else g.to(torch.bfloat16)) for g in gradients]
-        return [g.coalesce() if g is not None and g.is_sparse else g for g in held]
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffers: dict[torch.device, torch.Tensor] = {}
 
-    def are_plain(self, copies: TwoCopies, gradients: Gradients, device: torch.device) -> bool:
-        """Only where there are none: they are 16-bit."""
-        return not gradients
+    def _make(self, weight: nn.Parameter) -> Master:
+        _check_dense(shard(weight))
+        return SplitMaster(weight)
+
+    def _forget(self, master: Master) -> None:
+        return
+
+    def _cast(self, master: Master, dtype: torch.dtype) -> None:
+        assert isinstance(master, SplitMaster)
+        incoming = shard(master.weight)
+        master.strides = incoming.stride()
+        if incoming.dtype == torch.bfloat16:
+            master.remainder = torch.zeros(incoming.numel(), dtype=torch.int16, device=incoming.device)
+            return
+        weight = torch.empty_like(incoming, dtype=torch.bfloat16)
+        remainder = torch.empty(incoming.numel(), dtype=torch.int16, device=incoming.device)
+        _split(incoming.float(), weight, remainder)
+        # Until both are there, the weight is what it was.
+        master.remainder = remainder
+        set_data(master.weight, sharded_as(weight, master.weight))
+
+    def is_cast(self, master: Master) -> bool:
+        """Whether there is a remainder."""
+        return isinstance(master, SplitMaster) and master.remainder is not None
+
+    def set_gradient_dtype(self, master: Master) -> None:
+        """Any: autograd's own is the weight's."""
+        if master.weight.grad_dtype is not None:
+            gradient, master.weight.grad = master.weight.grad, None
+            master.weight.grad_dtype = None
+            master.weight.grad = gradient
+
+    @torch.no_grad()
+    def values(self, master: Master) -> torch.Tensor:
+        """Weight and remainder put together, in a new tensor."""
+        assert isinstance(master, SplitMaster)
+        remainder, weight = master.follow_layout(), shard(master.weight)
+        joined = flat(weight).to(torch.float32)
+        add_remainder_(joined, remainder)
+        return sharded_as(joined.as_strided(weight.size(), weight.stride()), master.weight)
+
+    @torch.no_grad()
+    def load(self, master: Master, values: torch.Tensor) -> None:
+        """Take the numbers apart."""
+        assert isinstance(master, SplitMaster)
+        remainder, weight = master.follow_layout(), shard(master.weight)
+        dense = torch.empty_like(weight, dtype=torch.float32)
+        sharded_as(dense, master.weight).copy_(values)
+        _split(dense, weight, remainder)
+
+    def held(self, gradients: Gradients) -> list[torch.Tensor | None]:
+        """As they are, sparse ones coalesced."""
+        return [g.coalesce() if g is not None and g.is_sparse else g for g in gradients]
+
+    def opened(self, masters: Sequence[Master], device: torch.device) -> OpenMasters:
+        """As many as are in float32 at a time."""
+        return _Bucket(self, [master for master in masters if isinstance(master, SplitMaster)], device)
 
     @property
     def steps_in_parts(self) -> bool:
         """True."""
         return True
 
-    def adds_up_natively(self) -> bool:
-        """True: the gradient is the weight's own."""
-        return True
 
-    @contextmanager
-    def stepping(
-        self, optimizer: Optimizer, copies: TwoCopies, rounds_itself: bool = False
-    ) -> Iterator[Iterator[None]]:
-        """One iteration for the parameters without masters, one for each bucket of masters."""
-        parts = self._parts(optimizer, copies)
-        try:
-            with self.watcher:
-                yield parts
-        finally:
-            # After a failed step the bucket at hand is written back here and not whenever it is collected.
-            parts.close()
-            copies.note_all()
+@final
+class _Bucket(OpenMasters):
+    """Weights whose remainders lie in one tensor, and the float32 memory for them and their gradients."""
 
-    def _parts(self, optimizer: Optimizer, copies: TwoCopies) -> Generator[None]:
-        others = [p for group in optimizer.param_groups for p in group["params"] if self.pairs.of(p) is None]
-        plain = [(parameter, parameter.grad) for parameter in others if parameter.grad is not None]
-        buckets = [
-            bucket
-            for bucket in self._buckets_of(copies)
-            if any(pair.model_param.grad is not None for pair in bucket.pairs)
+    def __init__(self, owner: SplitMasters, masters: Sequence[SplitMaster], device: torch.device) -> None:
+        self._owner = owner
+        self._device = device
+        self._masters = list(masters)
+        self._weights: list[torch.Tensor] = [master.weight for master in masters]
+        self._parameters: list[torch.Tensor] = [master.parameter for master in masters]
+        self._are_sharded = any(map(is_sharded, self._weights))
+        self._sizes = [shard(weight).numel() for weight in self._weights]
+        self._numel = sum(self._sizes)
+        self._placeholders = [_placeholder(weight) for weight in self._weights]
+        self._addresses: list[int] = []
+        self._flat: list[torch.Tensor] = []
+        self._halves: list[torch.Tensor] = []
+        self._remainder = torch.empty(0, dtype=torch.int16)
+        self._buffer: torch.Tensor | None = None
+        self._laid_out: torch.Tensor | None = None
+        self._bits: list[torch.Tensor] = []
+        self._wide: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self._spaces: list[torch.Tensor] = []
+
+    def _shards(self) -> list[torch.Tensor]:
+        return list(map(shard, self._weights)) if self._are_sharded else self._weights
+
+    def _find_weights(self) -> None:
+        """Look up where the weights and remainders are; they may have moved since the last step."""
+        shards = self._shards()
+        addresses = addresses_of(shards)
+        if addresses == self._addresses and self._holds_remainders():
+            return
+        parts = [master.follow_layout() for master in self._masters]
+        self._remainder = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int16, device=self._device)
+        for master, part in zip(self._masters, self._remainder.split_with_sizes(self._sizes), strict=True):
+            master.remainder = part
+        self._flat = [flat(TENSOR_DETACH(weight)) for weight in shards]
+        self._halves = [weight.view(torch.int16) for weight in self._flat]
+        self._addresses, self._laid_out = addresses, None
+
+    def _holds_remainders(self) -> bool:
+        """Whether the remainders are parts of this bucket's tensor: two optimizers may step one weight."""
+        first = self._masters[0].remainder if self._masters else None
+        last = self._masters[-1].remainder if self._masters else None
+        return all(
+            each is None or each.untyped_storage().data_ptr() == self._remainder.untyped_storage().data_ptr()
+            for each in (first, last)
+        )
+
+    def _lay_out(self, buffer: torch.Tensor) -> None:
+        """Cut the float32 memory into masters and their gradients."""
+        self._buffer = buffer
+        if self._laid_out is buffer:
+            return
+        parts, spaces = (
+            buffer[begin : begin + self._numel].split_with_sizes(self._sizes) for begin in (0, self._numel)
+        )
+        shards = self._shards()
+        self._values = [part.as_strided(w.size(), w.stride()) for part, w in zip(parts, shards, strict=True)]
+        self._spaces = [space.as_strided(w.size(), w.stride()) for space, w in zip(spaces, shards, strict=True)]
+        self._wide = list(parts)
+        self._bits = [part.view(torch.int32) for part in parts]
+        self._laid_out = buffer
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """Put the masters together."""
+        self._find_weights()
+        buffer = self._owner.buffers.pop(self._device, None)
+        if buffer is None or buffer.numel() < 2 * self._numel:
+            buffer = torch.empty(2 * self._numel, dtype=torch.float32, device=self._device)
+        self._lay_out(buffer)
+        if self._flat:
+            torch._foreach_copy_(self._wide, self._flat)
+        add_remainder_(buffer[: self._numel], self._remainder)
+        self._show(self._values)
+
+    @torch.no_grad()
+    def widened(self, gradients: Gradients) -> list[torch.Tensor | None]:
+        """The gradients in float32: dense 16-bit ones in the bucket's own memory."""
+        arrived = list(gradients)
+        if self._are_sharded:
+            arrived = [
+                None if g is None else shard(placed_as(g, weight))
+                for g, weight in zip(gradients, self._weights, strict=True)
+            ]
+        lowered = [g is not None and is_lower_precision(g.dtype) and not g.is_sparse for g in arrived]
+        into = [space for space, here in zip(self._spaces, lowered, strict=True) if here]
+        if into:
+            torch._foreach_copy_(into, [g for g, here in zip(arrived, lowered, strict=True) if g is not None and here])
+        wide = [
+            space if here else (None if gradient is None else as_float32(gradient))
+            for space, gradient, here in zip(self._spaces, arrived, lowered, strict=True)
         ]
-        # A step sees the gradients of its own part alone.
-        one_part = len(buckets) == 1 and not plain
+        if self._are_sharded:
+            wide = [None if g is None else sharded_as(g, w) for g, w in zip(wide, self._weights, strict=True)]
+        return wide
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Take the masters apart again."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is None:
+            return  # an interrupted call may have written a part: doing it twice would take the halves of halves
         try:
-            if not one_part:
-                set_grads(copies.masters, [None] * len(copies.masters))  # whose weights keep their gradients
-            numbers = None if one_part else Numbers(optimizer)
-            if plain or not buckets:
-                yield None
-            plain = [(parameter, parameter.grad) for parameter, _ in plain]  # an optimizer may have cleared some
-            for parameter, _ in plain:
-                parameter.grad = None
-            for index, part in enumerate(self._buffers.materialised(buckets, optimizer in self._gradient_writers)):
-                if numbers is not None and (plain or index > 0):
-                    numbers.put_back()
-                yield part
+            self._gather()
+            take_remainder_(buffer[: self._numel].view(torch.int32), self._remainder)
+            if self._halves:
+                torch._foreach_copy_(self._halves, self._bits)
         finally:
-            for parameter, gradient in plain:
-                parameter.grad = gradient
-            gradients = grads_of(copies.weights)
-            if optimizer in self._gradient_writers:
-                # Others than before: from here on they are what both sides hold.
-                copies.put_gradients(gradients, weights_have_them=True)
-            else:
-                set_grads(copies.masters, gradients)
+            self._show(self._placeholders)
+        if buffer.nbytes <= _KEPT_BYTES:
+            self._owner.buffers[self._device] = buffer
+        else:
+            self._laid_out = None
+            self._bits, self._wide, self._values, self._spaces = [], [], [], []
 
-    def _buckets_of(self, copies: TwoCopies) -> list[Bucket]:
-        known = self._buckets.get(copies)
-        if known is not None and known[0] is copies.pairs:
-            return known[1]
-        split = [pair for pair in copies.pairs if isinstance(pair, SplitPair)]
-        buckets = []
-        for pairs in map(large_first, grouped(split, self._bucket_bytes)):
-            bucket = pairs[0].bucket
-            buckets.append(bucket if bucket is not None and bucket.pairs == pairs else Bucket(pairs))
-        self._buckets[copies] = copies.pairs, buckets
-        return buckets
+    def _show(self, values: list[torch.Tensor]) -> None:
+        if self._are_sharded:
+            for parameter, part in zip(self._parameters, values, strict=True):
+                in_place_of(parameter, part)
+        else:
+            set_memory(self._parameters, values)
 
-    def step_with_closure(
-        self, optimizer: Optimizer, copies: TwoCopies, step: Callable[[Callable[[], Any] | None], Any], closure: Any
-    ) -> Any:
-        """Evaluate once, then step bucket by bucket: what per-parameter optimizers do with a closure."""
-        with torch.enable_grad():
-            loss = closure()
-        copies.look_at_weights()
-        with self.stepping(optimizer, copies) as parts:
-            for _ in parts:
-                step(None)
-        return loss
+    def _gather(self) -> None:
+        """An optimizer may have given a master memory of its own, by ``p.data = ...``: what that holds counts."""
+        held = list(map(shard, self._parameters)) if self._are_sharded else self._parameters
+        if addresses_of(held) == addresses_of(self._values):
+            return
+        for value, laid_out in zip(held, self._values, strict=True):
+            if value.data_ptr() != laid_out.data_ptr():
+                laid_out.copy_(value)
+
+
+def _split(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
+    """Take float32 values apart; all three dense, in the order of the weight's memory."""
+    bits = flat(values.clone() if values.stride() == weight.stride() else torch.empty_like(weight, dtype=torch.float32).copy_(values))
+    bits = bits.view(torch.int32)
+    take_remainder_(bits, remainder)
+    flat(weight).view(torch.int16).copy_(bits)
+
+
+def _check_dense(weight: torch.Tensor) -> None:
+    if torch.empty_like(weight, device="meta").stride() != weight.stride():
+        raise ValueError(
+            f'master_weights="split" needs weights that fill their memory, and one of shape {tuple(weight.shape)} '
+            "is a view with gaps; make it contiguous first, or use master_weights=True"
+        )
+
+
+def _placeholder(weight: Any) -> torch.Tensor:
+    """What this process's part of a master is between steps: its shape and dtype, all nan, and no memory."""
+    return torch.full((), torch.nan, dtype=torch.float32, device=weight.device).expand(shard(weight).shape)

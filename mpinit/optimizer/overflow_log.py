@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
@@ -11,8 +10,8 @@ import torch
 
 from ..scaling.scaler import LossScaler
 from ..torch_internals.operations import order_of_leaves
-from .parameter_groups import ParameterGroups
-from .unscaling import dense_view
+from ..scaling.unscaling import dense_view
+from .members import Members
 
 
 @dataclass(frozen=True)
@@ -89,17 +88,15 @@ class OverflowLog:
     """The last overflow of one optimizer; written only where there is one.
 
     Args:
-        groups: the optimizer's parameters.
-        name_of: a parameter's dotted name.
+        members: the optimizer's parameters.
 
     Attributes:
         last: what is known of it, or None.
     """
 
-    def __init__(self, groups: ParameterGroups, name_of: Callable[[torch.Tensor], str]) -> None:
+    def __init__(self, members: Members) -> None:
         self.last: OverflowRecord | None = None
-        self._groups = groups
-        self._name_of = name_of
+        self._members = members
 
     def write(self, scaler: LossScaler | None, scale: float | None, loss: torch.Tensor | None) -> OverflowRecord:
         """Take down what the gradients are now; waits for their device.
@@ -117,12 +114,8 @@ class OverflowLog:
         """What :meth:`write` would record."""
         order = {} if loss is None else order_of_leaves(loss)
         found = []
-        parameters = self._groups.present()
-        for index, parameter in enumerate(parameters):
-            pair = self._groups.store.pairs.of(parameter)
-            holder, weight = (parameter, parameter) if pair is None else (pair.readable_param, pair.model_param)
-            gradient = parameter.grad if parameter.grad is not None else holder.grad
-            bad = None if gradient is None else _look(self._name_of(weight), gradient)
+        for index, weight in enumerate(self._members.weights):
+            bad = None if weight.grad is None else _look(self._members.names.of(weight), weight.grad)
             if bad is not None:
                 # Where the graph says nothing: a model's last parameters come first in its backward pass.
                 found.append((order.get(weight, 0), -index, bad))

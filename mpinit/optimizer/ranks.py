@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import gc
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..distributed.agreement import Group, agree, device_for, groups_of, meshes_of
 from ..distributed.replicas import (
@@ -18,16 +19,12 @@ from ..distributed.replicas import (
     outdate,
     reduced_by,
     running_wrapper,
-    wrappers_of,
 )
 from ..distributed.sharding import given_memory_since, is_distributed, is_sharded, left_behind
-from ..masters.pairs import Pair
-from ..masters.store import MasterStore
-from ..masters.two_copies import TwoCopies
+from ..masters.masters import Master, Masters
 from ..scaling.scaler import LossScaler
-from ..torch_internals.ddp_made import when_made
-from .gradient_cycle import GradientCycle
-from .parameter_groups import ParameterGroups
+from .gradients import Gradients
+from .members import Members
 
 
 @final
@@ -35,89 +32,88 @@ class Ranks:
     """A session among those of other processes.
 
     DistributedDataParallel broadcasts what it sees when it is made, the 16-bit weights: rank 0's masters are broadcast
-    right behind them, and after ``join()`` those of the rank whose weights all have taken, and its loss scales.
+    before the first step that follows, and after ``join()`` those of the rank whose weights all have taken, and its
+    loss scales.
 
     Args:
         models: the session's models.
-        store: where masters live.
+        masters: the session's masters.
         scalers: the session's loss scalers.
-        all_copies: every pair of the session, by who steps it.
-        stepped: the model's parameters that the session's optimizers step.
-        generation: what changes whenever those do.
+        members: the parameters of each of its optimizers; the list grows with them.
         process_group: over which the session's steps are one; None: over whatever parameters are sharded.
     """
 
     def __init__(
         self,
         models: Sequence[nn.Module],
-        store: MasterStore,
+        masters: Masters,
         scalers: Sequence[LossScaler],
-        all_copies: Callable[[], list[TwoCopies]],
-        stepped: Callable[[], Iterable[nn.Parameter]],
-        generation: Callable[[], tuple[int, ...]],
+        members: list[Members],
         process_group: Group | None,
     ) -> None:
         self._models = models
-        self._store = store
+        self._masters = masters
         self._scalers = scalers
-        self._all_copies = all_copies
-        self._stepped = stepped
-        self._generation = generation
+        self._members = members
         self._process_group = process_group
         self._groups: tuple[tuple[int, ...], list[Group]] | None = None
+        # Wrappers made while the session lives; those whose ranks have the same masters; and the parameters' dtypes
+        # before it began, for wrappers that are older.
+        self._new: weakref.WeakSet[Any] = weakref.WeakSet()
         self._wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._new_wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._has_looked = False
+        self._changed: set[int] = set()
         # What has not happened yet, and is checked when it does for the first time.
         self._to_be_checked = {"forward", "step"}
 
     # -- replicas -----------------------------------------------------------------------------------------------
 
-    def watch(self) -> Callable[[], None]:
-        """Know from here on of wrappers as they are made; returns the undo."""
-        return when_made(self._was_wrapped)
+    def watch(self, changed: Iterable[torch.Tensor]) -> Callable[[], None]:
+        """Know from here on of wrappers as they are made; returns the undo.
 
-    def _was_wrapped(self, wrapper: Any) -> None:
-        ids = set(map(id, self._parameters()))
-        if any(id(parameter) in ids for parameter in reduced_by(wrapper)):
-            self._take(wrapper)
+        Args:
+            changed: parameters whose dtype the session changes, which a wrapper that is older does not know.
+        """
+        self._changed = set(map(id, changed))
+        known = weakref.ref(self._new)
 
-    def _take(self, wrapper: Any) -> None:
-        """All ranks are here, with the same wrapper."""
-        self._wrappers.add(wrapper)
-        self._groups = None
-        after_join(wrapper, self._after_join)
-        self._send_under(wrapper, 0)
+        def note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+            new = known()
+            if new is not None and isinstance(module, nn.parallel.DistributedDataParallel):
+                new.add(module)
 
-    def got_optimizers(self) -> None:
-        """There are masters that were none when the models were wrapped."""
-        if len(self._wrappers):
-            gc.collect()  # those that nobody has any more, so that all ranks know of the same
-        for wrapper in list(self._wrappers):
-            self._send_under(wrapper, 0)
+        return register_module_module_registration_hook(note).remove
 
     def before_forward(self) -> None:
-        """A model is about to be run, perhaps inside a wrapper that is not known yet.
+        """A model is about to be run, perhaps inside a wrapper.
 
         Raises:
-            RuntimeError: see :meth:`check_present`.
+            RuntimeError: the wrapper was made before ``mpinit.initialize``; or see :meth:`check_present`.
         """
         self._check_at_first("forward")
         wrapper = running_wrapper()
-        if wrapper is not None and wrapper not in self._wrappers:
-            self._new_wrappers.add(wrapper)
+        if wrapper is None or wrapper in self._wrappers or wrapper in self._new:
+            return
+        if self._changed and any(id(parameter) in self._changed for parameter in reduced_by(wrapper)):
+            name = type(wrapper).__name__
+            raise RuntimeError(
+                f"this {name} was made before mpinit.initialize, and has recorded the parameters' dtypes: it would not "
+                "reduce the gradients of 16-bit weights, and every rank would train by itself. Call mpinit.initialize "
+                f"first and wrap the model in {name} afterwards"
+            )
+        self._new.add(wrapper)
 
     def before_step(self) -> None:
-        """Make masters one under wrappers that were not seen to be made: all ranks are about to step."""
+        """Make masters one under wrappers that are new: all ranks are about to step."""
         self._check_at_first("step")
-        if not is_distributed() or (self._has_looked and not self._new_wrappers):
+        if not self._new or not is_distributed():
             return
-        found: list[Any] = [] if self._has_looked else wrappers_of(list(self._parameters()), self._new_wrappers)
-        self._has_looked = True
-        for wrapper in dict.fromkeys([*found, *self._new_wrappers]):
-            if wrapper not in self._wrappers:
-                self._take(wrapper)
-        self._new_wrappers.clear()
+        ids = {id(parameter) for parameter in self._parameters()}
+        for wrapper in sorted(self._new, key=lambda each: [id(p) in ids for p in reduced_by(each)].count(True)):
+            if any(id(parameter) in ids for parameter in reduced_by(wrapper)):
+                self._wrappers.add(wrapper)
+                after_join(wrapper, self._send_under)
+                self._send_under(wrapper, 0)
+        self._new.clear()
         self._groups = None
 
     def _check_at_first(self, what: str) -> None:
@@ -131,7 +127,7 @@ class Ranks:
         Raises:
             RuntimeError: it has, and steps would train nothing.
         """
-        stepped = list(dict.fromkeys([*(pair.model_param for pair in self._store.pairs), *self._stepped()]))
+        stepped = list(dict.fromkeys([*(master.weight for master in self._masters), *self._stepped()]))
         names = given_memory_since(self._models, stepped)
         if names:
             raise RuntimeError(
@@ -150,33 +146,26 @@ class Ranks:
     def _parameters(self) -> Iterable[nn.Parameter]:
         return dict.fromkeys(parameter for model in self._models for parameter in model.parameters())
 
-    def _after_join(self, wrapper: Any, src: int) -> None:
-        self._send_under(wrapper, src)
+    def _stepped(self) -> list[nn.Parameter]:
+        return [weight for members in self._members for weight in members.weights]
 
     def _send_under(self, wrapper: Any, src: int) -> None:
-        pairs = [pair for pair in map(self._store.pairs.of, reduced_by(wrapper)) if pair is not None]
-        self.send(list(dict.fromkeys(pairs)), [], src, wrapper.process_group)
+        found = {id(master): master for master in map(self._masters.of, reduced_by(wrapper)) if master is not None}
+        self.send(list(found.values()), [], src, wrapper.process_group)
 
     @torch.no_grad()
-    def send(self, pairs: Sequence[Pair], plain: Sequence[torch.Tensor], src: int, group: Group | None) -> None:
+    def send(self, masters: Sequence[Master], plain: Sequence[torch.Tensor], src: int, group: Group | None) -> None:
         """Give all ranks the masters, and the parameters without masters, of one of them, and its loss scales.
 
         Args:
-            pairs: on all ranks the same.
+            masters: on all ranks of the same weights.
             plain: on all ranks the same.
             src: whose, its rank within ``group``.
             group: a process group; None: the default one.
         """
-        all_copies = self._all_copies()
-        for pair in pairs:
-            if not pair.holders:
-                pair.follow_device()
-            for copies in all_copies:
-                copies.look_at_weight(pair)
-        for index, values in broadcast([pair.values for pair in pairs], src, group):
-            pairs[index].load(values)
-            for copies in all_copies:
-                copies.note_one(pairs[index])
+        values = [functools.partial(self._masters.values, master) for master in masters]
+        for index, sent in broadcast(values, src, group):
+            self._masters.load(masters[index], sent)
         copy_from(plain, src, group)
         self._send_scales(src, group)
 
@@ -196,38 +185,36 @@ class Ranks:
         Args:
             dtypes: what the models' parameters were before its undo.
         """
-        for wrapper in (*self._wrappers, *self._new_wrappers):
+        changed = {id(parameter) for parameter, dtype in dtypes.items() if parameter.dtype != dtype}
+        for wrapper in (*self._wrappers, *self._new):
             no_longer_after_join(wrapper)
-        changed = [parameter for parameter, dtype in dtypes.items() if parameter.dtype != dtype]
-        for wrapper in wrappers_of(changed, self._wrappers) if changed else ():
-            outdate(wrapper)
+            if any(id(parameter) in changed for parameter in reduced_by(wrapper)):
+                outdate(wrapper)
 
     # -- verdicts -----------------------------------------------------------------------------------------------
 
-    def agree(self, cycle: GradientCycle, members: ParameterGroups) -> None:
-        """Make what the checks of a cycle found one over all ranks, in one round, and move the scales.
+    def agree(self, gradients: Gradients, pending: list[LossScaler]) -> None:
+        """Make what the checks of gradients found one over all ranks, in one round, and move the scales.
 
         Where gradients are the same on all ranks, under DistributedDataParallel, nothing is sent.
 
         Args:
-            cycle: of the optimizer that is about to step.
-            members: its parameters.
+            gradients: of the optimizer that is about to step.
+            pending: scalers whose update was put off until now.
         """
-        pending = cycle.take_pending()
         groups = self._over() if is_distributed() and self._scalers[0].rule.dynamic else []
         if groups:
-            if cycle.found_inf is not None:
-                members.copies.look_at_gradients()
-                if members.are_without_gradients():
-                    cycle.forget_overflow()
-            device = cycle.found_inf.device if cycle.found_inf is not None else self._scalers[0].device
+            if gradients.found_inf is not None and not gradients.present():
+                gradients.forget_overflow()
+            found_inf = gradients.found_inf
+            device = found_inf.device if found_inf is not None else self._scalers[0].device
             none, nothing = torch.full((), -1.0, device=device), torch.zeros((), device=device)
             # By 2 more where the scale is to move at this step, and not when a GradScaler says so.
             noted = [(scaler.noted, 2.0 * (scaler in pending)) for scaler in self._scalers]
-            found = [nothing if cycle.found_inf is None else cycle.found_inf]
+            found = [nothing if found_inf is None else found_inf]
             found += [none if note is None else note.to(device) + more for note, more in noted]
             verdict, *rest = agree(torch.stack(found), groups).unbind()
-            cycle.settle(verdict.clone())
+            gradients.agree(verdict.clone())
             for scaler, (note, more), agreed in zip(self._scalers, noted, rest, strict=True):
                 if note is not None:
                     scaler.settle(agreed - more)
@@ -240,9 +227,9 @@ class Ranks:
 
     def _over(self) -> list[Group]:
         """The groups over which overflow is agreed on: by all parameters, whichever have gradients at the moment."""
-        key = self._generation()
+        key = tuple(members.generation for members in self._members)
         if self._groups is None or self._groups[0] != key:
-            stepped = list(self._stepped())
+            stepped = self._stepped()
             reduced = {id(parameter) for wrapper in self._wrappers for parameter in reduced_by(wrapper)}
             alone = self._wrappers and any(id(p) not in reduced and not is_sharded(p) for p in stepped)
             outside = [wrapper.process_group for wrapper in self._wrappers] if alone else []

@@ -6,7 +6,7 @@ from typing import final
 
 import torch
 
-from .parameter_groups import ParameterGroups
+from .members import Members
 
 
 @final
@@ -14,20 +14,19 @@ class Snapshot:
     """The float32 numbers of an optimizer's parameters.
 
     Args:
-        groups: whose.
+        members: whose.
     """
 
-    def __init__(self, groups: ParameterGroups) -> None:
-        self._copies = groups.copies
-        self._pairs = [(pair, pair.values().clone()) for pair in groups.copies.pairs]
-        self._plain = [(parameter, parameter.detach().clone()) for parameter in groups.plain]
+    def __init__(self, members: Members) -> None:
+        self._table = members.table
+        self._masters = [(master, members.table.values(master).clone()) for master in members.masters]
+        own = {id(master.weight) for master in members.masters}
+        self._plain = [(weight, weight.detach().clone()) for weight in members.weights if id(weight) not in own]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put them back, on both sides."""
+        """Put them back."""
         for parameter, values in self._plain:
             parameter.copy_(values)
-        for pair, values in self._pairs:
-            pair.load(values)
-            self._copies.note_one(pair)
-        self._copies.note_all()
+        for master, values in self._masters:
+            self._table.load(master, values)

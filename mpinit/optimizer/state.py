@@ -14,25 +14,6 @@ from ..distributed.sharding import local
 from ..masters.residual import unchanged_or_present
 
 
-def move_state(
-    holders: Iterable[Optimizer],
-    old: torch.Tensor,
-    new: torch.Tensor,
-    from_dtype: torch.dtype,
-    to_dtype: torch.dtype,
-) -> None:
-    """Hand a parameter's optimizer state to another parameter, its numbers of ``from_dtype`` in ``to_dtype``.
-
-    Args:
-        holders: an optimizer and those that it wraps, since they share its parameters.
-        old, new: the parameters.
-        from_dtype, to_dtype: the types.
-    """
-    for holder in holders:
-        if holder.state and old in holder.state:
-            holder.state[new] = cast_state(holder.state.pop(old), old.shape, from_dtype, to_dtype)
-
-
 def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
     """Optimizers held by one that wraps them, alone or in lists and dicts, and those that these wrap."""
     found: dict[Optimizer, None] = {}
@@ -66,25 +47,6 @@ def cast_state(state: Any, shape: torch.Size | None, old: torch.dtype, new: torc
         if value.shape == shape or (shape is None and value.dim() > 0):
             state[key] = value.to(new)
     return state
-
-
-def as_it_is(optimizer: Optimizer) -> Undo:
-    """A way back to the groups' entries and the state, of an optimizer and those it wraps, as they are now."""
-    everybody = (optimizer, *wrapped_by(optimizer))
-    groups = [(group, list(group["params"])) for each in everybody for group in each.param_groups]
-    states = [
-        (each.state, {p: dict(state) if type(state) is dict else state for p, state in each.state.items()})
-        for each in everybody
-    ]
-
-    def restore() -> None:
-        for group, parameters in groups:
-            group["params"][:] = parameters
-        for state, before in states:
-            state.clear()
-            state.update(before)
-
-    return restore
 
 
 def cast_states(optimizers: Sequence[Optimizer], casts: Mapping[torch.Tensor, tuple[torch.dtype, torch.dtype]]) -> Undo:

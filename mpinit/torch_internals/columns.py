@@ -1,28 +1,31 @@
-"""What many tensors are, read or set at once: on every step, so in the ways that take the least time."""
+"""Attributes of many tensors, read or set at once: on every step, so in the ways that take the least time."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from operator import attrgetter, is_not
+from operator import attrgetter, is_, is_not
 from typing import Any, Final
 
 import torch
 
-from .parameter_watching import TENSOR_DATA
+from .parameter_data import TENSOR_DATA
 
-# torch's other name for ``grad``, which nobody watches. By name: a descriptor's own ``__get__`` and ``__set__`` make a
-# tuple of their arguments.
-_GRAD: Final = "_grad"
-_GRAD_OF: Final = attrgetter(_GRAD)
+_GRAD_OF: Final = attrgetter("grad")
 _SET_DATA_OF: Final[Any] = TENSOR_DATA.__set__
 _ADDRESS_OF: Final[Any] = torch.Tensor.data_ptr
+_DEVICE_OF: Final[Any] = torch.Tensor.get_device
 _VERSION_OF: Final = attrgetter("_version")
 _IS_TRAINED: Final = attrgetter("requires_grad")
 
 # Exhausts an iterator without running Python code for each element.
 do_all: Final = deque[Any](maxlen=0).extend
+
+
+def are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects in the same order."""
+    return len(these) == len(those) and all(map(is_, these, those))
 
 
 def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -35,19 +38,24 @@ def have_grads(tensors: Iterable[torch.Tensor]) -> bool:
     return any(map(is_not, map(_GRAD_OF, tensors), repeat(None)))
 
 
-def set_grads(tensors: Iterable[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
-    """Set each tensor's ``grad``, unnoticed by who watches parameters."""
-    do_all(map(setattr, tensors, repeat(_GRAD), grads))
+def set_grads(tensors: Iterable[torch.Tensor], grads: Iterable[torch.Tensor | None]) -> None:
+    """Set each tensor's ``grad``."""
+    do_all(map(setattr, tensors, repeat("grad"), grads))
 
 
 def set_memory(tensors: Iterable[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
-    """Give each tensor other memory, of its own shape and dtype, unnoticed by who watches parameters."""
+    """Give each tensor other memory, of its own shape and dtype."""
     do_all(map(_SET_DATA_OF, tensors, parts))
 
 
 def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Where each tensor's numbers begin."""
     return list(map(_ADDRESS_OF, tensors))
+
+
+def devices_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Each tensor's device index; -1 on the CPU."""
+    return list(map(_DEVICE_OF, tensors))
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -80,6 +80,9 @@ def _combine(found: Sequence[torch.Tensor], device: torch.device) -> torch.Tenso
 
 def unscale_(gradients: Sequence[torch.Tensor], inverse_scale: torch.Tensor) -> None:
     """Multiply every gradient in place by ``inverse_scale``, without looking at it."""
+    if are_plain(gradients, inverse_scale.device):
+        torch._foreach_mul_(list(gradients), inverse_scale)
+        return
     for gradient in gradients:
         dense = dense_view(gradient)
         dense.mul_(inverse_scale.to(dense.device))

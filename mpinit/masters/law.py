@@ -1,0 +1,48 @@
+"""The law of masters: a master is its weight, and the bits beyond it.
+
+    meaning(weight, master) = where(round(master) == weight, master, weight)      element by element
+
+A pure function of two tensors. What was written to a weight since its master was rounded into it counts; elements that
+were not written, or written with the value they had, keep their low bits. Values put into a weight for an evaluation and
+taken out again cost none.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..basics.dtypes import cast_within_range
+
+
+def round_into(weight: torch.Tensor, values: torch.Tensor, clamps: bool) -> None:
+    """Write float32 ``values`` to a 16-bit weight, in place.
+
+    Args:
+        weight: 16-bit.
+        values: float32, of its shape.
+        clamps: whether finite values beyond the weight's largest become that largest instead of infinite.
+    """
+    weight.copy_(cast_within_range(values, weight.dtype) if clamps else values)
+
+
+def is_rounding(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """For each element, whether a 16-bit weight is the rounding of ``values``: a bool tensor of its shape."""
+    rounded = values.to(weight.dtype)
+    same = (rounded == weight) | (rounded.isnan() & weight.isnan())
+    if weight.dtype == torch.float16:
+        same |= cast_within_range(values, weight.dtype) == weight
+    return same
+
+
+def follow_weight(weight: torch.Tensor, values: torch.Tensor) -> None:
+    """Make float32 ``values`` the meaning of the two, in place.
+
+    Example:
+        >>> weight, master = torch.tensor([1.0, 2.0]).bfloat16(), torch.tensor([1.001, 2.001])
+        >>> _ = weight[1].fill_(5)
+        >>> follow_weight(weight, master); master
+        tensor([1.0010, 5.0000])
+    """
+    same = is_rounding(weight, values)
+    if not bool(same.all()):
+        values.copy_(torch.where(same, values, weight.float()))

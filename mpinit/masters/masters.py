@@ -1,0 +1,159 @@
+"""A session's masters: the float32 meaning of every 16-bit weight that is trained."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from ..basics.dtypes import is_lower_precision
+from ..distributed.sharding import set_data
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+class Master:
+    """One weight, and the float32 parameter that an optimizer finds in its place while its own code runs.
+
+    Args:
+        weight: the model's own parameter.
+        parameter: float32, of the weight's shape.
+
+    Attributes:
+        came_in: the weight's dtype before it was cast.
+        clamps: whether finite numbers beyond the weight's largest are known to be there; they become that largest.
+    """
+
+    __slots__ = ("came_in", "clamps", "parameter", "weight")
+
+    def __init__(self, weight: nn.Parameter, parameter: nn.Parameter) -> None:
+        self.weight = weight
+        self.parameter = parameter
+        self.came_in = weight.dtype
+        self.clamps = False
+
+
+class OpenMasters(ABC):
+    """Masters that are put together and rounded together, in columns."""
+
+    @abstractmethod
+    def read(self) -> None:
+        """Let every parameter hold the meaning of its weight, in float32."""
+
+    @abstractmethod
+    def widened(self, gradients: Gradients) -> list[torch.Tensor | None]:
+        """The weights' gradients in float32, for the parameters; between :meth:`read` and :meth:`write`."""
+
+    @abstractmethod
+    def write(self) -> None:
+        """Round every parameter into its weight."""
+
+
+class Masters(ABC):
+    """The masters of a session, one for each weight however many optimizers step it."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Master] = {}
+
+    def __iter__(self) -> Iterator[Master]:
+        return iter(list(self._of.values()))
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def of(self, weight: torch.Tensor) -> Master | None:
+        """A weight's master; None where it has none."""
+        return self._of.get(id(weight))
+
+    def add(self, weight: nn.Parameter, dtype: torch.dtype) -> Master | None:
+        """Make the master of a weight that is, or is about to be cast to, ``dtype``; None where it needs none."""
+        if not is_lower_precision(dtype):
+            return None
+        master = self._of[id(weight)] = self._make(weight)
+        return master
+
+    def discard(self, master: Master) -> None:
+        """Forget a master; its weight is a plain 16-bit parameter from here on. Harmless where it is forgotten."""
+        if self._of.pop(id(master.weight), None) is not None:
+            self._forget(master)
+            weight, gradient = master.weight, master.weight.grad
+            weight.grad = None
+            # torch has no way back to "the tensor's own dtype"; None takes any.
+            weight.grad_dtype = None
+            if gradient is not None:
+                weight.grad = gradient.to(weight.dtype)
+
+    def restore(self, master: Master, dtype: torch.dtype) -> None:
+        """Give a weight its master's numbers in ``dtype``, and its gradient; harmless where it has them already."""
+        weight = master.weight
+        if weight.dtype != dtype and self.is_cast(master):
+            values, gradient = self.values(master).to(dtype), weight.grad
+            weight.grad = None
+            weight.grad_dtype = None
+            set_data(weight, values)
+            if gradient is not None:
+                weight.grad = gradient.to(dtype)
+
+    def cast(self, master: Master, dtype: torch.dtype, clamps: bool) -> None:
+        """Cast a weight that was just added; no bit of it is lost to its master. Its gradient goes along.
+
+        Args:
+            master: the weight's master.
+            dtype: the weight's new dtype.
+            clamps: whether it holds finite numbers beyond the largest of ``dtype``, which become that largest.
+        """
+        weight, gradient = master.weight, master.weight.grad
+        if gradient is not None:
+            weight.grad = None
+        master.clamps = clamps
+        self._cast(master, dtype)
+        self.set_gradient_dtype(master)
+        if gradient is not None:
+            weight.grad = self.held([gradient])[0]
+
+    @abstractmethod
+    def _make(self, weight: nn.Parameter) -> Master:
+        """A float32 weight hands its memory over without a copy: it is about to be cast, and gets new memory then.
+
+        Raises:
+            ValueError: the weight cannot have a master of this kind.
+        """
+
+    @abstractmethod
+    def _forget(self, master: Master) -> None:
+        """Nothing of a master is needed any more."""
+
+    @abstractmethod
+    def _cast(self, master: Master, dtype: torch.dtype) -> None:
+        """Give the weight new memory in ``dtype``."""
+
+    @abstractmethod
+    def is_cast(self, master: Master) -> bool:
+        """Whether the weight's own numbers are its master's roundings by now."""
+
+    @abstractmethod
+    def set_gradient_dtype(self, master: Master) -> None:
+        """Let autograd accumulate gradients on the weight in the type in which they are kept."""
+
+    @abstractmethod
+    def values(self, master: Master) -> torch.Tensor:
+        """What a weight means, float32; not to be written to."""
+
+    @abstractmethod
+    def load(self, master: Master, values: torch.Tensor) -> None:
+        """Set a weight and its master from float32 numbers of its shape."""
+
+    @abstractmethod
+    def held(self, gradients: Gradients) -> list[torch.Tensor | None]:
+        """Gradients in the type in which weights keep them between a backward pass and a step."""
+
+    @abstractmethod
+    def opened(self, masters: Sequence[Master], device: torch.device) -> OpenMasters:
+        """Columns of masters on one device, for a step or a part of one."""
+
+    @property
+    @abstractmethod
+    def steps_in_parts(self) -> bool:
+        """Whether a step is to hold as few float32 masters at a time as possible."""

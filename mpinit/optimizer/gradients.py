@@ -1,0 +1,230 @@
+"""An optimizer's gradients from one step to the next: whether they are scaled at the moment, and sound."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Protocol, final
+
+import torch
+from torch import nn
+
+from ..basics.gradients import are_plain
+from ..distributed.sharding import is_sharded
+from ..masters.masters import Masters
+from ..scaling.scaler import LossScaler
+from ..scaling.unscaling import any_nonzero, unscale_, unscale_and_check_
+from ..torch_internals.columns import grads_of, have_grads
+from ..torch_internals.devices import is_read_freely
+
+# By the id of a gradient that another optimizer has unscaled in the same pass.
+Done = set[int]
+
+
+class HoldsWeights(Protocol):
+    """An optimizer's members, or parameters that no optimizer has."""
+
+    @property
+    def weights(self) -> Sequence[nn.Parameter]:
+        """The model's own parameters."""
+
+
+@final
+class Gradients:
+    """The gradients of some parameters, which are ``weight.grad`` and nowhere else.
+
+    They are scaled between :meth:`scale` and :meth:`unscale`, unscaled otherwise.
+
+    Args:
+        holder: has the parameters as ``weights``, which may change.
+        masters: the session's, which know the type that gradients are kept in.
+
+    Attributes:
+        found_inf: what the checks of gradients since they were last cleared found: 0-dimensional, above 0 for inf or
+            nan; None where none was made.
+        is_agreed: whether that is what all ranks together found.
+        scaled_by: what the gradients are scaled by now; None where they are not.
+        came_through_scaling: whether gradients were unscaled since the last step.
+        was_reached: whether there were any.
+    """
+
+    def __init__(self, holder: HoldsWeights, masters: Masters) -> None:
+        self._holder = holder
+        self.found_inf: torch.Tensor | None = None
+        self.is_agreed = False
+        self.scaled_by: LossScaler | None = None
+        self.came_through_scaling = self.was_reached = False
+        self._masters = masters
+        self._block: weakref.ref[object] | None = None
+        self._inverse: torch.Tensor | None = None
+
+    @property
+    def weights(self) -> Sequence[nn.Parameter]:
+        """The parameters."""
+        return self._holder.weights
+
+    def present(self) -> list[torch.Tensor]:
+        """Those that are there."""
+        return [gradient for gradient in grads_of(self.weights) if gradient is not None]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a ``scale_loss`` block is open; one that was dropped without having ended is not."""
+        return self._block is not None and self._block() is not None
+
+    # -- around a backward pass -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def scale(self, block: object, scaler: LossScaler, done: Done) -> None:
+        """A block begins in which a scaled loss adds to the gradients: what is there is scaled, too.
+
+        Args:
+            block: whose life the block's is.
+            scaler: what the loss is scaled by.
+            done: gradients that are scaled already; gets these.
+        """
+        self._block = weakref.ref(block)
+        self.came_through_scaling = True
+        left = self.present()
+        if not left:
+            self.forget_overflow()
+        if scaler.is_identity:
+            return
+        self.scaled_by = scaler
+        if left:
+            self._forget_cleared_overflow(left)
+            factor = scaler.scale_now()
+            self._multiply([gradient for gradient in left if id(gradient) not in done], factor)
+            done.update(map(id, self.present()))
+
+    def _multiply(self, gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+        narrow = [w for w in self.weights if w.grad is not None and w.grad_dtype is None and w.grad.dtype != w.dtype]
+        unscale_(gradients, factor)
+        for weight in narrow:
+            # Ranks add up what lies here in the weight's own type.
+            if weight.grad is not None and not is_sharded(weight):
+                weight.grad = weight.grad.to(weight.dtype)
+
+    def _forget_cleared_overflow(self, left: Sequence[torch.Tensor]) -> None:
+        """Gradients may have been cleared to 0, and an overflow with them; clipped ones were not."""
+        found_inf = self.found_inf
+        if found_inf is None or (is_read_freely(found_inf.device) and found_inf.item() == 0):
+            return
+        self.found_inf = torch.minimum(found_inf, any_nonzero(left, found_inf.device))
+
+    @torch.no_grad()
+    def unscale(self, scaler: LossScaler, done: Done) -> torch.Tensor | None:
+        """The backward pass is over: unscale the gradients, and check them where the scale is dynamic.
+
+        Args:
+            scaler: what they are scaled by.
+            done: gradients that are unscaled already; gets these.
+
+        Returns:
+            What the check found; None where there is nothing to find.
+        """
+        self._block = self.scaled_by = None
+        self.came_through_scaling = True
+        self.was_reached |= have_grads(self.weights)
+        if scaler.is_identity:
+            return None
+        fresh = self._held()
+        both = [gradient for gradient in fresh if id(gradient) in done] if done else []
+        fresh = [gradient for gradient in fresh if id(gradient) not in done] if done else fresh
+        done.update(map(id, fresh))
+        self._inverse = scaler.inverse_scale()
+        if not scaler.rule.dynamic:
+            unscale_(fresh, self._inverse)
+            return None
+        found_inf = unscale_and_check_(fresh, self._inverse)
+        if both:
+            # Unscaled together with others that are not this optimizer's, and checked once more for it alone.
+            found_inf = any_of([found_inf, unscale_and_check_(both, torch.ones_like(self._inverse))])
+        self.note(found_inf)
+        return found_inf
+
+    def _held(self) -> list[torch.Tensor]:
+        """The gradients in the type in which they are kept, from here on on the weights."""
+        arrived = grads_of(self.weights)
+        if are_plain(arrived, self.weights[0].device if self.weights else torch.device("cpu")):
+            return [gradient for gradient in arrived if gradient is not None]
+        held = self._masters.held(arrived)
+        for weight, before, now in zip(self.weights, arrived, held, strict=True):
+            if now is not before and weight.grad is before:
+                weight.grad = now
+        return self.present()
+
+    def last_scale(self) -> float | None:
+        """What the gradients that were checked last had been scaled by. Waits for the device."""
+        return None if self._inverse is None else 1.0 / float(self._inverse)
+
+    # -- overflow -------------------------------------------------------------------------------------------------
+
+    def note(self, found_inf: torch.Tensor | None) -> None:
+        """Add the outcome of one check."""
+        self.found_inf = any_of([self.found_inf, found_inf])
+        self.is_agreed = False
+
+    def agree(self, found_inf: torch.Tensor) -> None:
+        """Take what all ranks together found."""
+        self.found_inf, self.is_agreed = found_inf, True
+
+    def forget_overflow(self) -> None:
+        """The gradients that overflowed are gone."""
+        self.found_inf, self.is_agreed = None, False
+
+    @torch.no_grad()
+    def overflowed(self) -> bool:
+        """Whether the gradients that are there overflowed. Waits for the device."""
+        if self.found_inf is None or self.found_inf.item() == 0:
+            return False
+        if self.is_agreed:
+            return True
+        left = self.present()
+        # Cleared since, or set to 0: only looked at where there was an overflow.
+        if not left or any_nonzero(left, self.found_inf.device).item() == 0:
+            self.forget_overflow()
+            return False
+        return True
+
+    def stepped(self) -> None:
+        """A step has used the gradients, or was skipped because of them."""
+        self.came_through_scaling = self.was_reached = False
+
+    # -- refusing -------------------------------------------------------------------------------------------------
+
+    def check_closed(self, what: str, instead: str) -> None:
+        """Refuse what must not happen while gradients are scaled.
+
+        Raises:
+            RuntimeError: a block is open, or a GradScaler has scaled them.
+        """
+        if self.is_open and self.scaled_by is not None:
+            raise RuntimeError(
+                f"{what} was called inside `with mpinit.scale_loss(...)`, where the gradients are still scaled: "
+                f"{instead}"
+            )
+        if self.scaled_by is None:
+            return
+        if not self.present():
+            self.scaled_by = None
+        elif self._block is not None:
+            # A block that was dropped without having ended.
+            self.unscale(self.scaled_by, set())
+        else:
+            raise RuntimeError(
+                f"{what} was called, but the gradients are still scaled, by a GradScaler: call scaler.step(optimizer), "
+                "or scaler.unscale_(optimizer) first"
+            )
+
+    def give_up(self) -> None:
+        """The session ends: gradients that are still scaled are unscaled."""
+        if self.scaled_by is not None:
+            self.unscale(self.scaled_by, set())
+
+
+def any_of(checks: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """Whether any of several checks found inf or nan; None where none was made."""
+    made = [check for check in checks if check is not None]
+    return functools.reduce(torch.maximum, made) if made else None

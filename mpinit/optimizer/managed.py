@@ -1,0 +1,524 @@
+"""An initialised optimizer: the methods that are put on it, and what becomes of a step."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..basics.patching import Undo, UndoStack, set_attribute
+from ..basics.user_warnings import warn_user
+from ..masters.full import FullMasters
+from ..masters.states import EncodedStates, shown
+from ..plan import ScalingRule
+from ..scaling.scaler import LossScaler
+from ..torch_internals.devices import is_capturing, is_read_freely
+from ..torch_internals.fused_sgd import unfused
+from ..torch_internals.native_autocast import CastsAs, CastsOff, flags, is_on
+from ..torch_internals.step_hooks import StepHooks, has_step_hooks
+from .exposed import ExposedMasters
+from .gradients import Gradients
+from .halves import FIRST, SECOND, Halves
+from .members import Members
+from .overflow_log import OverflowLog
+from .per_parameter import steps_per_parameter
+from .ranks import Ranks
+from .scope import Scope
+from .snapshot import Snapshot
+from .step_counts import StepCounter, StepCounts
+
+# Steps between looks for weights beyond float16's range, each of which reads all of them.
+_LOOKS_EVERY: Final = 1000
+_STEP: Final = "optimizer.step()"
+Closure = Callable[[], Any]
+
+
+class _EvaluationOverflow(Exception):
+    """A closure went on overflowing however far the scale was lowered."""
+
+
+@final
+class ManagedOptimizer:
+    """One optimizer of a session; it stays the object it was, with a ``step`` of ours.
+
+    Args:
+        optimizer: the optimizer, changed in place by :meth:`install`.
+        members: its parameters.
+        scope: its masters, in its groups while its own code runs.
+        rule: how the session's loss scales move.
+        ranks: what is one over all ranks.
+
+    Attributes:
+        gradients: its gradients.
+        exposed: the masters that ``master_params`` has given out since the last step.
+        observers: objects with ``backward_ended(loss, scaler)`` and ``step_ended(skipped)``, which are told.
+        overflow_log: what is known of its last overflow.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, members: Members, scope: Scope, rule: ScalingRule, ranks: Ranks
+    ) -> None:
+        self.optimizer = optimizer
+        self.members = members
+        self.scope = scope
+        self.gradients = Gradients(members, members.table)
+        self.exposed = ExposedMasters(members)
+        self.overflow_log = OverflowLog(members)
+        self.observers: list[Any] = []
+        self._rule = rule
+        self._ranks = ranks
+        self._counter = StepCounter()
+        self._pending: dict[LossScaler, None] = {}
+        self._inner: Callable[..., Any] = optimizer.step
+        self._halves = Halves(self)
+        self._is_active = False
+        self._is_stepping = False
+        self._has_agreed = False
+        self._skipped: bool | torch.Tensor = False
+        self._last_scaler: LossScaler | None = None
+        self._makes_state = False
+        self._warned: set[str] = set()
+        self._since_look = 0
+
+    @property
+    def counts(self) -> StepCounts:
+        """Steps done and skipped."""
+        return self._counter.read()
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses are scaled by more than 1."""
+        return self._rule.dynamic or self._rule.init_scale != 1.0
+
+    # -- the methods ----------------------------------------------------------------------------------------------
+
+    def install(self, states: EncodedStates | None) -> Undo:
+        """Put the methods on the optimizer; the undo puts back what stood there.
+
+        Args:
+            states: how its states are kept; None: as they are.
+        """
+        optimizer, managed = self.optimizer, self
+
+        def step(self: Any, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
+            if self is not optimizer:
+                return type(self).step(self, closure, *args, **kwargs)
+            return managed.step(closure, *args, **kwargs)
+
+        if hasattr(self._inner, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        step.is_managed = True  # type: ignore[attr-defined]
+        methods: list[Any] = [step, *map(self._in_scope, ["load_state_dict", *_methods_of_its_own(optimizer)])]
+        with UndoStack() as undos:
+            undos.push(self._deactivate)
+            if states is not None:
+                undos.push(self._decode_states)
+                self._hold_states()
+                for holder in self.members.holders():
+                    if hasattr(holder, "_optimizer_state_dict_post_hooks"):
+                        undos.push(holder.register_state_dict_post_hook(lambda _, state: shown(state)).remove)
+            for function in methods:
+                # Bound, because learning-rate schedulers reach for ``optimizer.step.__func__``.
+                method = types.MethodType(function, optimizer)
+                name = function.__name__
+                undos.push(_revert_if_ours(optimizer, name, method, set_attribute(optimizer, name, method)))
+            self._is_active = True
+        return undos.unwind
+
+    def _hold_states(self) -> None:
+        """States that were there before are encoded as well."""
+        with self.scope.open():
+            pass
+
+    def _decode_states(self) -> None:
+        self.scope.decode_states()
+
+    def _deactivate(self) -> None:
+        self._is_active = False
+
+    def _in_scope(self, name: str) -> Callable[..., Any]:
+        """A method of the optimizer's, run on float32 masters."""
+        inner = getattr(self.optimizer, name)
+        managed = self
+        half = {FIRST: self._halves.first, SECOND: self._halves.second}.get(name)
+
+        @functools.wraps(getattr(inner, "__func__", inner))
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self is not managed.optimizer:
+                return getattr(type(self), name)(self, *args, **kwargs)
+            if not managed._is_active or managed.scope.is_open:
+                return inner(*args, **kwargs)
+            if half is not None:
+                return half(inner, *args, **kwargs)
+            managed.exposed.settle()
+            with CastsOff(), managed.scope.open():
+                return inner(*args, **kwargs)
+
+        method.__name__ = name
+        return method
+
+    # -- around backward passes -----------------------------------------------------------------------------------
+
+    def before_backward(self, delays: bool) -> None:
+        """A scaled backward pass is about to begin.
+
+        Args:
+            delays: others of the same step are to follow.
+        """
+        self.members.refresh()
+        self.exposed.settle()
+
+    def after_backward(self) -> None:
+        """It is over; gradients are still scaled."""
+        if not self.members.are_as_seen():
+            self.members.refresh()
+            self.exposed.settle()
+
+    def tell_of_backward(self, loss: torch.Tensor, scaler: LossScaler, overflowed: bool) -> str | None:
+        """After gradients are unscaled, and before the scale moves: tell the observers, take an overflow down.
+
+        Returns:
+            What to say of the worst gradient where there was an overflow.
+        """
+        self._last_scaler = scaler
+        for observer in self.observers:
+            observer.backward_ended(loss, scaler)
+        if not overflowed:
+            return None
+        worst = self.overflow_log.write(scaler, scaler.loss_scale(), loss).worst()
+        return f"{worst[0].name}, {worst[0].share:.0%} of it inf or nan" if worst else None
+
+    def update_later(self, scaler: LossScaler) -> None:
+        """A scale is to move at the next step."""
+        self._pending[scaler] = None
+
+    def unscale(self, scaler: LossScaler) -> bool:
+        """Unscale and check the gradients that backward passes of a GradScaler's losses have left.
+
+        Returns:
+            Whether there are any.
+        """
+        self.members.refresh()
+        self.exposed.settle()
+        present = bool(self.gradients.present())
+        found_inf = self.gradients.unscale(scaler, set())
+        if found_inf is not None:
+            scaler.note(found_inf)
+        return present
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's parameters in its groups, each once, in their order."""
+        self.members.refresh()
+        return self.members.weights
+
+    def master_params(self) -> Iterator[nn.Parameter]:
+        """The groups' members in float32, with their unscaled gradients; see :func:`mpinit.master_params`."""
+        self.check_gradients("mpinit.master_params()")
+        yield from self.exposed.give_out()
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's ``step``."""
+        given = (closure, *args) if closure is not None else args
+        if not self._is_active or self.scope.is_open:
+            return self._inner(*given, **kwargs)
+        self.prepare(_STEP)
+        if not has_step_hooks(self.optimizer):
+            result = self._step(closure, *args, **kwargs)
+        elif self.overflowed() if closure is not None else self._is_to_be_skipped():
+            result = None
+            self.skip()
+        else:
+            result = self._with_hooks(given, kwargs)
+        self.gradients.stepped()
+        self.tell_observers()
+        return result
+
+    def prepare(self, what: str) -> None:
+        """Before a step, or a half of one: gradients are looked at, ranks agree, scales move."""
+        self.members.refresh()
+        self.check_gradients(what)
+        self.exposed.close()
+        self._agree()
+        self._has_agreed = False
+        # Schedulers ask whether a step came before them; a skipped one did.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._skipped = False
+
+    def _agree(self) -> None:
+        """Once a step, with all ranks, who ask for as many."""
+        if not self._has_agreed:
+            pending, self._pending = list(self._pending), {}
+            self._ranks.before_step()
+            self._ranks.agree(self.gradients, pending)
+        self._has_agreed = True
+
+    def skips_step(self) -> bool:
+        """Skip a step here and now where gradients overflowed; False where it is to be done, or skips by itself."""
+        self.members.refresh()
+        self._agree()
+        if not self._is_to_be_skipped():
+            return False
+        self.prepare(_STEP)
+        self.skip()
+        self.gradients.stepped()
+        self.tell_observers()
+        return True
+
+    def tell_observers(self) -> None:
+        """A step is over, as a whole or in halves."""
+        for observer in self.observers:
+            observer.step_ended(self._skipped)
+
+    def overflowed(self) -> bool:
+        """Whether gradients that are there overflowed."""
+        return self._is_active and self.gradients.overflowed()
+
+    def _is_to_be_skipped(self) -> bool:
+        return self.gradients.found_inf is not None and not self._skips_in_kernel() and self.gradients.overflowed()
+
+    def _with_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hooks are the user's code: they run once around all of a step, with the weights in the groups."""
+        hooks = StepHooks(self.optimizer)
+        args, kwargs = hooks.before(args, kwargs)
+        with hooks:
+            self.members.refresh()
+            result = self._step(*(args or (None,)), **kwargs)
+        hooks.after(args, kwargs)
+        return result
+
+    def _step(self, closure: Closure | None, *args: Any, **kwargs: Any) -> Any:
+        if closure is not None:
+            # An optimizer that evaluates the loss again may make use of the gradients that are there first.
+            if self.overflowed():
+                return self.skip()
+            return self._step_with_closure(closure, *args, **kwargs)
+        found_inf = self.gradients.found_inf
+        if found_inf is not None and self._skips_in_kernel():
+            return self._step_in_kernel(found_inf, *args, **kwargs)
+        if found_inf is not None and self.gradients.overflowed():
+            return self.skip()
+        result = self.run(*args, **kwargs)
+        self.count_done()
+        return result
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's own step on float32 masters: not checked, skipped or counted."""
+        result = None
+        with CastsOff(), self.scope.in_parts() as parts:
+            for _ in parts:
+                result = self._inner_step(*args, **kwargs)
+        return result
+
+    def _inner_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.members.unsound:
+            return self._inner(*args, **kwargs)
+        with unfused(self.members.unsound):
+            return self._inner(*args, **kwargs)
+
+    def count_done(self) -> None:
+        """Count a step that was done, unless it has only made the optimizer's state, as torch's checkpoints do."""
+        if self._makes_state:
+            return
+        self._counter.count(skipped=False)
+        self._since_look += 1
+        if self._since_look == _LOOKS_EVERY:
+            self._clamp_weights()
+
+    def _clamp_weights(self) -> None:
+        """Notice weights that float16 does not hold any more: by what they did to gradients, and now and then."""
+        self._since_look = 0
+        table = self.members.table
+        if not isinstance(table, FullMasters):
+            return
+        names = [self.members.names.of(master.weight) for master in self.members.masters if table.clamp(master)]
+        if names:
+            warn_user(
+                f"{', '.join(names)} grew beyond the largest float16 number, 65504, and became infinite in the model, "
+                "not in the float32 masters: from here on the model holds that largest instead. Use bfloat16 "
+                f"(opt_level='O5'), or give keep_fp32=[{', '.join(map(repr, names))}]"
+            )
+
+    # -- gradients a step can use -----------------------------------------------------------------------------------
+
+    def check_gradients(self, what: str) -> None:
+        """Refuse gradients that are scaled; warn of those that were never scaled, or of none.
+
+        Args:
+            what: what is about to use them.
+
+        Raises:
+            RuntimeError: they are scaled.
+        """
+        gradients = self.gradients
+        gradients.check_closed(what, "move it after the with-block")
+        self._makes_state = False
+        if not self._is_active:
+            return
+        if gradients.came_through_scaling:
+            if not gradients.was_reached and what == _STEP and not gradients.present():
+                self._notice_no_gradient()
+            return
+        if not self.scales or not gradients.present():
+            return
+        if not self.optimizer.state and all(group.get("lr") == 0 for group in self.optimizer.param_groups):
+            self._makes_state = True
+        elif "unscaled" not in self._warned:
+            self._warned.add("unscaled")
+            warn_user(
+                f"{what} uses gradients that did not come through mpinit.scale_loss: they were not scaled "
+                "(small ones may have become 0 in 16 bit) and not checked. Use "
+                "`with mpinit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`; where a "
+                "torch.amp.GradScaler scales them, give mpinit.initialize loss_scale=1.0"
+            )
+
+    def _notice_no_gradient(self) -> None:
+        """A loss was scaled, and has reached no parameter."""
+        if "none" not in self._warned and any(weight.requires_grad for weight in self.members.weights):
+            self._warned.add("none")
+            self._ranks.check_present()
+            warn_user(
+                "optimizer.step() does nothing: a loss was scaled, and none of its parameters has a gradient. "
+                "They are not those that the model computes with (was it copied, or wrapped in something that replaces "
+                "them, after the optimizer was made?), or the loss makes no use of any"
+            )
+
+    # -- skipping ---------------------------------------------------------------------------------------------------
+
+    def skip(self) -> None:
+        """Count a step that is not done."""
+        self._skipped = True
+        found_inf = self.gradients.found_inf
+        # Where it was read freely, the backward pass has taken it down.
+        if found_inf is not None and not is_read_freely(found_inf.device):
+            self.overflow_log.write(self._last_scaler, self.gradients.last_scale(), None)
+        self._counter.count(skipped=True)
+        self._clamp_weights()
+        self._raise_after_too_many()
+
+    def _raise_after_too_many(self) -> None:
+        limit = self._rule.max_consecutive_skips
+        if self._counter.read().consecutive >= limit:
+            log = self.overflow_log
+            record = log.last or log.write(self._last_scaler, self.gradients.last_scale(), None)
+            names = ", ".join(bad.name for bad in record.parameters[:3]) or "gradients cleared since"
+            at = "" if record.scale is None else f", at a loss scale of {record.scale:g}"
+            raise RuntimeError(
+                f"{limit} steps in a row were skipped because gradients were inf or nan, in {names} first{at}: "
+                "lowering the loss scale does not help, so the forward or the loss itself gives inf or nan. "
+                f"{record.advice()}; max_consecutive_skips moves the limit"
+            )
+
+    def _skips_in_kernel(self) -> bool:
+        """Whether the step can be left to skip itself, so that nothing waits for the device."""
+        found_inf = self.gradients.found_inf
+        if found_inf is None or is_read_freely(found_inf.device):
+            return False
+        fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        return fused and bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+
+    def _step_in_kernel(self, found_inf: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        optimizer: Any = self.optimizer
+        undos = UndoStack()
+        undos.push(set_attribute(optimizer, "found_inf", found_inf))
+        undos.push(set_attribute(optimizer, "grad_scale", None))
+        try:
+            result = self.run(*args, **kwargs)
+        finally:
+            undos.unwind()
+        self._skipped = found_inf
+        self._counter.count_on_device(found_inf)
+        # Reading the counters waits for the device: done once in as many steps as may be skipped in a row.
+        if not is_capturing() and self._counter.is_due(self._rule.max_consecutive_skips):
+            self._raise_after_too_many()
+        return result
+
+    # -- closures ---------------------------------------------------------------------------------------------------
+
+    def _step_with_closure(self, closure: Closure, *args: Any, **kwargs: Any) -> Any:
+        """Step an optimizer that evaluates the loss itself; casts are off in it and on again in the closure."""
+        before = Snapshot(self.members) if self._rule.dynamic else None
+        evaluate = self._evaluator(closure)
+        try:
+            with CastsOff():
+                if steps_per_parameter(self.optimizer):
+                    # They evaluate it once, before anything else.
+                    with torch.enable_grad():
+                        loss = evaluate()
+                    self.members.refresh()
+                    self.run(*args, **kwargs)
+                    result = loss
+                else:
+                    with self.scope.open():
+                        result = self._inner_step(self._in_the_open(evaluate), *args, **kwargs)
+        except BaseException as error:
+            if before is not None:
+                before.restore()
+            if not isinstance(error, _EvaluationOverflow):
+                raise
+            self.skip()
+            return None
+        self.count_done()
+        return result
+
+    def _in_the_open(self, evaluate: Closure) -> Closure:
+        """A closure with the weights in the groups, inside of a step."""
+
+        def evaluate_with_weights() -> Any:
+            with self.scope.closed():
+                return evaluate()
+
+        return evaluate_with_weights
+
+    def _evaluator(self, closure: Closure) -> Closure:
+        casts = flags() if is_on() else None
+
+        def evaluate() -> Any:
+            for _ in range(self._rule.max_consecutive_skips):
+                if casts is None:
+                    loss = closure()
+                else:
+                    with CastsAs(casts):
+                        loss = closure()
+                self.check_gradients(_STEP)
+                pending, self._pending = list(self._pending), {}
+                self._ranks.agree(self.gradients, pending)
+                if not self.overflowed():
+                    return loss
+                for weight in self.members.weights:
+                    weight.grad = None
+                self.gradients.forget_overflow()
+            raise _EvaluationOverflow
+
+        return evaluate
+
+
+def _methods_of_its_own(optimizer: Optimizer) -> list[str]:
+    """Public methods that torch's optimizers do not have: ``eval()`` of schedule-free kinds, a first step of two."""
+    known = set(dir(Optimizer))
+    names = dict.fromkeys(name for cls in type(optimizer).__mro__ for name in vars(cls))
+    return [
+        name
+        for name in names
+        if not name.startswith("_")
+        and name not in known
+        and inspect.isfunction(getattr(type(optimizer), name, None))
+        and not isinstance(inspect.getattr_static(type(optimizer), name), staticmethod)
+    ]
+
+
+def _revert_if_ours(optimizer: Any, name: str, method: Any, revert: Undo) -> Undo:
+    def undo() -> None:
+        # A scheduler built later has wrapped our method: pulling it away would take the scheduler's wrapper too.
+        # It stays, and hands through to what was there before.
+        if vars(optimizer).get(name) is method:
+            revert()
+
+    return undo

@@ -1,0 +1,240 @@
+"""The parameters of one optimizer, what stands for each while its own code runs, and every list that holds them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..basics.dtypes import is_lower_precision
+from ..masters.masters import Master, Masters
+from ..model.casting import TensorCasts
+from ..torch_internals.columns import are_same
+from ..torch_internals.fused_sgd import stepped_wrongly
+from .state import wrapped_by
+
+# What torch keeps there is dealt with by name.
+_KNOWN: Final = frozenset({"param_groups", "state", "defaults"})
+_DEEPEST: Final = 4
+_DICTS: Final = (dict, defaultdict, OrderedDict)
+
+
+@dataclass(frozen=True)
+class Names:
+    """The dotted names of parameters."""
+
+    models: Sequence[nn.Module]
+
+    def of(self, parameter: torch.Tensor) -> str:
+        """A parameter's dotted name in its model, with the model's index where there are several."""
+        for index, model in enumerate(self.models):
+            for name, tensor in model.named_parameters():
+                if tensor is parameter:
+                    return f"models[{index}].{name}" if len(self.models) > 1 else name
+        return f"a parameter of shape {tuple(parameter.shape)} outside of the models"
+
+
+@final
+class Members:
+    """The members of an optimizer's groups, and of the groups of those that it wraps, each once.
+
+    The groups are looked at whenever a step begins: entries may be replaced, removed, added, frozen and thawed.
+
+    Args:
+        optimizer: the optimizer.
+        masters: the session's.
+        casts: knows what was cut off of weights that had no master until now.
+        names: of the session's models.
+        adopts: whether a trainable 16-bit weight gets a master when it is found in a group.
+
+    Attributes:
+        weights: the members as they are between steps: the model's own parameters.
+        inner: what stands for each of them while the optimizer's own code runs: its master, or itself.
+        masters: the masters among these.
+        generation: goes up whenever the members change.
+        unsound: groups that must not be stepped by a fused kernel.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, masters: Masters, casts: TensorCasts, names: Names, adopts: bool
+    ) -> None:
+        self.optimizer = optimizer
+        self.table = masters
+        self.names = names
+        self.weights: list[nn.Parameter] = []
+        self.inner: list[nn.Parameter] = []
+        self.masters: list[Master] = []
+        self.generation = 0
+        self.unsound: list[dict[str, Any]] = []
+        self._casts = casts
+        self._adopts = adopts
+        self._lists: list[tuple[list[Any], list[Any], list[Any]]] = []
+        self._entries: list[tuple[dict[Any, Any], Any, Any]] = []
+        self._count = 0
+        self._is_alone = True
+        self._frozen: list[nn.Parameter] = []
+        self._of_weight: dict[int, nn.Parameter] = {}
+        self._of_inner: dict[int, nn.Parameter] = {}
+
+    def holders(self) -> list[Optimizer]:
+        """Who keeps state for the members: the optimizer and those that it wraps."""
+        return [self.optimizer, *wrapped_by(self.optimizer)]
+
+    def refresh(self) -> None:
+        """Notice changed groups, and weights that have become trainable; cheap where nothing changed."""
+        if not self.are_as_seen() or any(weight.requires_grad for weight in self._frozen):
+            self._look()
+
+    def are_as_seen(self) -> bool:
+        """Whether the groups hold the same parameters as at the last look."""
+        groups, seen = self.optimizer.param_groups, self._lists
+        if self.generation == 0 or len(groups) > len(seen):
+            return False
+        for group, (known, weights, _) in zip(groups, seen, strict=False):
+            if group["params"] is not known or not are_same(known, weights):
+                return False
+        return len(groups) == self._count
+
+    def _look(self) -> None:
+        holders = self.holders()
+        lists = list({id(g["params"]): g["params"] for each in holders for g in each.param_groups}.values())
+        weights = list({id(p): p for members in lists for p in members}.values())
+        found = [self._master_of(weight) for weight in weights]
+        self.weights, self.masters = weights, [master for master in found if master is not None]
+        self.inner = [w if m is None else m.parameter for w, m in zip(weights, found, strict=True)]
+        self._of_weight = {id(master.weight): master.parameter for master in self.masters}
+        self._of_inner = {id(master.parameter): master.weight for master in self.masters}
+        own = places_beside_groups(holders, set(self._of_weight)) if self.masters else Places({}, [])
+        everything = [*lists, *own.lists.values()]
+        self._lists = [(each, list(each), list(map(self.inside, each))) for each in everything]
+        self._entries = [(owner, key, owner[key]) for owner, key in own.entries]
+        self._count, self._is_alone = len(self.optimizer.param_groups), len(holders) == 1
+        self._frozen = [
+            weight
+            for weight, master in zip(weights, found, strict=True)
+            if master is None and self._adopts and not weight.requires_grad and is_lower_precision(weight.dtype)
+        ]
+        as_stepped = {master.weight: torch.float32 for master in self.masters}
+        groups = [group for each in holders for group in each.param_groups]
+        self.unsound = stepped_wrongly(holders, groups, as_stepped)
+        self.generation += 1
+
+    def _master_of(self, weight: nn.Parameter) -> Master | None:
+        master = self.table.of(weight)
+        if master is not None or not self._adopts or not weight.requires_grad:
+            return master
+        master = self.table.add(weight, weight.dtype)
+        if master is not None:
+            original = self._casts.original_values(weight)
+            self.table.cast(master, weight.dtype, clamps=False)
+            if original is not None:
+                self.table.load(master, original)
+            self._casts.leave_to_optimizers([weight])
+        return master
+
+    # -- while the optimizer's own code runs ----------------------------------------------------------------------
+
+    def inside(self, parameter: Any) -> Any:
+        """What stands for a member while the optimizer's own code runs; anything else is itself."""
+        return self._of_weight.get(id(parameter), parameter)
+
+    def outside(self, parameter: Any) -> Any:
+        """The reverse."""
+        return self._of_inner.get(id(parameter), parameter)
+
+    def show_masters(self) -> None:
+        """Put masters into all lists, which stay the objects they are."""
+        for each, _, inner in self._lists:
+            each[:] = inner
+        for owner, key, weight in self._entries:
+            owner[key] = self.inside(weight)
+
+    def show_weights(self) -> None:
+        """Put the weights back, also into groups that the optimizer's code has made or changed."""
+        known = {id(each): (weights, inner) for each, weights, inner in self._lists}
+        lists = [each for each, _, _ in self._lists]
+        for holder in (self.optimizer,) if self._is_alone else self.holders():
+            lists += [group["params"] for group in holder.param_groups if id(group["params"]) not in known]
+        for each in lists:
+            weights, inner = known.get(id(each), ([], None))
+            each[:] = weights if inner is not None and are_same(each, inner) else list(map(self.outside, each))
+        for owner, key, _ in self._entries:
+            if key in owner:
+                owner[key] = self.outside(owner[key])
+
+
+@dataclass
+class Places:
+    """Where optimizers hold parameters beside their groups.
+
+    Attributes:
+        lists: by id.
+        entries: dicts (also the one of an object's attributes), and keys in them.
+    """
+
+    lists: dict[int, list[Any]]
+    entries: list[tuple[dict[Any, Any], Any]]
+
+
+def places_beside_groups(holders: Sequence[Optimizer], ids: set[int]) -> Places:
+    """Where optimizers hold some of these parameters in attributes, lists and dicts of their own.
+
+    Args:
+        holders: an optimizer and those that it wraps.
+        ids: of the parameters.
+
+    Raises:
+        ValueError: one is held where it cannot be exchanged: in a tuple or set, as a dict's key or by its id; or the
+            optimizer steps copies of the parameters in its groups.
+    """
+    places = Places({}, [])
+    for holder in holders:
+        _check_steps_its_groups(holder)
+        for name, value in vars(holder).items():
+            if name not in _KNOWN and not isinstance(value, Optimizer):
+                _find((vars(holder), name), value, ids, _DEEPEST, f"{type(holder).__name__}.{name}", places)
+    for group in (group for each in holders for group in each.param_groups):
+        places.lists.pop(id(group["params"]), None)
+    return places
+
+
+def _find(at: Any, value: Any, ids: set[int], depth: int, where: str, places: Places) -> None:
+    if isinstance(value, torch.Tensor):
+        if id(value) in ids:
+            if at is None:
+                raise ValueError(_CANNOT_EXCHANGE.format(f"{where}, a tuple or set, holds a parameter of the model"))
+            places.entries.append(at)
+    elif depth > 0 and type(value) in _DICTS:
+        for key, item in value.items():
+            if id(key) in ids or (type(key) is int and key in ids):
+                raise ValueError(_CANNOT_EXCHANGE.format(f"{where} has a parameter of the model, or its id, as a key"))
+            _find((value, key), item, ids, depth - 1, f"{where}[{key!r}]", places)
+    elif depth > 0 and type(value) in (list, tuple, set, frozenset) and id(value) not in places.lists:
+        if type(value) is list and any(id(item) in ids for item in value):
+            places.lists[id(value)] = value
+            value = [item for item in value if id(item) not in ids]
+        for item in value:
+            _find(None, item, ids, depth - 1, where, places)
+
+
+def _check_steps_its_groups(optimizer: Optimizer) -> None:
+    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+        raise ValueError(
+            "ZeroRedundancyOptimizer steps an optimizer of its own over the model's 16-bit weights, and would leave "
+            "float32 masters where they are. To shard masters and optimizer states over ranks call torch.distributed."
+            "fsdp.fully_shard(model) before the optimizer is made (FSDP2), and give the optimizer inside it, without "
+            'ZeroRedundancyOptimizer; or keep that, over float32 parameters, with master_weights="model" or '
+            "opt_level='O1'"
+        )
+
+
+_CANNOT_EXCHANGE: Final = (
+    "{}, beside the optimizer's groups. mpinit puts float32 masters into the groups while a step runs, and cannot put "
+    "one there: keep such parameters in a list or dict under names of their own, or use master_weights=\"model\", where "
+    "the model's own parameters are float32"
+)

@@ -1,0 +1,126 @@
+"""Whether an optimizer updates each parameter by itself, so that it can be stepped a few parameters at a time.
+
+Of torch's own it is known; any other says so by ``optimizer.steps_per_parameter = True``, or is stepped in one part.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch.optim import Optimizer
+
+_PER_PARAMETER: Final = (
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
+)
+# State of theirs that is a copy of the weights, whose low bits count like a master's.
+_COPIES: Final = {"ASGD": frozenset({"ax"})}
+# What a class may do in a way of its own without touching its step, which is compared by itself.
+_BESIDE_STEPS: Final = ("step", "add_param_group", "load_state_dict", "state_dict", "zero_grad")
+# Where functions come from that may stand around an object's own step: schedulers' and compilers'.
+_TRUSTED: Final = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, Path(__file__).parent))
+
+
+def steps_per_parameter(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known to update each parameter by itself, with every option.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> steps_per_parameter(torch.optim.AdamW([weight])), steps_per_parameter(torch.optim.LBFGS([weight]))
+        (True, False)
+    """
+    if getattr(optimizer, "steps_per_parameter", False):
+        return True
+    return is_known(optimizer) and _steps_as_its_class(optimizer)
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Whether it is one of torch's."""
+    return _known(optimizer) is not None
+
+
+def kept_states(optimizer: Optimizer) -> frozenset[str]:
+    """Names of an optimizer's states that are copies of weights.
+
+    Example:
+        >>> sorted(kept_states(torch.optim.ASGD([torch.ones(2)])))
+        ['ax']
+    """
+    return _COPIES.get(_known(optimizer) or "", frozenset())
+
+
+def _steps_as_its_class(optimizer: Optimizer) -> bool:
+    """Whether ``step`` was not replaced on the object: another may look across parameters, to clip gradients say."""
+    step = vars(optimizer).get("step")
+    of_class = (type(optimizer).step, inspect.unwrap(type(optimizer).step))
+    while step is not None:
+        function = getattr(step, "__func__", step)
+        if function in of_class:
+            return True
+        code = getattr(function, "__code__", None)
+        if code is None or not code.co_filename.startswith(_TRUSTED):
+            return False
+        step = getattr(function, "__wrapped__", None)
+    return True
+
+
+def _known(optimizer: Optimizer) -> str | None:
+    """The name in torch.optim of what steps this optimizer, where it is one of those known."""
+    step = inspect.unwrap(type(optimizer).step)
+    for name in _PER_PARAMETER:
+        cls = getattr(torch.optim, name, None)
+        # torch wraps the step of a class when it is first made use of.
+        if cls is not None and isinstance(optimizer, cls) and step is inspect.unwrap(cls.step):
+            return name if _steps_like(cls, type(optimizer)) else None
+    return None
+
+
+def _steps_like(cls: type[Optimizer], own: type[Optimizer]) -> bool:
+    """Whether a class of torch's does all of another's step: what that calls may be defined elsewhere."""
+    derived = takewhile(lambda other: other is not cls, own.__mro__)
+    others = [vars(other) for other in derived if not other.__module__.startswith("torch.optim.")]
+    names = {name for members in others for name, value in members.items() if callable(value)}
+    return not any(hasattr(cls, name) for name in names if name not in _BESIDE_STEPS and not name.startswith("__"))
+
+
+@final
+class StepNumbers:
+    """The numbers that an optimizer keeps for itself or for a group, such as ``group["step"]``, as they are now.
+
+    Put back before every part of a step but the first, they are in the end what one step leaves, and every part sees
+    what the first one saw.
+
+    Args:
+        optimizer: the optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._before = [
+            (owner, {key: _copied(value) for key, value in owner.items() if _is_number(value)})
+            for owner in (vars(optimizer), *optimizer.param_groups)
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Make them what they were, and remove what was not there."""
+        for owner, numbers in self._before:
+            for key in [key for key, value in owner.items() if _is_number(value) and key not in numbers]:
+                del owner[key]
+            for key, value in numbers.items():
+                if isinstance(value, torch.Tensor):
+                    owner[key].copy_(value)
+                else:
+                    owner[key] = value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,116 @@
+"""The context around a backward pass: the scaled loss going in, unscaled gradients coming out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, final
+
+import torch
+
+from ..basics.logs import log
+from ..distributed.sharding import is_distributed
+from ..scaling.scaler import LossScaler
+from ..torch_internals.devices import is_read_freely
+from .gradients import Done, Gradients
+from .managed import ManagedOptimizer
+
+
+@final
+class ScaledLoss:
+    """The context ``scale_loss`` returns.
+
+    All gradients of the session are scaled while the block is open, and unscaled at its end, whether their optimizers
+    were named or not: a loss may reach parameters of others, as a generator's reaches its discriminator.
+
+    Args:
+        loss: the loss.
+        scaler: what scales it.
+        optimizers: those it is for, whose next step looks at an overflow.
+        others: gradients of the session's other parameters.
+        delay_update: leave the scale as it is until a later backward pass or step.
+    """
+
+    def __init__(
+        self,
+        loss: torch.Tensor,
+        scaler: LossScaler,
+        optimizers: Sequence[ManagedOptimizer],
+        others: Sequence[Gradients],
+        delay_update: bool,
+    ) -> None:
+        self._loss = loss
+        self._scaler = scaler
+        self._optimizers = optimizers
+        self._gradients = [*(each.gradients for each in optimizers), *others]
+        self._delay_update = delay_update
+
+    def __enter__(self) -> torch.Tensor:
+        for gradients in self._gradients:
+            if gradients.is_open and gradients.scaled_by is not None:
+                raise RuntimeError(
+                    "mpinit.scale_loss was entered inside another block for the same optimizer, whose gradients are "
+                    "still scaled: close the outer block first, or add the losses up and call backward() once"
+                )
+            gradients.check_closed("mpinit.scale_loss", "move it after the with-block")
+        for optimizer in self._optimizers:
+            optimizer.before_backward(self._delay_update)
+        done: Done = set()
+        begun: list[Gradients] = []
+        try:
+            for gradients in self._gradients:
+                begun.append(gradients)
+                gradients.scale(self, self._scaler, done)
+            return self._scaler.scale(self._loss)
+        except BaseException:
+            self._unscale(begun)
+            raise
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for optimizer in self._optimizers:
+            optimizer.after_backward()
+        found = self._unscale(self._gradients)
+        if exc_type is None:
+            self._finish(found)
+
+    def _unscale(self, gradients: Sequence[Gradients]) -> list[torch.Tensor]:
+        done: Done = set()
+        found = [each.unscale(self._scaler, done) for each in gradients]
+        return [each for each in found if each is not None]
+
+    def _finish(self, found: list[torch.Tensor]) -> None:
+        scaler = self._scaler
+        for found_inf in found:
+            scaler.note(found_inf)
+        # Only where looking costs no wait for the device.
+        overflowed = any(is_read_freely(each.device) and each.item() > 0 for each in found)
+        told = [each.tell_of_backward(self._loss, scaler, overflowed) for each in self._optimizers]
+        # Before the step, ranks may have seen different overflows (no_sync), and their scales must not part.
+        if not self._delay_update and not is_distributed():
+            scaler.update()
+        elif scaler.has_notes:
+            # Whichever of them steps first.
+            for optimizer in self._optimizers:
+                optimizer.update_later(scaler)
+        if overflowed:
+            log.info(
+                "Gradient overflow: the next optimizer.step() is skipped; loss scale now %s%s",
+                scaler.loss_scale(),
+                "".join(f"; worst: {worst}" for worst in told if worst is not None),
+            )
+
+
+@final
+class Unscaled:
+    """The context ``scale_loss`` returns where mixed precision is disabled: the loss as it is."""
+
+    def __init__(self, loss: Any) -> None:
+        self._loss = loss
+
+    def __enter__(self) -> Any:
+        return self._loss
+
+    def __exit__(self, *_: object) -> None:
+        return None
