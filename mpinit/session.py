@@ -24,6 +24,7 @@ from .masters.in_model import MastersInModel
 from .masters.kinds import store_for
 from .masters.pairs import cast_with_gradient
 from .model import casting, forward, selection, state_dict
+from .model.forward_weights import renew_casts
 from .optimizer.control import OptimizerControl
 from .optimizer.controls import Controls
 from .optimizer.state import cast_states
@@ -107,9 +108,11 @@ class Session:
         selected = self.selection = selection.select(self.models, plan)
         targets = dict(selected.targets)
         in_model = self._store if isinstance(self._store, MastersInModel) else None
-        push(forward.patch_forwards(selected, plan, self, self.before_forward, in_model))
+        push(forward.patch_forwards(selected, plan, self, self.before_forward))
         if in_model is not None:
             push(in_model.narrow)
+            for optimizer in self.optimizers:
+                push(optimizer.register_step_post_hook(_renew_casts).remove)
         if encoder_fast_path.is_bypassed(selected.kept, self.models):
             encoder_fast_path.keep_off(lambda: True, self._undos)
         if selected.holds_16_bit:
@@ -192,14 +195,8 @@ class Session:
         """Take something back with the session: what a framework was given because of it."""
         self._undos.push(undo)
 
-    def before_forward(self, perhaps: bool = False) -> None:
-        """A model is about to be run: its weights follow what was written to their masters.
-
-        Args:
-            perhaps: it may also be something else that is run, by an optimizer in its step, say.
-        """
-        if perhaps and self._store.watcher.is_paused:
-            return
+    def before_forward(self) -> None:
+        """A model is about to be run: its weights follow what was written to their masters."""
         # A process group may have been set up since, and DDP has made buckets of the weights' own type then.
         self._store.adds_up_natively()
         self._controls.ranks.before_forward()
@@ -331,6 +328,10 @@ class Session:
 
 def _weights(session: Session) -> Iterator[torch.Tensor]:
     return itertools.chain.from_iterable(model.parameters() for model in session.models)
+
+
+def _renew_casts(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    renew_casts()
 
 
 def _undone_when_dropped(session: Session, undo: Undo) -> Undo:

@@ -16,7 +16,6 @@ from torch import nn
 
 from ..basics.trees import TreeCast, cast_tree, first_floating_dtype, write_elements
 from ..plan import KeepInputPredicate
-from ..torch_internals.compiled_calls import compiled_calls
 from ..torch_internals.native_autocast import ForwardCasts
 from ..torch_internals.running import in_backward, is_tracing_symbolically
 from .arguments import ArgumentNames
@@ -47,7 +46,7 @@ class Boundary:
         output_dtype: what floating outputs are cast to for a caller outside of every forward, or None to leave them.
         casts: switched on around the call, or None.
         keep_inputs: (argument name, value) -> whether it stays as it is; one that says yes is enough.
-        before_forward: called first, where the caller is outside of every forward; with True where it may be none.
+        before_forward: called first, where the caller is outside of every forward.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Boundary:
         output_dtype: torch.dtype | None,
         casts: ForwardCasts | None,
         keep_inputs: tuple[KeepInputPredicate, ...] = (),
-        before_forward: Callable[..., None] | None = None,
+        before_forward: Callable[[], None] | None = None,
     ) -> None:
         self.inner_dtype: torch.dtype | None = inner_dtype
         self.cast_inputs = cast_inputs
@@ -71,7 +70,6 @@ class Boundary:
         """Cast nothing from now on: what a wrapper of the user's still holds becomes transparent."""
         self.inner_dtype = self.output_dtype = self.casts = self.before_forward = None
         self.cast_inputs = self.is_live = False
-        compiled_calls.discard(self)
 
     def become_float32(self) -> None:
         """Compute in float32 from now on: the modules inside were copied into it."""
@@ -81,11 +79,6 @@ class Boundary:
         """Say that a forward begins that comes from outside of all initialised models."""
         if self.before_forward is not None and not torch.compiler.is_compiling():
             self.before_forward()
-
-    def compiled_call_begins(self) -> None:
-        """Compiled code may run the model without a word, as far as anybody calls it from outside."""
-        if self.before_forward is not None and here.dtype is None:
-            self.before_forward(True)
 
     def cross(
         self,

@@ -17,15 +17,13 @@ from torch import nn
 
 from ..basics.modules import modules_of
 from ..basics.patching import Undo, UndoStack
-from ..plan import Plan
-from ..torch_internals.compiled_calls import compiled_calls
+from ..plan import Masters, Plan
 from ..torch_internals.native_autocast import ForwardCasts
 from ..torch_internals.running import is_tracing_symbolically
 from .arguments import ArgumentNames
 from .boundary import Boundary, caller_dtype, here
 from .entry_points import entry_points
-from .forward_weights import ForwardWeights, ModulesWithCasts
-from .own_weights import Writes
+from .forward_weights import ForwardWeights
 from .selection import Selection
 
 _ABSENT: Final = object()
@@ -101,7 +99,7 @@ class PatchedForward:
             caller = caller_dtype(boundary.inner_dtype, args, kwargs, self.is_replica)
             is_inside = caller is boundary.inner_dtype
             output_dtype = caller or output_dtype
-        if not is_inside and boundary.before_forward is not None and here.dtype is None and not self.is_replica:
+        if not is_inside and here.dtype is None and not self.is_replica:
             boundary.announce()
         # What torch.fx records are the float32 weights: casts of them it would take for constants.
         if self.weights is None or self.weights.dtype is not boundary.inner_dtype or is_tracing_symbolically():
@@ -109,11 +107,8 @@ class PatchedForward:
         if self.is_replica:
             self.weights.cast_replica(self.module)
             return self._run(is_inside, args, kwargs, output_dtype)
-        try:
-            self.weights.enter()
+        with self.weights.cast_traced() if torch.compiler.is_compiling() else self.weights.cast():
             return self._run(is_inside, args, kwargs, output_dtype)
-        finally:
-            self.weights.leave()
 
     def _run(
         self, is_inside: bool, args: tuple[Any, ...], kwargs: dict[str, Any], output_dtype: torch.dtype | None
@@ -185,8 +180,7 @@ def patch_forwards(
     selection: Selection,
     plan: Plan,
     owner: object,
-    before_forward: Callable[..., None] | None = None,
-    writes: Writes | None = None,
+    before_forward: Callable[[], None] | None = None,
 ) -> Undo:
     """Put casts around the models' forwards and entry points, and around whatever of them can be called by itself.
 
@@ -194,9 +188,8 @@ def patch_forwards(
         selection: the models and what of them computes in which type; patched in place.
         plan: what to do.
         owner: kept alive as long as the models are.
-        before_forward: called before every forward that comes from outside of all initialised models; with True where
-            compiled code is run that may hold one.
-        writes: who knows of writes to parameters, where these stay float32 and are cast inside forwards.
+        before_forward: called before every forward that comes from outside of all initialised models, but for those
+            in compiled code.
 
     Returns:
         The undo. A wrapper that was put around a patched forward later is left where it is, and casts no longer.
@@ -210,14 +203,12 @@ def patch_forwards(
     kept, cast = boundary(torch.float32), boundary(plan.model_dtype)
     within = {module for model in selection.models for module in modules_of(model)[1:]}
     with UndoStack() as undos:
-        own = _modules_with_casts(selection, plan, writes, undos)
         undos.push(kept.retire)
         undos.push(cast.retire)
-        if before_forward is not None:
-            compiled_calls.add(cast)
 
         def patch(module: nn.Module, is_kept: bool, name: str, is_part: bool) -> PatchedForward:
-            weights = None if is_kept or own is None else ForwardWeights(module, own)
+            casts_weights = plan.masters is Masters.IN_MODEL and not is_kept
+            weights = ForwardWeights(module, plan.model_dtype, selection.float32_modules) if casts_weights else None
             forward = PatchedForward(module, kept if is_kept else cast, name, is_part, weights)
             _patch_forward(forward, undos)
             return forward
@@ -230,19 +221,6 @@ def patch_forwards(
             is_part = bool(selection.parts) and model in within
             patch(model, model in selection.kept, "forward", is_part).owner = owner
     return undos.unwind
-
-
-def _modules_with_casts(
-    selection: Selection, plan: Plan, writes: Writes | None, undos: UndoStack
-) -> ModulesWithCasts | None:
-    if writes is None:
-        return None
-    modules = dict.fromkeys(module for model in selection.models for module in model.modules())
-    own = ModulesWithCasts(
-        (module for module in modules if module not in selection.float32_modules), plan.model_dtype, writes
-    )
-    undos.push(own.close)
-    return own
 
 
 def _patch_forward(forward: PatchedForward, undos: UndoStack) -> None:

@@ -21,6 +21,7 @@ from ..torch_internals.model_state_by_name import load_in_float32
 from . import averages, copies
 from .aliases import Aliases, Values, is_16_bit, named_own_tensors, owners_of_memory, same_view, storage_of
 from .custom_state import custom_methods, put_around, take_from_custom_methods
+from .forward_weights import CastParameter
 from .newcomers import follow_newcomers
 
 Load = Callable[[torch.Tensor, torch.Tensor], bool]
@@ -123,6 +124,8 @@ class Float32State:
 
     def float32_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The float32 values that stand for a 16-bit tensor; None where those are its own, or it is not 16-bit."""
+        if isinstance(tensor, CastParameter):
+            return tensor.parameter.detach()  # saved inside of a forward
         if self._find_master is None or not is_lower_precision(tensor.dtype):
             return None
         return self._find_master(tensor)

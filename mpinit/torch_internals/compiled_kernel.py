@@ -12,7 +12,6 @@ from typing import Any, Final, final
 
 import torch
 
-from .compiled_calls import own_call
 from .devices import is_capturing
 
 _log = logging.getLogger("mpinit")
@@ -69,8 +68,7 @@ class CompiledKernel:
 
     def _runs_compiled(self, kind: str, arguments: Sequence[torch.Tensor]) -> bool:
         try:
-            with own_call():
-                self._compiled[kind](*arguments)
+            self._compiled[kind](*arguments)
         except Exception as error:
             # In the middle of a step: the compiler was switched off since, or is forbidden to compile once more.
             _log.info("a kernel runs as it is from here on: %s", str(error).partition("\n")[0])

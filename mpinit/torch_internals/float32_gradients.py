@@ -1,46 +1,84 @@
-"""A 16-bit cast of a float32 parameter whose gradients autograd adds up in float32.
+"""16-bit casts of float32 parameters, made in one call, whose gradients autograd adds up in float32.
 
 ``parameter.to(torch.bfloat16)`` gives float32 gradients too, but those of a weight that is used several times in a
 graph (in each step of an RNN, in two tied layers) are added up in 16 bit before they are widened. ``grad_dtype`` would
 say otherwise, but can be set on leaves alone. What autograd brings gradients into before it adds them is the type that
-a tensor had when it was made: so the cast is made as a float32 tensor, of the parameter's own memory, and then given
-16-bit data.
+a function's output had when it was recorded: so outputs are recorded as float32 tensors and given 16-bit data then.
 
 No upstream report was found. In torch 2.11 to 2.13; it can go when ``grad_dtype`` can be set on the result of ``to``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
 
 _TENSOR_DATA: Final[Any] = torch.Tensor.data
-_TENSOR_DETACH: Final[Any] = torch.Tensor.detach
-_UNSAFE_VIEW: Final[Any] = torch.ops.aten._unsafe_view.default
+# As many float32 numbers as a bucket of DistributedDataParallel holds: 25 MiB.
+_NUMBERS_AT_A_TIME: Final = 25 * 2**20 // 4
 
 
-def cast_with_float32_gradients(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``parameter.to(dtype)``, with gradients that are added up in the parameter's type.
+class _Recorded(torch.autograd.Function):
+    """Parameters, as new tensors in their own memory; gradients are passed on."""
+
+    @staticmethod
+    def forward(ctx: Any, new: list[torch.Tensor], *parameters: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(new)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return None, *gradients
+
+
+def casts_with_float32_gradients(parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """``[parameter.to(dtype) for parameter in parameters]``, with gradients that are added up in the parameters' type.
+
+    All are cast by one kernel, and one node of the graph stands for 25 MiB of parameters: their gradients arrive
+    together, when the last of them is there. DistributedDataParallel, whose buckets are as large, so begins to average
+    a bucket later by at most the time in which the backward pass computes one, and models below that size do not
+    overlap the two.
 
     Args:
-        parameter: a leaf, dense and in this process as a whole.
+        parameters: leaves, dense and in this process as a whole.
         dtype: a 16-bit type.
 
     Returns:
-        A new tensor in memory of its own; with a graph where the parameter takes gradients and they are enabled.
+        New tensors in memory of their own; with a graph where a parameter takes gradients and they are enabled.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([256.0]))
-        >>> cast = cast_with_float32_gradients(weight, torch.bfloat16)
+        >>> (cast,) = casts_with_float32_gradients([weight], torch.bfloat16)
         >>> sum([cast * 256, cast]).backward()
         >>> weight.grad, cast.dtype
         (tensor([257.]), torch.bfloat16)
     """
-    values: torch.Tensor = _TENSOR_DETACH(parameter).to(dtype)
-    if not parameter.requires_grad:
-        return values
-    # A view that autograd takes for none: one that it knew of would share the parameter's version.
-    cast: torch.Tensor = _UNSAFE_VIEW(parameter, parameter.shape)
-    _TENSOR_DATA.__set__(cast, values)
-    return cast
+    plain = list(map(_TENSOR_DATA.__get__, parameters))
+    casts = [torch.empty_like(values, dtype=dtype) for values in plain]
+    if casts:
+        torch._foreach_copy_(casts, plain)
+    if torch.is_grad_enabled():
+        for indices in _groups(parameters):
+            new = [plain[index] for index in indices]
+            recorded = _Recorded.apply(new, *[parameters[index] for index in indices])  # type: ignore[no-untyped-call]
+            for index, output in zip(indices, recorded, strict=True):
+                _TENSOR_DATA.__set__(output, casts[index])
+                casts[index] = output
+    return casts
+
+
+def _groups(parameters: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+    """The indices of what takes gradients, as many at a time as one node is to stand for."""
+    group: list[int] = []
+    numbers = 0
+    for index, parameter in enumerate(parameters):
+        if parameter.requires_grad:
+            if group and numbers + parameter.numel() > _NUMBERS_AT_A_TIME:
+                yield group
+                group, numbers = [], 0
+            group.append(index)
+            numbers += parameter.numel()
+    if group:
+        yield group

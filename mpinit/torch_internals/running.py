@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch.fx import _symbolic_trace
 
-from .devices import is_capturing
+_TRACING_MODES: Final = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
 def is_tracing_symbolically() -> bool:
@@ -31,7 +33,7 @@ def in_backward() -> bool:
 
 
 def computes_at_once() -> bool:
-    """Whether operations run now, on numbers that are there afterwards: nothing is traced, transformed or captured.
+    """Whether operations run on numbers that are there afterwards: nothing is traced or transformed.
 
     Example:
         >>> computes_at_once()
@@ -40,7 +42,6 @@ def computes_at_once() -> bool:
     return not (
         torch.compiler.is_compiling()
         or torch._C._is_tracing()
-        or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or is_capturing()
+        or (torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, _TRACING_MODES)))
     )

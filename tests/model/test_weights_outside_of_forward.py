@@ -34,21 +34,23 @@ def test_weights_are_float32_outside_after_an_exception_too() -> None:
     is_float32_outside(model)
 
 
+class First(nn.Module):
+    def forward(self, pair: tuple[Tensor, Any]) -> Tensor:
+        return pair[0]
+
+
 def test_a_failing_cast_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4), First(), nn.Linear(4, 4))
     start(model)
-    from mpinit.model import own_weights
+    real, calls = nn.RNNBase._init_flat_weights, []
 
-    calls: list[Tensor] = []
-    real = own_weights.cast_with_float32_gradients
-
-    def fails_at_third(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        calls.append(parameter)
-        if len(calls) == 3:
+    def fails_once(rnn: nn.RNNBase) -> None:
+        calls.append(rnn)
+        if len(calls) == 1:
             raise MemoryError
-        return real(parameter, dtype)
+        real(rnn)
 
-    monkeypatch.setattr(own_weights, "cast_with_float32_gradients", fails_at_third)
+    monkeypatch.setattr(nn.RNNBase, "_init_flat_weights", fails_once)
     with pytest.raises(MemoryError):
         model(torch.ones(1, 4))
     is_float32_outside(model)
@@ -181,6 +183,45 @@ def test_threads_share_what_stands_in_the_model() -> None:
         thread.join()
     assert not wrong
     is_float32_outside(model)
+
+
+class Slow(nn.Linear):
+    """Waits inside of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1, bias=False)
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            self.entered.set()
+            self.go_on.wait(10)
+        return super().forward(x)
+
+
+def test_a_forward_in_another_thread_does_not_keep_training_on_its_casts() -> None:
+    model = Slow()
+    optimizer = start(model)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+
+    other = threading.Thread(target=evaluate)
+    other.start()
+    assert model.entered.wait(10)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.ones(1, 4)).sum()
+        with mpinit.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.go_on.set()
+    other.join()
+    is_float32_outside(model)
+    torch.testing.assert_close(losses, [losses[0], losses[0] - 0.4, losses[0] - 0.8], atol=0.02, rtol=0)
 
 
 def test_replicas_of_data_parallel_are_16_bit() -> None:
