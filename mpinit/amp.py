@@ -25,7 +25,7 @@ from .grad_scaler import GradScaler
 from .initialization import add_optimizers, initialize, undo
 from .optimizer.ranks import copy_from
 from .progress import describe, loss_scale, scheduler_step, step_counts, step_was_skipped
-from .scaling.scaled_loss import ScaledLoss, Unscaled
+from .optimizer.scaled_loss import ScaledLoss, Unscaled
 from .torch_internals.native_autocast import disable_casts
 from .train_state import TrainState
 
@@ -78,10 +78,10 @@ def scale_loss(
 ) -> ScaledLoss | Unscaled:
     """Context manager around the backward pass: scales the loss, then unscales and checks the gradients.
 
-    On exit the gradients of the optimizers' parameters are unscaled, float32 (on the masters where there are any),
-    and added to what was accumulated before. After an inf or nan the next ``optimizer.step()`` does nothing and a
-    dynamic scale backs off. After an exception in the body the gradients are what they were before it (where the
-    scale is fixed at 1 and nothing is to be unscaled, what ``backward()`` had added by then stays, as in plain torch).
+    Gradients are ``parameter.grad`` of the model's own parameters, before and after. Those that are there on entry are
+    multiplied by the scale, so that autograd adds to them; on exit all are unscaled, float32 where there are masters.
+    After an inf or nan the next ``optimizer.step()`` does nothing and a dynamic scale backs off. After an exception in
+    the body gradients are unscaled too; what ``backward()`` had added by then stays, as in plain torch.
 
     Args:
         loss: a floating tensor.
@@ -122,14 +122,21 @@ def scale_loss(
 
 
 def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    """The parameters whose gradients ``optimizer.step()`` will use: what to clip or look at.
+    """The parameters that ``optimizer.step()`` will update, in float32, with the gradients that it will use.
+
+    Between steps an optimizer's groups hold the model's own parameters, and their ``grad`` is what a step uses, so that
+    clipping over these does as well. Until the next step a master that is written to is rounded into its weight, and a
+    gradient that is replaced on one of the two counts for both.
 
     Args:
         optimizer: an initialised optimizer (or, where disabled, any).
 
     Yields:
         Float32 masters where there are any, the weights themselves otherwise (with ``master_weights="split"`` too,
-        whose weights carry the gradients), in the groups' order.
+        whose masters are in memory only while a step runs), in the groups' order.
+
+    Raises:
+        RuntimeError: gradients are scaled at the moment; or a weight and its master were changed, differently.
 
     Example:
         >>> import torch, mpinit
@@ -145,7 +152,7 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
         for group in optimizer.param_groups:
             yield from group["params"]
         return
-    yield from session.controller_of(optimizer).gradient_holders()
+    yield from session.managed(optimizer).master_params()
 
 
 def clip_grad_norm_(
@@ -216,12 +223,16 @@ def broadcast_masters(optimizer: Optimizer, src: int = 0, group: Any = None) -> 
         >>> mpinit.undo(model)
     """
     session = registry.session_meant(optimizer)
-    parameters = list(master_params(optimizer))
-    source = checks_of_ranks.check_broadcast(parameters, src, group)
     if session is None:
-        copy_from(parameters, source, group)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        copy_from(parameters, checks_of_ranks.check_broadcast(parameters, src, group), group)
         return
-    session.controller_of(optimizer).broadcast(source, group)
+    members = session.managed(optimizer).members
+    members.refresh()
+    source = checks_of_ranks.check_broadcast(members.weights, src, group)
+    mastered = {id(master.weight) for master in members.masters}
+    plain = [weight for weight in members.weights if id(weight) not in mastered]
+    session.ranks.send(members.masters, plain, source, group)
 
 
 def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from .basics.dtypes import is_lower_precision
 from .basics.modules import named_modules_of
 from .distributed.agreement import device_for, meshes_of, reach
-from .distributed.replicas import wrappers_of
 from .distributed.sharding import given_memory_since, is_distributed, is_sharded, left_behind, sharded_by_others
 from .plan import Masters, Plan
 
@@ -22,7 +21,7 @@ _WRAPPERS: Final = (_REDUCES, "DataParallel", _FLATTENS)
 
 
 def check_not_wrapped(models: Sequence[nn.Module], plan: Plan) -> None:
-    """Refuse what has recorded the parameters' dtypes, around a model, in it, or somewhere outside.
+    """Refuse what has recorded the parameters' dtypes, around a model or in it.
 
     Parts in DataParallel are no trouble: it records the dtypes anew in every forward.
 
@@ -44,16 +43,6 @@ def check_not_wrapped(models: Sequence[nn.Module], plan: Plan) -> None:
                     f"{name!r} is wrapped in {wrapper} already, which has recorded the parameters' dtypes; call "
                     f"mpinit.initialize first, and wrap {name!r} in {wrapper} afterwards"
                 )
-    if plan.masters is Masters.IN_MODEL or not casts or not is_distributed():
-        return  # no dtype changes
-    parameters = [p for model in models for p in model.parameters() if p.is_floating_point()]
-    if wrappers_of([parameter for parameter in parameters if parameter.dtype != plan.model_dtype]):
-        raise ValueError(
-            f"a {_REDUCES} around the model, or around a part of it, is there already, and has recorded the "
-            "parameters' dtypes: it would not reduce the gradients of 16-bit weights, and every rank would train by "
-            f"itself. Call mpinit.initialize first and wrap the model in {_REDUCES} afterwards; where the model "
-            "was wrapped for something that is over, `del` the wrapper"
-        )
 
 
 def _check_root(model: nn.Module) -> None:

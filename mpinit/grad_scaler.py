@@ -34,7 +34,7 @@ class GradScaler:
 
     ``scale(loss).backward()`` leaves scaled gradients on the weights, where they add up; ``unscale_(optimizer)``, or
     else ``step(optimizer)``, unscales and checks them, in float32 where there are masters; ``update()`` moves the
-    scale. Right at every level: where nothing is scaled (a fixed scale of 1) nothing is unscaled, checked or moved.
+    scale. ``torch.amp.GradScaler`` itself works as well, where ``initialize`` was given ``loss_scale=1.0``. Right at every level: where nothing is scaled (a fixed scale of 1) nothing is unscaled, checked or moved.
     The scale and the numbers by which it moves are those that :func:`initialize` was given; a static one stays what it
     is.
 
@@ -119,7 +119,6 @@ class GradScaler:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if stage is _Stage.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        session.controller_of(optimizer).release.check_looking("GradScaler.unscale_()")
         self._unscale(session, optimizer)
 
     def _unscale(self, session: Session, optimizer: Optimizer) -> None:
@@ -152,11 +151,11 @@ class GradScaler:
         if stage is _Stage.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         # A backward pass after unscale_ has left gradients again.
-        if inner not in self._checked or session.controller_of(inner).scaled.are_scaled:
+        if inner not in self._checked or session.managed(inner).gradients.scaled_by is not None:
             self._unscale(session, inner)
         if inner not in self._checked:
             raise AssertionError("No inf checks were recorded for this optimizer.")
-        result = None if session.controller_of(inner).skips_step() else optimizer.step(*args, **kwargs)
+        result = None if session.managed(inner).skips_step() else optimizer.step(*args, **kwargs)
         self._stages[inner] = _Stage.STEPPED
         return result
 

@@ -12,7 +12,7 @@ from .basics.patching import UndoStack
 from .checks_of_ranks import check_process_group, check_split_shards
 from .inspect.describe import announce
 from .plan import make_plan
-from .session import Session
+from .session import Request, Session
 from .settings.defaults import DEFAULT_LEVEL, DEFAULT_LIMIT, DEFAULT_ONE, Config, Default
 
 if TYPE_CHECKING:
@@ -125,7 +125,8 @@ def _set_up(
     check_process_group(process_group, models, plan)
     check_split_shards(models, plan)
     came_in_16_bit = checks.names_in_16_bit(models)
-    session = Session(models, optimizers, level, props, plan, num_losses, verbosity, await_optimizers, process_group)
+    request = Request(level, props, plan, num_losses, verbosity, await_optimizers, process_group)
+    session = Session(models, optimizers, request)
     session.apply()
     registry.add(session)
     announce(session, came_in_16_bit)

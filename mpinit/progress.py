@@ -62,7 +62,7 @@ def step_was_skipped(optimizer: Optimizer) -> bool:
         >>> mpinit.undo(model)
     """
     session = registry.session_meant(optimizer)
-    return session is not None and session.controller_of(optimizer).counts.consecutive > 0
+    return session is not None and session.managed(optimizer).counts.consecutive > 0
 
 
 def step_counts(optimizer: Optimizer) -> tuple[int, int]:
@@ -91,7 +91,7 @@ def step_counts(optimizer: Optimizer) -> tuple[int, int]:
     session = registry.session_meant(optimizer)
     if session is None:
         return 0, 0
-    counts = session.controller_of(optimizer).counts
+    counts = session.managed(optimizer).counts
     return counts.good, counts.skipped
 
 

@@ -100,7 +100,7 @@ def session_of(optimizer: Any) -> Session:
     if session is None:
         known = "; ".join(session.describe() for session in live()) or "there are none"
         first = "mpinit.initialize" + (
-            ", or to mpinit.add_optimizers," if any(each.waiting.awaits for each in live()) else ""
+            ", or to mpinit.add_optimizers," if any(each.awaits for each in live()) else ""
         )
         raise RuntimeError(
             f"this {type(optimizer).__name__} was not initialised: pass it to {first} first. Live sessions: {known}"
@@ -144,7 +144,7 @@ def the_one_that_waits() -> list[Session]:
     Raises:
         RuntimeError: there are several.
     """
-    waiting = [session for session in live() if session.waiting.awaits]
+    waiting = [session for session in live() if session.awaits]
     if len(waiting) > 1:
         named = "; ".join(session.describe() for session in waiting)
         raise RuntimeError(

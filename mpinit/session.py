@@ -1,6 +1,6 @@
-"""The session of one ``initialize``: its plan, scalers, optimizers and undo stack, found again from any of them.
+"""The session of one ``initialize``: what it set up, and the way back.
 
-The optimizers' patched methods and the models' patched forwards keep theirs alive; the registry knows them weakly.
+The optimizers' methods and the models' forwards keep theirs alive; the registry knows them weakly.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,29 +18,64 @@ from torch.optim import Optimizer
 
 from . import functions
 from .basics.dtypes import is_lower_precision
-from .basics.logs import log
 from .basics.patching import Undo, UndoStack
-from .distributed.sharding import gather_in, reshard
-from .masters.in_model import MastersInModel
-from .masters.kinds import store_for
-from .masters.pairs import cast_with_gradient
+from .distributed.sharding import gather_in, is_distributed, reshard, set_data
+from .masters.codecs.bfloat16 import BFloat16
+from .masters.codecs.blockwise import Blockwise
+from .masters.full import FullMasters
+from .masters.masters import Master, Masters
+from .masters.split import SplitMasters
+from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
-from .model.forward_weights import renew_casts
-from .optimizer.control import OptimizerControl
-from .optimizer.controls import Controls
-from .optimizer.state import cast_states
-from .optimizer.waiting import WaitingWeights
-from .plan import Masters, Plan
-from .scaling.scaled_loss import ScaledLoss
+from .optimizer.gradients import Gradients
+from .optimizer.managed import ManagedOptimizer
+from .optimizer.members import Members, Names, places_beside_groups
+from .optimizer.per_parameter import steps_per_parameter
+from .optimizer.ranks import Ranks
+from .optimizer.scaled_loss import ScaledLoss
+from .optimizer.scope import Scope
+from .optimizer.state import cast_state, cast_states, wrapped_by
+from .plan import Masters as MasterKind
+from .plan import OptimizerStates, Plan
 from .scaling.scaler import LossScaler
 from .torch_internals import encoder_fast_path
 from .torch_internals.compiling_with_gradients import hide_gradients
+from .torch_internals.parameter_data import TENSOR_DATA
+from .torch_internals.step_hooks import check_steps
 
 if TYPE_CHECKING:
     from .settings.properties import Properties
 
 _dropped: list[Undo] = []
 _numbers = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What ``initialize`` was asked for.
+
+    Attributes:
+        opt_level, properties, plan: the words, and what they came to.
+        num_losses: how many losses have a scaler of their own.
+        verbosity: 0 nothing, 1 one log line, 2 every first-seen cast of O1 at debug level.
+        awaits: whether optimizers come later.
+        process_group: of ranks whose steps are one though their gradients are not; None: none.
+    """
+
+    opt_level: str
+    properties: Properties
+    plan: Plan
+    num_losses: int = 1
+    verbosity: int = 1
+    awaits: bool = False
+    process_group: Any = None
+
+
+@dataclass
+class _Loose:
+    """Trainable parameters of the models that no optimizer has."""
+
+    weights: list[nn.Parameter]
 
 
 class Session:
@@ -50,43 +86,36 @@ class Session:
         models, optimizers: the objects given.
         selection: which modules stay float32 and which tensors are cast, as of ``apply``.
         scalers: one loss scaler for each ``loss_id``.
+        masters: the float32 masters of 16-bit weights.
+        names: of the models' parameters.
         verbosity, tensor_ids: how much is logged; the ids of the models' parameters and buffers as of ``apply``.
-        waiting: the weights that keep their float32 values for optimizers that come later.
+        awaits: whether optimizers are expected to come.
     """
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        opt_level: str,
-        properties: Properties,
-        plan: Plan,
-        num_losses: int,
-        verbosity: int,
-        awaits: bool = False,
-        process_group: Any = None,
-    ) -> None:
+    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], request: Request) -> None:
+        plan = request.plan
         self.models = list(models)
         self.optimizers = list(optimizers)
-        self.opt_level = opt_level
-        self.properties = properties
-        self.plan = plan
-        self.verbosity = verbosity
-        self.scalers = [LossScaler(plan.scaling) for _ in range(num_losses)]
+        self.opt_level, self.properties, self.plan = request.opt_level, request.properties, plan
+        self.verbosity, self.awaits = request.verbosity, request.awaits
+        self.scalers = [LossScaler(plan.scaling) for _ in range(request.num_losses)]
         self.number = next(_numbers)
         self.is_live = False
         self.tensor_ids: frozenset[int] = frozenset()
-        self._store = store_for(plan, scales=not all(scaler.is_identity for scaler in self.scalers))
-        self._controls = Controls(
-            *(self.models, plan, self._store, self.scalers, self.name_of),
-            original_values=lambda weight: self._casts.original_values(weight),
-            process_group=process_group,
-        )
-        self.waiting = WaitingWeights(awaits, self._controls, self._store, self.name_of)
+        self.masters: Masters = SplitMasters() if plan.masters is MasterKind.SPLIT else FullMasters()
+        self.names = Names(self.models)
+        self._states = _states_for(plan)
+        self._managed: dict[Optimizer, ManagedOptimizer] = {}
+        self._members: list[Members] = []
+        self.ranks = Ranks(self.models, self.masters, self.scalers, self._members, request.process_group)
         self._undos = UndoStack()
         self._casts = casting.TensorCasts([], {}, ())
+        self._loose: tuple[tuple[int, ...], Gradients] = (-1,), Gradients(_Loose([]), self.masters)
         self._is_ending = False
-        self._names: dict[torch.Tensor, str] | None = None
+
+    @property
+    def _makes_masters(self) -> bool:
+        return self.plan.masters in (MasterKind.FULL, MasterKind.SPLIT)
 
     # -- set up and undo ----------------------------------------------------------------------------------------
 
@@ -94,7 +123,8 @@ class Session:
         """Carry the plan out. If anything raises, everything done so far is undone, newest first."""
         while _dropped:
             _dropped.pop()()
-        self._controls.check(self.optimizers)
+        selected = self.selection = selection.select(self.models, self.plan)
+        self._check(self.optimizers, {id(t) for t, dtype in selected.targets.items() if is_lower_precision(dtype)})
         try:
             self._apply()
         except BaseException:
@@ -103,21 +133,31 @@ class Session:
         self.tensor_ids = selection.ids_of_tensors(self.models)  # after the casts: they replace buffers
         self.is_live = True
 
+    def _check(self, optimizers: Sequence[Optimizer], ids: set[int]) -> None:
+        """Whether these optimizers can be stepped as the plan says.
+
+        Raises:
+            ValueError: one of them cannot; the message says why and what to do.
+        """
+        for optimizer in optimizers:
+            if self._makes_masters:
+                places_beside_groups([optimizer, *wrapped_by(optimizer)], ids)
+            if self._states is not None and not steps_per_parameter(optimizer):
+                raise ValueError(
+                    f'optimizer_state="{self._states.codec.name}" decodes a bucket of parameters at a time, and nothing '
+                    f"is known of how {type(optimizer).__name__} updates them and of what it keeps: use "
+                    'optimizer_state="float32", or set optimizer.steps_per_parameter = True if it updates each '
+                    "parameter by itself and keeps no copies of weights"
+                )
+
     def _apply(self) -> None:
-        plan, push = self.plan, self._undos.push
-        selected = self.selection = selection.select(self.models, plan)
+        plan, push, selected = self.plan, self._undos.push, self.selection
         targets = dict(selected.targets)
-        in_model = self._store if isinstance(self._store, MastersInModel) else None
         push(forward.patch_forwards(selected, plan, self, self.before_forward))
-        if in_model is not None:
-            push(in_model.narrow)
-            for optimizer in self.optimizers:
-                push(optimizer.register_step_post_hook(_renew_casts).remove)
         if encoder_fast_path.is_bypassed(selected.kept, self.models):
             encoder_fast_path.keep_off(lambda: True, self._undos)
         if selected.holds_16_bit:
-            of_store = self._store.pairs, plan.masters is Masters.IN_MODEL
-            float32_state = state_dict.Float32State(self._find_master, self._load_master, *of_store)
+            float32_state = state_dict.Float32State(self._find_values, self._load_values, self._has_masters)
             push(float32_state.remove)
             float32_state.install(self.models)
             push(hide_gradients(self, _weights))
@@ -125,68 +165,118 @@ class Session:
             push(_undone_when_dropped(self, functions.apply(plan, verbose=self.verbosity > 1)))
         push(functools.partial(casting.rebuild_flat_weights, self.models))
         push(gather_in(self.models, selected.gathered))
-        push(self._give_masters_up)
-        for optimizer in self.optimizers:
-            push(self._controls.take(optimizer, targets))
-        push(_undone_when_dropped(self, self._controls.ranks.watch()))
-        push(self.waiting.end)
-        self.waiting.keep(targets)
+        self._make_masters(targets)
+        push(self.ranks.watch(t for t, dtype in targets.items() if t.dtype != dtype))
         # Last, because it is what cannot be taken back bit for bit where there are no masters.
         self._cast(targets)
-        for control in self._controls:
-            control.groups.finish()
-        self._store.finish_idle()
+        for optimizer in self.optimizers:
+            push(self._manage(optimizer))
+        if self._makes_masters:
+            push(check_steps(self, Session._check_step))
         self._casts.settle()
         push(self._give_masters_up)  # first to be undone: weights may have got masters later
 
+    def _make_masters(self, targets: Mapping[torch.Tensor, torch.dtype]) -> None:
+        """Masters of the weights that are trained, before anything is cast."""
+        stepped = {p: None for each in self.optimizers for p in _parameters_of([each, *wrapped_by(each)])}
+        trained = [parameter for parameter in stepped if parameter.requires_grad]
+        if self.awaits:
+            known = set(map(id, trained))
+            trained += [p for p in dict.fromkeys(_weights(self)) if p.requires_grad and id(p) not in known]
+        self._undos.push(self._give_masters_up)
+        if self._makes_masters:
+            for weight in trained:
+                self.masters.add(weight, targets.get(weight, weight.dtype))
+        elif self.plan.masters is MasterKind.IN_MODEL:
+            self._widen([weight for weight in trained if is_lower_precision(weight.dtype)])
+
+    def _widen(self, weights: Sequence[nn.Parameter]) -> None:
+        """Weights that are their own masters are float32 for good, once the set-up has succeeded."""
+        came_in = {weight: weight.dtype for weight in weights}
+
+        def narrow() -> None:
+            for weight, dtype in came_in.items() if not self.is_live else ():
+                _convert(weight, dtype)
+
+        self._undos.push(narrow)
+        self._undos.push(self._cast_states_of(came_in))
+        for weight in weights:
+            _convert(weight, torch.float32)
+
+    def _cast_states_of(self, came_in: Mapping[Any, torch.dtype]) -> Undo:
+        """State in the type of 16-bit weights becomes float32, as the masters that are stepped; its undo is for failures."""
+        states = [
+            (state, dict(state), parameter)
+            for top in self.optimizers
+            for each in (top, *wrapped_by(top))
+            for parameter, state in each.state.items()
+            if parameter in came_in and isinstance(state, dict)
+        ]
+
+        def restore() -> None:
+            for state, before, _ in states if not self.is_live else ():
+                state.clear()
+                state.update(before)
+
+        for state, _, parameter in states:
+            cast_state(state, parameter.shape, came_in[parameter], torch.float32)
+        return restore
+
     def _cast(self, targets: dict[torch.Tensor, torch.dtype]) -> None:
-        weights: list[torch.Tensor] = [pair.model_param for pair in self._store.pairs]
-        mastered = set(map(id, weights))
-        others = {tensor: dtype for tensor, dtype in targets.items() if id(tensor) not in mastered}
+        mastered: list[torch.Tensor] = [master.weight for master in self.masters]
+        ids = set(map(id, mastered))
+        others = {tensor: dtype for tensor, dtype in targets.items() if id(tensor) not in ids}
         casts = {tensor: (tensor.dtype, dtype) for tensor, dtype in others.items() if dtype != tensor.dtype}
         self._undos.push(cast_states(self.optimizers, casts))
-        trained = {p for control in self._controls for p in control.groups.plain if p.requires_grad}
+        self._undos.push(self._cast_states_of({w: w.dtype for w in mastered if is_lower_precision(w.dtype)}))
+        trained = {p for p in _parameters_of(self.optimizers) if id(p) not in ids and p.requires_grad}
         self._casts = casting.TensorCasts(self.models, others, trained)
         self._undos.push(self._casts.undo)
-        to_16_bit = {weight: targets.get(weight, weight.dtype) for weight in weights}
+        to_16_bit = {weight: targets.get(weight, weight.dtype) for weight in mastered}
         beyond = casting.out_of_range(to_16_bit)
         self._casts.apply(beyond)
         # Without an undo of its own: giving up a master restores its weight.
-        for pair, dtype in zip(self._store.pairs, to_16_bit.values(), strict=True):
-            cast_with_gradient(pair, dtype, clamps=bool(beyond) and pair.model_param in beyond)
+        for master in self.masters:
+            self.masters.cast(master, to_16_bit[master.weight], clamps=bool(beyond) and master.weight in beyond)
         casting.rebuild_flat_weights(self.models)
 
+    def _manage(self, optimizer: Optimizer) -> Undo:
+        members = Members(optimizer, self.masters, self._casts, self.names, self._makes_masters)
+        self._members.append(members)
+        members.refresh()
+        scope = Scope(members, self._states, self.plan.split_bucket_bytes)
+        managed = ManagedOptimizer(optimizer, members, scope, self.plan.scaling, self.ranks)
+        with UndoStack() as undos:
+            undos.push(functools.partial(self._forget, optimizer))
+            self._managed[optimizer] = managed
+            undos.push(managed.install(self._states))
+        return undos.unwind
+
+    def _forget(self, optimizer: Optimizer) -> None:
+        managed = self._managed.pop(optimizer, None)
+        if managed is not None and managed.members in self._members:
+            self._members.remove(managed.members)
+
     def _give_masters_up(self) -> None:
-        """Weights get their masters' bits, and their places in the optimizers back; called again it goes on."""
-        for pair in self._store.pairs:
+        """Weights get their masters' bits; called again it goes on."""
+        for master in self.masters:
             # A 16-bit weight keeps its master's bits, unless the set-up failed: then it is left as it came.
-            keeps_bits = self.is_live and is_lower_precision(pair.came_in)
-            pair.restore(torch.float32 if keeps_bits else pair.came_in)
-        of_master = {id(pair.master_param): pair.model_param for pair in self._store.pairs}
-        for control in self._controls:
-            control.groups.restore_weights(of_master)
-        self._store.close()
+            keeps_bits = self.is_live and is_lower_precision(master.came_in)
+            self.masters.restore(master, torch.float32 if keeps_bits else master.came_in)
+            self.masters.discard(master)
 
     def undo(self) -> None:
         """Take back everything ``apply`` did; the session ends. Interrupted, it can be called again and goes on."""
         if not self._is_ending:
             reshard(self.models)
-            for control in self._controls:
-                control.backward.abandon_backward()
-                control.scaled.give_up()
-            self.waiting.bring_along()
-            differing = [name for copies in self._controls.all_copies() for name in copies.end()]
-            if differing:
-                log.warning(
-                    "undo: %s and their float32 masters had been written to, differently; the masters' numbers count, "
-                    "and gradients that differed are gone",
-                    ", ".join(differing),
-                )
+            for managed in self._managed.values():
+                managed.exposed.close()
+                managed.gradients.give_up()
             self._is_ending = True
         dtypes = {weight: weight.dtype for weight in _weights(self)}
         try:
             self._undos.unwind()
-            self._controls.ranks.leave(dtypes)
+            self.ranks.leave(dtypes)
         finally:
             # What has failed and could not be done again is kept for the next call.
             self.is_live = len(self._undos) > 0
@@ -196,12 +286,16 @@ class Session:
         self._undos.push(undo)
 
     def before_forward(self) -> None:
-        """A model is about to be run: its weights follow what was written to their masters."""
-        # A process group may have been set up since, and DDP has made buckets of the weights' own type then.
-        self._store.adds_up_natively()
-        self._controls.ranks.before_forward()
-        for control in self._controls:
-            control.before_forward()
+        """A model is about to be run: its weights are what was done to masters that were given out."""
+        if is_distributed():
+            # A process group may have been set up since, and DDP has made buckets of the weights' own type then.
+            first = next(iter(self.masters), None)
+            if first is not None and first.weight.grad_dtype is not None:
+                for master in self.masters:
+                    self.masters.set_gradient_dtype(master)
+        self.ranks.before_forward()
+        for managed in self._managed.values():
+            managed.exposed.settle()
 
     # -- optimizers that come later -----------------------------------------------------------------------------
 
@@ -215,40 +309,80 @@ class Session:
             RuntimeError: gradients are scaled at the moment.
             ValueError: one of the optimizers cannot be stepped with masters of the session's kind.
         """
-        for control in self._controls:
-            control.check_closed("mpinit.add_optimizers()", "move it before or after the with-block")
-        self._controls.check(optimizers)
-        self._controls.ranks.check_present()
-        self.waiting.bring_along()
+        for managed in self._managed.values():
+            managed.gradients.check_closed("mpinit.add_optimizers()", "move it before or after the with-block")
+        self._check(optimizers, {id(p) for p in _parameters_of(optimizers) if is_lower_precision(p.dtype)})
+        self.ranks.check_present()
         failed, undos = UndoStack(), UndoStack()
         with failed:
             for optimizer in optimizers:
-                undos.push(self._controls.add(optimizer, failed))
-                plain: list[torch.Tensor] = [*self._controls.of(optimizer).groups.plain]
+                new = {id(p) for p in _parameters_of([optimizer]) if self.masters.of(p) is None}
+                failed.push(functools.partial(self._discard, new))
+                mastered = [p for p in _parameters_of([optimizer, *wrapped_by(optimizer)]) if p.requires_grad]
+                came_in = {p: p.dtype for p in mastered if self._makes_masters and is_lower_precision(p.dtype)}
+                failed.push(_states_as_they_are(optimizer))
+                undos.push(self._manage(optimizer))
+                failed.push(undos.unwind)
+                plain = [p for p in _parameters_of([optimizer]) if p not in came_in]
                 casts = {p: (self._casts.came_in(p), p.dtype) for p in plain if self._casts.came_in(p) != p.dtype}
                 undos.push(cast_states([optimizer], casts))
+                for each in (optimizer, *wrapped_by(optimizer)):
+                    for parameter, state in each.state.items():
+                        if parameter in came_in:
+                            cast_state(state, parameter.shape, came_in[parameter], torch.float32)
                 failed.push(functools.partial(self.optimizers.remove, optimizer))
                 self.optimizers.append(optimizer)
         self._undos.push(undos.unwind)
         failed.push(functools.partial(self._undos.forget, undos.unwind))
         return failed.unwind
 
+    def _discard(self, ids: set[int]) -> None:
+        for master in self.masters:
+            if id(master.weight) in ids:
+                self.masters.discard(master)
+
     def settle_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Nothing of :meth:`add_optimizers` is going to be taken back: let go of what that would need."""
         for optimizer in optimizers:
-            self._casts.leave_to_optimizers(self._controls.of(optimizer).groups.plain)
-        self.waiting.note_taken()
-        self._controls.ranks.got_optimizers()
+            self._casts.leave_to_optimizers(self._managed[optimizer].members.weights)
 
     def let_waiting_go(self) -> None:
-        """No optimizer is going to come for the weights that wait."""
-        self.waiting.let_go(self._casts)
+        """No optimizer is going to come for the weights that wait: they are 16-bit and nothing else from here on."""
+        self.awaits = False
+        stepped = {id(weight) for members in self._members for weight in members.weights}
+        waiting = [master for master in self.masters if id(master.weight) not in stepped]
+        for master in waiting:
+            self.masters.values(master)
+            self.masters.discard(master)
+            self._casts.take_over(master.weight, master.came_in)
+        self._casts.leave_to_optimizers([master.weight for master in waiting])
+
+    def _check_step(self, optimizer: Optimizer) -> None:
+        """Refuse that an optimizer which was never initialised steps 16-bit weights.
+
+        Raises:
+            RuntimeError: it would.
+        """
+        if getattr(vars(optimizer).get("step"), "is_managed", False):
+            return
+        for parameter in _parameters_of([optimizer]):
+            known = self.masters.of(parameter) is not None or id(parameter) in self.tensor_ids
+            if known and parameter.requires_grad and is_lower_precision(parameter.dtype):
+                raise RuntimeError(
+                    f"this {type(optimizer).__name__} steps {self.names.of(parameter)!r}, which mpinit.initialize has "
+                    "cast to 16 bit, and would leave its float32 master behind: give the optimizer to "
+                    "mpinit.initialize, or call mpinit.add_optimizers(optimizer) before its first step"
+                )
 
     # -- looking things up --------------------------------------------------------------------------------------
 
-    def controller_of(self, optimizer: Optimizer) -> OptimizerControl:
-        """What is kept for one of the session's optimizers."""
-        return self._controls.of(optimizer)
+    def managed(self, optimizer: Optimizer) -> ManagedOptimizer:
+        """What is kept for one of the session's optimizers, or for the one in a wrapper."""
+        from .basics.wrappers import unwrapped
+
+        return self._managed[
+            optimizer if optimizer in self._managed else unwrapped(optimizer, self._managed.__contains__)
+        ]
 
     def scaled(self, loss: torch.Tensor, optimizers: Sequence[Optimizer], loss_id: int, delay: bool) -> ScaledLoss:
         """The context of a backward pass of ``loss``.
@@ -257,18 +391,34 @@ class Session:
             ValueError: there is no loss ``loss_id``.
             RuntimeError: no optimizer has been added yet.
         """
-        if self.waiting.awaits and not self.optimizers:
+        if self.awaits and not self.optimizers:
             raise RuntimeError(f"{self.describe()} awaits its optimizers: call mpinit.add_optimizers(optimizer) first")
-        parts = [self._controls.of(optimizer).part_in_backward(delay) for optimizer in optimizers]
-        return ScaledLoss(loss, self.scaler(loss_id), parts, self._controls.bystanders, delay)
+        scaler, mine = self.scaler(loss_id), [self.managed(optimizer) for optimizer in optimizers]
+        others = [] if scaler.is_identity else self._other_gradients(mine)
+        return ScaledLoss(loss, scaler, mine, others, delay)
+
+    def _other_gradients(self, mine: Sequence[ManagedOptimizer]) -> list[Gradients]:
+        """What a loss may reach beside the parameters of some optimizers."""
+        key = tuple(members.generation for members in self._members)
+        if self._loose[0] != key:
+            stepped = {id(weight) for members in self._members for weight in members.weights}
+            loose = [p for p in dict.fromkeys(_weights(self)) if id(p) not in stepped]
+            self._loose = key, Gradients(_Loose(loose), self.masters)
+        others = [managed.gradients for managed in self._managed.values() if managed not in mine]
+        return [*others, self._loose[1]] if self._loose[1].weights else others
 
     def scaled_output(self, output: torch.Tensor, loss_id: int) -> torch.Tensor:
-        """``output`` times the scale of a loss; gradients of its backward pass stay scaled until :meth:`unscale`."""
-        return self._controls.scaled(output, self.scaler(loss_id))
+        """``output`` times the scale of a loss; gradients of its backward pass stay scaled until they are unscaled."""
+        scaler = self.scaler(loss_id)
+        scaled = scaler.scale(output)
+        if scaled.requires_grad and not scaler.is_identity:
+            for managed in self._managed.values():
+                managed.expect_scaled(scaler)
+        return scaled
 
     def unscale(self, optimizer: Optimizer, loss_id: int) -> bool:
         """Unscale and check an optimizer's gradients; whether it has any."""
-        return self._controls.unscale(optimizer, self.scaler(loss_id))
+        return self.managed(optimizer).unscale(self.scaler(loss_id))
 
     def scaler(self, loss_id: int) -> LossScaler:
         """The scaler of a loss.
@@ -285,39 +435,37 @@ class Session:
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """A parameter's dotted name in its model, with the model's index where there are several."""
-        if self._names is None or parameter not in self._names:
-            self._names = {
-                tensor: f"models[{index}].{name}" if len(self.models) > 1 else name
-                for index, model in enumerate(self.models)
-                for name, tensor in model.named_parameters()
-            }
-        return self._names.get(parameter, f"a parameter of shape {tuple(parameter.shape)} outside of the models")
+        return self.names.of(parameter)
 
-    def _find_master(self, weight: torch.Tensor) -> torch.Tensor | None:
-        pair = self._store.pairs.of(weight)
-        if pair is None or not self.is_live:
-            return self._casts.original_values(weight)
-        if not pair.holders:
-            pair.follow_device()
-        for copies in pair.holders or (self._store.idle,):
-            copies.look_at_weight(pair)
-        return pair.values()
+    def _has_masters(self) -> bool:
+        return len(self.masters) > 0 or self.plan.masters is MasterKind.IN_MODEL
 
-    def _load_master(self, weight: torch.Tensor, values: torch.Tensor) -> bool:
-        pair = self._store.pairs.of(weight)
-        if pair is None:
-            self._casts.load(weight, values)
+    def _find_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The float32 values that stand for a 16-bit tensor; None where those are its own."""
+        master = self.masters.of(tensor)
+        if master is None or not self.is_live:
+            return self._casts.original_values(tensor)
+        return self.float32_values(master)
+
+    def float32_values(self, master: Master) -> torch.Tensor:
+        """What a weight means, with what was done to its master since it was given out."""
+        for managed in self._managed.values():
+            managed.exposed.settle()
+        return self.masters.values(master)
+
+    def _load_values(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
+        """Values have been loaded into a 16-bit tensor; whether it has a master, which has taken them."""
+        master = self.masters.of(tensor)
+        if master is None:
+            self._casts.load(tensor, values)
             return False
-        if not pair.holders:
-            pair.follow_device()
-        pair.load(values)
-        self._store.idle.note_one(pair)  # for whoever holds it
+        self.masters.load(master, values)
         return True
 
     def holds_one_of(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether any of these is a parameter of the models, or stands for one."""
-        ids = {id(parameter) for model in self.models for parameter in model.parameters()}
-        return any(id(p) in ids or self._store.pairs.of(p) is not None for p in parameters)
+        """Whether any of these is a parameter of the models."""
+        ids = {id(parameter) for parameter in _weights(self)}
+        return any(id(p) in ids or self.masters.of(p) is not None for p in parameters)
 
     def describe(self) -> str:
         """One line that names the session: its number, level, models and optimizers."""
@@ -326,12 +474,42 @@ class Session:
         return f"session {self.number} ({self.opt_level}: {models}; {optimizers})"
 
 
-def _weights(session: Session) -> Iterator[torch.Tensor]:
+def _weights(session: Session) -> Iterator[nn.Parameter]:
     return itertools.chain.from_iterable(model.parameters() for model in session.models)
 
 
-def _renew_casts(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    renew_casts()
+def _parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    return [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
+
+
+def _states_for(plan: Plan) -> EncodedStates | None:
+    if plan.optimizer_states is OptimizerStates.FLOAT32:
+        return None
+    codec = Blockwise() if plan.optimizer_states is OptimizerStates.INT8 else BFloat16()
+    return EncodedStates(codec, plan.split_bucket_bytes)
+
+
+def _states_as_they_are(optimizer: Optimizer) -> Undo:
+    """A way back to the state of an optimizer and those it wraps, as it is now."""
+    states = [
+        (each.state, {p: dict(state) if type(state) is dict else state for p, state in each.state.items()})
+        for each in (optimizer, *wrapped_by(optimizer))
+    ]
+
+    def restore() -> None:
+        for state, before in states:
+            state.clear()
+            state.update(before)
+
+    return restore
+
+
+def _convert(weight: nn.Parameter, dtype: torch.dtype) -> None:
+    """Give a parameter another type, and its gradient with it."""
+    if weight.dtype != dtype:
+        gradient, weight.grad = weight.grad, None
+        set_data(weight, TENSOR_DATA.__get__(weight).to(dtype))
+        weight.grad = None if gradient is None else gradient.to(dtype)
 
 
 def _undone_when_dropped(session: Session, undo: Undo) -> Undo:

@@ -5,9 +5,8 @@ Asked without importing anything: torch has the wrapper at hand.
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -22,37 +21,6 @@ _CHUNK: Final = 1 << 26
 def running_wrapper() -> Any:
     """The DistributedDataParallel whose forward is running; None outside of one."""
     return nn.parallel.DistributedDataParallel._active_ddp_module if is_distributed() else None
-
-
-def wrappers_of(parameters: Collection[torch.Tensor], alive: Collection[Any] = ()) -> list[Any]:
-    """Every DistributedDataParallel of this process that reduces gradients of one of these parameters.
-
-    A model does not know who wraps it, so they are looked for among all objects. Those that nobody has any more are not
-    meant, and every rank finds the same.
-
-    Args:
-        parameters: the parameters.
-        alive: wrappers that are known to be in use.
-    """
-    if not is_distributed():
-        return []
-    ids = set(map(id, parameters))
-    found = _wrappers(ids)
-    if all(wrapper in alive for wrapper in found):
-        return found
-    gc.collect()
-    return _wrappers(ids)
-
-
-def _wrappers(ids: set[int]) -> list[Any]:
-    kinds: set[type] = set()
-    left: list[type] = [nn.parallel.DistributedDataParallel]
-    while left:
-        kind = left.pop()
-        kinds.add(kind)
-        left += kind.__subclasses__()
-    everything = [each for each in gc.get_objects() if type(each) in kinds and not _is_outdated(each)]
-    return [each for each in everything if any(id(parameter) in ids for parameter in reduced_by(each))]
 
 
 def reduced_by(wrapper: Any) -> list[nn.Parameter]:
@@ -161,10 +129,6 @@ def outdate(wrapper: Any) -> None:
     torch drops its hooks without a word then, and no gradient is reduced. Evaluation goes on.
     """
     wrapper.register_forward_pre_hook(_refuse_training)
-
-
-def _is_outdated(wrapper: Any) -> bool:
-    return _refuse_training in vars(wrapper).get("_forward_pre_hooks", {}).values()
 
 
 def _refuse_training(wrapper: nn.Module, args: Any) -> None:

@@ -36,7 +36,7 @@ class EncodedStates:
         self.bucket_bytes = bucket_bytes
 
     def decode(self, states: _States) -> dict[tuple[int, Any], EncodedState]:
-        """Put numbers in the places of codes; what was one tensor under two names is one again.
+        """:func:`decode` for several.
 
         Args:
             states: what is kept for some parameters, a dict for each.
@@ -44,17 +44,7 @@ class EncodedStates:
         Returns:
             The codes, whose memory :meth:`encode` uses again, by (id of the state, key).
         """
-        taken: dict[tuple[int, Any], EncodedState] = {}
-        numbers: dict[int, Any] = {}
-        for state in states:
-            for key, value in state.items():
-                encoded = encoded_part(value)
-                if encoded is not None:
-                    if id(encoded) not in numbers:
-                        numbers[id(encoded)] = with_numbers(value)
-                    taken[id(state), key] = encoded
-                    state[key] = numbers[id(encoded)]
-        return taken
+        return {(id(state), key): encoded for state in states for key, encoded in decode(state).items()}
 
     def encode(
         self,
@@ -86,6 +76,21 @@ class EncodedStates:
                     used.add(id(encoded))
                     made[id(value)] = encoded
                 state[key] = sharded_as(encoded, value)
+
+
+def decode(state: dict[Any, Any]) -> dict[Any, EncodedState]:
+    """Put numbers in the places of codes; what was one tensor under two names is one again.
+
+    Returns:
+        The codes by their keys.
+    """
+    taken = {key: encoded for key, value in state.items() if (encoded := encoded_part(value)) is not None}
+    numbers: dict[int, Any] = {}
+    for key, encoded in taken.items():
+        if id(encoded) not in numbers:
+            numbers[id(encoded)] = with_numbers(state[key])
+        state[key] = numbers[id(encoded)]
+    return taken
 
 
 def shown(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ..basics.modules import modules_of
 from ..basics.user_warnings import warn_user
 from ..distributed.sharding import local, rebuild_groups, set_data
 from ..masters.residual import Cast, Residual, decode, encode, unchanged_or_present
-from ..torch_internals.parameter_watching import TENSOR_DETACH
+from ..torch_internals.parameter_data import TENSOR_DETACH
 from .lasting_losses import warn_of_lasting_losses
 from .selection import is_parameter
 

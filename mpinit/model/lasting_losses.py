@@ -26,7 +26,7 @@ from ..basics.dtypes import dtype_name, is_lower_precision
 from ..basics.modules import dotted, named_modules_of
 from ..basics.user_warnings import warn_user
 from ..distributed.sharding import local
-from ..torch_internals.parameter_watching import TENSOR_DETACH
+from ..torch_internals.parameter_data import TENSOR_DETACH
 
 # Of whole numbers, float32 counts without gaps up to here: what is larger is no id and no counter.
 _FLOAT32_COUNTS: Final = 2**24

@@ -13,13 +13,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ..basics.dtypes import is_lower_precision
 from ..basics.modules import modules_of
-from ..basics.patching import Undo
 from ..basics.tables import counted
 from ..basics.user_warnings import warn_user
-from ..masters.pairs import PairTable
-from ..torch_internals.model_state_by_name import load_in_float32
-from . import averages, copies
-from .aliases import Aliases, Values, is_16_bit, named_own_tensors, owners_of_memory, same_view, storage_of
+from . import copies
+from .aliases import Values, is_16_bit, named_own_tensors, owners_of_memory, same_view, storage_of
 from .custom_state import custom_methods, put_around, take_from_custom_methods
 from .forward_weights import CastParameter
 from .newcomers import follow_newcomers
@@ -37,19 +34,15 @@ class Float32State:
         find_master: 16-bit tensor -> the float32 values that stand for it, or None.
         load_master: (16-bit tensor, values just loaded into it) -> whether it has a master: takes over what it cannot
             hold itself.
-        pairs: the weights that have masters. Copies of the models are float32 where there are some.
-        in_model: whether parameters that are float32 themselves are called masters.
+        has_masters: whether any weight has a master. Copies of the models are float32 then.
     """
 
-    def __init__(self, find_master: Values, load_master: Load, pairs: PairTable, in_model: bool) -> None:
+    def __init__(self, find_master: Values, load_master: Load, has_masters: Callable[[], bool]) -> None:
         self._find_master: Values | None = find_master
         self._load_master: Load | None = load_master
         self._modules: MutableSet[nn.Module] = weakref.WeakSet()
         self._newcomers: RemovableHandle | None = None
-        self._forget_by_name: Undo | None = None
-        self._pairs: PairTable | None = pairs
-        self._in_model = in_model
-        self._aliases: Aliases | None = Aliases(self._modules, self.float32_values)
+        self._has_masters: Callable[[], bool] | None = has_masters
         # Its negative is the other hook's key, which a process's first handle, 0, has not.
         self._key = RemovableHandle(OrderedDict()).id or RemovableHandle(OrderedDict()).id
         self._outermost_load: object = None
@@ -59,8 +52,6 @@ class Float32State:
     def install(self, models: Sequence[nn.Module]) -> None:
         """Hook every module of the models."""
         self._newcomers = follow_newcomers(self)
-        self._forget_by_name = load_in_float32(self.float32_values)
-        averages.follow_masters(self)
         for model in models:
             self.take_in(model)
 
@@ -68,9 +59,6 @@ class Float32State:
         """Take the hooks away, however many there are by now."""
         if self._newcomers is not None:
             self._newcomers.remove()
-        if self._forget_by_name is not None:
-            self._forget_by_name()
-        averages.forget_masters(self)
         for module in list(self._modules):
             self.leave(module)
             self._modules.discard(module)
@@ -111,16 +99,7 @@ class Float32State:
 
     def has_masters(self) -> bool:
         """Whether any tensor has a master."""
-        return self._pairs is not None and (len(self._pairs) > 0 or self._in_model)
-
-    def master_of(self, tensor: torch.Tensor) -> nn.Parameter | None:
-        """The master in the groups of optimizers that stands for a weight."""
-        pair = None if self._pairs is None else self._pairs.of(tensor)
-        return None if pair is None else pair.master_param
-
-    def float32_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The float32 values of a 16-bit tensor of the models or of a view of one; None of any other."""
-        return self._aliases.float32_of(tensor) if self._aliases is not None and self.has_masters() else None
+        return self._has_masters is not None and self._has_masters()
 
     def float32_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The float32 values that stand for a 16-bit tensor; None where those are its own, or it is not 16-bit."""
@@ -210,7 +189,7 @@ class Float32State:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no masters: it exports its own weights.
-        names = ("_find_master", "_load_master", "_pairs", "_aliases", "_newcomers", "_forget_by_name")
+        names = ("_find_master", "_load_master", "_has_masters", "_newcomers")
         nothing = dict.fromkeys(names)
         ours: dict[str, Any] = {
             "_key": self._key,
@@ -218,7 +197,6 @@ class Float32State:
             "_modules": set(),
             "_arriving": {},
             "_rebuilt": [],
-            "_in_model": self._in_model,
         }
         return nothing | ours
 

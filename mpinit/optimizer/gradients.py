@@ -98,6 +98,11 @@ class Gradients:
             self._multiply([gradient for gradient in left if id(gradient) not in done], factor)
             done.update(map(id, self.present()))
 
+    def scale_until_unscaled(self, scaler: LossScaler) -> None:
+        """:meth:`scale` without a block: a GradScaler says when it is over."""
+        self.scale(self, scaler, set())
+        self._block = None
+
     def _multiply(self, gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
         narrow = [w for w in self.weights if w.grad is not None and w.grad_dtype is None and w.grad.dtype != w.dtype]
         unscale_(gradients, factor)

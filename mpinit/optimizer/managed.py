@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from ..basics.patching import Undo, UndoStack, set_attribute
 from ..basics.user_warnings import warn_user
 from ..masters.full import FullMasters
-from ..masters.states import EncodedStates, shown
+from ..masters.states import EncodedStates, decode, shown
 from ..plan import ScalingRule
 from ..scaling.scaler import LossScaler
+from ..torch_internals.compiling_with_gradients import follow_dynamo
 from ..torch_internals.devices import is_capturing, is_read_freely
 from ..torch_internals.fused_sgd import unfused
 from ..torch_internals.native_autocast import CastsAs, CastsOff, flags, is_on
@@ -137,7 +138,11 @@ class ManagedOptimizer:
             pass
 
     def _decode_states(self) -> None:
-        self.scope.decode_states()
+        """The optimizer gets its states back in float32."""
+        for holder in self.members.holders():
+            for state in holder.state.values():
+                if isinstance(state, dict):
+                    decode(state)
 
     def _deactivate(self) -> None:
         self._is_active = False
@@ -173,6 +178,7 @@ class ManagedOptimizer:
         """
         self.members.refresh()
         self.exposed.settle()
+        follow_dynamo()
 
     def after_backward(self) -> None:
         """It is over; gradients are still scaled."""
@@ -211,6 +217,25 @@ class ManagedOptimizer:
         if found_inf is not None:
             scaler.note(found_inf)
         return present
+
+    def expect_scaled(self, scaler: LossScaler) -> None:
+        """A loss was scaled by a GradScaler: what its backward pass leaves stays scaled until :meth:`unscale`.
+
+        Raises:
+            RuntimeError: gradients are scaled by another scaler.
+        """
+        gradients = self.gradients
+        if gradients.is_open:
+            gradients.check_closed("scale() of a GradScaler", "use the one or the other")
+        if gradients.scaled_by not in (None, scaler) and gradients.present():
+            raise RuntimeError(
+                f"the gradients of {type(self.optimizer).__name__} are scaled by the scale of another loss: call "
+                "unscale_(optimizer) of the GradScaler whose scaled loss left them, before scale() of this one"
+            )
+        if gradients.scaled_by is not scaler:
+            self.members.refresh()
+            self.exposed.settle()
+            gradients.scale_until_unscaled(scaler)
 
     def parameters(self) -> list[nn.Parameter]:
         """The model's parameters in its groups, each once, in their order."""

@@ -6,6 +6,7 @@ between a master's step and its rounding, and once for every part of a step that
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final
@@ -20,11 +21,10 @@ _GLOBAL: Final = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether any hook would run."""
     # Asked on every step, and a generator would be a frame of Python more for each of them.
-    for owner, names in ((optimizer, _OWN), (module, _GLOBAL)):
-        for name in names:
-            if getattr(owner, name, None):
-                return True
-    return False
+    for name in _OWN:
+        if getattr(optimizer, name, None):
+            return True
+    return bool(module._global_optimizer_post_hooks) or len(module._global_optimizer_pre_hooks) > len(_handle)
 
 
 class StepHooks:
@@ -36,7 +36,10 @@ class StepHooks:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Any = optimizer
-        everything = [[*getattr(module, g).values(), *getattr(optimizer, o).values()] for g, o in _pairs()]
+        everything = [
+            [hook for hook in (*getattr(module, g).values(), *getattr(optimizer, o).values()) if hook is not _check]
+            for g, o in _pairs()
+        ]
         self._before, self._after = everything
         self._held: list[tuple[Any, str, Any]] = []
 
@@ -68,17 +71,35 @@ class StepHooks:
             setattr(owner, name, hooks)
 
 
-def before_every_step(check: Callable[[Optimizer], None]) -> Callable[[], None]:
+_checks: Final[weakref.WeakKeyDictionary[Any, Callable[[Any, Optimizer], None]]] = weakref.WeakKeyDictionary()
+_handle: Final[list[Any]] = []
+
+
+def check_steps(owner: Any, check: Callable[[Any, Optimizer], None]) -> Callable[[], None]:
     """Have every optimizer of the process checked before it steps.
 
     Args:
+        owner: what ``check`` gets first; held weakly.
         check: raises where an optimizer must not step.
 
     Returns:
         What ends it.
     """
-    handle = module.register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: check(optimizer))
-    return handle.remove
+    _checks[owner] = check
+    if not _handle:
+        _handle.append(module.register_optimizer_step_pre_hook(_check))
+
+    def end() -> None:
+        _checks.pop(owner, None)
+        if not _checks and _handle:
+            _handle.pop().remove()
+
+    return end
+
+
+def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for owner, check in list(_checks.items()):
+        check(owner, optimizer)
 
 
 def _pairs() -> tuple[tuple[str, str], ...]:
