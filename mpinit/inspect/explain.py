@@ -44,7 +44,7 @@ def explain(
 
     Returns:
         The report, for ``print(report)``, with ``.rows``, ``.flagged``, ``.bytes_per_parameter``, ``.to_json()``,
-        ``.to_html(path)``, ``.plot()``.
+        ``.to_html(path)``.
 
     Raises:
         ValueError: an unknown level, a level for a model that is initialised already, or a model that cannot be copied.

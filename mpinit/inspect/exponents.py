@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 from torch.optim import Optimizer
@@ -14,7 +13,6 @@ from torch.optim import Optimizer
 from .. import registry
 from ..basics.tables import counted
 from ..optimizer.unscaling import dense_view
-from .plotting import new_figure, save
 
 # Exponents of the smallest subnormal, the smallest normal and the largest number of each type.
 _RANGES: Final[Mapping[str, tuple[int, int, int]]] = {"float16": (-24, -14, 15), "bfloat16": (-133, -126, 127)}
@@ -98,42 +96,6 @@ class GradientHistogram:
             lines.append(f"  scale for float16: {self.suggested_scale:g}")
         return "\n".join(lines)
 
-    def plot(self, path: str | Path | None = None) -> Any:
-        """Draw the histogram with what float16 holds shaded, at scale 1 and at the present one.
-
-        Args:
-            path: where to write it; None: nowhere.
-
-        Returns:
-            The matplotlib figure.
-
-        Raises:
-            RuntimeError: matplotlib is not installed.
-        """
-        figure, (axes,) = new_figure(9, 4.2)
-        exponents = sorted(self.bins)
-        total = max(sum(self.bins.values()) + sum(self.zeros.values()), 1)
-        heights = [100 * self.bins[exponent] / total for exponent in exponents]
-        subnormal, normal, largest = _RANGES["float16"]
-        scales = [(1.0, "#4c72b0")] + ([(self.scale, "#dd8452")] if self.scale != 1.0 else [])
-        for number, (scale, color) in enumerate(scales):
-            shift = math.log2(scale)
-            band = {"ymin": 0.5 * number, "ymax": 0.5 * (number + 1) if len(scales) > 1 else 1.0, "color": color}
-            axes.axvspan(
-                normal - shift, largest + 1 - shift, alpha=0.22, lw=0, label=f"float16 at scale {scale:g}", **band
-            )
-            axes.axvspan(subnormal - shift, normal - shift, alpha=0.1, lw=0, label="  subnormal there", **band)
-        axes.bar(exponents, heights, width=0.85, align="edge", color="#333333", zorder=3)
-        low = min([*exponents, subnormal - math.log2(max(self.scale, 1.0))]) - 3
-        axes.set_xlim(low, max([*exponents, largest]) + 3)
-        axes.set_xlabel("exponent of the gradient: log2 of its magnitude")
-        axes.set_ylabel("share of all gradients, %")
-        zeros = 100 * sum(self.zeros.values()) / total
-        axes.set_title(f"{sum(self.elements.values()):,} gradients, {zeros:.1f}% of them 0", loc="left")
-        axes.legend(loc="upper right", fontsize=8, framealpha=0.9)
-        axes.spines[["top", "right"]].set_visible(False)
-        return save(figure, path)
-
 
 @torch.no_grad()
 def gradient_histogram(optimizer: Optimizer, parameter: str | None = None) -> GradientHistogram:
@@ -147,7 +109,7 @@ def gradient_histogram(optimizer: Optimizer, parameter: str | None = None) -> Gr
         parameter: the dotted name of one parameter; None, the default: all.
 
     Returns:
-        The histogram, with counts, shares lost in each type, the scale it suggests, ``plot()``.
+        The histogram, with counts, shares lost in each type and the scale it suggests.
 
     Raises:
         RuntimeError: there are no gradients, or the optimizer is not initialised.

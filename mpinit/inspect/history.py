@@ -18,7 +18,6 @@ from .. import registry
 from ..optimizer.observers import Observer
 from ..optimizer.unscaling import dense_view
 from ..scaling.scaler import LossScaler
-from .plotting import new_figure, save
 
 _FIELDS: Final = ("step", "loss", "scale", "skipped", "gradient_norm", "good", "skipped_so_far")
 
@@ -175,35 +174,6 @@ class History(Observer):
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
-
-    def plot(self, path: str | Path | None = None) -> Any:
-        """Draw loss, gradient norm and scale over the steps, with skipped steps marked.
-
-        Returns:
-            The matplotlib figure.
-
-        Raises:
-            RuntimeError: matplotlib is not installed.
-        """
-        rows = self.rows()
-        figure, axes = new_figure(9, 6, rows=3)
-        steps = [row["step"] for row in rows]
-        skips = [row["step"] for row in rows if row["skipped"]]
-        for axis, (name, label) in zip(
-            axes, (("loss", "loss"), ("gradient_norm", "gradient norm"), ("scale", "loss scale")), strict=True
-        ):
-            values = [row[name] if math.isfinite(row[name]) else math.nan for row in rows]
-            axis.plot(steps, values, color="#4c72b0", lw=1.4, drawstyle="steps-post" if name == "scale" else "default")
-            for number, step in enumerate(skips):
-                axis.axvline(step, color="#c44e52", lw=0.8, alpha=0.6, label="skipped" if number == 0 else None)
-            axis.set_ylabel(label)
-            axis.spines[["top", "right"]].set_visible(False)
-        axes[1].set_yscale("log")
-        axes[2].set_yscale("log", base=2)
-        axes[-1].set_xlabel("step")
-        if skips:
-            axes[0].legend(loc="upper right", fontsize=8)
-        return save(figure, path)
 
     # -- the end ------------------------------------------------------------------------------------------------
 

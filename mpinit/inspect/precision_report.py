@@ -1,11 +1,11 @@
-"""What :func:`mpinit.explain` found, as rows, text, JSON, a page and a plot."""
+"""What :func:`mpinit.explain` found, as rows, text, JSON and a page."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 from ..basics.tables import bytes_text, plain_table
 from .findings import VIEWS, Findings, Row, joined, name_of
@@ -17,7 +17,7 @@ _SHOWN: Final = 60
 @final
 @dataclass(frozen=True)
 class PrecisionReport(Findings):
-    """What precision does in one run of a model: ``print`` it, or ask for a page or a plot.
+    """What precision does in one run of a model: ``print`` it, or ask for a page.
 
     See :class:`~mpinit.inspect.findings.Findings` for ``rows``, ``flagged``, ``bytes_per_parameter`` and the rest.
 
@@ -68,22 +68,6 @@ class PrecisionReport(Findings):
         from .report_page import page
 
         return _written(page(self), path)
-
-    def plot(self, path: str | Path | None = None) -> Any:
-        """Bytes a parameter at every level, and what runs in which dtype in every module.
-
-        Args:
-            path: a file to write it to as well; its ending tells how. Default none.
-
-        Returns:
-            The matplotlib figure.
-
-        Raises:
-            RuntimeError: matplotlib is not installed.
-        """
-        from .report_plot import plot
-
-        return plot(self, path)
 
     def _repr_html_(self) -> str:
         from .report_page import notebook_cell
