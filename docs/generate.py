@@ -43,7 +43,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "History",
     ),
     "What these give": (
-        *("inspect.precision_report.PrecisionReport", "inspect.findings.Findings", "inspect.findings.Row"),
+        *("inspect.precision_report.PrecisionReport", "inspect.precision_report.Row"),
         *("inspect.overflow.OverflowReport", "inspect.overflow.OverflowWatch", "inspect.faults.Fault"),
         *("inspect.stalled.Stalled", "inspect.exponents.GradientHistogram", "inspect.exponents.Lost"),
         *("inspect.suggestion.Suggestion", "inspect.suggestion.Finding", "inspect.suggestion.Run"),

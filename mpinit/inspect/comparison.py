@@ -1,4 +1,4 @@
-"""Whether a run in 16 bit says what the same run in float32 said, and where they part."""
+"""Whether a run in 16 bit says what the same run in float32 said."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .numbers import error_of
 from .trial import Trial
 
 # A gradient below this share of the whole gradient's norm is compared as if it had that.
@@ -24,8 +23,6 @@ class Comparison:
         loss: relative error of the loss.
         gradient: the largest relative error of a parameter's gradient.
         tolerance: what both must not be above.
-        activations: modules in the order in which they ended -> relative error of their results.
-        gradients: parameters with an error above the tolerance -> that error, the worst first.
         underflowing: parameters most of whose gradient is 0 here and not in the reference, in modules of which that is
             true of every parameter (a bias in front of a norm has no gradient but rounding errors).
     """
@@ -33,8 +30,6 @@ class Comparison:
     loss: float
     gradient: float
     tolerance: float
-    activations: dict[str, float]
-    gradients: dict[str, float]
     underflowing: tuple[str, ...]
 
     @property
@@ -42,30 +37,15 @@ class Comparison:
         """Whether loss and gradients are within the tolerance, and no gradient is lost."""
         return self.loss <= self.tolerance and self.gradient <= self.tolerance and not self.underflowing
 
-    def first_apart(self) -> str | None:
-        """The first module whose results are not within the tolerance; a parameter's where only gradients are not."""
-        apart = next((name for name, error in self.activations.items() if error > self.tolerance), None)
-        if apart is not None or not self.gradients:
-            return apart
-        # A backward pass comes to the last module first.
-        order = {name: index for index, name in enumerate(self.activations)}
-        owners = [name.rpartition(".")[0] for name in self.gradients]
-        return max(owners, key=lambda owner: order.get(owner, -1))
-
 
 def compare(trial: Trial, reference: Trial, tolerance: float) -> Comparison:
     """Compare a run with the same run in float32."""
     whole = math.sqrt(sum(float(g.double().square().sum()) for g in reference.gradients.values()))
-    errors = {}
-    for name, gradient in reference.gradients.items():
-        errors[name] = _gradient_error(trial.gradients.get(name), gradient, whole)
-    apart = {name: error for name, error in errors.items() if error > tolerance}
+    errors = (_gradient_error(trial.gradients.get(name), g, whole) for name, g in reference.gradients.items())
     return Comparison(
         loss=_loss_error(trial.loss, reference.loss),
-        gradient=max(errors.values(), default=0.0),
+        gradient=max(errors, default=0.0),
         tolerance=tolerance,
-        activations=_activation_errors(trial, reference),
-        gradients=dict(sorted(apart.items(), key=lambda item: -item[1])),
         underflowing=_underflowing(trial, reference),
     )
 
@@ -100,14 +80,3 @@ def _underflows(gradient: torch.Tensor | None, reference: torch.Tensor) -> bool:
     if gradient is None or not bool(meant.any()):
         return gradient is None
     return float((gradient[meant] == 0).double().mean()) >= _GONE
-
-
-def _activation_errors(trial: Trial, reference: Trial) -> dict[str, float]:
-    errors: dict[str, float] = {}
-    for key, results in reference.outputs.items():
-        given = trial.outputs.get(key, [])
-        if len(given) != len(results):
-            continue
-        error = max((error_of(a, b) for a, b in zip(given, results, strict=True)), default=0.0)
-        errors[key[0]] = max(error, errors.get(key[0], 0.0))
-    return errors

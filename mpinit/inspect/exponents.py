@@ -10,9 +10,8 @@ from typing import Final, final
 import torch
 from torch.optim import Optimizer
 
-from .. import registry
 from ..basics.tables import counted
-from ..optimizer.unscaling import dense_view
+from . import access
 
 # Exponents of the smallest subnormal, the smallest normal and the largest number of each type.
 _RANGES: Final[Mapping[str, tuple[int, int, int]]] = {"float16": (-24, -14, 15), "bfloat16": (-133, -126, 127)}
@@ -127,18 +126,16 @@ def gradient_histogram(optimizer: Optimizer, parameter: str | None = None) -> Gr
         ({0: 1, -30: 1}, 0.5)
         >>> mpinit.undo(model)
     """
-    session = registry.session_of(optimizer)
-    control = session.controller_of(optimizer)
+    session = access.session_of(optimizer)
     counts: dict[str, dict[int, int]] = {}
     zeros, nonfinite, elements = {}, {}, {}
     known = []
-    for entry in control.groups.present():
-        pair = control.groups.store.pairs.of(entry)
-        name = session.name_of(entry if pair is None else pair.model_param)
+    for weight in access.parameters_of(session, optimizer):
+        name = session.name_of(weight)
         known.append(name)
-        gradient = entry.grad if pair is None else pair.readable_param.grad
+        gradient = access.gradient_of(session, weight)
         if gradient is not None and parameter in (None, name):
-            values = dense_view(gradient.coalesce() if gradient.is_sparse else gradient)
+            values = access.dense(gradient)
             counts[name], zeros[name], nonfinite[name] = _count(values)
             elements[name] = values.numel()
     if parameter is not None and parameter not in known:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -44,8 +44,7 @@ class Operation:
     caller: Caller | None
 
 
-@dataclass(frozen=True)
-class Reason:
+class Reason(NamedTuple):
     """Why.
 
     Attributes:
