@@ -21,7 +21,7 @@ from .numbers import tensors_in
 from .precision_report import PrecisionReport
 from .reasons import Reasons
 from .recording import Recording
-from .restoring import same_modes, unchanged
+from .restoring import unchanged
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -74,17 +74,16 @@ def explain(
     session = access.session_if_any(model)
     optimizers = [optimizer] if optimizer is not None else session.optimizers if session is not None else []
     inputs = list(tensors_in((args, kwargs)))
-    with unchanged([model], inputs):
-        sizes = bytes_per_parameter(model, session, optimizers)
-        with _at_level(model, opt_level) as (target, applied):
-            in_force = applied or session
-            plan: Plan | None = None if in_force is None else in_force.plan
-            policy = AtenPolicy(CastPolicy.TORCH if plan is None else plan.cast_policy)
-            recording = Recording(target, Reasons(plan, access.float32_modules(in_force), policy))
-            for leaf in (*target.parameters(), *(tensor for tensor in inputs if tensor.is_leaf)):
-                leaf.grad = None
-            with access.unnoticed(), recording.trace:
-                _run(target, args, kwargs, loss)
+    sizes = bytes_per_parameter(model, session, optimizers)
+    with _at_level(model, opt_level) as (target, applied), unchanged([model] if applied is None else [], inputs):
+        in_force = applied or session
+        plan: Plan | None = None if in_force is None else in_force.plan
+        policy = AtenPolicy(CastPolicy.TORCH if plan is None else plan.cast_policy)
+        recording = Recording(target, Reasons(plan, access.float32_modules(in_force), policy))
+        for leaf in (*target.parameters(), *(tensor for tensor in inputs if tensor.is_leaf)):
+            leaf.grad = None
+        with access.unnoticed(), recording.trace:
+            _run(target, args, kwargs, loss)
     return PrecisionReport(
         model=type(model).__name__,
         level=in_force.opt_level if in_force is not None else "",
@@ -127,8 +126,7 @@ def _at_level(model: nn.Module, opt_level: str | None) -> Iterator[tuple[nn.Modu
             f"{type(model).__name__} cannot be copied, which opt_level={opt_level!r} needs ({type(error).__name__}: "
             f"{error}): call mpinit.initialize on it, explain it without opt_level, and mpinit.undo it"
         ) from error
-    # Casts that the model leaves switched on would reach into the undo.
-    with access.at_level(twin, [], opt_level, {}, quiet=False) as session, same_modes():
+    with access.at_level(twin, [], opt_level, {}, quiet=False) as session:
         yield twin, session
 
 

@@ -20,6 +20,7 @@ from .trace import BACKWARD, FORWARD, ModelTrace, Place, Watcher
 _NOT_COMPUTED: Final = ("empty", "new_empty", "resize", "set_", "detach", "alias", "_local_scalar_dense", "_amp_")
 _CASTS: Final = ("_to_copy", "copy_", "copy", "to")
 _ENOUGH: Final = 1000
+_FLOAT16_MAX: Final = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class FaultFinder(Watcher):
 
     Attributes:
         faults: those found, in order.
-        peaks: the module of a forward operation -> the largest finite magnitude it gave.
+        peaks: the module of a forward operation -> the largest finite magnitude it gave; what is beyond float16 only
+            where it was not given that large: a mask of ``finfo(dtype).min`` is another number in each type.
         result_peaks: a module -> the largest finite magnitude that it returned.
         sensitivity: 16-bit type -> module -> how far rounding its operations' results to that type moves the loss, to
             first order: the sum of abs(gradient x rounding error).
@@ -179,7 +181,11 @@ class FaultFinder(Watcher):
         for tensor in floating_tensors(result):
             peak = _peak(tensor)
             if math.isfinite(peak):
-                self._note_peak(peak, place)
+                if place.phase == BACKWARD:
+                    self.went_backward = True
+                    self.largest_gradient = max(self.largest_gradient, peak)
+                elif peak <= _FLOAT16_MAX or _grew(peak, args[1:] if overwrites else args, kwargs):
+                    self.peaks[place.module] = max(peak, self.peaks.get(place.module, 0.0))
                 if place.phase == FORWARD and self.sensitivity:
                     self._weighed.append((place.module, tensor))
             else:
@@ -211,13 +217,6 @@ class FaultFinder(Watcher):
         finally:
             self._is_weighing = False
 
-    def _note_peak(self, peak: float, place: Place) -> None:
-        if place.phase == BACKWARD:
-            self.went_backward = True
-            self.largest_gradient = max(self.largest_gradient, peak)
-        else:
-            self.peaks[place.module] = max(peak, self.peaks.get(place.module, 0.0))
-
     def _note_bad(self, operation: str, name: str, tensor: torch.Tensor, inputs: _Inputs, place: Place) -> None:
         if place.phase == BACKWARD:
             self.went_backward = self.gradients_are_bad = True
@@ -241,6 +240,11 @@ class FaultFinder(Watcher):
 
 def _peak(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.detach(), math.inf))
+
+
+def _grew(peak: float, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    numbers = (abs(n) for n in (*args, *kwargs.values()) if isinstance(n, float))
+    return peak not in numbers and all(_peak(tensor) < peak for tensor in floating_tensors((args, kwargs)))
 
 
 @final

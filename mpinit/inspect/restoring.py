@@ -108,16 +108,6 @@ def _modes_of_this_thread() -> Undo:
     return give_back
 
 
-@contextmanager
-def same_modes() -> Iterator[None]:
-    """Autocast and gradient modes of this thread are after the block what they were before it."""
-    give_back = _modes_of_this_thread()
-    try:
-        yield
-    finally:
-        give_back()
-
-
 def _values(tensors: Iterable[torch.Tensor]) -> Undo:
     storages = {storage.data_ptr(): storage for tensor in tensors for storage in _storages(tensor)}
     kept = [(storage, storage.clone()) for storage in storages.values()]  # type: ignore[no-untyped-call]
@@ -151,22 +141,10 @@ def _attributes(module: nn.Module) -> Undo:
             own.clear()
             own.update(before)
         for container, content in held:
-            if not _same(container, content):
-                container.clear()
-                container.extend(content) if isinstance(container, list) else container.update(content)
+            container.clear()
+            container.extend(content) if isinstance(container, list) else container.update(content)
 
     return give_back
-
-
-def _same(container: Any, content: Any) -> bool:
-    if len(container) != len(content):
-        return False
-    if isinstance(container, dict):
-        pairs = zip(container.items(), content.items(), strict=True)
-        return all(key is old_key and value is old_value for (key, value), (old_key, old_value) in pairs)
-    if isinstance(container, set):
-        return bool(container == content)
-    return all(value is old for value, old in zip(container, content, strict=True))
 
 
 def _leaf(leaf: torch.Tensor) -> Undo:

@@ -197,44 +197,45 @@ class _Doctor:
         trial, result = self._run_at(level, keywords, [])
         if result.agrees and trial.finder.first() is None:
             return [], keywords, f"{level} agrees with float32 as it is."
-        self._note_findings((level, keywords), trial, result)
+        lower = _lower_type(level, keywords)
+        self._note_findings(level, lower, trial, result)
         if result.underflowing and keywords.get("loss_scale", "dynamic") != "dynamic" and self._left > 0:
             scaled = {**keywords, "loss_scale": "dynamic"}
             if self._run_at(level, scaled, [])[1].agrees:
                 return [], scaled, f"{level} needs loss scaling: at {keywords['loss_scale']} gradients become 0."
-        keep = self._widened([], (level, keywords), trial, result)
+        keep = self._widened([], lower, trial, result)
         while keep is not None and self._left > 0:
             trial, result = self._run_at(level, keywords, keep)
             if result.agrees and trial.finder.first() is None:
                 names = ", ".join(map(repr, keep))
                 return keep, keywords, f"{level} agrees with float32 with {names} kept in float32."
-            keep = self._widened(keep, (level, keywords), trial, result)
+            keep = self._widened(keep, lower, trial, result)
         first = self._findings[0].detail if self._findings else "gradients differ"
         return None, keywords, f"{level} does not do, whatever is kept in float32 ({first})."
 
-    def _note_findings(self, at: tuple[str, dict[str, Any]], trial: Trial, result: Comparison) -> None:
+    def _note_findings(self, level: str, lower: torch.dtype | None, trial: Trial, result: Comparison) -> None:
         fault = trial.finder.first()
         for name in trial.damaged_buffers:
             self._findings.append(
-                Finding("buffer", name, f"buffer {name!r} holds numbers that {at[0]}'s type does not")
+                Finding("buffer", name, f"buffer {name!r} holds numbers that {level}'s type does not")
             )
         if fault is not None:
             self._findings.append(Finding(fault.kind, fault.module, str(fault), fault))
         elif result.underflowing:
             name = result.underflowing[-1]
             self._findings.append(Finding("underflow", name, f"most of the gradient of {name!r} becomes 0"))
-        elif most := self._most_sensitive(at, [], result):
+        elif most := self._most_sensitive([], lower, result):
             detail = (
                 f"loss or gradients differ by more than {self._tolerance:g}, and rounding in {most[0]!r} most of all"
             )
             self._findings.append(Finding("precision", most[0], detail))
 
     def _widened(
-        self, keep: list[str], at: tuple[str, dict[str, Any]], trial: Trial, result: Comparison
+        self, keep: list[str], lower: torch.dtype | None, trial: Trial, result: Comparison
     ) -> list[str] | None:
         """``keep`` with the modules that are at fault now; None where none can be added."""
         seen, fault = self._reference.finder, trial.finder.first()
-        largest = torch.finfo(_lower_type(*at) or torch.float32).max
+        largest = torch.finfo(lower or torch.float32).max
         wanted = [name.rpartition(".")[0] for name in trial.damaged_buffers]
         if fault is not None and fault.module is not None:
             wanted.append(fault.module)
@@ -247,21 +248,20 @@ class _Doctor:
                 name = name.rpartition(".")[0]
             widened = _with(widened, name, grows=fault is not None or not trial.damaged_buffers)
         if not wanted:
-            for name in self._most_sensitive(at, keep, result):
+            for name in self._most_sensitive(keep, lower, result):
                 widened = _with(widened, name, grows=False)
         widened = [name for name in widened if name]
         return widened if widened != keep else None
 
-    def _most_sensitive(self, at: tuple[str, dict[str, Any]], keep: Sequence[str], result: Comparison) -> list[str]:
+    def _most_sensitive(self, keep: Sequence[str], lower: torch.dtype | None, result: Comparison) -> list[str]:
         """The modules whose rounding moves the loss most: as few as leave half of what is tolerated to the others."""
-        lower = _lower_type(*at)
-        rows = self._reference.finder.sensitivity.get(lower, {}) if lower is not None else {}
-        open_rows = {name: moved for name, moved in rows.items() if _covering(keep, name) is None}
+        rows = {} if lower is None else self._reference.finder.sensitivity[lower]
+        rows = {name: moved for name, moved in rows.items() if _covering(keep, name) is None}
         error = max(result.loss, result.gradient, self._tolerance)
-        left = sum(open_rows.values())
+        left = sum(rows.values())
         tolerated = left * self._tolerance / (2 * (error if math.isfinite(error) else 1.0))
         found = []
-        for name, moved in sorted(open_rows.items(), key=lambda item: -item[1]):
+        for name, moved in sorted(rows.items(), key=lambda item: -item[1]):
             if left <= tolerated:
                 break
             left -= moved

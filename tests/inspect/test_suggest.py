@@ -92,6 +92,33 @@ def test_the_sensitivity_is_the_first_order_change_of_the_loss_by_hand() -> None
         assert finder.sensitivity[torch.float16][name] == pytest.approx(by_hand, rel=0.02)
 
 
+class Masked(nn.Module):
+    """Masks as attention does, with the lowest number of whatever type it is given."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lowest = torch.finfo(x.dtype).min
+        if self.in_place:
+            mask = torch.zeros_like(x).masked_fill_(torch.arange(x.shape[-1]) > 4, lowest)
+            scores = x * 1.0
+            scores += mask
+        else:
+            scores = x.masked_fill(torch.arange(x.shape[-1]) > 4, lowest)
+        return x + torch.softmax(scores, -1)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_masks_of_a_types_lowest_number_are_not_kept_with_a_culprit(in_place: bool) -> None:
+    model = faulty(3000.0)
+    parts = [*model][:-1]
+    model = nn.Sequential(*parts, Masked(in_place), nn.Linear(8, 8), Masked(in_place), model[-1])
+    found = mpinit.suggest(model, adam(model), step)
+    assert (found.level, found.keep_fp32) == ("O2", ["2"]), str(found)
+
+
 def test_bfloat16_where_the_models_own_forward_overflows() -> None:
     class Whole(nn.Module):
         def __init__(self) -> None:
