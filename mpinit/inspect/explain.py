@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..plan import CastPolicy, Plan
+from ..plan import Plan
 from ..session import Session
 from ..settings.resolve import resolve
 from . import access
-from .aten_policy import AtenPolicy
 from .footprint import bytes_per_parameter
 from .numbers import tensors_in
 from .precision_report import PrecisionReport
@@ -78,8 +77,7 @@ def explain(
     with _at_level(model, opt_level) as (target, applied), unchanged([model] if applied is None else [], inputs):
         in_force = applied or session
         plan: Plan | None = None if in_force is None else in_force.plan
-        policy = AtenPolicy(CastPolicy.TORCH if plan is None else plan.cast_policy)
-        recording = Recording(target, Reasons(plan, access.float32_modules(in_force), policy))
+        recording = Recording(target, Reasons(plan, access.float32_modules(in_force)))
         for leaf in (*target.parameters(), *(tensor for tensor in inputs if tensor.is_leaf)):
             leaf.grad = None
         with access.unnoticed(), recording.trace:

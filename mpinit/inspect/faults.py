@@ -72,13 +72,14 @@ _SENTENCES: Final = {
 
 
 @final
-class FaultFinder(Watcher):
-    """Notes every operation that makes inf or nan out of finite numbers, and what rounding would do.
+class OverflowWatch(Watcher):
+    """Notes every operation that makes inf or nan out of finite numbers: what :func:`watch_overflow` yields.
 
-    A mask of -inf is no fault: what a program writes out as infinite is meant to be. It is entered around the run.
+    A mask of -inf is no fault: what a program writes out as infinite is meant to be. It can be asked inside of the
+    block and after it.
 
     Attributes:
-        faults: those found, in order.
+        faults: every such operation in order, also those that did no harm.
         peaks: the module of a forward operation -> the largest finite magnitude it gave; what is beyond float16 only
             where it was not given that large: a mask of ``finfo(dtype).min`` is another number in each type.
         result_peaks: a module -> the largest finite magnitude that it returned.
@@ -88,7 +89,7 @@ class FaultFinder(Watcher):
         results_are_bad: whether a result of the model, or a loss made of it, was inf or nan.
         gradients_are_bad: whether anything in a backward pass was.
         went_backward: whether there was a backward pass.
-        inputs: samples of the model's inputs, of its first call; None before it.
+        batch: samples of the model's inputs, of its first call; None before it.
 
     Args:
         model: whose modules are named.
@@ -106,13 +107,13 @@ class FaultFinder(Watcher):
         self.results_are_bad = False
         self.gradients_are_bad = False
         self.went_backward = False
-        self.inputs: list[torch.Tensor] | None = None
+        self.batch: list[torch.Tensor] | None = None
         self._infinite_inputs: list[Fault] = []
         self._weighed: list[tuple[str | None, torch.Tensor]] = []
         self._is_weighing = False
         self._stack = ExitStack()
 
-    def __enter__(self) -> FaultFinder:
+    def __enter__(self) -> OverflowWatch:
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
             for values in floating_tensors(tensor):
                 is_weight = isinstance(tensor, torch.nn.Parameter)
@@ -132,6 +133,7 @@ class FaultFinder(Watcher):
     ) -> None:
         self._stack.close()
 
+    @property
     def first(self) -> Fault | None:
         """The first fault that did harm; where results and gradients are finite, what may be meant did none."""
         if self.results_are_bad:
@@ -141,12 +143,30 @@ class FaultFinder(Watcher):
             return surely
         return next(iter(self.faults), None)
 
+    @property
+    def first_module(self) -> str | None:
+        """The dotted name of its module; "" is the model itself, None what is outside of it, or nothing found."""
+        return None if self.first is None else self.first.module
+
+    @property
+    def kind(self) -> str | None:
+        """Its kind, one of those of :class:`Fault`; None where nothing was found."""
+        return None if self.first is None else self.first.kind
+
+    @property
+    def inputs(self) -> tuple[TensorStats, ...]:
+        """What that operation was given."""
+        return () if self.first is None else self.first.inputs
+
+    def __str__(self) -> str:
+        return "nothing left the range" if self.first is None else str(self.first)
+
     # -- what is shown ------------------------------------------------------------------------------------------
 
     def _look_at_inputs(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = list(floating_tensors((args, kwargs)))
-        if self.inputs is None:
-            self.inputs = [sample_of(tensor) for tensor in tensors]
+        if self.batch is None:
+            self.batch = [sample_of(tensor) for tensor in tensors]
         for tensor in tensors:
             if not is_finite(tensor):
                 fault = Fault("data", "", FORWARD, "inputs", tensor.dtype, (stats_of(tensor),))

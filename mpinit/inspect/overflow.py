@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import final
 
 import torch
@@ -16,8 +15,7 @@ from ..basics.tables import counted
 from ..optimizer.overflow_log import BadGradient, OverflowRecord
 from ..session import Session
 from . import access
-from .faults import Fault, FaultFinder
-from .numbers import TensorStats
+from .faults import Fault, OverflowWatch
 from .restoring import unchanged
 
 
@@ -142,59 +140,14 @@ def _types_of_modules(models: list[nn.Module]) -> dict[str, str]:
 
 
 def _replayed(session: Session, record: OverflowRecord, replay: Callable[[], torch.Tensor]) -> Fault | None:
-    finders = [FaultFinder(model) for model in session.models]
+    watches = [OverflowWatch(model) for model in session.models]
     parameters = [p for model in session.models for p in model.parameters() if p.requires_grad]
     with unchanged(session.models), ExitStack() as stack:
-        for finder in finders:
-            stack.enter_context(finder)
+        for watch in watches:
+            stack.enter_context(watch)
         loss = replay()
         torch.autograd.grad(loss.float() * (record.scale or 1.0), parameters, allow_unused=True)
-    return next((fault for fault in (finder.first() for finder in finders) if fault is not None), None)
-
-
-@final
-class OverflowWatch:
-    """What :func:`watch_overflow` yields; it can be asked inside of the block and after it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._finder = FaultFinder(model)
-
-    def __enter__(self) -> OverflowWatch:
-        self._finder.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._finder.__exit__(kind, error, traceback)
-
-    @property
-    def first(self) -> Fault | None:
-        """The first operation that made inf or nan of finite numbers and did harm by it; None where none did."""
-        return self._finder.first()
-
-    @property
-    def first_module(self) -> str | None:
-        """The dotted name of its module; "" is the model itself, None what is outside of it, or nothing found."""
-        return None if self.first is None else self.first.module
-
-    @property
-    def kind(self) -> str | None:
-        """Its kind, one of those of :class:`Fault`; None where nothing was found."""
-        return None if self.first is None else self.first.kind
-
-    @property
-    def inputs(self) -> tuple[TensorStats, ...]:
-        """What that operation was given."""
-        return () if self.first is None else self.first.inputs
-
-    @property
-    def faults(self) -> tuple[Fault, ...]:
-        """Every such operation in order, also those that did no harm."""
-        return tuple(self._finder.faults)
-
-    def __str__(self) -> str:
-        return str(self.first) if self.first is not None else "nothing left the range"
+    return next((watch.first for watch in watches if watch.first is not None), None)
 
 
 def watch_overflow(model: nn.Module) -> OverflowWatch:

@@ -14,9 +14,8 @@ from ..session import Session
 from ..settings.opt_levels import OPT_LEVELS
 from ..settings.resolve import resolve
 from . import access
-from .comparison import Comparison, compare
 from .suggestion import Finding, Run, Suggestion
-from .trial import Trial, Trials, UserStep
+from .trial import Comparison, Trial, Trials, UserStep, compare
 
 # Scales that a dynamic one would come down, or up, to.
 _LARGEST_SCALE, _SMALLEST_SCALE = 2.0**16, 2.0**-10
@@ -109,7 +108,7 @@ class _Doctor:
     def _run_in_float32(self, types: set[torch.dtype]) -> None:
         self._left -= 1
         self._reference = trial = self._trials.run("O0", {}, types)
-        bad = trial.finder.first() is not None or not math.isfinite(trial.loss)
+        bad = trial.watch.first is not None or not math.isfinite(trial.loss)
         self._runs.append(Run(_FLOAT32, (), trial.loss, 0.0, 0.0, not bad))
 
     def _run_at(self, level: str, keywords: Mapping[str, Any], keep: Sequence[str]) -> tuple[Trial, Comparison]:
@@ -117,7 +116,7 @@ class _Doctor:
         given = self._with_scale(level, keywords)
         kept = [*(given.pop("keep_fp32", None) or ()), *keep]
         trial = self._trials.run(level, given | ({"keep_fp32": kept} if kept else {}))
-        inputs, expected = trial.finder.inputs or [], self._reference.finder.inputs or []
+        inputs, expected = trial.watch.batch or [], self._reference.watch.batch or []
         same = len(inputs) == len(expected) and all(
             a.shape == b.shape and torch.allclose(a, b, rtol=0.02, atol=1e-3, equal_nan=True)
             for a, b in zip(inputs, expected, strict=True)
@@ -135,7 +134,7 @@ class _Doctor:
         """A dynamic scale is put where it would settle: overflows on the way there are no fault."""
         if resolve(level, keywords)[1].loss_scale != "dynamic":
             return dict(keywords)
-        largest = max(self._reference.finder.largest_gradient, 1e-30)
+        largest = max(self._reference.watch.largest_gradient, 1e-30)
         lower = _lower_type(level, keywords) or torch.float16
         scale = 2.0 ** math.floor(math.log2(min(torch.finfo(lower).max, 65504.0) / _HEADROOM / largest))
         return dict(keywords) | {"loss_scale": min(max(scale, _SMALLEST_SCALE), _LARGEST_SCALE)}
@@ -172,8 +171,8 @@ class _Doctor:
 
     def _not_of_precision(self) -> str | None:
         """What is wrong in float32 already."""
-        finder = self._reference.finder
-        fault = finder.first()
+        watch = self._reference.watch
+        fault = watch.first
         if fault is None:
             return None if math.isfinite(self._reference.loss) else "The loss is inf or nan in float32 too."
         is_16_bit = fault.kind in ("forward", "backward")
@@ -184,7 +183,7 @@ class _Doctor:
                 f"{fault.where} computes in 16 bit at every level, float32 too, because the program says so, and "
                 "leaves its range: take the cast out of the program."
             )
-        if kind == "float32" and max(finder.peaks.values(), default=0.0) > _DIVERGED:
+        if kind == "float32" and max(watch.peaks.values(), default=0.0) > _DIVERGED:
             return (
                 "Activations have grown beyond float32: lower the learning rate, or go back to an earlier checkpoint."
             )
@@ -195,7 +194,7 @@ class _Doctor:
 
     def _examine_level(self, level: str, keywords: dict[str, Any]) -> tuple[list[str] | None, dict[str, Any], str]:
         trial, result = self._run_at(level, keywords, [])
-        if result.agrees and trial.finder.first() is None:
+        if result.agrees and trial.watch.first is None:
             return [], keywords, f"{level} agrees with float32 as it is."
         lower = _lower_type(level, keywords)
         self._note_findings(level, lower, trial, result)
@@ -206,7 +205,7 @@ class _Doctor:
         keep = self._widened([], lower, trial, result)
         while keep is not None and self._left > 0:
             trial, result = self._run_at(level, keywords, keep)
-            if result.agrees and trial.finder.first() is None:
+            if result.agrees and trial.watch.first is None:
                 names = ", ".join(map(repr, keep))
                 return keep, keywords, f"{level} agrees with float32 with {names} kept in float32."
             keep = self._widened(keep, lower, trial, result)
@@ -214,7 +213,7 @@ class _Doctor:
         return None, keywords, f"{level} does not do, whatever is kept in float32 ({first})."
 
     def _note_findings(self, level: str, lower: torch.dtype | None, trial: Trial, result: Comparison) -> None:
-        fault = trial.finder.first()
+        fault = trial.watch.first
         for name in trial.damaged_buffers:
             self._findings.append(
                 Finding("buffer", name, f"buffer {name!r} holds numbers that {level}'s type does not")
@@ -234,7 +233,7 @@ class _Doctor:
         self, keep: list[str], lower: torch.dtype | None, trial: Trial, result: Comparison
     ) -> list[str] | None:
         """``keep`` with the modules that are at fault now; None where none can be added."""
-        seen, fault = self._reference.finder, trial.finder.first()
+        seen, fault = self._reference.watch, trial.watch.first
         largest = torch.finfo(lower or torch.float32).max
         wanted = [name.rpartition(".")[0] for name in trial.damaged_buffers]
         if fault is not None and fault.module is not None:
@@ -255,7 +254,7 @@ class _Doctor:
 
     def _most_sensitive(self, keep: Sequence[str], lower: torch.dtype | None, result: Comparison) -> list[str]:
         """The modules whose rounding moves the loss most: as few as leave half of what is tolerated to the others."""
-        rows = {} if lower is None else self._reference.finder.sensitivity[lower]
+        rows = {} if lower is None else self._reference.watch.sensitivity[lower]
         rows = {name: moved for name, moved in rows.items() if _covering(keep, name) is None}
         error = max(result.loss, result.gradient, self._tolerance)
         left = sum(rows.values())

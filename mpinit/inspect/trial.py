@@ -1,8 +1,9 @@
-"""Runs of a user's step on copies of model and optimizer, at a level, with everything looked at."""
+"""Runs of a user's step on copies of model and optimizer at a level, all of it seen, and how far two of them differ."""
 
 from __future__ import annotations
 
 import copy
+import math
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,11 +19,15 @@ from ..basics.dtypes import is_lower_precision
 from ..session import Session
 from ..torch_internals.native_autocast import CastsOff
 from . import access
-from .faults import FaultFinder
+from .faults import OverflowWatch
 from .restoring import random_numbers
 
 UserStep = Callable[[Any, Any], Any]
 _HOOKS = "_hooks"
+# A gradient below this share of the whole gradient's norm is compared as if it had that.
+_NEGLIGIBLE = 0.01
+# A parameter underflows where this share of the elements that should have a gradient has none.
+_GONE = 0.5
 
 
 @dataclass(frozen=True)
@@ -30,13 +35,13 @@ class Trial:
     """What a run gave.
 
     Attributes:
-        finder: what was seen of operations.
+        watch: what was seen of operations.
         loss: the loss, a number.
         gradients: parameter's dotted name -> its unscaled gradient in float32; only of those that have one.
         damaged_buffers: names of buffers that the level's type cannot hold, with an error above one part in a hundred.
     """
 
-    finder: FaultFinder
+    watch: OverflowWatch
     loss: float
     gradients: Mapping[str, torch.Tensor]
     damaged_buffers: Sequence[str]
@@ -70,12 +75,12 @@ class Trials:
         with CastsOff(), access.at_level(clone, [twin], level, keywords, quiet=True) as session:
             gradients = _Gradients(clone, session)
             access.observers_of(session, twin).append(gradients)
-            finder = FaultFinder(clone, rounded_to)
+            watch = OverflowWatch(clone, rounded_to)
             damaged = _damaged(before, dict(clone.named_buffers()))
             self.restore_random_numbers()
-            with _kept_from_running(self._model), finder, torch.enable_grad():
+            with _kept_from_running(self._model), watch, torch.enable_grad():
                 loss = self._step(clone, twin)
-                if finder.inputs is None:
+                if watch.batch is None:
                     raise ValueError(
                         "step(model, optimizer) did not run the model it was given: it has to use its arguments"
                     )
@@ -83,12 +88,12 @@ class Trials:
                     raise TypeError(
                         f"step(model, optimizer) must return the loss, a tensor of one number, not {loss!r:.80}"
                     )
-                if not finder.went_backward and loss.requires_grad:
+                if not watch.went_backward and loss.requires_grad:
                     with session.scaled(loss, [twin], 0, False) as scaled_loss:
                         scaled_loss.backward()  # type: ignore[no-untyped-call]
             if not gradients.found:
                 gradients.copy()
-        return Trial(finder, float(loss.detach()), gradients.found, damaged)
+        return Trial(watch, float(loss.detach()), gradients.found, damaged)
 
 
 @final
@@ -146,16 +151,11 @@ def _damaged(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tenso
 def float32_copy(model: nn.Module) -> nn.Module:
     """A copy with float32 parameters: the masters' numbers where there are masters."""
     clone = access.plain_copy(model)
-    for tensor in clone.parameters():
-        if is_lower_precision(tensor.dtype):
-            # On a copy of ours alone, so that torch's own way in is taken.
-            tensor.data = tensor.detach().float()
     for parameter in clone.parameters():
         parameter.grad = None
-    for module in clone.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and is_lower_precision(buffer.dtype):
-                module._buffers[name] = buffer.float()
+    # torch's own way in, on a copy of ours alone.
+    convert: Any = nn.Module._apply
+    convert(clone, lambda tensor: tensor.float() if is_lower_precision(tensor.dtype) else tensor)
     return clone
 
 
@@ -187,3 +187,73 @@ def copy_of_optimizer(optimizer: Optimizer, model: nn.Module, clone: nn.Module) 
             if isinstance(value, torch.Tensor) and is_lower_precision(value.dtype) and value.shape == parameter.shape:
                 state[key] = value.float()
     return twin
+
+
+# -- two runs compared ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a run is from the reference.
+
+    Attributes:
+        loss: relative error of the loss.
+        gradient: the largest relative error of a parameter's gradient.
+        tolerance: what both must not be above.
+        underflowing: parameters most of whose gradient is 0 here and not in the reference, in modules of which that is
+            true of every parameter (a bias in front of a norm has no gradient but rounding errors).
+    """
+
+    loss: float
+    gradient: float
+    tolerance: float
+    underflowing: tuple[str, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether loss and gradients are within the tolerance, and no gradient is lost."""
+        return self.loss <= self.tolerance and self.gradient <= self.tolerance and not self.underflowing
+
+
+def compare(trial: Trial, reference: Trial, tolerance: float) -> Comparison:
+    """Compare a run with the same run in float32."""
+    whole = math.sqrt(sum(float(g.double().square().sum()) for g in reference.gradients.values()))
+    errors = (_gradient_error(trial.gradients.get(name), g, whole) for name, g in reference.gradients.items())
+    return Comparison(
+        loss=_loss_error(trial.loss, reference.loss),
+        gradient=max(errors, default=0.0),
+        tolerance=tolerance,
+        underflowing=_underflowing(trial, reference),
+    )
+
+
+def _loss_error(loss: float, reference: float) -> float:
+    if not math.isfinite(loss):
+        return math.inf
+    # A loss near 0 is compared absolutely: the gradients tell more of it.
+    return abs(loss - reference) / max(abs(reference), 0.1)
+
+
+def _gradient_error(gradient: torch.Tensor | None, reference: torch.Tensor, whole: float) -> float:
+    if gradient is None:
+        gradient = torch.zeros_like(reference)
+    if not bool(torch.isfinite(gradient).all()):
+        return math.inf
+    scale = max(float(reference.double().norm()), _NEGLIGIBLE * whole)
+    return float((gradient.double() - reference.double()).norm()) / scale if scale > 0 else 0.0
+
+
+def _underflowing(trial: Trial, reference: Trial) -> tuple[str, ...]:
+    of_module: dict[str, list[tuple[str, bool]]] = {}
+    for name, gradient in reference.gradients.items():
+        if bool((gradient != 0).any()):
+            gone = _underflows(trial.gradients.get(name), gradient)
+            of_module.setdefault(name.rpartition(".")[0], []).append((name, gone))
+    return tuple(name for rows in of_module.values() if all(gone for _, gone in rows) for name, _ in rows)
+
+
+def _underflows(gradient: torch.Tensor | None, reference: torch.Tensor) -> bool:
+    meant = reference != 0
+    if gradient is None or not bool(meant.any()):
+        return gradient is None
+    return float((gradient[meant] == 0).double().mean()) >= _GONE

@@ -75,12 +75,12 @@ def test_where_digits_are_lost_the_module_that_the_loss_depends_on_most_is_kept(
 
 
 def test_the_sensitivity_is_the_first_order_change_of_the_loss_by_hand() -> None:
-    from mpinit.inspect.faults import FaultFinder
+    from mpinit.inspect.faults import OverflowWatch
 
     torch.manual_seed(0)
     model, (x, y) = nn.Sequential(nn.Linear(6, 4), nn.Sigmoid()), batches(1)[0]
     y = torch.rand(len(x), 4)
-    with FaultFinder(model, (torch.float16,)) as finder:
+    with OverflowWatch(model, (torch.float16,)) as watch:
         (model(x) - y).square().sum().backward()
     hidden = torch.nn.functional.linear(x, model[0].weight, model[0].bias).detach()
     result = hidden.sigmoid()
@@ -89,7 +89,7 @@ def test_the_sensitivity_is_the_first_order_change_of_the_loss_by_hand() -> None
     for name, (values, of_values) in expected.items():
         rounding = values - values.half().float()
         by_hand = float((rounding * of_values).abs().sum())
-        assert finder.sensitivity[torch.float16][name] == pytest.approx(by_hand, rel=0.02)
+        assert watch.sensitivity[torch.float16][name] == pytest.approx(by_hand, rel=0.02)
 
 
 class Masked(nn.Module):
