@@ -5,6 +5,7 @@ Between the marks of a page stands what a run has come to; a test compares, and 
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -127,6 +128,34 @@ def lost() -> str:
     return f"```text\n{gradients()}\n```\n"
 
 
+def draw(histogram: Any, path: Path) -> None:
+    """The histogram, with what float16 holds shaded, at scale 1 and at the present one."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    axes = figure.subplots()
+    exponents = sorted(histogram.bins)
+    zeros = sum(histogram.zeros.values())
+    total = max(sum(histogram.bins.values()) + zeros, 1)
+    # Exponents of float16's smallest subnormal, smallest normal and largest number.
+    subnormal, normal, largest = -24, -14, 15
+    for number, (scale, color) in enumerate(((1.0, "#4c72b0"), (histogram.scale, "#dd8452"))):
+        shift = math.log2(scale)
+        band = {"ymin": 0.5 * number, "ymax": 0.5 * (number + 1), "color": color, "lw": 0}
+        axes.axvspan(normal - shift, largest + 1 - shift, alpha=0.22, label=f"float16 at scale {scale:g}", **band)
+        axes.axvspan(subnormal - shift, normal - shift, alpha=0.1, label="  subnormal there", **band)
+    heights = [100 * histogram.bins[exponent] / total for exponent in exponents]
+    axes.bar(exponents, heights, width=0.85, align="edge", color="#333333", zorder=3)
+    axes.set_xlim(min([*exponents, subnormal - math.log2(histogram.scale)]) - 3, max([*exponents, largest]) + 3)
+    axes.set_xlabel("exponent of the gradient: log2 of its magnitude")
+    axes.set_ylabel("share of all gradients, %")
+    count = sum(histogram.elements.values())
+    axes.set_title(f"{count:,} gradients, {100 * zeros / total:.1f}% of them 0", loc="left")
+    axes.legend(loc="upper right", fontsize=8, framealpha=0.9)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
 MADE: Final[Mapping[str, Callable[[], str]]] = {"levels": levels, "lost": lost}
 
 
@@ -139,7 +168,7 @@ def main() -> int:
     """Write the pages and the picture."""
     for path in sorted(EXPLANATION.glob("*.md")):
         path.write_text(replaced(path.read_text(encoding="utf-8")), encoding="utf-8")
-    gradients().plot(PICTURE)
+    draw(gradients(), PICTURE)
     return 0
 
 

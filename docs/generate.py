@@ -43,8 +43,8 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "History",
     ),
     "What these give": (
-        *("inspect.precision_report.PrecisionReport", "inspect.findings.Findings", "inspect.findings.Row"),
-        *("inspect.overflow.OverflowReport", "inspect.overflow.OverflowWatch", "inspect.faults.Fault"),
+        *("inspect.precision_report.PrecisionReport", "inspect.precision_report.Row"),
+        *("inspect.overflow.OverflowReport", "inspect.faults.OverflowWatch", "inspect.faults.Fault"),
         *("inspect.stalled.Stalled", "inspect.exponents.GradientHistogram", "inspect.exponents.Lost"),
         *("inspect.suggestion.Suggestion", "inspect.suggestion.Finding", "inspect.suggestion.Run"),
     ),
@@ -58,6 +58,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
 OPTIONS: Final[Mapping[str, str]] = {
     "Properties": "",
     "History": "   :members:\n   :exclude-members: backward_ended, step_ended\n",
+    "inspect.faults.OverflowWatch": "   :members: first, first_module, kind, inputs\n",
     "integrations.lightning.MixedPrecision": "",
     "integrations.timm.Scaler": "   :members:\n   :special-members: __call__\n",
 }

@@ -5,7 +5,7 @@ float16. The forward pass doesn't show it, x / inf is 0 as it should be, and the
 multiplies inf by 0: more and more steps are skipped, in the end all of them. The run asks mpinit why
 (``overflow_report``, ``watch_overflow``), lets ``suggest`` find the cure, and goes on with it from the same weights.
 
-Prints a table and writes plots to runs/why_did_my_step_skip/. Takes less than a minute on an idle CPU core.
+Prints a table and writes a plot to runs/why_did_my_step_skip/. Takes less than a minute on an idle CPU core.
 """
 
 from __future__ import annotations
@@ -181,9 +181,7 @@ def draw(runs: list[Run], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/why_did_my_step_skip"), help="folder for plots and table"
-    )
+    parser.add_argument("--out", type=Path, default=Path("runs/why_did_my_step_skip"), help="folder for plot and table")
     options = parser.parse_args()
     torch.set_num_threads(1)  # a network this small gains nothing from more
     logging.getLogger("mpinit").setLevel(logging.ERROR)
@@ -203,13 +201,13 @@ def main() -> None:
     mpinit.initialize(model, optimizer, found.level, **found.keywords, verbosity=0)
     print()
     train(mended, model, optimizer, data, first=broken.stopped_at + 1)
-    mpinit.gradient_histogram(optimizer).plot(options.out / "gradients.png")
+    histogram = mpinit.gradient_histogram(optimizer)
 
     text = table([reference, broken, mended])
-    print(f"\n{text}\n")
+    print(f"\n{text}\n\n{histogram}\n")
     draw([reference, broken, mended], options.out / "loss_and_scale.png")
     (options.out / "table.txt").write_text(text + "\n", encoding="utf-8")
-    print(f"Plots: {options.out / 'loss_and_scale.png'}, {options.out / 'gradients.png'}")
+    print(f"Plot: {options.out / 'loss_and_scale.png'}")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, Final
 
 from ..basics.tables import counted
@@ -116,11 +118,14 @@ def _show(found: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
 
 
 def _plot(found: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    from ..inspect.plotting import new_columns, save
-
+    try:
+        figures: Any = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise RuntimeError("plots need matplotlib: pip install matplotlib, or mpinit[plot]") from error
     done = [result for result in found if "error" not in result]
     names = [result["level"] for result in done]
-    figure, (time, memory, loss) = new_columns(12, 3.8, (1, 1, 1))
+    figure = figures.Figure(figsize=(12, 3.8), layout="constrained")
+    time, memory, loss = figure.subplots(1, 3)
     time.barh(names, [result["ms"] for result in done], color="#3567b0")
     time.set_xlabel("ms a step")
     memory.barh(names, [result["memory"] / 2**20 for result in done], color="#d9a441")
@@ -135,4 +140,6 @@ def _plot(found: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     for axes in (time, memory, loss):
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{arguments.factory} on {arguments.device}", fontsize=11)
-    save(figure, arguments.plot)
+    target = Path(arguments.plot)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=120)

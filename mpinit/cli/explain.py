@@ -22,7 +22,6 @@ def describe(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--optimizer", metavar="NAME", help="whose state counts in memory, such as adamw. Default none")
     parser.add_argument("--html", metavar="FILE", help="write one self-contained page")
-    parser.add_argument("--plot", metavar="FILE", help="write a plot, such as report.png (needs matplotlib)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,13 +33,11 @@ def run(arguments: argparse.Namespace) -> int:
     report = explain(model, *inputs, loss=loss, opt_level=arguments.opt_level, optimizer=optimizer)
     if arguments.html:
         report.to_html(arguments.html)
-    if arguments.plot:
-        report.plot(arguments.plot)
     if arguments.json:
         show_json(report.as_dict())
-    elif arguments.html or arguments.plot:
+    elif arguments.html:
         print(f"{report.title()}: {report.summary()}")
-        print(f"written: {', '.join(filter(None, (arguments.html, arguments.plot)))}")
+        print(f"written: {arguments.html}")
     else:
         print(report)
     return 0

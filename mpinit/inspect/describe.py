@@ -13,6 +13,7 @@ from ..basics.logs import log
 from ..basics.tables import counted
 from ..plan import Masters
 from ..session import Session
+from . import access
 
 _TOLD: Final = (
     "cast_model_type",
@@ -43,18 +44,18 @@ def describe(session: Session) -> str:
     for index, model in enumerate(session.models):
         lines.append(f"model {index}, {type(model).__name__}: {_counts(model.parameters())} parameters")
         below = set(model.modules())
-        kept = [name for module, name in session.selection.kept.items() if module in below]
+        kept = [name for module, name in access.kept_in_float32(session).items() if module in below]
         if kept:
             first = ", ".join(name or "the whole model" for name in kept[:5])
             lines.append(f"  float32: {first}" + (f" and {len(kept) - 5} more" if len(kept) > 5 else ""))
     for index, optimizer in enumerate(session.optimizers):
-        counts = session.controller_of(optimizer).counts
+        counts = access.step_counts_of(session, optimizer)
         masters = _masters_of(session, optimizer)
         lines.append(
             f"optimizer {index}, {type(optimizer).__name__}: {masters}; {counted(counts.good, 'step')} done, "
             f"{counts.skipped} skipped, {counts.consecutive} of them in a row just now"
         )
-    waiting = session.waiting.weights()
+    waiting = access.waiting_weights(session)
     if waiting:
         lines.append(
             f"{counted(len(waiting), 'weight')} ({_counts(waiting)} parameters) "
@@ -69,10 +70,10 @@ def describe(session: Session) -> str:
 
 
 def _masters_of(session: Session, optimizer: Optimizer) -> str:
-    groups = session.controller_of(optimizer).groups
     if session.plan.masters is Masters.IN_MODEL:
         return "steps the model's own float32 parameters, which are 16-bit inside forwards"
-    return counted(len(groups.copies.pairs), "float32 master") if groups.copies.pairs else "no masters"
+    masters = access.count_masters(session, optimizer)
+    return counted(masters, "float32 master") if masters else "no masters"
 
 
 def _told(session: Session) -> list[str]:

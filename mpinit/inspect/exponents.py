@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 from torch.optim import Optimizer
 
-from .. import registry
 from ..basics.tables import counted
-from ..optimizer.unscaling import dense_view
-from .plotting import new_figure, save
+from . import access
 
 # Exponents of the smallest subnormal, the smallest normal and the largest number of each type.
 _RANGES: Final[Mapping[str, tuple[int, int, int]]] = {"float16": (-24, -14, 15), "bfloat16": (-133, -126, 127)}
@@ -98,42 +95,6 @@ class GradientHistogram:
             lines.append(f"  scale for float16: {self.suggested_scale:g}")
         return "\n".join(lines)
 
-    def plot(self, path: str | Path | None = None) -> Any:
-        """Draw the histogram with what float16 holds shaded, at scale 1 and at the present one.
-
-        Args:
-            path: where to write it; None: nowhere.
-
-        Returns:
-            The matplotlib figure.
-
-        Raises:
-            RuntimeError: matplotlib is not installed.
-        """
-        figure, (axes,) = new_figure(9, 4.2)
-        exponents = sorted(self.bins)
-        total = max(sum(self.bins.values()) + sum(self.zeros.values()), 1)
-        heights = [100 * self.bins[exponent] / total for exponent in exponents]
-        subnormal, normal, largest = _RANGES["float16"]
-        scales = [(1.0, "#4c72b0")] + ([(self.scale, "#dd8452")] if self.scale != 1.0 else [])
-        for number, (scale, color) in enumerate(scales):
-            shift = math.log2(scale)
-            band = {"ymin": 0.5 * number, "ymax": 0.5 * (number + 1) if len(scales) > 1 else 1.0, "color": color}
-            axes.axvspan(
-                normal - shift, largest + 1 - shift, alpha=0.22, lw=0, label=f"float16 at scale {scale:g}", **band
-            )
-            axes.axvspan(subnormal - shift, normal - shift, alpha=0.1, lw=0, label="  subnormal there", **band)
-        axes.bar(exponents, heights, width=0.85, align="edge", color="#333333", zorder=3)
-        low = min([*exponents, subnormal - math.log2(max(self.scale, 1.0))]) - 3
-        axes.set_xlim(low, max([*exponents, largest]) + 3)
-        axes.set_xlabel("exponent of the gradient: log2 of its magnitude")
-        axes.set_ylabel("share of all gradients, %")
-        zeros = 100 * sum(self.zeros.values()) / total
-        axes.set_title(f"{sum(self.elements.values()):,} gradients, {zeros:.1f}% of them 0", loc="left")
-        axes.legend(loc="upper right", fontsize=8, framealpha=0.9)
-        axes.spines[["top", "right"]].set_visible(False)
-        return save(figure, path)
-
 
 @torch.no_grad()
 def gradient_histogram(optimizer: Optimizer, parameter: str | None = None) -> GradientHistogram:
@@ -147,7 +108,7 @@ def gradient_histogram(optimizer: Optimizer, parameter: str | None = None) -> Gr
         parameter: the dotted name of one parameter; None, the default: all.
 
     Returns:
-        The histogram, with counts, shares lost in each type, the scale it suggests, ``plot()``.
+        The histogram, with counts, shares lost in each type and the scale it suggests.
 
     Raises:
         RuntimeError: there are no gradients, or the optimizer is not initialised.
@@ -165,18 +126,16 @@ def gradient_histogram(optimizer: Optimizer, parameter: str | None = None) -> Gr
         ({0: 1, -30: 1}, 0.5)
         >>> mpinit.undo(model)
     """
-    session = registry.session_of(optimizer)
-    control = session.controller_of(optimizer)
+    session = access.session_of(optimizer)
     counts: dict[str, dict[int, int]] = {}
     zeros, nonfinite, elements = {}, {}, {}
     known = []
-    for entry in control.groups.present():
-        pair = control.groups.store.pairs.of(entry)
-        name = session.name_of(entry if pair is None else pair.model_param)
+    for weight in access.parameters_of(session, optimizer):
+        name = session.name_of(weight)
         known.append(name)
-        gradient = entry.grad if pair is None else pair.readable_param.grad
+        gradient = access.gradient_of(session, weight)
         if gradient is not None and parameter in (None, name):
-            values = dense_view(gradient.coalesce() if gradient.is_sparse else gradient)
+            values = access.dense(gradient)
             counts[name], zeros[name], nonfinite[name] = _count(values)
             elements[name] = values.numel()
     if parameter is not None and parameter not in known:

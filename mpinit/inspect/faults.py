@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Final, final
 
 import torch
 
 from ..basics.dtypes import dtype_name, is_lower_precision
-from .model_trace import BACKWARD, FORWARD, ModelTrace, Tracer
-from .numbers import TensorStats, floating_tensors, is_finite, stats_of
+from .numbers import TensorStats, floating_tensors, is_finite, sample_of, stats_of
+from .trace import BACKWARD, FORWARD, ModelTrace, Place, Watcher
 
 # What these give is not computed: memory as it is, or what was there before.
 _NOT_COMPUTED: Final = ("empty", "new_empty", "resize", "set_", "detach", "alias", "_local_scalar_dense", "_amp_")
 _CASTS: Final = ("_to_copy", "copy_", "copy", "to")
 _ENOUGH: Final = 1000
+_FLOAT16_MAX: Final = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
@@ -68,38 +72,68 @@ _SENTENCES: Final = {
 
 
 @final
-class FaultFinder(Tracer):
-    """Notes every operation that makes inf or nan out of finite numbers.
+class OverflowWatch(Watcher):
+    """Notes every operation that makes inf or nan out of finite numbers: what :func:`watch_overflow` yields.
 
-    A mask of -inf is no fault: what a program writes out as infinite is meant to be.
+    A mask of -inf is no fault: what a program writes out as infinite is meant to be. It can be asked inside of the
+    block and after it.
 
     Attributes:
-        faults: those found, in order.
-        peaks: the module of a forward operation -> the largest finite magnitude it gave.
+        faults: every such operation in order, also those that did no harm.
+        peaks: the module of a forward operation -> the largest finite magnitude it gave; what is beyond float16 only
+            where it was not given that large: a mask of ``finfo(dtype).min`` is another number in each type.
+        result_peaks: a module -> the largest finite magnitude that it returned.
+        sensitivity: 16-bit type -> module -> how far rounding its operations' results to that type moves the loss, to
+            first order: the sum of abs(gradient x rounding error).
         largest_gradient: the largest finite magnitude in a backward pass.
         results_are_bad: whether a result of the model, or a loss made of it, was inf or nan.
         gradients_are_bad: whether anything in a backward pass was.
         went_backward: whether there was a backward pass.
-        narrow: the module of a forward operation that gave 16 bits -> the first of those operations.
+        batch: samples of the model's inputs, of its first call; None before it.
 
     Args:
         model: whose modules are named.
-        modules_seen: called with a module's name, its arguments or its output, and which of the two they are.
+        rounded_to: the types of ``sensitivity``. Default none.
     """
 
-    def __init__(self, model: torch.nn.Module, modules_seen: Callable[[str, Any, bool], None] | None = None) -> None:
-        self.trace = ModelTrace(model, self)
+    def __init__(self, model: torch.nn.Module, rounded_to: Iterable[torch.dtype] = ()) -> None:
+        self._trace = ModelTrace(model, self)
+        self._model = model
         self.faults: list[Fault] = []
         self.peaks: dict[str | None, float] = {}
+        self.result_peaks: dict[str, float] = {}
+        self.sensitivity: dict[torch.dtype, dict[str | None, float]] = {dtype: {} for dtype in rounded_to}
         self.largest_gradient = 0.0
         self.results_are_bad = False
         self.gradients_are_bad = False
         self.went_backward = False
-        self.narrow: dict[str | None, str] = {}
-        self._modules_seen = modules_seen
+        self.batch: list[torch.Tensor] | None = None
         self._infinite_inputs: list[Fault] = []
-        self._model = model
+        self._weighed: list[tuple[str | None, torch.Tensor]] = []
+        self._is_weighing = False
+        self._stack = ExitStack()
 
+    def __enter__(self) -> OverflowWatch:
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            for values in floating_tensors(tensor):
+                is_weight = isinstance(tensor, torch.nn.Parameter)
+                if not is_finite(values) if is_weight else bool(values.isnan().any()):
+                    module = name.rpartition(".")[0]
+                    self.faults.append(Fault("weights", module, FORWARD, name, tensor.dtype, (stats_of(values),)))
+        with ExitStack() as stack:
+            # Only hooks of a module are shown its keywords.
+            hook = self._model.register_forward_pre_hook(self._look_at_inputs, with_kwargs=True, prepend=True)
+            stack.callback(hook.remove)
+            stack.enter_context(self._trace)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
     def first(self) -> Fault | None:
         """The first fault that did harm; where results and gradients are finite, what may be meant did none."""
         if self.results_are_bad:
@@ -109,84 +143,128 @@ class FaultFinder(Tracer):
             return surely
         return next(iter(self.faults), None)
 
-    def look_at_weights(self) -> None:
-        """Note parameters that hold inf or nan, and buffers that hold nan."""
-        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
-            for dense in floating_tensors(tensor):
-                is_weight = isinstance(tensor, torch.nn.Parameter)
-                if not is_finite(dense) if is_weight else bool(dense.isnan().any()):
-                    module = name.rpartition(".")[0]
-                    self.faults.append(Fault("weights", module, FORWARD, name, tensor.dtype, (stats_of(dense),)))
+    @property
+    def first_module(self) -> str | None:
+        """The dotted name of its module; "" is the model itself, None what is outside of it, or nothing found."""
+        return None if self.first is None else self.first.module
+
+    @property
+    def kind(self) -> str | None:
+        """Its kind, one of those of :class:`Fault`; None where nothing was found."""
+        return None if self.first is None else self.first.kind
+
+    @property
+    def inputs(self) -> tuple[TensorStats, ...]:
+        """What that operation was given."""
+        return () if self.first is None else self.first.inputs
+
+    def __str__(self) -> str:
+        return "nothing left the range" if self.first is None else str(self.first)
 
     # -- what is shown ------------------------------------------------------------------------------------------
 
-    def module_begins(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model's own inputs are the data."""
-        if self._modules_seen is not None:
-            self._modules_seen(name, (args, kwargs), False)
-        if name:
-            return
-        for tensor in floating_tensors((args, kwargs)):
+    def _look_at_inputs(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = list(floating_tensors((args, kwargs)))
+        if self.batch is None:
+            self.batch = [sample_of(tensor) for tensor in tensors]
+        for tensor in tensors:
             if not is_finite(tensor):
-                fault = Fault("data", name, FORWARD, "inputs", tensor.dtype, (stats_of(tensor),))
+                fault = Fault("data", "", FORWARD, "inputs", tensor.dtype, (stats_of(tensor),))
                 # -inf may be a mask.
                 is_mask = not bool(tensor.isnan().any()) and not bool((tensor == math.inf).any())
                 (self._infinite_inputs if is_mask else self.faults).append(fault)
 
+    def module_begins(self, name: str, module: torch.nn.Module) -> None:
+        """Operations tell all there is to know."""
+
     def module_ends(self, name: str, output: Any) -> None:
         """What the model gives tells whether a fault did harm."""
-        if not name and not all(map(is_finite, floating_tensors(output))):
-            self.results_are_bad = True
-        if self._modules_seen is not None:
-            self._modules_seen(name, output, True)
+        for tensor in floating_tensors(output):
+            peak = _peak(tensor)
+            if math.isfinite(peak):
+                self.result_peaks[name] = max(peak, self.result_peaks.get(name, 0.0))
+            elif not name:
+                self.results_are_bad = True
 
     def operation(
         self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]
     ) -> Any:
         """Look at what it is given where that is about to be overwritten, run it, look at its result."""
         name = operation._schema.name.removeprefix("aten::")
-        if name.startswith(_NOT_COMPUTED) or getattr(operation, "is_view", False):
+        if self._is_weighing or name.startswith(_NOT_COMPUTED) or getattr(operation, "is_view", False):
             return run()
+        self._weigh_last()
         overwrites = operation._schema.is_mutable
         before = _Inputs(args[1:] if name == "copy_" else args, kwargs) if overwrites else None
         result = run()
+        place = self._trace.place()
         for tensor in floating_tensors(result):
-            peak = float(torch.linalg.vector_norm(tensor.detach(), math.inf))
+            peak = _peak(tensor)
             if math.isfinite(peak):
-                self._note_peak(peak, str(operation), tensor.dtype)
+                if place.phase == BACKWARD:
+                    self.went_backward = True
+                    self.largest_gradient = max(self.largest_gradient, peak)
+                elif peak <= _FLOAT16_MAX or _grew(peak, args[1:] if overwrites else args, kwargs):
+                    self.peaks[place.module] = max(peak, self.peaks.get(place.module, 0.0))
+                if place.phase == FORWARD and self.sensitivity:
+                    self._weighed.append((place.module, tensor))
             else:
-                self._note_bad(str(operation), name, tensor, before or _Inputs(args, kwargs))
+                self._note_bad(str(operation), name, tensor, before or _Inputs(args, kwargs), place)
         return result
 
-    def _note_peak(self, peak: float, operation: str, dtype: torch.dtype) -> None:
-        phase, module = self.trace.place()
-        if phase == BACKWARD:
-            self.went_backward = True
-            self.largest_gradient = max(self.largest_gradient, peak)
-            return
-        self.peaks[module] = max(peak, self.peaks.get(module, 0.0))
-        if is_lower_precision(dtype):
-            self.narrow.setdefault(module, operation)
+    def _weigh_last(self) -> None:
+        """Wait for the gradients of the last operation's results, which have their place in the graph by now."""
+        for module, tensor in self._weighed:
+            if tensor.requires_grad and not tensor.is_leaf:
+                values = tensor.detach()
+                errors = {
+                    dtype: (values - values.to(dtype)).nan_to_num_(0.0, 0.0, 0.0).to(torch.bfloat16)
+                    for dtype in self.sensitivity
+                }
+                tensor.register_hook(functools.partial(self._weigh, module, errors))  # type: ignore[no-untyped-call]
+        self._weighed.clear()
 
-    def _note_bad(self, operation: str, name: str, tensor: torch.Tensor, inputs: _Inputs) -> None:
-        phase, module = self.trace.place()
-        if phase == BACKWARD:
+    def _weigh(
+        self, module: str | None, errors: dict[torch.dtype, torch.Tensor], gradient: torch.Tensor | None
+    ) -> None:
+        if gradient is None:  # of a result that the loss does not depend on
+            return
+        self._is_weighing = True
+        try:
+            for dtype, error in errors.items():
+                found = self.sensitivity[dtype]
+                found[module] = found.get(module, 0.0) + float((gradient.detach() * error).abs().sum())
+        finally:
+            self._is_weighing = False
+
+    def _note_bad(self, operation: str, name: str, tensor: torch.Tensor, inputs: _Inputs, place: Place) -> None:
+        if place.phase == BACKWARD:
             self.went_backward = self.gradients_are_bad = True
-        elif module is None and tensor.numel() == 1:
+        elif place.module is None and tensor.numel() == 1:
             self.results_are_bad = True
         has_nan = bool(tensor.isnan().any())
         made_here = not inputs.any_nan if has_nan else not inputs.any_inf and not inputs.any_nan
         if made_here and not inputs.infinite_number and len(self.faults) < _ENOUGH:
-            kind = self._kind(name, phase, tensor, inputs)
-            meant = phase == FORWARD and (
+            kind = self._kind(name, place.phase, tensor, inputs)
+            meant = place.phase == FORWARD and (
                 kind == "float32" or bool((~tensor.isfinite() == (tensor == -math.inf)).all())
             )
-            self.faults.append(Fault(kind, module, phase, operation, tensor.dtype, inputs.stats(), meant))
+            stats = inputs.stats()
+            self.faults.append(Fault(kind, place.module, place.phase, operation, tensor.dtype, stats, meant))
 
     def _kind(self, name: str, phase: str, tensor: torch.Tensor, inputs: _Inputs) -> str:
         if not is_lower_precision(tensor.dtype):
             return "float32"
         return "cast" if name in _CASTS and inputs.is_wider_than(tensor.dtype) else phase
+
+
+def _peak(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.detach(), math.inf))
+
+
+def _grew(peak: float, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    numbers = (abs(n) for n in (*args, *kwargs.values()) if isinstance(n, float))
+    return peak not in numbers and all(_peak(tensor) < peak for tensor in floating_tensors((args, kwargs)))
 
 
 @final

@@ -14,11 +14,7 @@ from typing import Any, Final, final
 import torch
 from torch.optim import Optimizer
 
-from .. import registry
-from ..optimizer.observers import Observer
-from ..optimizer.unscaling import dense_view
-from ..scaling.scaler import LossScaler
-from .plotting import new_figure, save
+from . import access
 
 _FIELDS: Final = ("step", "loss", "scale", "skipped", "gradient_norm", "good", "skipped_so_far")
 
@@ -35,7 +31,7 @@ class _Row:
 
 
 @final
-class History(Observer):
+class History:
     """Loss, scale, whether it was skipped, gradient norm and counts of an optimizer's last steps.
 
     Everything stays on its device until it is read. The loss is the mean of those scaled since the step before, the
@@ -69,7 +65,7 @@ class History(Observer):
     def __init__(self, optimizer: Optimizer, capacity: int = 1000, writer: Any = None) -> None:
         if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
             raise ValueError(f"capacity={capacity!r}: give a number of steps from 1 up")
-        self._control = registry.session_of(optimizer).controller_of(optimizer)
+        self._of = access.session_of(optimizer), optimizer
         self._rows: deque[_Row] = deque(maxlen=capacity)
         self._writer = writer
         self._written = 0
@@ -78,19 +74,20 @@ class History(Observer):
         self._losses: list[torch.Tensor] = []
         self._scale: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None
-        self._control.observers.append(self)
+        access.observers_of(*self._of).append(self)
 
     # -- what is shown ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def backward_ended(self, loss: torch.Tensor, scaler: LossScaler) -> None:
+    def backward_ended(self, loss: torch.Tensor, scaler: Any) -> None:
         """A scaled backward pass is over."""
         if not self._losses:
-            self._scale = scaler.scale_now()
+            self._scale = access.scale_of(scaler)
         self._losses.append(loss.detach().float().mean().clone())
-        gradients = [p.grad for p in self._control.groups.gradient_holders() if p.grad is not None]
-        dense = [dense_view(g.coalesce() if g.is_sparse else g) for g in gradients]
-        self._norm = torch.nn.utils.get_total_norm(dense) if dense else None
+        session, optimizer = self._of
+        found = (access.gradient_of(session, weight) for weight in access.parameters_of(session, optimizer))
+        gradients = [access.dense(gradient) for gradient in found if gradient is not None]
+        self._norm = torch.nn.utils.get_total_norm(gradients) if gradients else None
 
     def step_ended(self, skipped: bool | torch.Tensor) -> None:
         """A step is over."""
@@ -176,42 +173,14 @@ class History(Observer):
             Path(path).write_text(text, encoding="utf-8")
         return text
 
-    def plot(self, path: str | Path | None = None) -> Any:
-        """Draw loss, gradient norm and scale over the steps, with skipped steps marked.
-
-        Returns:
-            The matplotlib figure.
-
-        Raises:
-            RuntimeError: matplotlib is not installed.
-        """
-        rows = self.rows()
-        figure, axes = new_figure(9, 6, rows=3)
-        steps = [row["step"] for row in rows]
-        skips = [row["step"] for row in rows if row["skipped"]]
-        for axis, (name, label) in zip(
-            axes, (("loss", "loss"), ("gradient_norm", "gradient norm"), ("scale", "loss scale")), strict=True
-        ):
-            values = [row[name] if math.isfinite(row[name]) else math.nan for row in rows]
-            axis.plot(steps, values, color="#4c72b0", lw=1.4, drawstyle="steps-post" if name == "scale" else "default")
-            for number, step in enumerate(skips):
-                axis.axvline(step, color="#c44e52", lw=0.8, alpha=0.6, label="skipped" if number == 0 else None)
-            axis.set_ylabel(label)
-            axis.spines[["top", "right"]].set_visible(False)
-        axes[1].set_yscale("log")
-        axes[2].set_yscale("log", base=2)
-        axes[-1].set_xlabel("step")
-        if skips:
-            axes[0].legend(loc="upper right", fontsize=8)
-        return save(figure, path)
-
     # -- the end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop recording; what was kept can still be read. A second call does nothing."""
         self.flush()
-        if self in self._control.observers:
-            self._control.observers.remove(self)
+        observers = access.observers_of(*self._of)
+        if self in observers:
+            observers.remove(self)
 
     def __enter__(self) -> History:
         return self

@@ -1,4 +1,4 @@
-"""Numbers of a tensor that a person looks at, and small samples by which two tensors are compared."""
+"""The tensors in a tree, their numbers as a person reads them, and small samples by which two are compared."""
 
 from __future__ import annotations
 
@@ -53,25 +53,30 @@ def stats_of(tensor: torch.Tensor) -> TensorStats:
     return TensorStats(tensor.dtype, tuple(tensor.shape), low, high, max(abs(low), abs(high)), bad)
 
 
-def floating_tensors(tree: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """The dense floating tensors with numbers in arguments or results: alone, or in tuples, lists, dicts and objects.
+def tensors_in(tree: Any, depth: int = 8) -> Iterator[torch.Tensor]:
+    """The tensors in arguments or results: alone, or in tuples, lists, dicts and dataclasses.
 
     Example:
-        >>> [t.shape[0] for t in floating_tensors((torch.ones(1), {"a": [torch.ones(2), 3]}))]
+        >>> [t.shape[0] for t in tensors_in((torch.ones(1), {"a": [torch.ones(2), 3]}))]
         [1, 2]
     """
     if isinstance(tree, torch.Tensor):
-        if tree.is_floating_point() and tree.layout is torch.strided and not tree.is_meta and tree.numel():
-            yield tree
-    elif depth > 0 and isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from floating_tensors(item, depth - 1)
-    elif depth > 0 and isinstance(tree, dict):
-        for item in tree.values():
-            yield from floating_tensors(item, depth - 1)
-    elif depth > 0 and hasattr(tree, "__dataclass_fields__"):
-        for item in vars(tree).values():
-            yield from floating_tensors(item, depth - 1)
+        yield tree
+        return
+    items: Any = tree if isinstance(tree, (tuple, list)) else ()
+    if isinstance(tree, dict):
+        items = tree.values()
+    elif hasattr(tree, "__dataclass_fields__"):
+        items = vars(tree).values()
+    for item in items if depth else ():
+        yield from tensors_in(item, depth - 1)
+
+
+def floating_tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Those of them that are floating and dense, and have numbers."""
+    for tensor in tensors_in(tree):
+        if tensor.is_floating_point() and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+            yield tensor
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -87,22 +92,3 @@ def sample_of(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
     step = max(1, flat.numel() // SAMPLE)
     return flat[::step].to(torch.float32, copy=True)
-
-
-def error_of(given: torch.Tensor, reference: torch.Tensor) -> float:
-    """The norm of the difference over the norm of the reference; inf where ``given`` is not finite but that is.
-
-    Example:
-        >>> error_of(torch.tensor([3.0, 4.4]), torch.tensor([3.0, 4.0]))
-        0.08...
-    """
-    if given.shape != reference.shape:
-        return float("inf")
-    given, reference = given.double(), reference.double()
-    both = torch.isfinite(reference)
-    if not bool(torch.isfinite(given[both]).all()):
-        return float("inf")
-    given, reference = given[both], reference[both]
-    norm = float(reference.norm())
-    difference = float((given - reference).norm())
-    return difference / norm if norm > 0 else (0.0 if difference == 0 else float("inf"))

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import registry
 from ..basics.tables import counted
 from ..optimizer.overflow_log import BadGradient, OverflowRecord
 from ..session import Session
-from .faults import Fault, FaultFinder
-from .numbers import TensorStats
-from .untouched import same_buffers, same_random_numbers
+from . import access
+from .faults import Fault, OverflowWatch
+from .restoring import unchanged
 
 
 @final
@@ -36,8 +34,9 @@ class OverflowReport:
         first_module: the dotted name of the module that the backward pass came to first of those (of the operation's
             where there was a replay); None where it is no module's.
         is_certain: whether that order is known, from the graph or a replay, and not guessed from the order of the
-        groups.
+            groups.
         fault: the operation that began it, where there was a replay.
+        advice: what to do next, in words.
     """
 
     loss_id: int | None
@@ -52,6 +51,8 @@ class OverflowReport:
     advice: str
 
     def __str__(self) -> str:
+        if self.loss_id is None and not self.parameters:
+            return self.advice if self.fault is None else str(self.fault)
         scale = "unknown" if self.scale is None else f"{self.scale:g}"
         loss = "" if self.loss is None else f", loss {self.loss:g}"
         lines = [
@@ -81,10 +82,10 @@ def overflow_report(optimizer: Optimizer, replay: Callable[[], torch.Tensor] | N
             looked at; gradients, buffers and random numbers are as before.
 
     Returns:
-        The report; printed, it is a few lines of text.
+        The report; printed, it is a few lines of text. Where no step has overflowed, one without parameters.
 
     Raises:
-        RuntimeError: the optimizer is not initialised, or none of its steps has overflowed.
+        RuntimeError: the optimizer is not initialised.
 
     Example:
         >>> import torch, mpinit
@@ -99,29 +100,17 @@ def overflow_report(optimizer: Optimizer, replay: Callable[[], torch.Tensor] | N
         ('1', 65536.0)
         >>> mpinit.undo(model)
     """
-    session = registry.session_of(optimizer)
-    log = session.controller_of(optimizer).overflows
+    session = access.session_of(optimizer)
+    log = access.overflow_log_of(session, optimizer)
     record = log.read(None, None, None)
     if log.last is not None and (not record.parameters or _names(log.last) == _names(record)):
         record = log.last
-    if not record.parameters and log.last is None:
-        raise RuntimeError(
-            "no step of this optimizer has overflowed: call mpinit.overflow_report after a step for which "
-            "mpinit.step_was_skipped(optimizer) is True"
-        )
     fault = None if replay is None else _replayed(session, record, replay)
-    return _report(session, record, fault)
-
-
-def _names(record: OverflowRecord) -> set[str]:
-    return {bad.name for bad in record.parameters}
-
-
-def _report(session: Session, record: OverflowRecord, fault: Fault | None) -> OverflowReport:
     worst = record.worst()
+    has_overflowed = log.last is not None or bool(worst)
     known = [index for index, scaler in enumerate(session.scalers) if scaler is record.scaler]
     return OverflowReport(
-        loss_id=known[0] if known else (0 if len(session.scalers) == 1 else None),
+        loss_id=known[0] if known else (0 if has_overflowed and len(session.scalers) == 1 else None),
         scale=record.scale,
         loss=record.loss,
         parameters=tuple(bad.name for bad in worst),
@@ -130,8 +119,12 @@ def _report(session: Session, record: OverflowRecord, fault: Fault | None) -> Ov
         first_module=record.first_module if fault is None else fault.module,
         is_certain=fault is not None or record.is_in_backward_order,
         fault=fault,
-        advice=record.advice(),
+        advice=record.advice() if has_overflowed else "no step of this optimizer has overflowed",
     )
+
+
+def _names(record: OverflowRecord) -> set[str]:
+    return {bad.name for bad in record.parameters}
 
 
 def _types_of_modules(models: list[nn.Module]) -> dict[str, str]:
@@ -147,61 +140,14 @@ def _types_of_modules(models: list[nn.Module]) -> dict[str, str]:
 
 
 def _replayed(session: Session, record: OverflowRecord, replay: Callable[[], torch.Tensor]) -> Fault | None:
-    finders = [FaultFinder(model) for model in session.models]
+    watches = [OverflowWatch(model) for model in session.models]
     parameters = [p for model in session.models for p in model.parameters() if p.requires_grad]
-    with same_random_numbers(), same_buffers(session.models), ExitStack() as stack:
-        for finder in finders:
-            finder.look_at_weights()
-            stack.enter_context(finder.trace)
+    with unchanged(session.models), ExitStack() as stack:
+        for watch in watches:
+            stack.enter_context(watch)
         loss = replay()
         torch.autograd.grad(loss.float() * (record.scale or 1.0), parameters, allow_unused=True)
-    return next((fault for fault in (finder.first() for finder in finders) if fault is not None), None)
-
-
-@final
-class OverflowWatch:
-    """What :func:`watch_overflow` yields; it can be asked inside of the block and after it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._finder = FaultFinder(model)
-        self._finder.look_at_weights()
-
-    def __enter__(self) -> OverflowWatch:
-        self._finder.trace.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._finder.trace.__exit__(kind, error, traceback)
-
-    @property
-    def first(self) -> Fault | None:
-        """The first operation that made inf or nan of finite numbers and did harm by it; None where none did."""
-        return self._finder.first()
-
-    @property
-    def first_module(self) -> str | None:
-        """The dotted name of its module; "" is the model itself, None what is outside of it, or nothing found."""
-        return None if self.first is None else self.first.module
-
-    @property
-    def kind(self) -> str | None:
-        """Its kind, one of those of :class:`Fault`; None where nothing was found."""
-        return None if self.first is None else self.first.kind
-
-    @property
-    def inputs(self) -> tuple[TensorStats, ...]:
-        """What that operation was given."""
-        return () if self.first is None else self.first.inputs
-
-    @property
-    def faults(self) -> tuple[Fault, ...]:
-        """Every such operation in order, also those that did no harm."""
-        return tuple(self._finder.faults)
-
-    def __str__(self) -> str:
-        return str(self.first) if self.first is not None else "nothing left the range"
+    return next((watch.first for watch in watches if watch.first is not None), None)
 
 
 def watch_overflow(model: nn.Module) -> OverflowWatch:

@@ -1,25 +1,110 @@
-"""What :func:`mpinit.explain` found, as rows, text, JSON, a page and a plot."""
+"""What :func:`mpinit.explain` found, as rows, text, JSON and a page."""
 
 from __future__ import annotations
 
+import dataclasses
+import html
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, final
 
-from ..basics.tables import bytes_text, plain_table
-from .findings import VIEWS, Findings, Row, joined, name_of
-from .recording import FORWARD
+from ..basics.tables import bytes_text, counted, plain_table
+from .footprint import KINDS
+from .trace import BACKWARD, FORWARD
 
+# Operations that make another view of the same numbers compute nothing.
+_VIEWS: Final = frozenset(
+    {
+        *("view", "_unsafe_view", "t", "transpose", "expand", "detach", "alias", "slice", "select", "permute"),
+        *("squeeze", "unsqueeze", "unbind", "split", "split_with_sizes", "chunk", "as_strided", "unfold", "diagonal"),
+        *("_reshape_alias", "view_as_real", "lift_fresh"),
+    }
+)
+# The columns of a table of rows, and of one of bytes.
+_COLUMNS: Final = ("module", "operation", "times", "inputs", "outputs", "gradients", "cast", "why")
+_BYTES: Final = ("level", *KINDS, "together")
 _SHOWN: Final = 60
+
+
+@dataclass
+class Row:
+    """Operations that agree in module, dtypes and reason.
+
+    Attributes:
+        module: the module's dotted name; "" is the model itself, "(loss)" what belongs to no module of it.
+        module_type: its class.
+        phase: "forward" or "backward".
+        op: the operation's name in torch's dispatcher, such as "addmm" or "_softmax".
+        inputs: the floating dtypes among its inputs, each once, in order.
+        outputs: the same of its outputs.
+        why: why it runs in the type it does: policy row, weight type, promotion, user's code.
+        where: the file and line of a cast in the user's code; "" elsewhere.
+        flagged: whether it ran in 16 bits though the cast policy calls for float32.
+        gradients: of a forward operation, the dtypes of the gradients that its backward returned.
+        count: how often it ran.
+        casts: how many of these were casts of floating numbers.
+        cast_bytes: the bytes that those casts wrote.
+        elements: how many numbers were returned.
+    """
+
+    module: str
+    module_type: str
+    phase: str
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    why: str
+    where: str
+    flagged: bool
+    gradients: tuple[str, ...] = ()
+    count: int = 0
+    casts: int = 0
+    cast_bytes: int = 0
+    elements: int = 0
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The floating dtypes of inputs and outputs, each once."""
+        return tuple(dict.fromkeys((*self.inputs, *self.outputs)))
+
+    @property
+    def computes(self) -> bool:
+        """Whether it computes floating numbers: a view does not."""
+        return bool(self.dtypes) and self.op not in _VIEWS
+
+    @property
+    def module_name(self) -> str:
+        """The module as people read it: the model itself has no dotted name."""
+        return self.module or f"({self.module_type})"
+
+    def cells(self) -> list[str]:
+        """What stands in ``_COLUMNS``."""
+        return [
+            self.module_name,
+            self.op if self.phase == FORWARD else f"{self.op} (backward)",
+            f"{self.count:,}",
+            *(", ".join(dtypes) for dtypes in (self.inputs, self.outputs, self.gradients)),
+            bytes_text(self.cast_bytes) if self.casts else "",
+            f"{'! ' if self.flagged else ''}{self.why}" + (f" ({Path(self.where).name})" if self.where else ""),
+        ]
 
 
 @final
 @dataclass(frozen=True)
-class PrecisionReport(Findings):
-    """What precision does in one run of a model: ``print`` it, or ask for a page or a plot.
+class PrecisionReport:
+    """What precision does in one run of a model: ``print`` it, or ask for a page.
 
-    See :class:`~mpinit.inspect.findings.Findings` for ``rows``, ``flagged``, ``bytes_per_parameter`` and the rest.
+    Attributes:
+        model: the model's class.
+        level: its opt_level; "" where it is not initialised.
+        rows: every operation, in the order in which it was first met.
+        bytes_per_parameter: "now" and every level -> "weights", "masters", "gradients", "optimizer state" -> mean
+            bytes.
+        parameters: how many numbers the parameters hold.
+        notes: what a reader has to know besides.
 
     Example:
         >>> import torch, mpinit
@@ -30,20 +115,67 @@ class PrecisionReport(Findings):
         4.0
     """
 
-    def __str__(self) -> str:
-        rows = [row for row in self.rows if row.op not in VIEWS and row.dtypes]
-        # What is flagged is shown whatever else there is.
-        shown = sorted(rows, key=lambda row: not row.flagged)[:_SHOWN]
-        shown = [row for row in rows if row in shown]
-        head = ("module", "op", "count", "inputs", "outputs", "gradients", "cast", "why")
-        parts = [self.title(), self.summary(), "", plain_table(head, map(_cells, shown), numbers=(2,))]
-        hidden = len(rows) - len(shown)
-        parts.append(
-            f"{f'{hidden} more rows, ' if hidden else ''}views and operations without floating point: see .rows or "
-            ".to_html()"
+    model: str
+    level: str
+    rows: tuple[Row, ...]
+    bytes_per_parameter: Mapping[str, Mapping[str, float]]
+    parameters: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def flagged(self) -> tuple[Row, ...]:
+        """Operations that ran in 16 bits though the cast policy calls for float32."""
+        return tuple(row for row in self.rows if row.flagged)
+
+    @property
+    def casts(self) -> tuple[Row, ...]:
+        """Casts of floating numbers."""
+        return tuple(row for row in self.rows if row.casts)
+
+    def title(self) -> str:
+        """What the report is about, in a few words."""
+        at = f"at {self.level}" if self.level else "as it is, not initialised"
+        return f"{self.model} {at}"
+
+    def summary(self) -> str:
+        """What was seen, in one line."""
+        forward, backward = (sum(row.count for row in self.rows if row.phase == p) for p in (FORWARD, BACKWARD))
+        casts = sum(row.casts for row in self.rows)
+        size = bytes_text(sum(row.cast_bytes for row in self.rows))
+        return (
+            f"{counted(self.parameters, 'parameter')}; {counted(forward, 'operation')} forward, {backward:,} backward; "
+            f"{counted(casts, 'cast that writes', 'casts that write')} {size}; "
+            f"{counted(sum(row.count for row in self.flagged), 'operation')} in 16 bits though the cast "
+            "policy calls for float32"
         )
-        parts += ["", "bytes a parameter", self.bytes_table(), *self.notes]
-        return "\n".join(parts)
+
+    def bytes_rows(self) -> list[list[str]]:
+        """``bytes_per_parameter`` as a table: level, each kind, and all together."""
+        return [
+            [level, *(f"{kinds[kind]:.2f}" for kind in KINDS), f"{sum(kinds.values()):.2f}"]
+            for level, kinds in self.bytes_per_parameter.items()
+        ]
+
+    def __str__(self) -> str:
+        rows = [row for row in self.rows if row.computes]
+        # What is flagged is shown whatever else there is.
+        shown = sorted(range(len(rows)), key=lambda index: not rows[index].flagged)[:_SHOWN]
+        hidden = len(rows) - len(shown)
+        return "\n".join(
+            [
+                *(self.title(), self.summary(), ""),
+                plain_table(_COLUMNS, (rows[index].cells() for index in sorted(shown)), numbers=(2,)),
+                f"{f'{hidden} more rows, ' if hidden else ''}views and operations without floating point: see .rows or "
+                ".to_html()",
+                *("", "bytes a parameter"),
+                plain_table(_BYTES, self.bytes_rows(), numbers=range(1, 6)),
+                *self.notes,
+            ]
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return dataclasses.asdict(self)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Everything as JSON.
@@ -65,49 +197,93 @@ class PrecisionReport(Findings):
         Returns:
             The text.
         """
-        from .report_page import page
-
-        return _written(page(self), path)
-
-    def plot(self, path: str | Path | None = None) -> Any:
-        """Bytes a parameter at every level, and what runs in which dtype in every module.
-
-        Args:
-            path: a file to write it to as well; its ending tells how. Default none.
-
-        Returns:
-            The matplotlib figure.
-
-        Raises:
-            RuntimeError: matplotlib is not installed.
-        """
-        from .report_plot import plot
-
-        return plot(self, path)
+        return _written(_page(self), path)
 
     def _repr_html_(self) -> str:
-        from .report_page import notebook_cell
-
-        return notebook_cell(self)
-
-
-def _cells(row: Row) -> list[str]:
-    op = row.op if row.phase == FORWARD else f"{row.op} (backward)"
-    where = f" ({Path(row.where).name})" if row.where else ""
-    flag = "! " if row.flagged else ""
-    return [
-        name_of(row),
-        op,
-        str(row.count),
-        joined(row.inputs),
-        joined(row.outputs),
-        joined(row.gradients),
-        bytes_text(row.cast_bytes) if row.casts else "",
-        f"{flag}{row.why}{where}",
-    ]
+        # A frame of its own, so that a notebook's styles and the page's leave each other alone.
+        return (
+            f'<iframe title="{html.escape(self.title())}" srcdoc="{html.escape(self.to_html())}" '
+            'style="width:100%;height:36em;border:0"></iframe>'
+        )
 
 
 def _written(text: str, path: str | Path | None) -> str:
     if path is not None:
         Path(path).write_text(text, encoding="utf-8")
     return text
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+_STYLE: Final = """
+:root{color-scheme:light dark;--line:color-mix(in srgb,currentColor 20%,transparent);--bad:light-dark(#b3261e,#ff9a90)}
+body{max-width:76rem;margin:0 auto;padding:1rem;font:15px/1.5 system-ui,sans-serif}
+h1{font-size:1.6rem;overflow-wrap:anywhere}h2{font-size:1.1rem;margin-top:2rem}
+.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.9em}
+th,td{padding:.25rem .8rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
+.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+.flagged,.bad{color:var(--bad)}
+input[type=search]{width:min(100%,24rem);padding:.4rem;margin-right:1rem;font:inherit}
+details{border:1px solid var(--line);border-radius:.5rem;margin:.4rem 0}
+summary{padding:.4rem .8rem;cursor:pointer;overflow-wrap:anywhere}summary small{opacity:.7;margin-left:.6em}
+body:has(#views:not(:checked)) .view,[hidden]{display:none}
+"""
+_SCRIPT: Final = """
+document.getElementById('find').addEventListener('input',event=>{
+const wanted=event.target.value.trim().toLowerCase();
+for(const part of document.querySelectorAll('details'))
+part.hidden=!part.textContent.toLowerCase().includes(wanted)});
+"""
+
+
+def _page(report: PrecisionReport) -> str:
+    """The whole page."""
+    title = html.escape(report.title())
+    parts = [f"<h1>{title}</h1>", f"<p>{html.escape(report.summary())}.</p>"]
+    parts += [f"<p>{html.escape(note)}</p>" for note in report.notes]
+    if report.flagged:
+        parts += ["<h2>In 16 bits though the cast policy calls for float32</h2>", _operations(report.flagged)]
+    parts += ["<h2>Bytes a parameter</h2>", _table(_BYTES, ((row, "") for row in report.bytes_rows()))]
+    parts.append(
+        "<h2>Modules</h2><p><input id=find type=search placeholder='module, operation or reason' aria-label=Filter>"
+        "<label><input id=views type=checkbox> views and integers</label></p>"
+    )
+    order = {row.module: index for index, row in reversed(list(enumerate(report.rows)))}
+    rows = sorted(report.rows, key=lambda row: order[row.module])
+    parts += [_module(list(group)) for _, group in groupby(rows, key=lambda row: row.module)]
+    return (
+        "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
+        '<meta name=viewport content="width=device-width, initial-scale=1">\n'
+        f"<title>{title}: precision</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        + "\n".join(parts)
+        + f"\n<script>{_SCRIPT}</script>\n</body>\n</html>\n"
+    )
+
+
+def _module(rows: Sequence[Row]) -> str:
+    first, casts = rows[0], sum(row.cast_bytes for row in rows)
+    flagged = sum(row.count for row in rows if row.flagged)
+    counts = [f"{sum(row.count for row in rows):,} operations"]
+    counts += [f"{bytes_text(casts)} cast"] if casts else []
+    shown = f"<small>{html.escape(first.module_type)}</small>" if first.module and first.module_type else ""
+    bad = f"<small class=bad>{flagged:,} flagged</small>" if flagged else ""
+    return (
+        f"<details><summary>{html.escape(first.module_name)}{shown}<small>{', '.join(counts)}</small>{bad}</summary>"
+        f"{_operations(rows)}</details>"
+    )
+
+
+def _operations(rows: Iterable[Row]) -> str:
+    kinds = ((row, "flagged" if row.flagged else "" if row.computes else "view") for row in rows)
+    return _table(_COLUMNS, ((row.cells(), kind) for row, kind in kinds))
+
+
+def _table(head: Sequence[str], rows: Iterable[tuple[list[str], str]]) -> str:
+    titles = "".join(f"<th>{name}</th>" for name in head)
+    lines = []
+    for cells, kind in rows:
+        shown = "".join(
+            f"<td{' class=number' if cell[:1].isdigit() else ''}>{html.escape(cell)}</td>" for cell in cells
+        )
+        lines.append(f"<tr class='{kind}'>{shown}</tr>")
+    return f"<div class=scroll><table><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..basics.dtypes import dtype_name
-from ..functions.cast_lists import Cast, CastRow
-from ..plan import Plan
+from ..functions.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
+from ..plan import CastPolicy, Plan
 from ..torch_internals.callers import Caller
 from ..torch_internals.native_autocast import is_on
-from .aten_policy import AtenPolicy
 
 _PACKAGE: Final = str(Path(__file__).parents[1]).replace("\\", "/")
 _CASTING: Final = frozenset(
@@ -24,6 +23,37 @@ _CASTING: Final = frozenset(
 _LOWER: Final = ("float16", "bfloat16")
 _FLOAT32: Final = "float32"
 _NO_FLOATS: Final = "no floating point"
+
+# The dispatcher's operations have the name of their row in the cast policy, but for these.
+_OTHER_NAMES: Final = {
+    **dict.fromkeys(("_convolution", "mkldnn_convolution", "cudnn_convolution", "miopen_convolution"), "convolution"),
+    **dict.fromkeys(("convolution_overrideable", "_slow_conv2d_forward"), "convolution"),
+    **dict.fromkeys(("mkldnn_linear", "_addmm_activation"), "linear"),
+    **dict.fromkeys(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), "lstm"),
+    **dict.fromkeys(("_thnn_fused_lstm_cell",), "lstm_cell"),
+    **dict.fromkeys(("_thnn_fused_gru_cell",), "gru_cell"),
+    "linalg_vecdot": "vecdot",
+    "_prelu_kernel": "prelu",
+    "_softmax": "softmax",
+    "_log_softmax": "log_softmax",
+    "native_layer_norm": "layer_norm",
+    "native_group_norm": "group_norm",
+    "_fused_rms_norm": "rms_norm",
+    "linalg_vector_norm": "norm",
+    **dict.fromkeys(("_cdist_forward", "_euclidean_dist"), "cdist"),
+    "_pdist_forward": "pdist",
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), "nll_loss"),
+    "multilabel_margin_loss_forward": "multilabel_margin_loss",
+    "linalg_cross": "cross",
+    "_trilinear": "bilinear",
+    "_ctc_loss": "ctc_loss",
+    **dict.fromkeys(("grid_sampler_2d", "grid_sampler_3d"), "grid_sample"),
+}
+_PREFIXES: Final = (
+    ("_scaled_dot_product_", "scaled_dot_product_attention"),
+    ("upsample_", "interpolate"),
+    ("_upsample_", "interpolate"),
+)
 
 
 @dataclass(frozen=True)
@@ -44,8 +74,7 @@ class Operation:
     caller: Caller | None
 
 
-@dataclass(frozen=True)
-class Reason:
+class Reason(NamedTuple):
     """Why.
 
     Attributes:
@@ -73,19 +102,44 @@ class _Frame:
     casts: dict[str, str]
 
 
+class AtenPolicy:
+    """The rows of a cast policy, by the names that the dispatcher knows.
+
+    Args:
+        policy: which table.
+
+    Example:
+        >>> AtenPolicy(CastPolicy.TORCH).row_of("_softmax").cast.value
+        'fp32'
+        >>> AtenPolicy(CastPolicy.TORCH).row_of("exp_") is None
+        True
+    """
+
+    def __init__(self, policy: CastPolicy) -> None:
+        rows: Iterable[CastRow] = APEX_POLICY if policy is CastPolicy.APEX else TORCH_POLICY
+        self._rows = {row.name: row for row in rows}
+
+    def row_of(self, operation: str) -> CastRow | None:
+        """The row that an operation, without its overload's name, carries out; None for in-place ones and others."""
+        row = self._rows.get(_OTHER_NAMES.get(operation, operation))
+        if row is not None:
+            return None if operation.endswith("_") else row
+        named = next((name for prefix, name in _PREFIXES if operation.startswith(prefix)), "")
+        return None if "backward" in operation else self._rows.get(named)
+
+
 class Reasons:
     """Says why, for one model.
 
     Args:
         plan: what is in force for the model; None: it is not initialised.
         float32_modules: modules that the plan leaves in float32.
-        policy: the rows by which operations are judged.
     """
 
-    def __init__(self, plan: Plan | None, float32_modules: Collection[nn.Module], policy: AtenPolicy) -> None:
+    def __init__(self, plan: Plan | None, float32_modules: Collection[nn.Module]) -> None:
         self._plan = plan
         self._float32_modules = float32_modules
-        self._policy = policy
+        self._policy = AtenPolicy(CastPolicy.TORCH if plan is None else plan.cast_policy)
         self._outermost = _Frame((), False, False, is_on(), {})
         self._frames: list[_Frame] = []
 

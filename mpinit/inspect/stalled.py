@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import registry
 from ..basics.dtypes import dtype_name
 from ..basics.tables import counted
-from ..optimizer.control import OptimizerControl
-from ..optimizer.observers import Observer
-from ..optimizer.unscaling import dense_view
-from ..scaling.scaler import LossScaler
 from ..session import Session
+from . import access
 
 # Above this share a parameter is called stalled as a whole.
 _MOST = 0.9
@@ -90,40 +86,37 @@ class _Parameter:
 
 
 @final
-class _Movement(Observer):
+class _Movement:
     """Which elements have had a gradient, and which have moved, since it began to look."""
 
     def __init__(self, session: Session, optimizer: Optimizer) -> None:
-        self._control: OptimizerControl = session.controller_of(optimizer)
+        self._session = session
         self._steps: list[bool | torch.Tensor] = []
         self._rows: dict[nn.Parameter, _Parameter] = {}
-        for parameter in self._control.groups.present():
-            if parameter.requires_grad:
-                values, weight, stored = self._now(parameter)
+        for weight in access.parameters_of(session, optimizer):
+            if weight.requires_grad:
+                values = self._now(weight)
                 nothing = torch.zeros_like(values, dtype=torch.bool)
-                row = _Parameter(session.name_of(weight), stored, values.clone(), nothing, nothing.clone())
-                self._rows[parameter] = row
+                row = _Parameter(session.name_of(weight), values.dtype, values.clone(), nothing, nothing.clone())
+                self._rows[weight] = row
 
-    def _now(self, parameter: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
-        pair = self._control.groups.store.pairs.of(parameter)
-        if pair is None:
-            return dense_view(parameter.detach()), parameter, parameter.dtype
-        return dense_view(pair.values().detach()), pair.model_param, torch.float32
+    def _now(self, weight: nn.Parameter) -> torch.Tensor:
+        values = access.master_values(self._session, weight)
+        return access.dense(weight.detach() if values is None else values)
 
-    def backward_ended(self, loss: torch.Tensor, scaler: LossScaler) -> None:
+    def backward_ended(self, loss: torch.Tensor, scaler: Any) -> None:
         return
 
     @torch.no_grad()
     def step_ended(self, skipped: bool | torch.Tensor) -> None:
         self._steps.append(skipped)
-        for parameter, row in self._rows.items():
-            pair = self._control.groups.store.pairs.of(parameter)
-            gradient = parameter.grad if pair is None else pair.readable_param.grad
+        for weight, row in self._rows.items():
+            gradient = access.gradient_of(self._session, weight)
             if gradient is not None:
-                there = dense_view(gradient.to_dense() if gradient.is_sparse else gradient) != 0
+                there = access.dense(gradient.to_dense() if gradient.is_sparse else gradient) != 0
                 done = ~(skipped > 0) if isinstance(skipped, torch.Tensor) else torch.tensor(not skipped)
                 row.has_gradient |= there & done.to(there.device)
-            row.moved |= self._now(parameter)[0] != row.start
+            row.moved |= self._now(weight) != row.start
 
     def result(self) -> Stalled:
         shares = {}
@@ -169,8 +162,8 @@ def stalled(optimizer: Optimizer, start: bool = False) -> Stalled | None:
         1.0
         >>> mpinit.undo(model)
     """
-    session = registry.session_of(optimizer)
-    observers = session.controller_of(optimizer).observers
+    session = access.session_of(optimizer)
+    observers = access.observers_of(session, optimizer)
     running = [observer for observer in observers if isinstance(observer, _Movement)]
     if start:
         fresh = _Movement(session, optimizer)

@@ -10,14 +10,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import registry
+from ..session import Session
 from ..settings.opt_levels import OPT_LEVELS
 from ..settings.resolve import resolve
-from .comparison import Comparison, compare
-from .faults import Fault
+from . import access
 from .suggestion import Finding, Run, Suggestion
-from .trial import Trial, UserStep, run_trial
-from .untouched import random_state, set_random_state
+from .trial import Comparison, Trial, Trials, UserStep, compare
 
 # Scales that a dynamic one would come down, or up, to.
 _LARGEST_SCALE, _SMALLEST_SCALE = 2.0**16, 2.0**-10
@@ -40,10 +38,12 @@ def suggest(
 ) -> Suggestion:
     """Find out what a model needs to train in 16 bit as it does in float32.
 
-    The step is run on copies: once in float32, then at a level, every operation, activation and gradient looked at,
-    module by module. Where the two part, the modules where they do are kept in float32, more of them until the runs
-    agree, and then as few as do (by bisection). Model, optimizer, gradients and random numbers are left as they are,
-    also after an exception; every run begins with the same random numbers.
+    The step is run on copies: once in float32, then at a level, every operation and gradient looked at. The run in
+    float32 ranks the modules before anything is tried: those whose numbers leave the level's range, and then by how
+    far rounding moves the loss (the sum of abs(gradient x rounding error) over all results of their operations). Where
+    the two runs part, a third keeps the modules in float32 that the ranking names; only where that does not agree are
+    there more. Model, optimizer, gradients and random numbers are left as they are, also after an exception; every run
+    begins with the same random numbers.
 
     Args:
         model, optimizer: initialised or not; copied for every run, so there must be memory for two.
@@ -82,73 +82,60 @@ def suggest(
         raise ValueError(f"levels={levels!r}: give a tuple of levels, such as ('O2', 'O5')")
     for level in levels:
         resolve(level, keywords)
-    random = random_state()
+    trials = Trials(model, optimizer, step)
     try:
-        return _Doctor(model, optimizer, step, steps, tolerance, keywords, random).examine(levels)
+        return _Doctor(trials, steps, tolerance, keywords, access.session_if_any(optimizer)).examine(levels)
     finally:
-        set_random_state(random)
+        trials.restore_random_numbers()
 
 
 @final
 class _Doctor:
     """One examination."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        step: UserStep,
-        steps: int,
-        tolerance: float,
-        keywords: Mapping[str, Any],
-        random: list[Any],
-    ) -> None:
-        self._of = model, optimizer, step, random
+    def __init__(self, trials: Trials, steps: int, tolerance: float, keywords: Mapping[str, Any], at: Session | None):
+        self._trials = trials
         self._left = steps
         self._tolerance = tolerance
         self._keywords = dict(keywords)
-        self._session = registry.of(optimizer)
+        self._session = at
         self._runs: list[Run] = []
         self._findings: list[Finding] = []
-        self._names = [name for name, _ in model.named_modules()]
         self._reference: Trial
 
     # -- runs ---------------------------------------------------------------------------------------------------
 
-    def _run(self, level: str, keywords: Mapping[str, Any]) -> Trial:
+    def _run_in_float32(self, types: set[torch.dtype]) -> None:
         self._left -= 1
-        return run_trial(*self._of, level, keywords)
-
-    def _run_in_float32(self) -> None:
-        self._reference = trial = self._run("O0", {})
-        bad = trial.finder.first() is not None or not math.isfinite(trial.loss)
+        self._reference = trial = self._trials.run("O0", {}, types)
+        bad = trial.watch.first is not None or not math.isfinite(trial.loss)
         self._runs.append(Run(_FLOAT32, (), trial.loss, 0.0, 0.0, not bad))
 
     def _run_at(self, level: str, keywords: Mapping[str, Any], keep: Sequence[str]) -> tuple[Trial, Comparison]:
+        self._left -= 1
         given = self._with_scale(level, keywords)
         kept = [*(given.pop("keep_fp32", None) or ()), *keep]
-        trial = self._run(level, given | ({"keep_fp32": kept} if kept else {}))
-        reference = self._reference
-        same = len(trial.inputs) == len(reference.inputs) and all(
+        trial = self._trials.run(level, given | ({"keep_fp32": kept} if kept else {}))
+        inputs, expected = trial.watch.batch or [], self._reference.watch.batch or []
+        same = len(inputs) == len(expected) and all(
             a.shape == b.shape and torch.allclose(a, b, rtol=0.02, atol=1e-3, equal_nan=True)
-            for a, b in zip(trial.inputs, reference.inputs, strict=True)
+            for a, b in zip(inputs, expected, strict=True)
         )
         if not same:
             raise ValueError(
                 "step(model, optimizer) gave the model another batch than the time before: let it use one batch, drawn "
                 "before mpinit.suggest is called"
             )
-        result = compare(trial, reference, self._tolerance)
+        result = compare(trial, self._reference, self._tolerance)
         self._runs.append(Run(level, tuple(keep), trial.loss, result.loss, result.gradient, result.agrees))
         return trial, result
 
     def _with_scale(self, level: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """A dynamic scale is put where it would settle: overflows on the way there are no fault."""
-        props = resolve(level, keywords)[1]
-        if props.loss_scale != "dynamic":
+        if resolve(level, keywords)[1].loss_scale != "dynamic":
             return dict(keywords)
-        largest = max(self._reference.finder.largest_gradient, 1e-30)
-        lower = props.lower_precision_type or torch.float16
+        largest = max(self._reference.watch.largest_gradient, 1e-30)
+        lower = _lower_type(level, keywords) or torch.float16
         scale = 2.0 ** math.floor(math.log2(min(torch.finfo(lower).max, 65504.0) / _HEADROOM / largest))
         return dict(keywords) | {"loss_scale": min(max(scale, _SMALLEST_SCALE), _LARGEST_SCALE)}
 
@@ -163,7 +150,8 @@ class _Doctor:
     # -- the examination ----------------------------------------------------------------------------------------
 
     def examine(self, levels: Sequence[str]) -> Suggestion:
-        self._run_in_float32()
+        types = {_lower_type(level, self._keywords_at(level)) for level in levels}
+        self._run_in_float32({dtype for dtype in types if dtype is not None})
         blameless = self._not_of_precision()
         if blameless is not None:
             return self._say(None, [], {}, blameless, at_fault=False)
@@ -183,8 +171,8 @@ class _Doctor:
 
     def _not_of_precision(self) -> str | None:
         """What is wrong in float32 already."""
-        finder = self._reference.finder
-        fault = finder.first()
+        watch = self._reference.watch
+        fault = watch.first
         if fault is None:
             return None if math.isfinite(self._reference.loss) else "The loss is inf or nan in float32 too."
         is_16_bit = fault.kind in ("forward", "backward")
@@ -195,7 +183,7 @@ class _Doctor:
                 f"{fault.where} computes in 16 bit at every level, float32 too, because the program says so, and "
                 "leaves its range: take the cast out of the program."
             )
-        if kind == "float32" and max(finder.peaks.values(), default=0.0) > _DIVERGED:
+        if kind == "float32" and max(watch.peaks.values(), default=0.0) > _DIVERGED:
             return (
                 "Activations have grown beyond float32: lower the learning rate, or go back to an earlier checkpoint."
             )
@@ -206,77 +194,79 @@ class _Doctor:
 
     def _examine_level(self, level: str, keywords: dict[str, Any]) -> tuple[list[str] | None, dict[str, Any], str]:
         trial, result = self._run_at(level, keywords, [])
-        if result.agrees and trial.finder.first() is None:
+        if result.agrees and trial.watch.first is None:
             return [], keywords, f"{level} agrees with float32 as it is."
-        self._take_down(level, trial, result)
+        lower = _lower_type(level, keywords)
+        self._note_findings(level, lower, trial, result)
         if result.underflowing and keywords.get("loss_scale", "dynamic") != "dynamic" and self._left > 0:
             scaled = {**keywords, "loss_scale": "dynamic"}
             if self._run_at(level, scaled, [])[1].agrees:
                 return [], scaled, f"{level} needs loss scaling: at {keywords['loss_scale']} gradients become 0."
-        keep = self._widened([], level, trial, result)
+        keep = self._widened([], lower, trial, result)
         while keep is not None and self._left > 0:
             trial, result = self._run_at(level, keywords, keep)
-            if result.agrees and trial.finder.first() is None:
-                smallest = self._smallest(level, keywords, keep)
-                return smallest, keywords, f"{level} agrees with float32 with {_listed(smallest)} kept in float32."
-            keep = self._widened(keep, level, trial, result)
-        last = self._findings[0].detail if self._findings else "gradients differ"
-        return None, keywords, f"{level} does not do, whatever is kept in float32 ({last})."
+            if result.agrees and trial.watch.first is None:
+                names = ", ".join(map(repr, keep))
+                return keep, keywords, f"{level} agrees with float32 with {names} kept in float32."
+            keep = self._widened(keep, lower, trial, result)
+        first = self._findings[0].detail if self._findings else "gradients differ"
+        return None, keywords, f"{level} does not do, whatever is kept in float32 ({first})."
 
-    def _take_down(self, level: str, trial: Trial, result: Comparison) -> None:
-        fault = trial.finder.first()
-        found: list[Finding] = []
+    def _note_findings(self, level: str, lower: torch.dtype | None, trial: Trial, result: Comparison) -> None:
+        fault = trial.watch.first
         for name in trial.damaged_buffers:
-            found.append(Finding("buffer", name, f"buffer {name!r} holds numbers that {level}'s type does not"))
+            self._findings.append(
+                Finding("buffer", name, f"buffer {name!r} holds numbers that {level}'s type does not")
+            )
         if fault is not None:
-            found.append(Finding(fault.kind, fault.module, str(fault), fault))
+            self._findings.append(Finding(fault.kind, fault.module, str(fault), fault))
         elif result.underflowing:
             name = result.underflowing[-1]
-            found.append(Finding("underflow", name, f"most of the gradient of {name!r} becomes 0"))
-        elif result.first_apart() is not None:
-            where = result.first_apart()
-            detail = f"results or gradients of {where!r} differ by more than {self._tolerance:g}"
-            found.append(Finding("precision", where, detail))
-        self._findings += found
+            self._findings.append(Finding("underflow", name, f"most of the gradient of {name!r} becomes 0"))
+        elif most := self._most_sensitive([], lower, result):
+            detail = (
+                f"loss or gradients differ by more than {self._tolerance:g}, and rounding in {most[0]!r} most of all"
+            )
+            self._findings.append(Finding("precision", most[0], detail))
 
-    def _widened(self, keep: list[str], level: str, trial: Trial, result: Comparison) -> list[str] | None:
+    def _widened(
+        self, keep: list[str], lower: torch.dtype | None, trial: Trial, result: Comparison
+    ) -> list[str] | None:
         """``keep`` with the modules that are at fault now; None where none can be added."""
-        props = resolve(level, {})[1]
-        largest = torch.finfo(props.lower_precision_type or torch.float32).max
-        fault: Fault | None = trial.finder.first()
+        seen, fault = self._reference.watch, trial.watch.first
+        largest = torch.finfo(lower or torch.float32).max
         wanted = [name.rpartition(".")[0] for name in trial.damaged_buffers]
         if fault is not None and fault.module is not None:
             wanted.append(fault.module)
         if not keep:
-            wanted += [name for name, peak in self._reference.finder.peaks.items() if name and peak > largest]
-        if not wanted:
-            apart = result.first_apart()
-            wanted = [] if apart is None else [apart]
+            wanted += [name for name, peak in seen.peaks.items() if name and peak > largest]
         widened = list(keep)
         for name in dict.fromkeys(wanted):
+            # What a module returns leaves it in 16 bits: where that is too large, what is around it is kept.
+            while name and seen.result_peaks.get(name, 0.0) > largest:
+                name = name.rpartition(".")[0]
             widened = _with(widened, name, grows=fault is not None or not trial.damaged_buffers)
+        if not wanted:
+            for name in self._most_sensitive(keep, lower, result):
+                widened = _with(widened, name, grows=False)
         widened = [name for name in widened if name]
         return widened if widened != keep else None
 
-    def _smallest(self, level: str, keywords: dict[str, Any], keep: list[str]) -> list[str]:
-        """As few of ``keep`` as agree, by leaving out halves, quarters and so on."""
-        parts = 2
-        while len(keep) > 1 and self._left > 0:
-            size = math.ceil(len(keep) / parts)
-            chunks = [keep[start : start + size] for start in range(0, len(keep), size)]
-            for chunk in chunks:
-                rest = [name for name in keep if name not in chunk]
-                if self._left < 1:
-                    return keep
-                trial, result = self._run_at(level, keywords, rest)
-                if result.agrees and trial.finder.first() is None:
-                    keep, parts = rest, max(parts - 1, 2)
-                    break
-            else:
-                if size == 1:
-                    return keep
-                parts = min(2 * parts, len(keep))
-        return keep
+    def _most_sensitive(self, keep: Sequence[str], lower: torch.dtype | None, result: Comparison) -> list[str]:
+        """The modules whose rounding moves the loss most: as few as leave half of what is tolerated to the others."""
+        rows = {} if lower is None else self._reference.watch.sensitivity[lower]
+        rows = {name: moved for name, moved in rows.items() if _covering(keep, name) is None}
+        error = max(result.loss, result.gradient, self._tolerance)
+        left = sum(rows.values())
+        tolerated = left * self._tolerance / (2 * (error if math.isfinite(error) else 1.0))
+        found = []
+        for name, moved in sorted(rows.items(), key=lambda item: -item[1]):
+            if left <= tolerated:
+                break
+            left -= moved
+            if name:
+                found.append(name)
+        return found
 
     def _say(
         self, level: str | None, keep: list[str], keywords: dict[str, Any], reason: str, at_fault: bool = True
@@ -295,9 +285,18 @@ class _Doctor:
         )
 
 
+def _lower_type(level: str, keywords: Mapping[str, Any]) -> torch.dtype | None:
+    return resolve(level, keywords)[1].lower_precision_type
+
+
+def _covering(keep: Sequence[str], name: str | None) -> str | None:
+    """The entry that keeps a module in float32, itself or one around it."""
+    return next((kept for kept in keep if name == kept or str(name).startswith(f"{kept}.")), None)
+
+
 def _with(keep: list[str], name: str, grows: bool) -> list[str]:
     """``keep`` and a module; where it is among what is kept already, what holds that is kept instead."""
-    covering = next((kept for kept in keep if name == kept or name.startswith(f"{kept}.")), None)
+    covering = _covering(keep, name)
     if covering is not None:
         if not grows:
             return keep
@@ -305,7 +304,3 @@ def _with(keep: list[str], name: str, grows: bool) -> list[str]:
         if not name:
             return keep
     return [*(kept for kept in keep if kept != name and not kept.startswith(f"{name}.")), name]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names)) or "nothing"

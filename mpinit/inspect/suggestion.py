@@ -61,7 +61,7 @@ class Suggestion:
 
     Attributes:
         level: the level to use; None where no level that was tried agrees with float32.
-        keep_fp32: the smallest list found with which it does, beside what the model was initialised with.
+        keep_fp32: the modules with which it does, beside what the model was initialised with.
         keywords: everything to give to ``initialize`` beside the level.
         reason: why, in words.
         findings: what is wrong, the first cause in front; empty for a healthy model.

@@ -1,136 +1,123 @@
-"""One run of a user's step on copies of model and optimizer, at a level, with everything looked at."""
+"""Runs of a user's step on copies of model and optimizer at a level, all of it seen, and how far two of them differ."""
 
 from __future__ import annotations
 
 import copy
 import math
 import types
-import warnings
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import checks, registry
 from ..basics.dtypes import is_lower_precision
-from ..model.forward import take_off_copy
-from ..optimizer.observers import Observer
-from ..plan import make_plan
-from ..scaling.scaler import LossScaler
 from ..session import Session
-from ..settings.resolve import resolve
 from ..torch_internals.native_autocast import CastsOff
-from .faults import FaultFinder
-from .numbers import floating_tensors, sample_of
-from .untouched import set_random_state
+from . import access
+from .faults import OverflowWatch
+from .restoring import random_numbers
 
 UserStep = Callable[[Any, Any], Any]
 _HOOKS = "_hooks"
+# A gradient below this share of the whole gradient's norm is compared as if it had that.
+_NEGLIGIBLE = 0.01
+# A parameter underflows where this share of the elements that should have a gradient has none.
+_GONE = 0.5
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trial:
     """What a run gave.
 
     Attributes:
-        finder: what was seen of operations.
+        watch: what was seen of operations.
         loss: the loss, a number.
-        inputs: samples of the model's inputs.
-        outputs: (module's name, number of its call) -> samples of its results, in the order in which they ended.
         gradients: parameter's dotted name -> its unscaled gradient in float32; only of those that have one.
         damaged_buffers: names of buffers that the level's type cannot hold, with an error above one part in a hundred.
     """
 
-    finder: FaultFinder
-    loss: float = math.nan
-    inputs: list[torch.Tensor] = field(default_factory=list)
-    outputs: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    damaged_buffers: list[str] = field(default_factory=list)
+    watch: OverflowWatch
+    loss: float
+    gradients: Mapping[str, torch.Tensor]
+    damaged_buffers: Sequence[str]
 
 
-def run_trial(
-    model: nn.Module, optimizer: Optimizer, step: UserStep, random: list[Any], level: str, keywords: Mapping[str, Any]
-) -> Trial:
-    """Run ``step`` once.
+@final
+class Trials:
+    """Runs of a user's step, each on fresh copies and with the same random numbers.
 
     Args:
         model, optimizer: copied; nothing happens to them.
         step: ``step(model, optimizer)`` gives the loss of one batch.
-        random: the state of the random numbers to begin with.
-        level, keywords: what the copies are initialised with.
     """
-    clone = float32_copy(model)
-    twin = copy_of_optimizer(optimizer, model, clone)
-    before = {name: buffer.detach().clone() for name, buffer in clone.named_buffers()}
-    with CastsOff(), _initialised(clone, twin, level, keywords) as session:
-        trial = Trial(FaultFinder(clone))
-        recorder = _Recorder(clone, session, twin, trial)
-        trial.finder = FaultFinder(clone, recorder.module_seen)
-        trial.damaged_buffers = _damaged(before, dict(clone.named_buffers()))
-        trial.finder.look_at_weights()
-        set_random_state(random)
-        with _kept_from_running(model), trial.finder.trace, torch.enable_grad():
-            loss = step(clone, twin)
-            if not recorder.was_run:
-                raise ValueError(
-                    "step(model, optimizer) did not run the model it was given: it has to use its arguments"
-                )
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                raise TypeError(
-                    f"step(model, optimizer) must return the loss, a tensor of one number, not {loss!r:.80}"
-                )
-            if not trial.finder.went_backward and loss.requires_grad:
-                with session.scaled(loss, [twin], 0, False) as scaled_loss:
-                    scaled_loss.backward()  # type: ignore[no-untyped-call]
-        trial.loss = float(loss.detach())
-        if not trial.gradients:
-            recorder.take_gradients()
-    return trial
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, step: UserStep) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._step = step
+        self.restore_random_numbers = random_numbers()
+
+    def run(self, level: str, keywords: Mapping[str, Any], rounded_to: Iterable[torch.dtype] = ()) -> Trial:
+        """Run the step once.
+
+        Args:
+            level, keywords: what the copies are initialised with.
+            rounded_to: the 16-bit types whose rounding errors are weighed.
+        """
+        clone = float32_copy(self._model)
+        twin = copy_of_optimizer(self._optimizer, self._model, clone)
+        before = {name: buffer.detach().clone() for name, buffer in clone.named_buffers()}
+        with CastsOff(), access.at_level(clone, [twin], level, keywords, quiet=True) as session:
+            gradients = _Gradients(clone, session)
+            access.observers_of(session, twin).append(gradients)
+            watch = OverflowWatch(clone, rounded_to)
+            damaged = _damaged(before, dict(clone.named_buffers()))
+            self.restore_random_numbers()
+            with _kept_from_running(self._model), watch, torch.enable_grad():
+                loss = self._step(clone, twin)
+                if watch.batch is None:
+                    raise ValueError(
+                        "step(model, optimizer) did not run the model it was given: it has to use its arguments"
+                    )
+                if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                    raise TypeError(
+                        f"step(model, optimizer) must return the loss, a tensor of one number, not {loss!r:.80}"
+                    )
+                if not watch.went_backward and loss.requires_grad:
+                    with session.scaled(loss, [twin], 0, False) as scaled_loss:
+                        scaled_loss.backward()  # type: ignore[no-untyped-call]
+            if not gradients.found:
+                gradients.copy()
+        return Trial(watch, float(loss.detach()), gradients.found, damaged)
 
 
 @final
-class _Recorder(Observer):
-    """Samples of activations while they are there, and the gradients of the last backward pass."""
+class _Gradients:
+    """The gradients of the last backward pass: a step may clear them."""
 
-    def __init__(self, model: nn.Module, session: Session, optimizer: Optimizer, trial: Trial) -> None:
+    def __init__(self, model: nn.Module, session: Session) -> None:
+        self.found: dict[str, torch.Tensor] = {}
         self._names = dict(model.named_parameters())
-        self._calls: dict[str, int] = defaultdict(int)
-        self._control = session.controller_of(optimizer)
-        self._control.observers.append(self)
-        self._trial = trial
-        self.was_run = False
+        self._session = session
 
-    def module_seen(self, name: str, tree: Any, is_output: bool) -> None:
-        if is_output:
-            key = name, self._calls[name]
-            self._calls[name] += 1
-            self._trial.outputs[key] = [sample_of(tensor) for tensor in floating_tensors(tree)]
-        elif not name:
-            if not self.was_run:
-                self._trial.inputs = [sample_of(tensor) for tensor in floating_tensors(tree)]
-            self.was_run = True
-
-    def backward_ended(self, loss: torch.Tensor, scaler: LossScaler) -> None:
-        self.take_gradients()
+    def backward_ended(self, loss: torch.Tensor, scaler: Any) -> None:
+        self.copy()
 
     def step_ended(self, skipped: bool | torch.Tensor) -> None:
         return
 
-    def take_gradients(self) -> None:
+    def copy(self) -> None:
         """Copy what the next step would use."""
-        pairs = self._control.groups.store.pairs
         for name, parameter in self._names.items():
-            pair = pairs.of(parameter)
-            gradient = parameter.grad if pair is None else pair.readable_param.grad
+            gradient = access.gradient_of(self._session, parameter)
             if gradient is not None:
-                dense = gradient.to_dense() if gradient.is_sparse else gradient
-                self._trial.gradients[name] = dense.detach().to(torch.float32, copy=True)
+                whole = gradient.to_dense() if gradient.is_sparse else gradient
+                self.found[name] = whole.detach().to(torch.float32, copy=True)
 
 
 @contextmanager
@@ -148,23 +135,6 @@ def _kept_from_running(model: nn.Module) -> Iterator[None]:
         guard.remove()
 
 
-@contextmanager
-def _initialised(model: nn.Module, optimizer: Optimizer, level: str, keywords: Mapping[str, Any]) -> Iterator[Session]:
-    name, props = resolve(level, keywords)
-    plan = make_plan(props)
-    with warnings.catch_warnings():
-        # Of the copies' set-up; the user has had, or will have, those about the model itself.
-        warnings.simplefilter("ignore")
-        checks.check([model], [optimizer], props, plan)
-        session = Session([model], [optimizer], name, props, plan, num_losses=1, verbosity=0)
-        session.apply()
-    registry.add(session)
-    try:
-        yield session
-    finally:
-        session.undo()
-
-
 def _damaged(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
     damaged = []
     for name, buffer in after.items():
@@ -180,18 +150,12 @@ def _damaged(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tenso
 
 def float32_copy(model: nn.Module) -> nn.Module:
     """A copy with float32 parameters: the masters' numbers where there are masters."""
-    clone = copy.deepcopy(model)
-    take_off_copy(clone)
-    for tensor in clone.parameters():
-        if is_lower_precision(tensor.dtype):
-            # On a copy of ours alone, so that torch's own way in is taken.
-            tensor.data = tensor.detach().float()
+    clone = access.plain_copy(model)
     for parameter in clone.parameters():
         parameter.grad = None
-    for module in clone.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and is_lower_precision(buffer.dtype):
-                module._buffers[name] = buffer.float()
+    # torch's own way in, on a copy of ours alone.
+    convert: Any = nn.Module._apply
+    convert(clone, lambda tensor: tensor.float() if is_lower_precision(tensor.dtype) else tensor)
     return clone
 
 
@@ -204,17 +168,16 @@ def copy_of_optimizer(optimizer: Optimizer, model: nn.Module, clone: nn.Module) 
     twin: Optimizer = type(optimizer).__new__(type(optimizer))
     copies = dict(zip(model.parameters(), clone.parameters(), strict=True))
     memo: dict[int, Any] = {id(optimizer): twin}
-    session = registry.of(optimizer)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            pair = None if session is None else session.controller_of(optimizer).groups.store.pairs.of(parameter)
-            weight = parameter if pair is None else pair.model_param
-            if weight not in copies:
-                raise ValueError(
-                    "the optimizer has a parameter that is not the model's: mpinit.suggest needs a model that holds "
-                    "all parameters, a Module around model and loss for instance"
-                )
-            memo[id(parameter)] = memo[id(weight)] = copies[weight]
+    session = access.session_if_any(optimizer)
+    entries = [entry for group in optimizer.param_groups for entry in group["params"]]
+    weights = entries if session is None else access.parameters_of(session, optimizer)
+    for entry, weight in zip(entries, weights, strict=True):
+        if weight not in copies:
+            raise ValueError(
+                "the optimizer has a parameter that is not the model's: mpinit.suggest needs a model that holds "
+                "all parameters, a Module around model and loss for instance"
+            )
+        memo[id(entry)] = memo[id(weight)] = copies[weight]
     for name, value in vars(optimizer).items():
         if isinstance(value, types.MethodType) or hasattr(value, "__wrapped__"):
             continue  # what initialize or a scheduler put there
@@ -224,3 +187,73 @@ def copy_of_optimizer(optimizer: Optimizer, model: nn.Module, clone: nn.Module) 
             if isinstance(value, torch.Tensor) and is_lower_precision(value.dtype) and value.shape == parameter.shape:
                 state[key] = value.float()
     return twin
+
+
+# -- two runs compared ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a run is from the reference.
+
+    Attributes:
+        loss: relative error of the loss.
+        gradient: the largest relative error of a parameter's gradient.
+        tolerance: what both must not be above.
+        underflowing: parameters most of whose gradient is 0 here and not in the reference, in modules of which that is
+            true of every parameter (a bias in front of a norm has no gradient but rounding errors).
+    """
+
+    loss: float
+    gradient: float
+    tolerance: float
+    underflowing: tuple[str, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether loss and gradients are within the tolerance, and no gradient is lost."""
+        return self.loss <= self.tolerance and self.gradient <= self.tolerance and not self.underflowing
+
+
+def compare(trial: Trial, reference: Trial, tolerance: float) -> Comparison:
+    """Compare a run with the same run in float32."""
+    whole = math.sqrt(sum(float(g.double().square().sum()) for g in reference.gradients.values()))
+    errors = (_gradient_error(trial.gradients.get(name), g, whole) for name, g in reference.gradients.items())
+    return Comparison(
+        loss=_loss_error(trial.loss, reference.loss),
+        gradient=max(errors, default=0.0),
+        tolerance=tolerance,
+        underflowing=_underflowing(trial, reference),
+    )
+
+
+def _loss_error(loss: float, reference: float) -> float:
+    if not math.isfinite(loss):
+        return math.inf
+    # A loss near 0 is compared absolutely: the gradients tell more of it.
+    return abs(loss - reference) / max(abs(reference), 0.1)
+
+
+def _gradient_error(gradient: torch.Tensor | None, reference: torch.Tensor, whole: float) -> float:
+    if gradient is None:
+        gradient = torch.zeros_like(reference)
+    if not bool(torch.isfinite(gradient).all()):
+        return math.inf
+    scale = max(float(reference.double().norm()), _NEGLIGIBLE * whole)
+    return float((gradient.double() - reference.double()).norm()) / scale if scale > 0 else 0.0
+
+
+def _underflowing(trial: Trial, reference: Trial) -> tuple[str, ...]:
+    of_module: dict[str, list[tuple[str, bool]]] = {}
+    for name, gradient in reference.gradients.items():
+        if bool((gradient != 0).any()):
+            gone = _underflows(trial.gradients.get(name), gradient)
+            of_module.setdefault(name.rpartition(".")[0], []).append((name, gone))
+    return tuple(name for rows in of_module.values() if all(gone for _, gone in rows) for name, _ in rows)
+
+
+def _underflows(gradient: torch.Tensor | None, reference: torch.Tensor) -> bool:
+    meant = reference != 0
+    if gradient is None or not bool(meant.any()):
+        return gradient is None
+    return float((gradient[meant] == 0).double().mean()) >= _GONE

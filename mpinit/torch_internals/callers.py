@@ -34,16 +34,16 @@ class Caller:
     is_torch: bool
 
 
-def caller_of_operation(watchers_file: str) -> Caller | None:
-    """The nearest frame that is neither the watcher's nor between it and the operation; None in a thread of torch's.
+def caller_of_operation(watchers: tuple[str, ...]) -> Caller | None:
+    """The nearest frame that is neither a watcher's nor between it and the operation; None in a thread of torch's.
 
     Args:
-        watchers_file: the file in which the operation is watched.
+        watchers: the files that watch operations, or the folders that they are in, with "/".
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename.replace("\\", "/")
-        if file != watchers_file.replace("\\", "/") and not file.startswith(_BETWEEN):
+        if not file.startswith(watchers) and not file.startswith(_BETWEEN):
             return Caller(file, frame.f_lineno, _called(frame.f_code, frame.f_lasti), file.startswith(_TORCH))
         frame = frame.f_back
     return None

@@ -6,7 +6,7 @@ The numbers that autograd gives its nodes rise in the order in which a forward p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,10 +61,21 @@ def next_number() -> int:
     return number
 
 
-def running_node() -> tuple[str, int] | None:
-    """Name and number of the node whose backward runs in this thread; None outside of every backward pass."""
+class Node(NamedTuple):
+    """A node of the graph: its name, its number, and the tensor whose gradient it accumulates where it does that."""
+
+    name: str
+    number: int
+    leaf: torch.Tensor | None
+
+
+def running_node() -> Node | None:
+    """The node whose backward runs in this thread; None outside of every backward pass."""
     node: Any = torch._C._current_autograd_node()
-    return None if node is None else (node.name(), node._sequence_nr())
+    if node is None:
+        return None
+    number = node._sequence_nr()
+    return Node(type(node).__name__, number, getattr(node, "variable", None) if number >= _NO_NUMBER else None)
 
 
 def order_of_leaves(result: torch.Tensor, at_most: int = 20_000) -> dict[torch.Tensor, int]:

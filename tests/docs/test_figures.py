@@ -32,5 +32,5 @@ def test_the_page_shows_what_the_histogram_says(figures: dict[str, Any], tmp_pat
     assert re.sub(r"[\d.,]+(e\+\d+)?", "N", str(histogram)) == re.sub(r"[\d.,]+(e\+\d+)?", "N", shown[1])
     assert f"{sum(histogram.elements.values()):,} gradients" in shown[1]
     picture = tmp_path / "gradients.png"
-    histogram.plot(picture)
+    figures["draw"](histogram, picture)
     assert picture.read_bytes()[:4] == (FOLDER / "_static" / "gradients.png").read_bytes()[:4] == b"\x89PNG"

@@ -207,7 +207,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_text_json_page_and_plot(tmp_path: Path) -> None:
+def test_text_json_and_page(tmp_path: Path) -> None:
     class Named(nn.Module):
         """A name that HTML would misread."""
 
@@ -235,18 +235,6 @@ def test_text_json_page_and_plot(tmp_path: Path) -> None:
     assert "&lt;b&gt;" in page
     assert "<b>" not in page.replace("<b>", "", page.count("class='tile"))
     assert report._repr_html_().startswith("<iframe")
-    figure = report.plot()
-    figure.savefig(tmp_path / "report.png")
-    assert [axes.get_ylabel() for axes in figure.axes] == ["bytes a parameter", ""]
-
-
-def test_without_matplotlib_the_plot_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    report = mpinit.explain(nn.Linear(2, 2), torch.ones(1, 2))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(RuntimeError, match=r"pip install matplotlib, or mpinit\[plot\]"):
-        report.plot()
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

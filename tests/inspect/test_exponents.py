@@ -1,9 +1,8 @@
-"""gradient_histogram: counts against frexp by hand, shares against casts, and its plot."""
+"""gradient_histogram: counts against frexp by hand, shares against casts."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -89,12 +88,3 @@ def test_what_it_refuses() -> None:
         mpinit.gradient_histogram(optimizer, "weihgt")
     with pytest.raises(ValueError, match="float16"):
         mpinit.gradient_histogram(given(torch.ones(1))).lost("float8")
-
-
-def test_the_plot_is_written(tmp_path: Path) -> None:
-    model, batch = mlp(), batches(1)[0]
-    optimizer = start(model, "O2")
-    backward(mse(model, batch), optimizer)
-    path = tmp_path / "new" / "gradients.png"
-    figure = mpinit.gradient_histogram(optimizer).plot(path)
-    assert path.read_bytes().startswith(b"\x89PNG") and len(figure.axes) == 1

@@ -101,11 +101,6 @@ def test_two_losses_of_one_step_are_averaged_and_a_step_without_any_is_nan() -> 
     assert len(history) == 2
 
 
-def test_the_plot_is_written(tmp_path: Path) -> None:
-    figure = run()[0].plot(tmp_path / "history.png")
-    assert (tmp_path / "history.png").stat().st_size > 5000 and len(figure.axes) == 3
-
-
 @pytest.mark.parametrize("capacity", [0, -1, True, 2.5])
 def test_bad_capacities(capacity: Any) -> None:
     with pytest.raises(ValueError, match="from 1 up"):
