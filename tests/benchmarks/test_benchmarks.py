@@ -48,6 +48,7 @@ def quick(task: str, contender: str) -> Training:
     return Training(task, contender, TASKS[task].sizes["quick"], "cpu")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("task", TASKS)
 def test_every_contender_trains_every_task(task: str) -> None:
     losses: dict[str, float] = {}
@@ -110,6 +111,7 @@ def test_growth_is_measured_at_every_point(axis: str) -> None:
     assert int(facts["tensors"]) == {"parameters": 16, "tensors": 100, "modules": 99, "optimizers": 10}.get(axis, 2)
 
 
+@pytest.mark.long
 def test_a_run_writes_results_that_are_gone_on_with(tmp_path: Path, interpreters: Interpreters) -> None:
     effort = Effort("quick", rounds=1, most_rounds=1, turns=3, limit_s=0.01)
     words = (interpreters, effort, "cpu", tmp_path, ["o1_linear"], ["o1_bf16"])
@@ -228,6 +230,7 @@ def test_who_fails_takes_no_further_part() -> None:
     assert [what for _, who, what in table.asked if who == "broken"] == ["start"]
 
 
+@pytest.mark.long
 def test_setting_up_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Initialize("o2", {"layers": 3, "side": 4}, "cpu").seconds(2) > 0
     imported = Import()

@@ -275,6 +275,7 @@ def test_a_run_that_fails_leaves_float32_weights() -> None:
     assert not registry.live() and {p.dtype for p in module.parameters()} == {torch.float32}
 
 
+@pytest.mark.long
 def test_two_processes_have_the_bits_of_ddp_by_hand(tmp_path: Path) -> None:
     worker = Path(__file__).parents[1] / "support" / "lightning_worker.py"
     run = subprocess.run([sys.executable, worker, tmp_path], capture_output=True, text=True, timeout=500)
