@@ -39,24 +39,14 @@ def test_examples_run(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=name_of)
-def test_public_names_are_documented_and_files_are_short(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
-    tree = ast.parse(source)
+def test_public_names_are_documented(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     assert ast.get_docstring(tree)
-    assert len(source.splitlines()) < 350
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            if isinstance(node, ast.FunctionDef):
-                assert lines_of_code(node) < 40, f"{node.name} is long"
             setter = any(isinstance(decorator, ast.Attribute) for decorator in node.decorator_list)
             if not node.name.startswith("_") and not setter:
                 assert ast.get_docstring(node) or node.name in PROTOCOL, node.name
-
-
-def lines_of_code(node: ast.FunctionDef) -> int:
-    """The body without its docstring."""
-    body = node.body[1:] if ast.get_docstring(node) else node.body
-    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
 # Methods that a base class documents.
