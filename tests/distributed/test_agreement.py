@@ -9,8 +9,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from encoders import CASE, backward, sgd, sharded
 from engines import assert_one, mesh, mine, on_all_ranks, refused
-from models import CASES, LEVELS
+from models import LEVELS
 from processes import ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,23 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpinit
 
-CASE = CASES["transformer"]
 SCALED = {"init_loss_scale": 1024.0, "verbosity": 0}
-
-
-def sharded(**policy: Any) -> nn.Module:
-    model = CASE.build()
-    fully_shard(model.layer, mesh=mesh(2), **policy)
-    return fully_shard(model, mesh=mesh(2), **policy)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def backward(model: Any, optimizer: Any, batch: Any, factor: float = 1.0, **more: Any) -> None:
-    with mpinit.scale_loss(CASE.loss(model(batch[0]), batch[1]) * factor, optimizer, **more) as scaled_loss:
-        scaled_loss.backward()
 
 
 @ranks(2, ("ddp",), ("fsdp",))

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from engines import assert_same, mesh, mine, refused, whole
-from models import CASES, LEVELS, train
+from encoders import CASE, sharded
+from engines import assert_same, mine, refused, whole
+from models import LEVELS, train
 from processes import ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -22,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -30,7 +30,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpinit
 
-CASE = CASES["transformer"]
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 
 
@@ -58,10 +57,7 @@ def of(state: mpinit.TrainState) -> dict[str, torch.Tensor]:
 
 
 def build(engine: str, level: str) -> Pair:
-    model: Any = CASE.build()
-    if engine == "fsdp":
-        fully_shard(model.layer, mesh=mesh(2))
-        fully_shard(model, mesh=mesh(2))
+    model = sharded() if engine == "fsdp" else CASE.build()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
     return DistributedDataParallel(model) if engine == "ddp" else model, optimizer
@@ -152,11 +148,8 @@ class Run:
     def build(self, **asked: Any) -> tuple[Pair, mpinit.TrainState]:
         """A pair with weights of its own, and its state."""
         torch.manual_seed(17)
-        model = CASE.build()
-        if self.engine == "fsdp":
-            fully_shard(model.layer, mesh=self.mesh)
-            fully_shard(model, mesh=self.mesh)
-        elif self.engine == "tp":
+        model = sharded(self.mesh) if self.engine == "fsdp" else CASE.build()
+        if self.engine == "tp":
             plan = {"layer.linear1": ColwiseParallel(), "layer.linear2": RowwiseParallel()}
             parallelize_module(model, self.mesh, plan)
         optimizer = self.make(model.parameters(), lr=0.01)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from encoders import BF16, CASE, F16, F32, TOLERANCE, sgd
 from engines import State, assert_close, assert_one, assert_same, mesh, mine, refused, whole
-from models import CASES, LEVELS, level_arguments, train
+from models import LEVELS, level_arguments, train
 from processes import ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -18,9 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpinit
 
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-CASE = CASES["transformer"]
-TOLERANCE = {F32: 1e-5, F16: 5e-3, BF16: 3e-2}
 MASTERS = [("O2",), ("O5",), ("split",)]
 
 
@@ -36,7 +34,7 @@ def trained(arguments: dict[str, Any], loop: str, wraps: bool, late: bool = Fals
     model: nn.Module = CASE.build()
     if late:
         mpinit.initialize(model, await_optimizers=True, **arguments)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer: Any = sgd(model)
     if not late:
         mpinit.initialize(model, optimizer, **arguments)
     runs: Any = DistributedDataParallel(model, gradient_as_bucket_view=views) if wraps else model
@@ -113,7 +111,7 @@ def build(level: str, seed: int | None = None) -> tuple[nn.Module, torch.optim.O
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.01)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = sgd(model)
     mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
     return model, optimizer
 

@@ -6,33 +6,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from encoders import BF16, CASE, F16, F32, TOLERANCE, backward, sgd, sharded
 from engines import assert_close, assert_one, assert_same, mesh, mine, refused, whole
-from models import CASES, LEVELS, level_arguments, train
+from models import LEVELS, level_arguments, train
 from processes import ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import mpinit
-
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-CASE = CASES["transformer"]
-TOLERANCE = {F32: 1e-5, F16: 5e-3, BF16: 3e-2}
-
-
-def sharded(**policy: Any) -> nn.Module:
-    model = CASE.build()
-    fully_shard(model.layer, mesh=mesh(2), **policy)
-    return fully_shard(model, mesh=mesh(2), **policy)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def backward(model: Any, optimizer: Any, batch: Any, factor: float = 1.0, **more: Any) -> None:
-    with mpinit.scale_loss(CASE.loss(model(batch[0]), batch[1]) * factor, optimizer, **more) as scaled_loss:
-        scaled_loss.backward()
 
 
 @ranks(
