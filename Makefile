@@ -1,20 +1,23 @@
 # Everything runs in a virtual environment of its own, .venv, made on first use and again when pyproject.toml changes.
 #
 #   make demo       train on handwritten digits at O0..O3; table on screen, plot in runs/demo/
-#   make test       the test suite                make test ARGS="-k trees"
+#   make test       the test suite but for what takes long    make test ARGS="-k trees"
+#   make test-long  the rest of it: several processes, compilers, benchmarks
+#   make test-newest  a part of it on the newest torch that is known to work, in .venv-newest (5 GB)
 #   make nightly    the long randomised runs that the test suite leaves out
 #   make docs       the site, into runs/site/
 #   make package    build, check and try the wheel and the source archive, in runs/package/
 #   make lint       ruff, formatting too          make typecheck  mypy --strict
 #   make check      all of the above but the demo, as continuous integration runs them
 #   make bench      the CPU benchmarks            make bench-gpu  the CUDA ones        make bench-tables  from results
-#   make clean      remove .venv and what runs have left
+#   make clean      remove .venv, .venv-newest and what runs have left
 
 PYTHON ?= python3
 VENV ?= .venv
 # An exact version, installed before the package and named again with it: its extras then find torch in place, and no
 # other build is fetched for what they depend on.
 TORCH ?= torch==2.13.0
+NEWEST_TORCH ?= torch==2.15.0
 ARGS ?=
 
 PY := $(VENV)/bin/python
@@ -23,12 +26,15 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 # Kernels of small tests gain nothing from threads; processes that fight for cores lose a lot.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1); test $$n -gt 8 && echo 8 || echo $$n)
 # Bytecode is kept: compiling the tests anew takes each worker 5 s.
-RUN_TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest
-# Whole files: what a file imports, compiles and starts is so once. tests/conftest.py says in which order.
-DIST ?= --dist loadfile --no-loadscope-reorder
+RUN_TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1
+# Whole files: what a file imports, compiles and starts is so once.
+DIST ?= -n $(WORKERS) --dist loadfile
+# What leans on torch's inside; no compilers, frameworks, pages and benchmarks.
+NEWEST_TESTS := $(addprefix tests/,optimizer masters scaling grad_scaler model checkpoint session torch_internals functions \
+	distributed/test_fsdp.py distributed/test_ddp.py distributed/test_agreement.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test nightly docs package lint typecheck examples check clean
+.PHONY: help demo test test-long test-newest nightly docs package lint typecheck examples check clean
 
 help:
 	@sed -n '/^#  /s/^# *//p' Makefile
@@ -47,6 +53,11 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP) "$(TORCH)" --editable ".[dev]"
 	@touch $@ $(VENV)/.demo $(VENV)/.bench
 
+$(VENV)-newest/.test: pyproject.toml
+	@test -x $(VENV)-newest/bin/python || $(PYTHON) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check "$(NEWEST_TORCH)" --editable ".[core-test]"
+	@touch $@
+
 $(VENV)/.bench: $(VENV)/.torch pyproject.toml
 	$(PIP) "$(TORCH)" --editable ".[bench]"
 	@touch $@
@@ -55,10 +66,16 @@ demo: $(VENV)/.demo
 	$(PY) examples/digits.py $(ARGS)
 
 test: $(VENV)/.dev
-	$(RUN_TESTS) -n $(WORKERS) $(DIST) $(ARGS)
+	$(RUN_TESTS) $(PY) -m pytest $(DIST) -m "not long" $(ARGS)
+
+test-long: $(VENV)/.dev
+	$(RUN_TESTS) $(PY) -m pytest $(DIST) -m long $(ARGS)
+
+test-newest: $(VENV)-newest/.test
+	$(RUN_TESTS) $(VENV)-newest/bin/python -m pytest $(DIST) -m "not long" $(NEWEST_TESTS) $(ARGS)
 
 nightly: $(VENV)/.dev
-	$(RUN_TESTS) -n $(WORKERS) -m nightly $(ARGS)
+	$(RUN_TESTS) $(PY) -m pytest -n $(WORKERS) -m nightly $(ARGS)
 
 docs: $(VENV)/.dev
 	$(PY) -m sphinx --fail-on-warning --keep-going --quiet -b html docs runs/site
@@ -82,6 +99,6 @@ check:
 	.ci/run
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-newest runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 -include benchmarks/bench.mk

@@ -31,41 +31,14 @@ _SUPPORT = str(Path(__file__).parent / "support")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_SUPPORT, os.environ.get("PYTHONPATH"))))
 
 
-# Workers take whole files, in this order and then by name: what takes long is begun early, and all end together.
-LONGEST_FIRST = (
-    *("distributed/test_distributed.py", "promises/test_law.py", "distributed/test_distributed_example.py"),
-    *("compat/test_running.py", "docs/test_examples.py", "functions/test_functions_compile.py"),
-    *("model/test_wrappers.py", "benchmarks/test_benchmarks.py", "cli/test_commands.py"),
-    *("promises/test_copies.py", "optimizer/test_compiled_step.py", "promises/test_failure.py"),
-    *("integrations/test_lightning.py", "promises/test_random_loops.py", "masters/test_optimizer_states.py"),
-    *("promises/test_resume.py", "promises/test_parity.py", "inspect/test_planted_faults.py"),
-    *("functions/test_interrupted.py", "promises/test_compiled_training.py", "functions/test_functions_rows.py"),
-    *("integrations/test_transformers.py", "docs/test_site.py", "docs/test_docstrings.py"),
-    *("masters/test_codecs.py", "masters/test_peak_memory.py", "model/test_calls_from_outside.py"),
-    *("functions/test_operators.py", "optimizer/test_gradient_release.py", "promises/test_reversibility.py"),
-    *("promises/test_failing_initialize.py", "optimizer/test_arriving_gradients.py", "optimizer/test_law_weights.py"),
-    *("integrations/test_timm.py", "grad_scaler/test_recipes.py", "torch_internals/test_compiled_kernel.py"),
-    *("model/test_averages.py", "model/test_copies_of_masters.py", "model/test_casting.py"),
-    *("masters/test_split_masters.py", "optimizer/test_accumulation.py"),
-)
-
-
-def place_of(item: pytest.Item) -> int:
-    """Where the item's file comes in ``LONGEST_FIRST``."""
-    name = item.path.relative_to(Path(__file__).parent).as_posix() if Path(__file__).parent in item.path.parents else ""
-    return LONGEST_FIRST.index(name) if name in LONGEST_FIRST else len(LONGEST_FIRST)
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long files first; ``gpu`` tests skipped where there is no CUDA device, ``nightly`` ones unless asked for."""
-    items.sort(key=place_of)
-    no_gpu = pytest.mark.skip(reason="needs a CUDA device")
-    not_tonight = pytest.mark.skip(reason="a long run; select it with -m nightly")
+    """``gpu`` tests are skipped where there is no CUDA device, ``nightly`` ones left out unless asked for."""
+    if "nightly" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if "nightly" in item.keywords])
+        items[:] = [item for item in items if "nightly" not in item.keywords]
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
-            item.add_marker(no_gpu)
-        if "nightly" in item.keywords and "nightly" not in config.option.markexpr:
-            item.add_marker(not_tonight)
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def pytest_collection_finish() -> None:

@@ -31,6 +31,7 @@ def test_every_block_is_shown_somewhere() -> None:
         assert f"<!-- benchmarks {name}: begin -->" in shown
 
 
+@pytest.mark.long
 def test_pictures_are_committed_and_can_be_drawn_again(tmp_path: Path) -> None:
     drawn = charts.draw(tables.load(FOLDER), tmp_path)
     assert drawn

@@ -18,15 +18,13 @@ sys.path.insert(0, str(ROOT))
 
 import mpinit  # noqa: E402
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import pieces, setting_up, tables  # noqa: E402
+from benchmarks import pieces, tables  # noqa: E402
 from benchmarks.case import Unavailable  # noqa: E402
-from benchmarks.contenders import Contender  # noqa: E402
 from benchmarks.growth import AXES, Growth  # noqa: E402
 from benchmarks.peers import Peer  # noqa: E402
 from benchmarks.protocol import FULL, STARTING_MINUTES, Effort, Interpreters, intention, measure, run_with  # noqa: E402
 from benchmarks.results import Results  # noqa: E402
 from benchmarks.roster import BY_TYPE, ROSTER  # noqa: E402
-from benchmarks.setting_up import Import, Initialize  # noqa: E402
 from benchmarks.suite import workloads  # noqa: E402
 from benchmarks.tasks import TASKS, Task  # noqa: E402
 from benchmarks.training import Training  # noqa: E402
@@ -48,6 +46,7 @@ def quick(task: str, contender: str) -> Training:
     return Training(task, contender, TASKS[task].sizes["quick"], "cpu")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("task", TASKS)
 def test_every_contender_trains_every_task(task: str) -> None:
     losses: dict[str, float] = {}
@@ -61,8 +60,8 @@ def test_every_contender_trains_every_task(task: str) -> None:
         except Unavailable:
             continue
         except RuntimeError as error:
-            # On CPU torch.amp's own fp16 LSTM has no kernel on machines without 16-bit instructions.
-            assert (task, name) == ("lstm", "amp_fp16") and "primitive" in str(error)
+            # torch.amp's own 16-bit LSTM has no kernel on CPUs without 16-bit instructions.
+            assert task == "lstm" and name in ("amp_fp16", "amp_bf16") and "primitive" in str(error), error
             continue
         finally:
             if hasattr(case, "contender") and isinstance(case.contender, Mpinit):
@@ -110,6 +109,7 @@ def test_growth_is_measured_at_every_point(axis: str) -> None:
     assert int(facts["tensors"]) == {"parameters": 16, "tensors": 100, "modules": 99, "optimizers": 10}.get(axis, 2)
 
 
+@pytest.mark.long
 def test_a_run_writes_results_that_are_gone_on_with(tmp_path: Path, interpreters: Interpreters) -> None:
     effort = Effort("quick", rounds=1, most_rounds=1, turns=3, limit_s=0.01)
     words = (interpreters, effort, "cpu", tmp_path, ["o1_linear"], ["o1_bf16"])
@@ -135,6 +135,7 @@ def test_a_run_writes_results_that_are_gone_on_with(tmp_path: Path, interpreters
     assert again.rounds("fp32")[0] == results.rounds("fp32")[0] and set(again.rounds("fp32")) == {0, 1}
 
 
+@pytest.mark.long
 def test_what_goes_wrong_is_an_answer(interpreters: Interpreters) -> None:
     start = {"workload": "o1_linear", "size": "quick", "device": "cpu", "patience_s": 60.0}
     unheard = interpreters.ask(0, ["fp32_again"], start={**start, "workload": "unheard of"})["fp32_again"]
@@ -186,14 +187,6 @@ def test_contenders_take_turns_in_an_order_that_is_drawn() -> None:
     assert [len(results.rounds(name)) for name in THREE] == [5, 5, 5] and results.runs["fp32"][0]["loops"] == 2
 
 
-@pytest.mark.parametrize(
-    ("once", "loops", "turns"), [(1e-3, 8, 20), (0.02, 1, 20), (0.028, 1, 17), (2.0, 1, 4), (0.0, 1, 1)]
-)
-def test_slow_contenders_have_few_turns(once: float, loops: int, turns: int) -> None:
-    run = played(Table(once, lambda number, contender: 1.0), EFFORT, THREE).runs["fp32"][0]
-    assert (run["loops"], len(run["values"])) == (loops, turns)
-
-
 def test_a_workload_is_measured_on_until_its_controls_hold_or_there_were_enough_rounds() -> None:
     def first_is_disturbed(number: int, contender: str) -> float:
         return 1.2 if number == 0 and contender == "o0" else 1.0
@@ -202,11 +195,6 @@ def test_a_workload_is_measured_on_until_its_controls_hold_or_there_were_enough_
     assert 5 < len(held.rounds("o0")) <= 8 and held.is_measurable()
     never = played(Table(0.1, lambda number, contender: 1.0 + 0.1 * (contender == "o0")), EFFORT, THREE)
     assert len(never.rounds("o0")) == 8 and not never.is_measurable()
-
-
-def test_no_round_begins_that_a_workload_has_no_minutes_for() -> None:
-    never = played(Table(0.1, lambda number, contender: 1.0 + 0.1 * (contender == "o0")), EFFORT, THREE, minutes=0.0)
-    assert len(never.rounds("o0")) == EFFORT.rounds
 
 
 def test_a_run_on_a_cpu_takes_less_than_25_minutes_and_says_so() -> None:
@@ -226,17 +214,6 @@ def test_who_fails_takes_no_further_part() -> None:
     results = played(table, EFFORT, [*THREE, "broken"])
     assert results.missing == {"broken": "failed: it broke"} and results.is_measurable()
     assert [what for _, who, what in table.asked if who == "broken"] == ["start"]
-
-
-def test_setting_up_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Initialize("o2", {"layers": 3, "side": 4}, "cpu").seconds(2) > 0
-    imported = Import()
-    imported.prepare()
-    assert 0.02 < imported.seconds(2) / 2 < 20 and imported.facts(first=True) == {}
-    assert imported.process.returncode == 0
-    monkeypatch.setattr(setting_up, "_IMPORT", "raise SystemExit('not today')")
-    with pytest.raises(RuntimeError, match="not today"):
-        Import().prepare()
 
 
 def test_names_are_those_of_the_roster() -> None:
@@ -265,14 +242,3 @@ def test_sizes_are_what_the_titles_say() -> None:
     assert round(parameters("bandwidth_foreach"), -6) == 10_000_000
     assert round(parameters("memory"), -6) == 42_000_000
     assert round(parameters("bandwidth_small"), -3) == 164_000
-
-
-def test_plain_training_is_the_base_of_every_contender() -> None:
-    task = TASKS["wide"].build(TASKS["wide"].sizes["quick"], CPU)
-    contender = Contender(task)
-    before = [p.detach().clone() for p in task.model.parameters()]
-    contender.backward(contender.forward(*task.batches[0]))
-    contender.settle()
-    assert all(p.grad is not None for p in contender.gradient_carriers())
-    contender.update()
-    assert not all(torch.equal(old, new) for old, new in zip(before, task.model.parameters(), strict=True))

@@ -24,6 +24,7 @@ def test_the_guide_repeats_what_was_measured() -> None:
     }
 
 
+@pytest.mark.long
 def test_it_measures_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page, result, threads = tmp_path / "engines.md", tmp_path / "engines.json", torch.get_num_threads()
     page.write_text(engines.PAGE.read_text(encoding="utf-8"), encoding="utf-8")

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import estimate, growth_figures, tables  # noqa: E402
+from benchmarks import estimate, tables  # noqa: E402
 from benchmarks.estimate import Estimate  # noqa: E402
 from benchmarks.results import Results, read  # noqa: E402
 from benchmarks.suite import workloads  # noqa: E402
@@ -119,13 +119,6 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert again.ratio("o2_bf16", "fp32") == results.ratio("o2_bf16", "fp32")
 
 
-def test_a_slope_is_the_exponent_of_the_last_points() -> None:
-    at = [1, 10, 100, 1000]
-    assert growth_figures.slope(at, [n * 2.0 for n in at]) == pytest.approx(1.0)
-    assert growth_figures.slope(at, [n**2 for n in at]) == pytest.approx(2.0)
-    assert growth_figures.slope(at, [5.0, 1.0, 1.0, 1.0]) == pytest.approx(0.0)
-
-
 def test_what_encodings_cost_is_over_full_masters_and_a_number_of_a_piece() -> None:
     row = workloads("full")["bandwidth"]
     times = {**STEADY, "o2_split": [1.0] * 5, "o2_split_bf16": [1.5] * 5, "o2_int8": [2.0] * 5}
@@ -140,11 +133,3 @@ def test_what_encodings_cost_is_over_full_masters_and_a_number_of_a_piece() -> N
     assert "| 2.00 [2.00, 2.00] | 3.00 [3.00, 3.00] | 4.00 [4.00, 4.00] |" in tables.encoded({"bandwidth": steps})
     assert "| int8 state: decoded | 2.0 [2.0, 2.0] |" in tables.pieces({"pieces": parts})
     assert tables.encoded({}) == tables.pieces({}) == "Not measured yet."
-
-
-def test_a_peak_that_the_system_does_not_keep_is_a_dash() -> None:
-    results = Results("memory", workloads("full")["memory"])
-    for name, facts in (("fp32", FACTS), ("o2_split", {k: v for k, v in FACTS.items() if k != "peak_bytes"})):
-        results.add(name, 0, {"values": [1.0], "loops": 1, "wall_s": 1.0, "facts": facts})
-    lines = tables.memory({"memory": results}).splitlines()
-    assert [line.split(" | ")[-1] for line in lines[2:]] == ["20.0 |", "- |"]

@@ -42,6 +42,7 @@ def address_of(tensor: torch.Tensor) -> int:
     return footprint._memory(tensor)[0] if is_plain else -1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BYTES)
 def test_bytes_held_after_backward_are_what_arithmetic_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # A process of the benchmarks' holds nothing else; this one has what tests before have left, held until the end.
@@ -76,6 +77,7 @@ PEAKS = {"fp32": (16, 16.5), "o2_bf16": (18, 19), "o2_split": (14 + 4, 19), "o2_
 INEXACT = 2_000_000
 
 
+@pytest.mark.long
 def test_the_peak_is_what_is_held_and_a_bucket() -> None:
     start = {"workload": "memory", "size": "quick", "device": "cpu", "patience_s": 60.0}
     with Interpreters(()) as interpreters:
@@ -110,6 +112,7 @@ def test_levels_follow_allocations_through_stages() -> None:
     assert [(level.start, level.peak) for level in levels] == [(0, 4000), (4000, 16000), (4000, 4000), (0, 0)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
 def test_initialize_peaks_within_the_footprint_and_one_parameter(weights: torch.dtype) -> None:
     from_float32 = weights is torch.float32

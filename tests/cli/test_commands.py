@@ -96,6 +96,7 @@ def test_explain_takes_whole_numbers_and_counts_an_optimizers_state(said: Said) 
 # -- bench ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_bench_compares_in_processes_of_their_own(said: Said, tmp_path: Path) -> None:
     plot = tmp_path / "bench.png"
     words = ["--steps", "3", "--lr", "0.01", "--loss", "cli_models:first_class", "--levels", "O2"]

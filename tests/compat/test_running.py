@@ -68,12 +68,14 @@ def test_cast_lists_edited_before_initialize() -> None:
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "passed\n")
 
 
+@pytest.mark.long
 def test_spawned_workers_find_apex_too() -> None:
     done = run(str(SCRIPTS / "spawning.py"), "--fp16", "-m", "x")
     assert done.stderr == ""
     assert done.stdout == f"passed {[str(SCRIPTS / 'spawning.py'), '--fp16', '-m', 'x']}\n"
 
 
+@pytest.mark.long
 def test_under_torchrun(tmp_path: Path) -> None:
     """``torchrun --nproc-per-node 2 -m mpinit run script``, with workers forked from one that has imported torch."""
     module = tmp_path / "module.py"

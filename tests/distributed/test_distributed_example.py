@@ -41,6 +41,7 @@ def launch(folder: Path) -> str | None:
     return log
 
 
+@pytest.mark.long
 def test_it_trains_and_after_a_killed_worker_ends_with_the_same_bits(tmp_path: Path) -> None:
     log = next(filter(None, (launch(tmp_path / str(attempt)) for attempt in range(ATTEMPTS))), None)
     if log is None:

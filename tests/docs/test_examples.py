@@ -112,6 +112,7 @@ def test_the_demo_refuses_settings_it_does_not_have(script, capsys) -> None:  # 
     assert "O2 bf16" in message, "the error lists what there is"
 
 
+@pytest.mark.long
 def test_the_finetuning_example_compares_four_ways(tmp_path: Path, script) -> None:  # type: ignore[no-untyped-def]
     let_torchvision_load()
     output = script("finetune_16bit_checkpoint.py", "--pretrain-steps", 4, "--steps", 2, "--out", tmp_path)

@@ -57,6 +57,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cast", [Cast.LOWER_PRECISION, Cast.FP32, Cast.PROMOTE, Cast.BANNED], ids=str)
 def test_every_row_compiles_to_what_eager_mode_gives(cast: Cast) -> None:
     rows = names_of(cast)
@@ -168,6 +169,7 @@ def test_a_model_of_every_kind_trains_compiled_as_in_eager_mode_without_recompil
     assert {value.dtype for value in compiled(x).values()} == {FP32}
 
 
+@pytest.mark.long
 def test_inductor_gives_the_dtypes_of_eager_mode() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Softmax(-1)), torch.randn(2, 4)
     mpinit.initialize(model, opt_level="O1", patch_torch_functions_type=BF16, verbosity=0)

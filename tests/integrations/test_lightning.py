@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -273,14 +270,6 @@ def test_a_run_that_fails_leaves_float32_weights() -> None:
     with pytest.raises(ZeroDivisionError):
         fit(module, {"opt_level": "O2"}, batches(1))
     assert not registry.live() and {p.dtype for p in module.parameters()} == {torch.float32}
-
-
-def test_two_processes_have_the_bits_of_ddp_by_hand(tmp_path: Path) -> None:
-    worker = Path(__file__).parents[1] / "support" / "lightning_worker.py"
-    run = subprocess.run([sys.executable, worker, tmp_path], capture_output=True, text=True, timeout=500)
-    assert run.returncode == 0, run.stderr
-    for rank in range(2):
-        assert json.loads((tmp_path / f"{rank}.json").read_text()) == {"O2": True, "O5": True}
 
 
 def test_disabled_it_is_lightnings_own_float32() -> None:

@@ -62,6 +62,7 @@ def test_a_step_peaks_within_the_footprint_and_one_bucket(kind: str, monkeypatch
     assert COUNT * SIDE**2 * 8 * buffers > 2 * (level.peak - level.start)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["split", "int8"])
 def test_buffers_that_stay_are_two_buckets_at_most(kind: str) -> None:
     properties, buffers = KINDS[kind]

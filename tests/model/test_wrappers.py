@@ -184,6 +184,7 @@ def test_scripting_is_refused_with_the_way_out_and_works_after_undo(level: str) 
 # -- compiling while there are gradients ------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("level", "backend"),
     [

@@ -213,6 +213,7 @@ def test_under_ddp_groups_show_what_the_ranks_have_made_of_them(masters: Any) ->
         optimizer.zero_grad()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_process_group")
 @KINDS
 @pytest.mark.parametrize("view", [False, True])

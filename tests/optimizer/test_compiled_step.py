@@ -34,6 +34,7 @@ def run(compile_step: bool, **kind: Any) -> list[torch.Tensor]:
     return masters
 
 
+@pytest.mark.long
 def test_compiled_and_eager_steps_agree_and_nothing_is_compiled_twice() -> None:
     torch._dynamo.reset()
     counters.clear()

@@ -151,6 +151,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("network", "level", "dtype"), COMPILED)
 def test_torch_compile_in_one_graph(network: str, level: str, dtype: torch.dtype) -> None:
     case, model, _ = initialised(network, level, dtype)
@@ -180,6 +181,7 @@ def test_a_compiled_model_trains_and_does_not_recompile(level: str) -> None:
     assert losses == pytest.approx(train(model, optimizer, case.batches(6), case.loss), abs=0.05)
 
 
+@pytest.mark.long
 def test_a_model_compiled_before_initialize_follows_it() -> None:
     torch._dynamo.reset()
     case = CASES["cnn"]

@@ -59,6 +59,7 @@ RUNS = os.environ.get("LAW_RUNS")
 PARTS = 16
 
 
+@pytest.mark.long
 @settings(max_examples=2000, derandomize=True, **COMMON)
 @given(st.sampled_from(SETUPS_WANTED), ACTIONS)
 def test_2000_random_runs_keep_the_law(setup: Setup, actions: list[tuple[str, int]]) -> None:

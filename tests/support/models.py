@@ -149,6 +149,18 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": functools.partial(torch.optim.Adagrad, lr=0.02),
 }
 
+# initialize's keywords for a level, and for its other kinds of masters.
+LEVELS: dict[str, dict[str, Any]] = {
+    "O0": {"opt_level": "O0"},
+    "O1": {"opt_level": "O1", "init_loss_scale": 1024.0},
+    "O2": {"opt_level": "O2", "init_loss_scale": 1024.0},
+    "O3": {"opt_level": "O3"},
+    "O4": {"opt_level": "O4"},
+    "O5": {"opt_level": "O5"},
+    "split": {"opt_level": "O5", "master_weights": "split"},
+    "model": {"opt_level": "O2", "master_weights": "model", "init_loss_scale": 1024.0},
+}
+
 
 def level_arguments(level: str, dtype: torch.dtype) -> dict[str, Any]:
     """initialize's keywords for a level in a 16-bit type, quiet; at O0 the type does not matter."""

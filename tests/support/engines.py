@@ -1,4 +1,4 @@
-"""torch's engines as data, and what is trained on them, in four processes."""
+"""torch's engines as data, what is trained on them, by mpinit and by hand, and what ranks ask one another."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from models import LEVELS
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -25,16 +27,88 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import mpinit
+
 RANKS, WORDS, WIDTH = 4, 32, 8
-# Level -> initialize's keywords, the type it computes in, and its scale.
-LEVELS: dict[str, tuple[dict[str, Any], torch.dtype | None, float]] = {
-    "O0": ({"opt_level": "O0"}, None, 1.0),
-    "O2": ({"opt_level": "O2", "init_loss_scale": 1024.0}, torch.float16, 1024.0),
-    "O5": ({"opt_level": "O5"}, torch.bfloat16, 1.0),
-    "split": ({"opt_level": "O5", "master_weights": "split"}, torch.bfloat16, 1.0),
-    "model": ({"opt_level": "O2", "master_weights": "model", "init_loss_scale": 1024.0}, torch.float16, 1024.0),
-}
+# The levels that are written by hand, and the type that each computes in.
+DTYPES = {"O0": None, "O2": torch.float16, "O5": torch.bfloat16, "split": torch.bfloat16, "model": torch.float16}
 State = dict[str, Tensor]
+
+
+# -- what ranks ask one another -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def _mesh(world: Any, *shape: int) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[: len(shape)])
+
+
+def mesh(*shape: int) -> Any:
+    """The mesh of the process group that there is."""
+    return _mesh(dist.group.WORLD, *shape)
+
+
+def mine(batch: Sequence[Tensor]) -> Any:
+    """This rank's part of a batch."""
+    return tuple(part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch)
+
+
+def on_all_ranks(value: Any) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def assert_one(values: Any, group: Any = None) -> None:
+    """All ranks, or those of a group, have the same: tensors to the bit, a model's weights, or anything else."""
+    if isinstance(values, nn.Module):
+        values = [value.to_local() if isinstance(value, DTensor) else value for value in values.state_dict().values()]
+    values = list(values.values()) if isinstance(values, dict) else values
+    if isinstance(values, list):
+        values = torch.cat([value.detach().flatten().float() for value in values])
+        gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, values, group=group)
+        assert all(torch.equal(gathered[0], other) for other in gathered[1:]), "ranks have parted"
+    else:
+        first, *others = on_all_ranks(values)
+        assert others == [first] * len(others), (first, *others)
+
+
+def whole(state: Any) -> State:
+    """A state's tensors by name, put together from all ranks; entries of nested states by their path."""
+    found: State = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            found |= {f"{key}.{name}": inner for name, inner in whole(value).items()}
+        elif isinstance(value, Tensor):
+            found[key] = (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+    return found
+
+
+def assert_same(one: State, other: State) -> None:
+    """To the bit, in the same types."""
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    different = [
+        name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
+    ]
+    assert not different, different
+
+
+def assert_close(one: State, other: State, tolerance: float) -> None:
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], atol=tolerance, rtol=tolerance, msg=name)
+
+
+@contextlib.contextmanager
+def refused(kind: type[BaseException], *words: str) -> Iterator[None]:
+    try:
+        yield
+    except kind as error:
+        missing = [word for word in words if word not in str(error)]
+        assert not missing, (missing, str(error))
+    else:
+        raise AssertionError(f"not refused: {words}")
 
 
 # -- what is trained --------------------------------------------------------------------------------------------------
@@ -112,12 +186,6 @@ def loss_of(output: Tensor, target: Tensor, rows: int) -> Tensor:
 
 
 # -- engines ----------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def mesh(*shape: int) -> Any:
-    names = {1: ("data",), 2: ("outer", "inner")}[len(shape)]
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def no_sync(runs: Any) -> Any:
@@ -235,8 +303,6 @@ _COLUMNS_AND_ROWS = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 def from_meta(model: Any, dtype: torch.dtype | None) -> Any:
     """Sharded while it has no memory, which it gets afterwards, and its numbers after that."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
     state = model.state_dict() if dist.get_rank() == 0 else {}
     model = fsdp(4)(model.to("meta"), dtype)
     model.to_empty(device="cpu")
@@ -247,14 +313,14 @@ def from_meta(model: Any, dtype: torch.dtype | None) -> Any:
 
 FSDP: dict[str, Any] = {"comes_first": True, "has_policy": True, "levels": ("O2",)}
 TP: dict[str, Any] = {"comes_first": True, "sizes": None, "levels": ("O2", "O5")}
-# What fully_shard has sharded is taken apart, to the bit: distributed_split.
+# What fully_shard has sharded is taken apart, to the bit: test_shards.
 SPLIT = {"split": ("parallelize_module", "master_weights=True")}
 ALL: dict[str, Any] = {
     "levels": ("O2", "O5", "model"),
     "refused": {"model": ("fully_shard", "master_weights=True")},
 }
 ENGINES: dict[str, Engine] = {
-    "ddp": Engine(ddp(), levels=tuple(LEVELS)),
+    "ddp": Engine(ddp(), levels=tuple(DTYPES)),
     "ddp unused": Engine(ddp(find_unused_parameters=True), network=functools.partial(text, leaves_out=sometimes)),
     "ddp static graph": Engine(ddp(static_graph=True)),
     "ddp views": Engine(ddp(gradient_as_bucket_view=True)),
@@ -282,8 +348,114 @@ ENGINES: dict[str, Engine] = {
     "fsdp offload": Engine(fsdp(4, offload=CPUOffloadPolicy(pin_memory=False)), **FSDP),
     "fsdp from meta": Engine(from_meta, **FSDP),
     "hsdp": Engine(fsdp(2, 2), **FSDP | ALL),
-    "tp": Engine(tensor_parallel(), **TP | ALL | {"levels": tuple(LEVELS), "refused": SPLIT}),
+    "tp": Engine(tensor_parallel(), **TP | ALL | {"levels": tuple(DTYPES), "refused": SPLIT}),
     "tp sequence": Engine(tensor_parallel(sequence=True), **TP),
     "tp loss": Engine(tensor_parallel(sequence=True, losses=True), around=loss_parallel, **TP),
     "tp fsdp": Engine(two_dimensions, sizes=(4, 4), **FSDP | ALL | {"levels": ("O2", "split"), "refused": SPLIT}),
 }
+
+
+# -- runs, by mpinit and by hand ------
+
+
+class CastByHand(nn.Module):
+    """A float32 model whose forward runs on casts of its parameters, one for every place they have in it.
+
+    Without a type: a model that is 16-bit already. Inputs are cast too, and outputs are float32.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, casts_weights: bool = True) -> None:
+        super().__init__()
+        self.model = model
+        self.dtype = dtype
+        self.casts_weights = casts_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.dtype) if x.is_floating_point() else x
+        if not self.casts_weights:
+            return self.model(x).float()
+        named = self.model.named_parameters(remove_duplicate=False)
+        casts = {name: parameter.to(self.dtype) for name, parameter in named}
+        result: Tensor = torch.func.functional_call(self.model, casts, x, tie_weights=False)
+        return result.float()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+
+
+def cycles(engine: Engine, count: int) -> Iterator[list[tuple[Tensor, Tensor, int]]]:
+    """The batches of each step."""
+    parts = [engine.part(batch) for batch in batches(count * engine.micros)]
+    for start in range(0, len(parts), engine.micros):
+        yield parts[start : start + engine.micros]
+
+
+def passes(engine: Engine, runs: Any, micros: list[tuple[Tensor, Tensor, int]]) -> Iterator[Tensor]:
+    """The losses of one cycle, each where its backward belongs."""
+    for index, (x, y, rows) in enumerate(micros):
+        with engine.quiet(runs) if index + 1 < len(micros) else contextlib.nullcontext(), engine.around():
+            yield loss_of(runs(x).float(), y, rows) / len(micros)
+
+
+def pair(engine: Engine, level: str, **more: Any) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
+    """What runs, the model, and its optimizer, initialised."""
+    runs: Any = engine.network()
+    model = runs = engine.wrap(runs, None) if engine.comes_first else runs
+    optimizer = sgd(model.parameters())
+    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level] | more)
+    return runs if engine.comes_first else engine.wrap(model, None), model, optimizer
+
+
+def trained(engine: Engine, level: str, steps: int) -> State:
+    """By mpinit."""
+    runs, model, optimizer = pair(engine, level)
+    for micros in cycles(engine, steps):
+        optimizer.zero_grad()
+        for loss in passes(engine, runs, micros):
+            with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+    assert mpinit.step_counts(optimizer) == (steps, 0)
+    state = whole(model.state_dict())
+    mpinit.undo(model)
+    return state
+
+
+def trained_by_hand(engine: Engine, level: str, steps: int) -> State:
+    """In plain torch, on the same engine."""
+    dtype, scale = DTYPES[level], LEVELS[level].get("init_loss_scale", 1.0)
+    runs: Any = (engine.by_hand or engine.network)()
+    policy = dtype if engine.has_policy else None
+    model = runs = engine.wrap(runs, policy) if engine.comes_first else runs
+    weights = dict(model.named_parameters())
+    masters = weights
+    if dtype is not None and level == "model":
+        runs = CastByHand(model, dtype)
+    elif dtype is not None and not engine.has_policy:
+        masters = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
+        model.to(dtype)
+        weights = dict(model.named_parameters())
+        round_into(weights, masters, level)
+    runs = runs if engine.comes_first else engine.wrap(runs, None)
+    optimizer = sgd(masters.values())
+    for micros in cycles(engine, steps):
+        for weight in weights.values():
+            weight.grad = None
+        for loss in passes(engine, runs, micros):
+            (loss * scale).backward()
+        for weight, master in zip(weights.values(), masters.values(), strict=True):
+            master.grad = None if weight.grad is None else weight.grad.to(master.dtype) / scale
+        optimizer.step()
+        round_into(weights, masters, level)
+    return whole(masters)
+
+
+@torch.no_grad()
+def round_into(weights: State, masters: State, level: str) -> None:
+    """Masters into weights, to the nearest; of two that are as near, split masters take the larger one."""
+    for weight, master in zip(weights.values(), masters.values(), strict=True):
+        if weight is not master and level == "split":
+            master = ((master.view(torch.int32) + 0x8000) >> 16 << 16).view(torch.float32)
+        if weight is not master:
+            weight.copy_(master)

@@ -1,0 +1,357 @@
+"""Every engine of torch's at every level, beside a loop by hand on the same engine: in four processes."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from engines import (
+    DTYPES,
+    ENGINES,
+    RANKS,
+    CastByHand,
+    State,
+    assert_one,
+    assert_same,
+    batches,
+    cycles,
+    ddp,
+    fsdp,
+    loss_of,
+    mesh,
+    mine,
+    pair,
+    passes,
+    refused,
+    round_into,
+    sgd,
+    text,
+    trained,
+    trained_by_hand,
+    whole,
+)
+from models import LEVELS
+from processes import ranks
+from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
+
+import mpinit
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # they script what torch itself deprecates
+    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+
+STEPS = 3
+DYNAMIC = {"loss_scale": "dynamic", "init_loss_scale": 1024.0, "verbosity": 0}
+SCHEDULES: dict[str, Any] = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
+
+# Every run has the simplest engines at all levels and what is refused; a long run every engine at one of its levels in
+# turn; the nightly one all.
+ALWAYS, LONG, NIGHTLY = [], [], []
+for index, (name, engine) in enumerate(ENGINES.items()):
+    works = [level for level in engine.levels if level not in engine.refused]
+    for level in engine.levels:
+        its_turn = level == works[index % len(works)]
+        always = level in engine.refused or (name in ("ddp", "fsdp by layer", "hsdp", "tp") and its_turn)
+        (ALWAYS if always else LONG if its_turn or name in ("ddp", "fsdp by layer") else NIGHTLY).append((name, level))
+
+
+@ranks(4, *ALWAYS, long=LONG, nightly=NIGHTLY)
+def test_as_by_hand(name: str, level: str) -> None:
+    """Bit for bit, or refused by name."""
+    engine = ENGINES[name]
+    if level in engine.refused:
+        with refused(ValueError, *engine.refused[level]):
+            trained(engine, level, STEPS)
+        return
+    state = trained(engine, level, STEPS)
+    by_hand = trained_by_hand(engine, level, STEPS)
+    start = dict(engine.network().named_parameters())
+    assert {value.dtype for value in state.values()} == {torch.float32}
+    for key, value in by_hand.items():
+        assert not torch.equal(value, start[key]), f"{key} is not trained at all"
+        torch.testing.assert_close(state[key], value, atol=0, rtol=0, msg=lambda text, key=key: f"{key}: {text}")
+    assert_one(list(state.values()))
+
+
+@ranks(
+    4,
+    ("ddp", "O2", 20),
+    long=[("ddp", "split", 50), ("ddp", "model", 50), ("hsdp", "O2", 20), ("tp fsdp", "O2", 20)],
+    nightly=[("ddp", "O2", 50), ("hsdp", "O2", 50), ("tp fsdp", "O2", 50)],
+)
+def test_random_overflows(name: str, level: str, steps: int) -> None:
+    """Every rank overflows by itself now and then: all skip then, and stay one."""
+    engine = ENGINES[name]
+    runs, model, optimizer = pair(engine, level, loss_scale="dynamic", init_loss_scale=2.0**12)
+    group = mesh(2, 2).get_group("outer") if name == "hsdp" else dist.group.WORLD
+    chance = random.Random(dist.get_rank())
+    for micros in cycles(engine, steps):
+        optimizer.zero_grad()
+        for loss in passes(engine, runs, micros):
+            factor = float("inf") if chance.random() < 0.06 else 1.0
+            with mpinit.scale_loss(loss * factor, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+        done, skipped = mpinit.step_counts(optimizer)
+        assert_one((mpinit.loss_scale(optimizer), done, skipped, bool(mpinit.step_was_skipped(optimizer))))
+        if name.startswith("ddp") or name == "hsdp":
+            assert_one(model, group)
+    assert skipped >= steps // 10
+    assert done >= steps // 10
+
+
+# -- pipelines: a stage on each rank --------------------------------------------------------------------------------
+
+
+def own_stage() -> nn.Module:
+    model = text()
+    stages = (model.embedding, *model.blocks, nn.Sequential(model.norm, model.head))
+    return stages[dist.get_rank()]
+
+
+def schedule_of(kind: str, stage: nn.Module, scale: list[Any]) -> Any:
+    """A schedule whose losses are scaled by what is in the list."""
+    made = PipelineStage(stage, dist.get_rank(), RANKS, torch.device("cpu"))
+    return SCHEDULES[kind](made, RANKS, loss_fn=lambda output, y: loss_of(output, y, len(y)) * scale[0])
+
+
+def run(schedule: Any, batch: tuple[Tensor, Tensor]) -> None:
+    x, y = batch
+    first, last = dist.get_rank() == 0, dist.get_rank() == RANKS - 1
+    schedule.step(*((x,) if first else ()), **({"target": y} if last else {}))
+
+
+def stages_by_hand(kind: str, level: str, steps: int) -> State:
+    dtype, scale = DTYPES[level], LEVELS[level].get("init_loss_scale", 1.0)
+    stage = own_stage()
+    weights = masters = dict(stage.named_parameters())
+    runs = stage
+    if dtype is not None and level != "model":
+        masters = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
+        stage.to(dtype)
+        round_into(weights, masters, level)
+    if dtype is not None:
+        runs = CastByHand(stage, dtype, casts_weights=level == "model")
+    schedule, optimizer = schedule_of(kind, runs, [scale]), sgd(masters.values())
+    for batch in batches(steps):
+        for weight in weights.values():
+            weight.grad = None
+        run(schedule, batch)
+        for weight, master in zip(weights.values(), masters.values(), strict=True):
+            assert weight.grad is not None
+            master.grad = weight.grad.to(master.dtype) / scale
+        optimizer.step()
+        round_into(weights, masters, level)
+    return whole(masters)
+
+
+@ranks(4, ("1F1B", "split"), long=[("GPipe", "O0"), ("GPipe", "O2"), ("1F1B", "O2"), ("GPipe", "model")])
+def test_stages_as_by_hand(kind: str, level: str) -> None:
+    by_hand = stages_by_hand(kind, level, 3)
+    stage = own_stage()
+    optimizer = sgd(stage.parameters())
+    mpinit.initialize(stage, optimizer, verbosity=0, process_group=dist.group.WORLD, **LEVELS[level])
+    scale: list[Any] = [1.0]
+    schedule = schedule_of(kind, stage, scale)
+    for batch in batches(3):
+        optimizer.zero_grad()
+        with mpinit.scale_loss(torch.ones(()), optimizer) as scale[0]:
+            run(schedule, batch)
+        optimizer.step()
+    assert mpinit.step_counts(optimizer) == (3, 0)
+    assert_same(whole(stage.state_dict()), by_hand)
+
+
+@ranks(4, long=[()])
+def test_fifty_steps_with_overflows_in_stages() -> None:
+    stage = own_stage()
+    optimizer = sgd(stage.parameters())
+    given = {"init_loss_scale": 2.0**12, "process_group": dist.group.WORLD}
+    mpinit.initialize(stage, optimizer, "O2", verbosity=0, **given)
+    scale: list[Any] = [1.0]
+    schedule, chance = schedule_of("1F1B", stage, scale), random.Random(dist.get_rank())
+    before = whole(stage.state_dict())
+    for batch in batches(50):
+        optimizer.zero_grad()
+        with mpinit.scale_loss(torch.ones(()), optimizer) as scale[0]:
+            run(schedule, batch)
+            if chance.random() < 0.06:
+                next(iter(stage.parameters())).grad.fill_(float("inf"))
+        optimizer.step()
+        skipped = bool(mpinit.step_was_skipped(optimizer))
+        assert_one((mpinit.loss_scale(optimizer), mpinit.step_counts(optimizer), skipped))
+        after = whole(stage.state_dict())
+        assert all(torch.equal(after[name], before[name]) for name in after) == skipped
+        before = after
+    assert 5 <= mpinit.step_counts(optimizer)[1] <= 45
+
+
+# -- ranks that do not do the same ----------------------------------------------------------------------------------
+
+
+def keywords(level: str) -> dict[str, Any]:
+    return LEVELS[level] | DYNAMIC
+
+
+def parts(count: int) -> list[tuple[Tensor, Tensor]]:
+    return [mine(batch) for batch in batches(count)]
+
+
+def backward(model: Any, optimizer: Any, batch: tuple[Tensor, Tensor], factor: float = 1.0) -> None:
+    x, y = batch
+    with mpinit.scale_loss(loss_of(model(x), y, len(x)) * factor, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+def assert_all_one(model: nn.Module, optimizer: Any) -> None:
+    """Masters and scales."""
+    assert_one([*model.state_dict().values(), torch.tensor([mpinit.loss_scale(optimizer)])])
+
+
+def network(seed: int) -> nn.Module:
+    """A model with numbers of its own."""
+    torch.manual_seed(seed)
+    model = text()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.01)
+    return model
+
+
+@ranks(4, ("O1",), ("O2",), long=[("split",), ("model",)])
+def test_a_rank_without_a_batch_ends_with_the_others_masters(level: str) -> None:
+    """Neither does it keep anybody waiting, nor is it left behind when all train on, with scales that moved since."""
+    rank = dist.get_rank()
+    model = network(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, **keywords(level))
+    wrapped = DistributedDataParallel(model)
+    assert_all_one(model, optimizer)
+    with wrapped.join():
+        for index, batch in enumerate(parts(4)[: (4, 3, 1, 0)[rank]]):
+            optimizer.zero_grad()
+            # When two ranks have nothing any more.
+            backward(wrapped, optimizer, batch, float("inf") if index == 2 and rank == 1 else 1.0)
+            optimizer.step()
+    assert mpinit.loss_scale(optimizer) == (1024.0 if level == "O0" else 512.0)
+    assert_all_one(model, optimizer)
+    for batch in parts(3):
+        optimizer.zero_grad()
+        backward(wrapped, optimizer, batch)
+        optimizer.step()
+        assert_all_one(model, optimizer)
+
+
+@ranks(4, ("O2",), long=[("split",), ("model",)])
+def test_what_one_rank_has_loaded_reaches_all(level: str) -> None:
+    """Masters and scale, when the model is wrapped, and by broadcast_masters afterwards."""
+    model = network(seed=0)
+    optimizer = sgd(model.parameters())
+    mpinit.initialize(model, optimizer, **keywords(level))
+    state = network(seed=7).state_dict()
+    if dist.get_rank() == 0:
+        model.load_state_dict(state)
+        mpinit.load_state_dict({"loss_scaler0": {"loss_scale": 64.0, "unskipped": 5}}, optimizer)
+    wrapped = DistributedDataParallel(model)
+    assert mpinit.loss_scale(optimizer) == 64.0
+    assert all(map(torch.equal, model.state_dict().values(), state.values()))
+    if dist.get_rank() == 2:
+        mpinit.load_state_dict({"loss_scaler0": {"loss_scale": 32.0, "unskipped": 5}}, optimizer)
+    mpinit.broadcast_masters(optimizer, src=2)
+    for batch in parts(2):
+        optimizer.zero_grad()
+        backward(wrapped, optimizer, batch)
+        optimizer.step()
+        assert_all_one(model, optimizer)
+    assert mpinit.state_dict(optimizer)["loss_scaler0"]["unskipped"] == 7
+
+
+@ranks(4, ("O2",), ("split",), long=[("O0",), ("model",)])
+def test_averages_of_masters_are_one(level: str) -> None:
+    """Local SGD: every rank steps by itself, then all have the mean of the masters."""
+    model = network(seed=0)
+    masters = [parameter.detach().clone() for parameter in model.parameters()]
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, inner, **keywords(level))
+    optimizer = PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=1, warmup_steps=0))
+    if level == "split":
+        backward(model, inner, parts(1)[0])
+        optimizer.step()
+        with refused(RuntimeError, "hold no numbers between steps", "master_weights=True"):
+            model(parts(1)[0][0])
+        return
+    for batch in parts(3):
+        optimizer.zero_grad()
+        backward(model, inner, batch)
+        gradients = [parameter.grad.float().clone() for parameter in mpinit.master_params(inner)]
+        optimizer.step()
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.add_(gradient, alpha=-0.1)
+        flat = torch.cat([master.flatten() for master in masters]) / 4
+        dist.all_reduce(flat)
+        parts_of_it = torch.split(flat, [master.numel() for master in masters])
+        masters = [part.view_as(master).clone() for part, master in zip(parts_of_it, masters, strict=True)]
+        assert_all_one(model, inner)
+    for (name, ours), master in zip(model.state_dict().items(), masters, strict=True):
+        torch.testing.assert_close(ours, master, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@ranks(4, ("O1",), long=[("model",)])
+def test_zero_redundancy_without_masters(level: str) -> None:
+    """Its numbers are those of the optimizer inside it; where there would be masters it is refused."""
+    states = []
+    for sharded in (False, True):
+        model = network(seed=0)
+        optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
+        if sharded:
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+            for refuses in ("O2", "O5", "split"):
+                with refused(ValueError, "ZeroRedundancyOptimizer", "fully_shard", 'master_weights="model"'):
+                    mpinit.initialize(model, optimizer, **LEVELS[refuses], verbosity=0)
+        mpinit.initialize(model, optimizer, **keywords(level))
+        wrapped = ddp()(model, None)
+        for index, batch in enumerate(parts(4)):
+            optimizer.zero_grad()
+            backward(wrapped, optimizer, batch, float("inf") if index == 1 and dist.get_rank() == 2 else 1.0)
+            optimizer.step()
+            assert mpinit.step_was_skipped(optimizer) == (index == 1)
+        assert_all_one(model, optimizer)
+        states.append(model.state_dict())
+        mpinit.undo(model)
+    assert all(map(torch.equal, states[0].values(), states[1].values()))
+
+
+@ranks(4)
+def test_memory_after_initialize() -> None:
+    """A model of the meta device gets its memory first; FSDP2's parameters stay those that they are."""
+    for level in ("O1", "O2", "split", "model"):
+        with torch.device("meta"):
+            model = text()
+        optimizer = sgd(model.parameters())
+        mpinit.initialize(model, optimizer, **keywords(level))
+        model.to_empty(device="cpu")
+        model.load_state_dict(network(seed=0).state_dict())
+        with refused(RuntimeError, "meta device", "to_empty", "mpinit.initialize last"):
+            backward(DistributedDataParallel(model), optimizer, parts(1)[0])
+        mpinit.undo(model)
+        with refused(ValueError, "meta device", "make the optimizer"):
+            mpinit.initialize(model, optimizer, **keywords(level))
+    with torch.device("meta"):
+        model = fsdp(4)(text(), None)
+    optimizer = sgd(model.parameters())
+    mpinit.initialize(model, optimizer, **keywords("O2"))
+    model.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, network(seed=0).state_dict(), options=options)
+    before = whole(model.state_dict())
+    backward(model, optimizer, parts(1)[0])
+    optimizer.step()
+    after = whole(model.state_dict())
+    assert not any(torch.equal(before[name], after[name]) for name in after)

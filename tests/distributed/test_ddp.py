@@ -1,0 +1,293 @@
+"""Replicas of DistributedDataParallel are one model, and train as one process with all their data does."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from encoders import BF16, CASE, F16, F32, TOLERANCE, sgd
+from engines import State, assert_close, assert_one, assert_same, mesh, mine, refused, whole
+from models import LEVELS, level_arguments, train
+from processes import ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import mpinit
+
+MASTERS = [("O2",), ("O5",), ("split",)]
+
+
+# -- one process with the large batch ---------------------------------------------------------------------------------
+
+
+def trained(arguments: dict[str, Any], loop: str, wraps: bool, late: bool = False, views: bool = False) -> State:
+    """Six batches: a step for each (plain), or for two of them, by scale_loss or by a GradScaler that clips.
+
+    Args:
+        late: the optimizer comes when the model is wrapped already.
+    """
+    model: nn.Module = CASE.build()
+    if late:
+        mpinit.initialize(model, await_optimizers=True, **arguments)
+    optimizer: Any = sgd(model)
+    if not late:
+        mpinit.initialize(model, optimizer, **arguments)
+    runs: Any = DistributedDataParallel(model, gradient_as_bucket_view=views) if wraps else model
+    if late:
+        mpinit.add_optimizers(optimizer)
+    scaler = mpinit.GradScaler(optimizer) if loop == "scaler" else None
+    for index, (x, y) in enumerate(mine(batch) if wraps else batch for batch in CASE.batches(6)):
+        last = index % 2 == 1 or loop == "plain"
+        with contextlib.nullcontext() if last or not wraps else runs.no_sync():
+            loss = CASE.loss(runs(x), y) / (1 if loop == "plain" else 2)
+            if scaler:
+                scaler.scale(loss).backward()
+            else:
+                with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+        if last and scaler:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        elif last:
+            optimizer.step()
+        if last:
+            optimizer.zero_grad()
+    if loop != "plain":
+        assert mpinit.step_counts(optimizer) == (3, 0)
+    state = whole(model.state_dict())
+    mpinit.undo(model)
+    return state
+
+
+GRID = [("O0", F32), *((level, dtype) for level in ("O1", "O2", "O3") for dtype in (F16, BF16))]
+
+
+@ranks(
+    2,
+    *[("O0", F32, "plain", False), ("O1", BF16, "plain", True), ("O2", F16, "accumulated", True)],
+    long=[
+        (*row, loop, (place + turn) % 2 == 1)
+        for place, row in enumerate(GRID)
+        for turn, loop in enumerate(("plain", "accumulated"))
+    ],
+)
+def test_ddp_equals_one_process(level: str, dtype: torch.dtype, loop: str, views: bool) -> None:
+    arguments = level_arguments(level, dtype)
+    if loop == "accumulated" and level != "O0":
+        arguments |= {"loss_scale": "dynamic", "init_loss_scale": 1024.0}
+    both = trained(arguments, loop, wraps=True, views=views)
+    assert_one(list(both.values()))
+    assert_close(both, trained(arguments, loop, wraps=False), TOLERANCE[dtype])
+
+
+@ranks(
+    2,
+    *[("O2", True), ("split", False)],
+    long=[(level, late) for level in ("O0", "O1", "O2", "O3", "O4", "O5", "split") for late in (False, True)],
+)
+def test_ddp_by_a_grad_scaler_equals_one_process(level: str, late: bool) -> None:
+    dynamic = {"loss_scale": "dynamic", "init_loss_scale": 1024.0} if level in ("O1", "O2", "O3") else {}
+    arguments = LEVELS[level] | dynamic | ({"cast_model_type": BF16} if level == "O3" else {}) | {"verbosity": 0}
+    both = trained(arguments, "scaler", wraps=True, late=late, views=not late)
+    assert_one(list(both.values()))
+    assert_close(both, trained(arguments, "scaler", wraps=False), 1e-5 if level == "O0" else 3e-2)
+
+
+# -- one model ------------------------------------------------------------
+
+
+def build(level: str, seed: int | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    if seed is not None:
+        torch.manual_seed(seed)
+    model = CASE.build()
+    if seed is not None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.01)
+    optimizer = sgd(model)
+    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    return model, optimizer
+
+
+@ranks(2, ("O2",), ("split",), long=[("O5",), ("O5", True)])
+def test_different_seeds_train_the_first_ranks_masters(level: str, compiled: bool = False) -> None:
+    batches = [mine(batch) for batch in CASE.batches(5)]
+    model, optimizer = build(level, seed=0)
+    train(DistributedDataParallel(model), optimizer, batches, CASE.loss)
+    expected = whole(model.state_dict())
+    mpinit.undo(model)
+    model, optimizer = build(level, seed=dist.get_rank())
+    wrapped: Any = DistributedDataParallel(model)
+    train(torch.compile(wrapped, backend="eager") if compiled else wrapped, optimizer, batches, CASE.loss)
+    assert_one(model)
+    assert_same(whole(model.state_dict()), expected)  # rank 0's numbers
+
+
+@ranks(2)
+def test_a_wrapped_part_has_the_first_ranks_masters() -> None:
+    model, optimizer = build("O5", seed=dist.get_rank())
+    model.layer = DistributedDataParallel(model.layer)
+    x, y = mine(CASE.batches(1)[0])
+    with mpinit.scale_loss(CASE.loss(model(x), y), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert_one(model.layer.module)
+
+
+@ranks(2, ("O2",), long=[("O5",), ("split",)])
+def test_join_with_uneven_inputs_ends_with_one_models_masters(level: str) -> None:
+    model, optimizer = build(level, seed=0)
+    wrapped = DistributedDataParallel(model)
+    batches = [mine(batch) for batch in CASE.batches(6)][: 3 + 2 * dist.get_rank()]
+    with wrapped.join():
+        train(wrapped, optimizer, batches, CASE.loss)
+    masters = [master.detach().clone() for master in mpinit.master_params(optimizer)]
+    assert_one(model)
+    assert_one(masters)
+    mpinit.undo(model)
+    assert "_sync_final_model" not in vars(wrapped)
+
+
+@ranks(2, ("O2",), long=[("O1",), ("O5",), ("split",)])
+def test_a_checkpoint_of_one_rank_reaches_all(level: str) -> None:
+    model, optimizer = build(level, seed=0)
+    wrapped = DistributedDataParallel(model)
+    batches = [mine(batch) for batch in CASE.batches(3)]
+    train(wrapped, optimizer, batches, CASE.loss)
+    state = {name: value + 1e-4 * torch.randn_like(value) for name, value in model.state_dict().items()}
+    if dist.get_rank() == 1:
+        model.load_state_dict(state)
+    mpinit.broadcast_masters(optimizer, src=1)
+    assert_one(model)
+    if dist.get_rank() == 1:
+        assert_same(whole(model.state_dict()), state)  # the sender's numbers stay
+    train(wrapped, optimizer, batches, CASE.loss)
+    assert_one(model)
+
+
+@ranks(2)
+def test_broadcasting_refuses_what_it_cannot_send() -> None:
+    model, optimizer = build("O5", seed=0)
+    with refused(ValueError, "src=7", "[0, 1]"):
+        mpinit.broadcast_masters(optimizer, src=7)
+    with refused(TypeError, "ProcessGroup"):
+        mpinit.broadcast_masters(optimizer, group="world")
+    mpinit.undo(model)
+    if dist.get_rank() == 1:
+        optimizer.param_groups[0]["params"].pop()
+    mpinit.initialize(model, optimizer, verbosity=0, opt_level="O5")
+    with refused(RuntimeError, "different parameters"):
+        mpinit.broadcast_masters(optimizer)
+    mpinit.undo(model)
+    model = fully_shard(CASE.build(), mesh=mesh(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    with refused(ValueError, "sharded", "broadcast_from_rank0"):
+        mpinit.broadcast_masters(optimizer)
+
+
+@ranks(2)
+def test_wrappers_are_found_wherever_they_are() -> None:
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    inside = CASE.build()
+    wrapped = DistributedDataParallel(inside)
+    with refused(ValueError, "DistributedDataParallel around the model", "del"):
+        mpinit.initialize(inside, optimizer_of(inside), "O2", verbosity=0)
+    with refused(ValueError, "DistributedDataParallel"):
+        mpinit.initialize(torch.compile(wrapped, backend="eager"), optimizer_of(inside), "O5", verbosity=0)
+    with refused(ValueError, "torch.compile", "DistributedDataParallel"):
+        mpinit.initialize(torch.compile(wrapped, backend="eager"), optimizer_of(inside), "O1", verbosity=0)
+    around = nn.Sequential(wrapped)
+    with refused(ValueError, "'0' is wrapped"):
+        mpinit.initialize(around, optimizer_of(around), "O5", verbosity=0)
+    assert {parameter.dtype for parameter in inside.parameters()} == {torch.float32}
+    del wrapped, around
+    mpinit.initialize(inside, optimizer_of(inside), "O5", verbosity=0)
+
+
+@ranks(2)
+def test_fsdp1_is_sent_to_fsdp2() -> None:
+    model = FullyShardedDataParallel(CASE.build(), device_id=torch.device("cpu"))
+    for given in (model, nn.Sequential(model)):
+        with refused(ValueError, "FSDP1", "fully_shard(model)"):
+            mpinit.initialize(given, torch.optim.SGD(model.parameters(), lr=0.1), "O1", verbosity=0)
+
+
+@ranks(2, (False,), long=[(True,)])
+def test_training_on_after_undo_asks_for_another_wrapper(compiled: bool) -> None:
+    batches = [mine(batch) for batch in CASE.batches(4)]
+    model, optimizer = build("O5", seed=0)
+    wrapped: Any = DistributedDataParallel(model)
+    runs: Callable[..., Tensor] = torch.compile(wrapped, backend="eager") if compiled else wrapped
+    train(runs, optimizer, batches[:2], CASE.loss)
+    mpinit.undo(model)
+    with torch.no_grad():
+        runs(batches[0][0])
+    with refused(RuntimeError, "Wrap the model again"):
+        runs(batches[0][0])
+    again = DistributedDataParallel(model)
+    CASE.loss(again(batches[2][0]), batches[2][1]).backward()
+    assert_one([parameter.grad for parameter in model.parameters()])
+    del again
+    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    train(DistributedDataParallel(model), optimizer, batches[2:], CASE.loss)
+    assert_one(model)
+
+
+@ranks(2)
+def test_undo_of_float32_weights_leaves_the_wrapper_be() -> None:
+    batches = [mine(batch) for batch in CASE.batches(2)]
+    model, optimizer = build("O1", seed=0)
+    wrapped = DistributedDataParallel(model)
+    train(wrapped, optimizer, batches, CASE.loss)
+    mpinit.undo(model)
+    CASE.loss(wrapped(batches[0][0]), batches[0][1]).backward()
+    optimizer.step()
+    assert_one(model)
+
+
+@ranks(2, ("O1", False), ("O2", True), long=[("O1", True), ("O2", False)])
+def test_an_overflow_on_one_rank_skips_on_all(level: str, unsynced: bool) -> None:
+    model, optimizer = build(level)
+    wrapped = DistributedDataParallel(model)
+    batches = CASE.batches(6)
+    before = whole(model.state_dict())
+    for step in range(3):
+        optimizer.zero_grad()
+        for index, micro in enumerate(batches[2 * step : 2 * step + 2]):
+            x, y = mine(micro)
+            bad = step == 1 and dist.get_rank() == 1 and index == (0 if unsynced else 1)
+            with wrapped.no_sync() if index == 0 else contextlib.nullcontext():
+                loss = CASE.loss(wrapped(x), y) * (float("inf") if bad else 1.0)
+                with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+        optimizer.step()
+        assert mpinit.step_was_skipped(optimizer) == (step == 1)
+        after = whole(model.state_dict())
+        assert_one(after)
+        assert_one(mpinit.loss_scale(optimizer))
+        assert all(torch.equal(after[name], before[name]) for name in after) == (step == 1)
+        before = after
+    assert mpinit.loss_scale(optimizer) == 512.0
+
+
+@ranks(2)
+def test_only_the_first_rank_logs() -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("mpinit")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    mpinit.initialize(CASE.build(), opt_level="O2")
+    logger.removeHandler(handler)
+    assert bool(said) == (dist.get_rank() == 0), said

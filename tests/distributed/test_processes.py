@@ -1,0 +1,48 @@
+"""Of the tests of one launch only that one fails which hangs, ends its process, or is wrong on one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from processes import launch
+
+CASES = """
+import os, time
+import torch.distributed as dist
+from processes import ranks
+
+@ranks(2)
+def test_right():
+    pass
+
+@ranks(2)
+def test_wrong_on_one_rank():
+    assert dist.get_rank() == 0
+
+@ranks(2)
+def test_ended():
+    dist.get_rank() == 0 and os._exit(3)
+    time.sleep(60)
+
+@ranks(2)
+def test_right_again():
+    dist.barrier()
+
+@ranks(2)
+def test_hung():
+    time.sleep(60)
+
+@ranks(2)
+def test_right_at_last():
+    dist.barrier()
+"""
+
+
+def test_what_goes_wrong_is_one_tests_failure(tmp_path: Path) -> None:
+    path = tmp_path / "cases_to_run.py"
+    path.write_text(CASES, encoding="utf-8")
+    names = [line[4:].partition("(")[0] for line in CASES.splitlines() if line.startswith("def ")]
+    outcomes = launch(path, names, "5")
+    assert [name for name, said in outcomes.items() if said == "ok"] == [name for name in names if "right" in name]
+    assert "rank 1: Traceback" in outcomes["test_wrong_on_one_rank"] and "rank 0" not in outcomes[names[1]]
+    assert all("finished no test in time" in outcomes[name] for name in ("test_ended", "test_hung"))

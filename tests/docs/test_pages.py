@@ -1,0 +1,185 @@
+"""README and the site: their snippets run, links lead on, commands exist, and made pages are what the code says."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from frameworks import let_torchvision_load, names_for
+from snippets import PRINTS, ROOT, Snippet, blocks, same_but_for_numbers, snippets
+
+import mpinit
+from mpinit import cli
+
+let_torchvision_load()
+DOCS, README = ROOT / "docs", ROOT / "README.md"
+PAGES = [README, *sorted(DOCS.rglob("*.md"))]
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
+GENERATOR = runpy.run_path(str(DOCS / "generate.py"))
+# The blocks of migrate.md have a test of their own: tests/compat/test_migration_page.py.
+ALL = [snippet for page in PAGES if page.name != "migrate.md" for snippet in snippets(page)]
+# The beginning that the others share: the README's own, and the site's.
+PRELUDES = {snippet.page == README: snippet for snippet in ALL if snippet.mark == "prelude"}
+EXAMPLES = [snippet for snippet in ALL if snippet.mark != "prelude"]
+BY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@pytest.fixture
+def process_group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
+    """A group of one process, for the snippets that are marked as needing one."""
+    if request.getfixturevalue("snippet").mark != "one process, gloo":
+        yield
+        return
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_every_block_is_found() -> None:
+    assert len(ALL) == sum(blocks(page) for page in PAGES if page.name != "migrate.md") > 35
+
+
+# Lightning's data loading asks torch's pytree so, and would like processes of its own.
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("snippet", EXAMPLES, ids=str)
+def test_a_snippet_runs_and_prints_what_the_page_shows(
+    snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    torch.manual_seed(0)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    PRELUDES[snippet.page == README].run(namespace)
+    namespace |= names_for(snippet.mark, tmp_path)
+    for earlier in gone_before(snippet):
+        earlier.run(namespace)
+    capsys.readouterr()
+    snippet.run(namespace)
+    printed = capsys.readouterr().out
+    assert snippet.printed is None or same_but_for_numbers(printed, snippet.printed), printed
+
+
+def test_what_is_shown_belongs_to_a_snippet() -> None:
+    marks = sum(text.count(PRINTS) for text in TEXTS.values())
+    assert marks == sum(snippet.printed is not None for snippet in ALL) >= 3
+
+
+def gone_before(snippet: Snippet) -> list[Snippet]:
+    """What a reader has typed before a snippet that is marked as going on: those since the last that starts afresh."""
+    found: list[Snippet] = []
+    for earlier in EXAMPLES[: EXAMPLES.index(snippet) + 1]:
+        found = [*found, earlier] if earlier.mark == "goes on" else [earlier]
+    return found[:-1]
+
+
+def test_a_tutorial_can_be_typed_from_top_to_bottom() -> None:
+    tutorial = [snippet for snippet in EXAMPLES if snippet.page.stem == "from-float32-to-o2"]
+    assert gone_before(tutorial[-1]) == tutorial[:-1] and len(tutorial) == 4
+
+
+@BY_PAGE
+def test_code_fits_a_window(page: Path) -> None:
+    code = re.findall(r"^```(?:python|bash)$(.*?)^```$", TEXTS[page], re.M | re.S)
+    assert not [line for block in code for line in block.splitlines() if len(line) > 100]
+
+
+@pytest.mark.parametrize("name", sorted(GENERATOR["MADE"]))
+def test_a_made_page_is_what_the_code_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")  # argparse wraps to the terminal
+    made = GENERATOR["MADE"][name]()
+    assert (DOCS / name).read_text(encoding="utf-8") == made, "run: python docs/generate.py"
+
+
+def test_every_public_name_is_on_the_reference_page() -> None:
+    listed = {name for names in GENERATOR["GROUPS"].values() for name in names}
+    public = set(mpinit.__all__) - {"__version__", "amp", "OPT_LEVELS"}
+    assert not public - listed
+    plugs = {path.stem for path in (ROOT / "mpinit" / "integrations").glob("*.py")} - {"__init__"}
+    assert not plugs - {name.split(".")[1] for name in listed if name.startswith("integrations.")}
+
+
+def links(page: Path) -> set[Path]:
+    """The pages that a page links to, in its text or in its table of contents."""
+    text = TEXTS[page]
+    named: list[str] = re.findall(r"\]\(([^)#\s]+\.md)", text)
+    for block in re.findall(r"```\{toctree\}(.*?)```", text, re.S):
+        named += [f"{line}.md" for line in block.split("\n") if line and not line.startswith(":")]
+    return {(page.parent / target).resolve() for target in named}
+
+
+@BY_PAGE
+def test_links_lead_to_files_and_every_page_is_reached(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", TEXTS[page]):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+    assert page in (README, DOCS / "index.md") or page in links(DOCS / "index.md")
+
+
+def test_names_in_tables_break_between_their_words_only() -> None:
+    nodes = pytest.importorskip("docutils.nodes")
+    cell = nodes.entry("", nodes.literal("", "mpinit.stalled(optimizer, n_steps=3)"), nodes.literal("", ".plot()"))
+    runpy.run_path(str(DOCS / "conf.py"))["_let_long_names_break"](None, nodes.table("", cell), "page")
+    pieces = [[str(part) for part in literal.findall(nodes.Text)] for literal in cell.findall(nodes.literal)]
+    shown = [[piece for piece in found if piece != "<wbr>"] for found in pieces]
+    assert shown == [["mpinit.", "stalled(", "optimizer, n_", "steps=3)"], [".plot()"]]
+
+
+# A command at the beginning of a line of a block, or behind torchrun's -m.
+COMMANDS = [
+    command
+    for page in PAGES
+    if page.stem != "cli"
+    for block in re.findall(r"^```(?:bash|text)$(.*?)^```$", TEXTS[page], re.M | re.S)
+    for command in re.findall(r"^(?:torchrun .* -m )?mpinit (.+)", block, re.M)
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_has_the_options_that_a_page_gives_it(command: str) -> None:
+    own, _ = cli._split(shlex.split(command, comments=True))
+    assert cli._parser().parse_args(own).command == own[0]
+
+
+def test_commands_are_found() -> None:
+    assert {command.split()[0] for command in COMMANDS} == set(cli.COMMANDS)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(TEXTS[README].splitlines()) <= 200
+
+
+def test_a_framework_takes_six_lines() -> None:
+    frameworks = [snippet for snippet in EXAMPLES if snippet.page == README and "mpinit.integrations" in snippet.source]
+    assert len(frameworks) == 4
+    assert all(len(snippet.source.splitlines()) <= 6 for snippet in frameworks)
+
+
+def cell(value: Any) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value).removeprefix("torch.")
+
+
+def test_the_property_table_is_the_one_in_the_code() -> None:
+    rows = [
+        [part.strip() for part in line.strip("|").split("|")]
+        for line in TEXTS[README].splitlines()
+        if line.startswith("|")
+    ]
+    start = next(number for number, row in enumerate(rows) if row[0] == "property")
+    assert rows[start][1:] == list(mpinit.OPT_LEVELS)
+    for row in rows[start + 2 : start + 7]:
+        name = row[0].strip("`")
+        assert row[1:] == [cell(getattr(props, name)) for props in mpinit.OPT_LEVELS.values()]
+
+
+def test_make_has_the_targets_that_readme_and_contributing_name() -> None:
+    makefiles = "".join((ROOT / name).read_text("utf-8") for name in ("Makefile", "benchmarks/bench.mk"))
+    named = re.findall(r"\bmake ([a-z-]+)", TEXTS[README] + (ROOT / "CONTRIBUTING.md").read_text("utf-8"))
+    assert not set(named) - {name for line in re.findall(r"^[\w -]+(?=:)", makefiles, re.M) for name in line.split()}
