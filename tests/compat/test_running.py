@@ -151,7 +151,7 @@ def test_a_missing_script_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no such file: 'no_such_script.py'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["run"], ["run", "-m"], ["unknown"]])
+@pytest.mark.parametrize("arguments", [["run"], ["run", "-m"], ["unknown"]])
 def test_a_command_line_without_sense_shows_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
