@@ -104,9 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if arguments.version:
-        from .. import __version__
-
-        print(f"mpinit {__version__}")
+        print(f"mpinit {importlib.import_module('mpinit').__version__}")
         return 0
     if command is None:
         parser.print_help()

@@ -221,6 +221,14 @@ def test_the_version_is_that_of_the_package_that_runs(said: Said, monkeypatch: p
     assert said("--version") == (0, "mpinit 9.9.9\n", "")
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], [], ["lvels"], ["run", "--help"]])
+def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
+    code = f"import sys, contextlib; sys.modules['torch'] = None; sys.argv[1:] = {arguments}\nimport mpinit.cli\n"
+    done = subprocess.run([sys.executable, "-c", f"{code}sys.exit(mpinit.cli.main())"], capture_output=True, text=True)
+    assert done.returncode == (2 if arguments == ["lvels"] else 0), done.stderr
+    assert "Traceback" not in done.stderr
+
+
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 

@@ -157,14 +157,3 @@ def test_a_command_line_without_sense_shows_the_usage(arguments: list[str], caps
         main(arguments)
     assert stopped.value.code == 2
     assert "usage: mpinit" in capsys.readouterr().err
-
-
-def test_help_needs_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None\nfrom importlib.util import spec_from_file_location as spec\n"
-    code += "import importlib.util as u\ns = spec('cli', sys.argv[1]); m = u.module_from_spec(s)\n"
-    code += "sys.modules['cli'] = m; s.loader.exec_module(m); m.main(['run', '--help'])"
-    import mpinit.cli
-
-    done = start(sys.executable, "-c", code, mpinit.cli.__file__)
-    assert done.returncode == 0, done.stderr
-    assert "torchrun --nproc-per-node 2 -m mpinit run" in " ".join(done.stdout.split())
