@@ -13,14 +13,15 @@ Example:
 
 from __future__ import annotations
 
+import importlib
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
-
-from . import amp as amp
-from .basics.names_found_later import found_later
 
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
+    from . import amp as amp
+
     # mypy takes a list that is not spelt out for an empty one; without any, it and others export what they see here.
     from .amp import *  # noqa: F403 - its __all__ spells the names out
     from .inspect.explain import explain as explain
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from .inspect.stalled import stalled as stalled
     from .inspect.suggest import suggest as suggest
 else:
-    # What a training run needs is imported with it; what looks at one, when somebody asks.
     _INSPECTORS = {
         "History": "mpinit.inspect.history",
         "explain": "mpinit.inspect.explain",
@@ -41,12 +41,25 @@ else:
         "suggest": "mpinit.inspect.suggest",
         "watch_overflow": "mpinit.inspect.overflow",
     }
-    globals().update({name: getattr(amp, name) for name in amp.__all__ if name in vars(amp)})
-    __all__ = ["__version__", "amp", "install_as_apex", *_INSPECTORS, *amp.__all__]
-    __getattr__ = found_later(__name__, dict.fromkeys(amp.__all__, "mpinit.amp") | _INSPECTORS)
+
+    def __getattr__(name: str) -> object:
+        """Import what a training run needs with the first name that is asked for, and what looks at one by its name.
+
+        Torch alone takes seconds, and the command line needs neither for its help and its version.
+        """
+        if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+            return importlib.import_module(f"{__name__}.{name}")
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        amp = importlib.import_module("mpinit.amp")
+        found_later = importlib.import_module("mpinit.basics.names_found_later").found_later
+        globals().update({name: getattr(amp, name) for name in amp.__all__ if name in vars(amp)})
+        globals()["__all__"] = ["__version__", "amp", "install_as_apex", *_INSPECTORS, *amp.__all__]
+        found = found_later(__name__, dict.fromkeys(amp.__all__, "mpinit.amp") | _INSPECTORS)
+        return globals()[name] if name in globals() else found(name)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted({*globals(), *__getattr__("__all__")})
 
 
 def install_as_apex() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
@@ -13,13 +14,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand.
+    """One subcommand: its line in ``mpinit --help``, what adds its arguments to a parser, and what does it.
 
-    Attributes:
-        summary: its line in ``mpinit --help``.
-        describe: adds its arguments to a parser.
-        run: does it; gets the parsed arguments and returns the exit status.
-        says_errors: whether what it raises is said in one line, with exit status 2; a user's script shows its own.
+    ``run`` returns the exit status. With ``says_errors`` what it raises is said in one line, with exit status 2; a
+    user's script shows its own.
     """
 
     summary: str
@@ -73,7 +71,6 @@ COMMANDS = {
     "levels": _in_file("levels", "show what the levels set, with overrides applied"),
     "doctor": _in_file("doctor", "show what this machine can do in 16 bits, and which level suits it"),
     "explain": _in_file("explain", "run a model once and show which operation runs in which type, and why"),
-    "bench": _in_file("bench", "train a model at every level and compare time, memory and loss"),
     "convert": _in_file("convert", "turn a checkpoint of apex, torch.amp or mpinit into another's"),
     "run": Command("run a script that was written for apex, unmodified", _describe_run, _run),
     "check-apex": Command("list which apex names a script uses and what covers them", _describe_check, _check),
@@ -95,13 +92,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     own, rest = _split(list(sys.argv[1:] if argv is None else argv))
     parser = _parser(own[0] if own else "")
+    if own and not own[0].startswith("-") and own[0] not in COMMANDS:
+        near = difflib.get_close_matches(own[0], COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
+        parser.error(f"there is no command {own[0]!r}; {hint}")
     arguments, unknown = parser.parse_known_args(own)
-    command = COMMANDS[arguments.command]
-    if unknown and command.says_errors:
+    command = COMMANDS.get(arguments.command)
+    if unknown and command is not None and command.says_errors:
         print(f"mpinit {arguments.command}: unrecognized arguments: {' '.join(unknown)}", file=sys.stderr)
         return 2
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if arguments.version:
+        print(f"mpinit {importlib.import_module('mpinit').__version__}")
+        return 0
+    if command is None:
+        parser.print_help()
+        return 0
     if rest:
         arguments.rest = rest
     return _in_one_line(command, arguments) if command.says_errors else command.run(arguments)
@@ -148,21 +155,11 @@ class _OneLineParser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-class _Version(argparse.Action):
-    """Says which version is installed, without importing it."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version
-
-        print(f"mpinit {version('mpinit')}")
-        parser.exit()
-
-
 def _parser(chosen: str | None = None) -> argparse.ArgumentParser:
     """The parser; with one command's name, only that one's arguments are described, and imported for it."""
     parser = argparse.ArgumentParser(prog="mpinit", description="Mixed precision for PyTorch training scripts.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="store_true", help="show the version and exit")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=command.summary, prog=f"mpinit {name}")
         if command.says_errors:

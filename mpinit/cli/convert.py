@@ -1,26 +1,42 @@
-"""``mpinit convert``: a checkpoint of one library as another's."""
+"""``mpinit convert``: a checkpoint of apex, torch.amp or mpinit in another's form.
+
+All three are dicts with a model's and an optimizer's state dict, and differ in three things: where the loss scale is
+(apex "amp", torch.amp "scaler", mpinit "mpinit"), whether it is a GradScaler's state, and where steps are counted
+(apex's fused optimizers: in their groups).
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import pickle
+import secrets
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from .formats import FORMATS, converted
-from .output import show_json
+from ..basics.dtypes import is_lower_precision
+from ..basics.tables import counted
+from ..scaling.scaler import check_state
+from .output import show_json, show_text
+
+FORMATS: Final = ("mpinit", "apex", "torch")
+
+_SCALER_KEY: Final = {"mpinit": "mpinit", "apex": "amp", "torch": "scaler"}
+_SCALER_KEYS: Final = ("mpinit", "amp", "scaler", "grad_scaler", "loss_scaler")
+_GRAD_SCALER: Final = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+_FP16_OPTIMIZER: Final = ("loss_scaler", "optimizer_state_dict", "fp32_from_fp16")
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The arguments."""
     parser.description = (
         "Turn a checkpoint (a dict with a model's and an optimizer's state dict and a loss scale, saved by torch.save) "
-        "of apex, torch.amp or mpinit into another's: weights in float32, FP16_Optimizer taken apart, the loss scale "
-        "in the form and under the key that the other has: 'mpinit', 'amp' (apex), 'scaler' (torch)."
+        "of apex, torch.amp or mpinit into another's: weights in float32, the loss scale in the form "
+        " and under the key that the other has: 'mpinit', 'amp' (apex), 'scaler' (torch)."
     )
     parser.add_argument("source", metavar="IN", help="the file to read")
     parser.add_argument("target", metavar="OUT", help="the file to write")
@@ -37,38 +53,169 @@ def run(arguments: argparse.Namespace) -> int:
     source, target = Path(arguments.source), Path(arguments.target)
     if target.exists() and source.exists() and target.samefile(source):
         raise ValueError(f"{target} is the file to read; give another name")
-    if target.exists() and not arguments.force:
+    # A link that leads nowhere is there, too.
+    if os.path.lexists(target) and not arguments.force:
         raise ValueError(f"{target} is there already; give another name, or --force")
     result, said = converted(_read(source, arguments.trust), arguments.to, arguments.loss_id)
-    # Beside its place first: what was there stays whole until the new one is.
-    unfinished = target.with_name(f"{target.name}.part")
-    try:
-        torch.save(result, unfinished)
-        os.replace(unfinished, target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    _write(result, target)
     if arguments.json:
         show_json({"in": str(source), "out": str(target), "to": arguments.to, "keys": list(result), "changes": said})
         return 0
-    print(f"{target}: {', '.join(result)}")
-    for line in said:
-        print(f"  {line}")
+    show_text("\n".join([f"{target}: {', '.join(result)}", *(f"  {line}" for line in said)]))
     return 0
 
 
 def _read(source: Path, trusts: bool) -> Any:
     if not source.is_file():
         raise ValueError(f"there is no file {str(source)!r}")
+    with open(source, "rb") as file:
+        # torch.save writes a zip archive, and wrote a pickle before.
+        is_checkpoint = file.read(2) in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+    if not is_checkpoint:
+        raise ValueError(f"{source} is no checkpoint: it was not written by torch.save")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about how it was pickled, which is not the reader's doing
             return torch.load(source, map_location="cpu", weights_only=not trusts)
-    except pickle.UnpicklingError:
+    except pickle.UnpicklingError as error:
         if trusts:
-            raise ValueError(f"{source} is no file of torch.save") from None
+            raise ValueError(f"{source} is no checkpoint that torch.save wrote: {error}") from None
         raise ValueError(
-            f"{source} holds more than tensors and plain values, or is no file of torch.save; where it is your own, "
-            "--trust reads it all the same"
+            f"{source} holds more than tensors and plain values; where it is your own, --trust reads it all the same"
         ) from None
     except (RuntimeError, EOFError) as error:
-        raise ValueError(f"{source} is no file of torch.save: {error}") from None
+        raise ValueError(f"{source} is no checkpoint that torch.save wrote: {error}") from None
+
+
+def _write(result: dict[str, Any], target: Path) -> None:
+    """Write beside the target first, under a name that no file has: what was there stays whole until the new one is."""
+    unfinished = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    # "x" makes the file anew, or fails where there is one, be it a link.
+    with open(unfinished, "xb") as file:
+        try:
+            torch.save(result, file)
+            file.close()
+            os.replace(unfinished, target)
+        except BaseException:
+            unfinished.unlink()
+            raise
+
+
+def converted(checkpoint: Any, to: str, loss_id: int = 0) -> tuple[dict[str, Any], list[str]]:
+    """A checkpoint in another's form.
+
+    Args:
+        checkpoint: what was loaded from a file; not changed.
+        to: "mpinit", "apex" or "torch".
+        loss_id: which loss's scale a form with a single one gets.
+
+    Returns:
+        The new checkpoint, and a line for each thing that differs.
+
+    Raises:
+        ValueError: there is nothing in it that could be converted, or it does not fit together.
+
+    Example:
+        >>> saved = {"model": {}, "scaler": {"scale": 8.0, "_growth_tracker": 3}}
+        >>> converted(saved, "mpinit")[0]["mpinit"]
+        {'loss_scaler0': {'loss_scale': 8.0, 'unskipped': 3}}
+    """
+    if not isinstance(checkpoint, Mapping):
+        raise ValueError(f"the file holds {type(checkpoint).__name__}, not a dict with a model and an optimizer in it")
+    result, said = dict(checkpoint), list[str]()
+    scales = _take_scales(result)
+    for name, value in result.items():
+        if isinstance(value, Mapping) and all(key in value for key in _FP16_OPTIMIZER):
+            raise ValueError(
+                f"{name!r} is apex's FP16_Optimizer, whose masters are the model's weights: load the file with "
+                "apex.fp16_utils.FP16_Optimizer, in a script under mpinit run, and save model.state_dict() and "
+                "optimizer.optimizer.state_dict()"
+            )
+        if _is_optimizer_state(value):
+            result[name] = _with_steps(value, name, said)
+        elif _is_model_state(value):
+            result[name] = _in_float32(value, name, said)
+    known = (_is_model_state(value) or _is_optimizer_state(value) for value in result.values())
+    if not scales and not any(known):
+        raise ValueError(
+            "found no loss scale, model or optimizer in the file to convert; its keys are "
+            f"{', '.join(map(repr, checkpoint)) or 'none'}"
+        )
+    if scales:
+        result[_SCALER_KEY[to]] = _written(scales, to, loss_id)
+        shown = ", ".join(f"{state['loss_scale']:g}" for state in scales.values())
+        said.append(f"loss scale {shown} under {_SCALER_KEY[to]!r}")
+    else:
+        said.append("no loss scale found: give mpinit.load_state_dict none, or start with a fresh scaler")
+    return result, said
+
+
+def _take_scales(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The loss scalers' states, taken out of a checkpoint, as mpinit's."""
+    for key in _SCALER_KEYS:
+        state = result.get(key)
+        if not isinstance(state, Mapping):
+            continue
+        found = _as_ours(state)
+        if found:
+            for name, value in found.items():
+                faults = check_state(value)
+                if faults:
+                    raise ValueError(f"{key!r}: {name} {'; it '.join(faults)}")
+            del result[key]
+            return found
+    return {}
+
+
+def _as_ours(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    if "scale" in state and "_growth_tracker" in state:
+        ours = {"loss_scale": float(state["scale"]), "unskipped": int(state["_growth_tracker"])}
+        return {"loss_scaler0": ours | ({"scales": state["scales"]} if "scales" in state else {})}
+    if state and all(str(name).startswith("loss_scaler") for name in state):
+        return {str(name): dict(value) for name, value in state.items()}
+    return {}
+
+
+def _written(scales: Mapping[str, Mapping[str, Any]], to: str, loss_id: int) -> dict[str, Any]:
+    if to == "mpinit":
+        return {name: dict(state) for name, state in scales.items()}
+    if to == "apex":
+        # apex knows no hysteresis.
+        return {n: {"loss_scale": s["loss_scale"], "unskipped": s["unskipped"]} for n, s in scales.items()}
+    chosen = scales.get(f"loss_scaler{loss_id}")
+    if chosen is None:
+        raise ValueError(f"there is no loss {loss_id}; the file has {', '.join(scales)}: give --loss-id")
+    return {"scale": chosen["loss_scale"], **_GRAD_SCALER, "_growth_tracker": chosen["unskipped"]}
+
+
+def _is_model_state(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(isinstance(tensor, torch.Tensor) for tensor in value.values())
+
+
+def _in_float32(state: Mapping[str, Any], name: str, said: list[str]) -> Mapping[str, Any]:
+    lower = {key for key, value in state.items() if isinstance(value, torch.Tensor) and is_lower_precision(value.dtype)}
+    if not lower:
+        return state
+    first = next(key for key in state if key in lower)
+    said.append(f"{name}: {len(lower)} tensors were 16-bit, the first {first!r}; widened to float32")
+    return {key: tensor.float() if key in lower else tensor for key, tensor in state.items()}
+
+
+def _is_optimizer_state(value: Any) -> bool:
+    return isinstance(value, Mapping) and "state" in value and "param_groups" in value
+
+
+def _with_steps(state: Mapping[str, Any], name: str, said: list[str]) -> dict[str, Any]:
+    """apex's fused optimizers count steps in their groups, torch's for each parameter: say both."""
+    per_parameter = {index: dict(values) for index, values in state["state"].items()}
+    added = 0
+    for group in state["param_groups"]:
+        for index in group["params"] if "step" in group else ():
+            values = per_parameter.get(index)
+            if values and "step" not in values:
+                values["step"] = torch.tensor(float(group["step"]))
+                added += 1
+    if added:
+        given_to = counted(added, "parameter")
+        said.append(f"{name}: the step in the groups, as apex's fused optimizers have it, given to {given_to}")
+    return {**state, "state": per_parameter} if added else dict(state)

@@ -5,20 +5,18 @@ from __future__ import annotations
 import argparse
 import platform
 import shutil
-import statistics
-import time
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from torch.utils.benchmark import Timer
 
 from ..basics.dtypes import dtype_name
 from ..basics.tables import bytes_text
 from ..torch_internals.native_autocast import device_types
-from .output import progress, show_json, show_table
+from .output import show_json, show_table, show_text
 
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 _OPTIMIZERS: Final = ("Adam", "AdamW", "SGD", "Adagrad")
@@ -28,15 +26,7 @@ _WORTH: Final = 1.15
 
 @dataclass
 class Device:
-    """What was found on one device.
-
-    Attributes:
-        name: such as "cpu" or "cuda".
-        model: what it calls itself.
-        memory: in bytes; None where torch does not say.
-        matmul, convolution: dtype -> milliseconds; None where it cannot.
-        fused: optimizers with a fused step for float32 parameters.
-    """
+    """What was found on one device: milliseconds by dtype, None where it cannot, and optimizers with a fused step."""
 
     name: str
     model: str
@@ -62,9 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Look and show."""
     if arguments.size is not None and arguments.size < 8:
         raise ValueError(f"--size {arguments.size} is too small to measure anything; give 8 or more")
-    names = device_types()
-    with progress(len(names) * len(_DTYPES), "measuring") as advance:
-        devices = [_look(name, arguments, advance) for name in names]
+    devices = [_look(name, arguments) for name in device_types()]
     backends = _backends()
     level, reason = recommended(devices[-1])
     if arguments.json:
@@ -75,16 +63,16 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} threads\n")
     for device in devices:
         _show(device)
-    print("torch.compile's backends: " + "; ".join(f"{name} ({state})" for name, state in backends.items()))
-    print(f"\nrecommended: {level}, {reason}")
+    show_text("torch.compile's backends: " + "; ".join(f"{name} ({state})" for name, state in backends.items()))
+    print()
+    show_text(f"recommended: {level}, {reason}")
     return 0
 
 
-def _look(name: str, arguments: argparse.Namespace, advance: Callable[[str], None]) -> Device:
+def _look(name: str, arguments: argparse.Namespace) -> Device:
     size = arguments.size or (512 if name == "cpu" else 4096)
     device = Device(name, *_identity(name))
     for dtype in _DTYPES:
-        advance(f"{name}, {dtype_name(dtype)}")
         a, b = (torch.randn(size, size, device=name) for _ in range(2))
         x, w = torch.randn(8, 64, size // 8, size // 8, device=name), torch.randn(64, 64, 3, 3, device=name)
         device.matmul[dtype_name(dtype)] = _milliseconds(torch.mm, a, b, dtype, arguments.seconds)
@@ -102,23 +90,12 @@ def _identity(name: str) -> tuple[str, int | None]:
 
 
 def _milliseconds(function: Any, x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype, seconds: float) -> float | None:
-    x, y = x.to(dtype), y.to(dtype)
-
-    def once() -> float:
-        started = time.perf_counter()
-        function(x, y)
-        if x.device.type != "cpu":
-            torch.get_device_module(x.device).synchronize()
-        return time.perf_counter() - started
-
+    names = {"function": function, "x": x.to(dtype), "y": y.to(dtype)}
+    timer = Timer("function(x, y)", globals=names, num_threads=torch.get_num_threads())
     try:
-        once()
+        return 1000 * timer.blocked_autorange(min_run_time=seconds).median
     except RuntimeError:
         return None
-    times: list[float] = []
-    while not times or (sum(times) < seconds and len(times) < 200):
-        times.append(once())
-    return 1000 * statistics.median(times)
 
 
 def _has_fused(kind: str, device: str) -> bool:
@@ -187,16 +164,12 @@ def _gain(device: Device, dtype: str) -> float:
 def _show(device: Device) -> None:
     memory = f", {bytes_text(device.memory)}" if device.memory else ""
     rows = []
-    for name, matmul in device.matmul.items():
-        convolution = device.convolution[name]
-        rows.append([name, *_timed(matmul, device.matmul), *_timed(convolution, device.convolution)])
+    for name in device.matmul:
+        row = [name]
+        for times in (device.matmul, device.convolution):
+            took, full = times[name], times["float32"]
+            row += [f"{took:.3g}", f"{full / took:.2f}x"] if took and full else ["cannot", ""]
+        rows.append(row)
     head = ("type", "matmul ms", "speed", "convolution ms", "speed")
     show_table(f"{device.name}: {device.model}{memory}", head, rows, numbers=range(1, 5))
     print(f"fused optimizers on {device.name}: {', '.join(device.fused) or 'none'}\n")
-
-
-def _timed(milliseconds: float | None, times: dict[str, float | None]) -> tuple[str, str]:
-    full = times["float32"]
-    if milliseconds is None or full is None:
-        return "cannot", ""
-    return f"{milliseconds:.3g}", f"{full / milliseconds:.2f}x"

@@ -8,7 +8,7 @@ from typing import Any, Final
 from ..settings.opt_levels import OPT_LEVELS
 from ..settings.properties import Properties, field_names
 from ..settings.resolve import read_config, resolve
-from .output import show_json, show_table
+from .output import show_json, show_table, show_text
 
 _TABLE: Final = (
     *("cast_model_type", "patch_torch_functions", "patch_torch_functions_type", "keep_batchnorm_fp32"),
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     cells = rows if arguments.levels else [row[:-1] for row in rows]
     show_table("What the levels set" + (", with overrides (*)" if given else ""), head, cells)
     for why in dict.fromkeys(refused.values()):
-        print(f"refused at {', '.join(level for level, said in refused.items() if said == why)}: {why}")
+        show_text(f"refused at {', '.join(level for level, said in refused.items() if said == why)}: {why}")
     return 0
 
 
@@ -70,9 +70,14 @@ def _override(text: str) -> tuple[str, Any]:
 
 
 def _row(name: str, found: dict[str, Properties], given: set[str]) -> list[str]:
-    values = [_text(getattr(properties, name)) for properties in found.values()]
     by_level = any(name in OPT_LEVELS[level].model_fields_set for level in found)
     source = "override" if name in given else "level" if by_level else "default"
+    # Where functions are not patched, there is no type that they run in.
+    unused = name == "patch_torch_functions_type" and name not in given
+    values = [
+        _text(None if unused and not properties.patch_torch_functions else getattr(properties, name))
+        for properties in found.values()
+    ]
     return [f"{name}*" if name in given else name, *values, source]
 
 

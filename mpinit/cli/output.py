@@ -1,16 +1,18 @@
-"""How results are shown: tables, by rich on a terminal where it is installed, plain elsewhere; or JSON."""
+"""How results are shown: text and tables within 80 columns, or JSON."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+import re
+import textwrap
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any, Final
 
 from ..basics.tables import plain_table
+
+WIDTH: Final = 80
 
 
 def show_json(value: Any) -> None:
@@ -26,8 +28,28 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def show_text(text: str) -> None:
+    """Print lines, and wrap those that are too long."""
+    for line in text.splitlines():
+        print("\n".join(wrapped(line, WIDTH)))
+
+
+def wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """Text as lines of at most ``width``, broken at blanks; a name alone after a dot or an underscore.
+
+    Example:
+        >>> wrapped("patch_torch_functions_type", 24)
+        ['patch_torch_functions_', 'type']
+    """
+    if len(indent + text) <= width:
+        return [indent + text]
+    wrapper = textwrap.TextWrapper(width, indent, indent, replace_whitespace=False, break_on_hyphens=False)
+    breakable = text if " " in text else re.sub(r"([._])", "\\1\v", text)
+    return [line.replace("\v", "") for line in wrapper.wrap(breakable)]
+
+
 def show_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> None:
-    """Print a table: coloured and fitted to the window on a terminal, plain text into a pipe or a file.
+    """Print a table; where it is too wide, cells of the widest columns take several lines.
 
     Args:
         title: stands above it.
@@ -35,49 +57,11 @@ def show_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], n
         rows: as many cells each.
         numbers: which columns are numbers.
     """
-    table: Any = _rich("table") if sys.stdout.isatty() else None
-    if table is None:
-        print(f"{title}\n{plain_table(head, rows, numbers)}\n")
-        return
-    box: Any = _rich("box")
-    drawn = table.Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    # Between columns there is a blank already: with many of them a window of 80 has no room for more.
-    drawn.padding = (0, int(len(head) < 6), 0, 0)
-    for index, name in enumerate(head):
-        drawn.add_column(name, justify="right" if index in numbers else "left", overflow="fold", no_wrap=index == 0)
-    text: Any = _rich("text")
-    for row in rows:
-        drawn.add_row(*(text.Text(str(cell)) for cell in row))
-    _rich("console").Console().print(drawn)
-
-
-@contextmanager
-def progress(total: int, what: str) -> Iterator[Any]:
-    """A bar on a terminal's stderr; nothing elsewhere.
-
-    Yields:
-        ``advance(words)``: one more is about to be done, described by these words.
-    """
-    bars: Any = _rich("progress") if sys.stderr.isatty() else None
-    if bars is None:
-        yield lambda words: print(f"{what}: {words}", file=sys.stderr) if sys.stderr.isatty() else None
-        return
-    console = _rich("console").Console(stderr=True)
-    with bars.Progress(console=console, transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        started = False
-
-        def advance(words: str) -> None:
-            nonlocal started
-            bar.update(task, description=f"{what}: {words}", advance=1 if started else 0)
-            started = True
-
-        yield advance
-
-
-def _rich(module: str) -> Any:
-    """A module of rich, or None where it is not installed."""
-    try:
-        return importlib.import_module(f"rich.{module}")
-    except ImportError:
-        return None
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    while sum(widths) + 2 * (len(widths) - 1) > WIDTH:
+        room = [width - len(name) for name, width in zip(head, widths, strict=True)]
+        if not any(room):
+            break
+        widths[max(range(len(widths)), key=lambda index: (room[index] > 0) * widths[index])] -= 1
+    lines = [line for row in rows for line in zip_longest(*map(wrapped, row, widths), fillvalue="")]
+    print(f"{title}\n{plain_table(head, lines, numbers)}\n")

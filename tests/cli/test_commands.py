@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import builtins
+import contextlib
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from forked_runs import run_code
 
+import mpinit
 from mpinit.cli import COMMANDS, main, output
-from mpinit.cli.contender import TORCH_AMP
 from mpinit.settings.opt_levels import OPT_LEVELS
 
 MODEL = ["cli_models:classifier", "--input", "8"]
@@ -69,10 +68,41 @@ def test_levels_that_refuse_an_override_say_so_once(said: Said) -> None:
     assert out.count("refused at O1, O4: cast_model_type=torch.bfloat16 contradicts") == 1
 
 
+def test_levels_show_the_type_that_is_used(said: Said) -> None:
+    """Where functions are not patched there is none that they run in, whatever would be taken if they were."""
+    for level, used in (("O1", "float16"), ("O4", "bfloat16"), ("O5", "None"), ("O2", "None")):
+        status, out, _ = said("levels", level)
+        assert status == 0
+        lines = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line}
+        assert lines["patch_torch_functions_type"][0] == used
+    assert "float16 " not in said("levels", "O5")[1].replace("bfloat16", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["levels"],
+        ["levels", *OPT_LEVELS],
+        ["levels", "--set", "cast_model_type=bf16"],
+        ["levels", "O1", "--set", f"keep_fp32={','.join(f'encoder.layer.{n}.norm' for n in range(9))}"],
+        ["explain", *MODEL, "--opt-level", "O5", "--loss", "mean"],
+        ["explain", "cli_models:deep", "--input", "8", "--opt-level", "O2"],
+        ["doctor", "--size", "16", "--seconds", "0.001"],
+        ["--help"],
+    ],
+    ids=lambda arguments: " ".join(arguments)[:40],
+)
+def test_nothing_is_wider_than_80_columns(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        main(arguments)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80, out
+
+
 # -- explain ----------------------------------------------------------------------------------------------------------
 
 
-def test_explain_prints_a_report_and_writes_pages(said: Said, tmp_path: Path) -> None:
+def test_explain_prints_a_report_and_writes_a_page(said: Said, tmp_path: Path) -> None:
     status, out, _ = said("explain", *MODEL, "--opt-level", "O2", "--loss", "cli_models:first_class")
     assert status == 0
     assert "Sequential at O2" in out
@@ -84,6 +114,15 @@ def test_explain_prints_a_report_and_writes_pages(said: Said, tmp_path: Path) ->
     assert page.read_text().startswith("<!doctype html>")
 
 
+def test_explain_advises_options_of_the_command_line(said: Said) -> None:
+    status, out, _ = said("explain", *MODEL)
+    assert status == 0
+    assert "give --loss, a function of the output" in out
+    assert "give --optimizer to have it" in out
+    assert "see --json or --html" in out
+    assert "loss=" not in out and "optimizer=" not in out and "to_html" not in out
+
+
 def test_explain_takes_whole_numbers_and_counts_an_optimizers_state(said: Said) -> None:
     words = ["cli_models:embedding", "--input", "5:int64:10", "--batch", "3", "--optimizer", "adamw", "--json"]
     status, out, _ = said("explain", *words)
@@ -91,33 +130,6 @@ def test_explain_takes_whole_numbers_and_counts_an_optimizers_state(said: Said) 
     report = json.loads(out)
     assert report["bytes_per_parameter"]["O2"]["optimizer state"] == 8.0
     assert {row["module"] for row in report["rows"]} >= {"0", "1"}
-
-
-# -- bench ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_bench_compares_in_processes_of_their_own(said: Said, tmp_path: Path) -> None:
-    plot = tmp_path / "bench.png"
-    words = ["--steps", "3", "--lr", "0.01", "--loss", "cli_models:first_class", "--levels", "O2"]
-    status, out, err = said("bench", *MODEL, *words, "--plot", str(plot), "--json")
-    assert (status, err) == (0, "")
-    found = json.loads(out)
-    assert [result["level"] for result in found] == ["O2"]
-    assert all(len(result["losses"]) == 3 and result["ms"] > 0 for result in found)
-    assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("contender", [*OPT_LEVELS, *TORCH_AMP])
-def test_every_contender_trains(contender: str, said: Said) -> None:
-    words = ["--steps", "8", "--lr", "0.01", "--loss", "cli_models:first_class", "--contender", contender]
-    status, out, _ = said("bench", *MODEL, *words)
-    assert status == 0
-    result = json.loads(out)
-    # Adam's 1e-8 is 0 in float16, so that O3 has nothing to divide by: what bench is there to show.
-    assert result["loss"] < result["first_loss"] or contender == "O3"
-    if contender == "O0":
-        assert result["skipped"] == 0
 
 
 # -- doctor -----------------------------------------------------------------------------------------------------------
@@ -151,7 +163,6 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "an input": (["explain", "cli_models:classifier", "--input", "3xa"], "--input '3xa' is no input"),
     "a shape": (["explain", "cli_models:classifier", "--input", "7"], "shapes cannot be multiplied"),
     "an optimizer": (["explain", *MODEL, "--optimizer", "adamx"], "'adamx' is no optimizer of torch.optim"),
-    "a contender": (["bench", *MODEL, "--levels", "O7"], "the levels are O0"),
     "a size": (["doctor", "--size", "1"], "too small to measure"),
     "a file": (["convert", "no_such.pt", "out.pt", "--to", "mpinit"], "there is no file 'no_such.pt'"),
 }
@@ -174,11 +185,6 @@ def test_missing_arguments_are_one_line_too(arguments: list[str], capsys: pytest
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_bench_says_what_no_contender_could(said: Said) -> None:
-    status, out, err = said("bench", "cli_models:raises", "--levels", "O0")
-    assert (status, out, err) == (2, "", "mpinit bench: KeyError: 'on purpose'\n")
-
-
 def test_traceback_shows_where_an_error_comes_from() -> None:
     with pytest.raises(KeyError, match="on purpose"):
         main(["explain", "cli_models:raises", "--traceback"])
@@ -194,6 +200,35 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     assert len(out.split()) > 20
 
 
+def test_without_a_command_there_is_help(said: Said) -> None:
+    status, out, err = said()
+    assert (status, err) == (0, "")
+    assert all(name in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("lvels", "levels"), ("explian", "explain"), ("check_apex", "check-apex")]
+)
+def test_a_misspelt_command_gets_a_suggestion(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([typed, "O2"])
+    assert stopped.value.code == 2
+    assert f"there is no command {typed!r}; did you mean {meant!r}?" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_package_that_runs(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpinit, "__version__", "9.9.9")
+    assert said("--version") == (0, "mpinit 9.9.9\n", "")
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], [], ["lvels"], ["run", "--help"]])
+def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
+    code = f"import sys, contextlib; sys.modules['torch'] = None; sys.argv[1:] = {arguments}\nimport mpinit.cli\n"
+    done = subprocess.run([sys.executable, "-c", f"{code}sys.exit(mpinit.cli.main())"], capture_output=True, text=True)
+    assert done.returncode == (2 if arguments == ["lvels"] else 0), done.stderr
+    assert "Traceback" not in done.stderr
+
+
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -201,53 +236,18 @@ def table() -> None:
     output.show_table("Title", ["name", "n"], [["a [b] c", "1"], ["d", "20"]], numbers=[1])
 
 
-class Terminal:
-    """Says that it is one."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def isatty(self) -> bool:
-        return True
-
-
 def test_tables_are_plain_text_into_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     table()
     assert capsys.readouterr().out == "Title\nname      n\n-------  --\na [b] c   1\nd        20\n\n"
 
 
-def test_tables_are_drawn_by_rich_on_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdout", Terminal(sys.stdout))
-    table()
+def test_a_wide_table_keeps_every_word(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"word{number}" for number in range(30)]
+    output.show_table("Title", ["name", "what", "n"], [["a_long_name" * 3, " ".join(words), "1"]], numbers=[2])
     out = capsys.readouterr().out
-    assert "─" in out
-    assert "a [b] c" in out, "what stands in a cell is no markup"
-
-
-def test_tables_need_no_rich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    imported = builtins.__import__
-
-    def without_rich(name: str, *arguments: Any, **keywords: Any) -> Any:
-        if name.startswith("rich"):
-            raise ImportError(name)
-        return imported(name, *arguments, **keywords)
-
-    for name in [name for name in sys.modules if name.startswith("rich")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(output.importlib, "import_module", without_rich)
-    monkeypatch.setattr(sys, "stdout", Terminal(sys.stdout))
-    monkeypatch.setattr(sys, "stderr", Terminal(sys.stderr))
-    table()
-    with output.progress(2, "working") as advance:
-        advance("one")
-    captured = capsys.readouterr()
-    assert "a [b] c   1" in captured.out
-    assert captured.err == "working: one\n"
+    assert all(word in out for word in words)
+    assert out.splitlines()[3].endswith(" 1")
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
@@ -258,7 +258,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 
 
 def test_what_the_commands_need_is_imported_when_they_run() -> None:
-    code = "import sys, mpinit, mpinit.cli; print([m for m in sys.modules if m.startswith(('mpinit.cli.', 'rich'))])"
+    code = "import sys, mpinit, mpinit.cli; print([m for m in sys.modules if m.startswith('mpinit.cli.')])"
     done = run_code(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"

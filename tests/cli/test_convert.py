@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 
 import mpinit
 from mpinit.cli import main
-from mpinit.cli.formats import FORMATS, converted
+from mpinit.cli.convert import FORMATS, converted
 from mpinit.compat.apex.fp16_utils import FP16_Optimizer
 
 CASE = CASES["lstm"]
@@ -77,7 +78,7 @@ def test_training_goes_on_from_what_torch_saved(tmp_path: Path) -> None:
     assert train(resumed, other, batches, CASE.loss) == expected
 
 
-def test_apexs_wrapped_optimizer_is_taken_apart() -> None:
+def test_apexs_wrapped_optimizer_is_refused_with_the_way_out() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3).half()
     wrapped = FP16_Optimizer(torch.optim.Adam(model.parameters(), lr=0.1), dynamic_loss_scale=True, verbose=False)
@@ -86,15 +87,9 @@ def test_apexs_wrapped_optimizer_is_taken_apart() -> None:
         wrapped.step()
         wrapped.zero_grad()
     checkpoint = {"model": model.state_dict(), "optimizer": wrapped.state_dict()}
-    found, said = converted(checkpoint, "mpinit")
-    masters = wrapped.fp32_from_fp16_groups[0]
-    assert all(map(torch.equal, found["model"].values(), masters))
-    assert same(found["optimizer"], wrapped.optimizer.state_dict())
-    assert found["mpinit"]["loss_scaler0"]["loss_scale"] == wrapped.loss_scale
-    assert any("taken apart" in line for line in said)
-    masters[0].data.add_(1)
-    with pytest.raises(ValueError, match="'weight' is not the one it was rounded from"):
-        converted(checkpoint | {"optimizer": wrapped.state_dict()}, "mpinit")
+    for to in FORMATS:
+        with pytest.raises(ValueError, match=r"'optimizer' is apex's FP16_Optimizer.* save model\.state_dict"):
+            converted(checkpoint, to)
 
 
 def test_steps_of_apexs_fused_optimizers_reach_every_parameter() -> None:
@@ -125,22 +120,34 @@ def test_several_losses_become_the_one_that_is_asked_for(tmp_path: Path, capsys:
 
 
 def test_files_that_are_none_or_would_be_lost_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good, other, text, code = (tmp_path / name for name in ("good.pt", "other.pt", "text.pt", "code.pt"))
+    names = ("good.pt", "other.pt", "text.pt", "code.pt", "zip.pt", "lost.pt", "other.gif", "empty.pt")
+    good, other, text, code, archive, lost, other_format, empty = (tmp_path / name for name in names)
+    empty.touch()
+    with zipfile.ZipFile(archive, "w") as opened:
+        opened.writestr("a.txt", "a")
     torch.save({"amp": {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}}}, good)
     other.write_bytes(good.read_bytes())
     text.write_text("no checkpoint")
     code.write_bytes(pickle.dumps({"model": Path("x")}))
     out = str(tmp_path / "out.pt")
+    other_format.write_bytes(b"GIF89a")
+    lost.symlink_to(tmp_path / "nowhere")
     wrong = [
         ([str(good), str(good)], "is the file to read"),
         ([str(good), str(other)], "is there already; give another name, or --force"),
-        ([str(text), out], "no file of torch.save"),
+        ([str(good), str(lost)], "is there already; give another name, or --force"),
+        ([str(text), out], "text.pt is no checkpoint"),
+        ([str(other_format), out], "other.gif is no checkpoint"),
+        ([str(empty), out], "empty.pt is no checkpoint"),
+        ([str(archive), out], "zip.pt is no checkpoint"),
         ([str(code), out], "--trust"),
     ]
     for words, error in wrong:
         assert main(["convert", *words, "--to", "torch"]) == 2
-        assert error in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["code.pt", "good.pt", "other.pt", "text.pt"]
+        said = capsys.readouterr().err
+        assert error in said
+        assert "--trust" not in said or "code.pt" in said, "which would not help"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
     assert main(["convert", str(good), str(other), "--to", "torch", "--force"]) == 0
     assert list(torch.load(other)) == ["scaler"]
 
@@ -156,3 +163,25 @@ def test_files_that_are_none_or_would_be_lost_are_refused(tmp_path: Path, capsys
 def test_what_cannot_be_converted_is_refused(checkpoint: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         converted(checkpoint, "mpinit")
+
+
+def test_only_the_file_that_is_named_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a file beside it that was there before, nor what a link there leads to."""
+    good, out, beside, far = (tmp_path / name for name in ("good.pt", "out.pt", "out.pt.part", "far.txt"))
+    torch.save({"amp": {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}}}, good)
+    far.write_text("of another")
+    beside.symlink_to(far)
+    assert main(["convert", str(good), str(out), "--to", "torch"]) == 0
+    assert far.read_text() == "of another"
+    assert beside.is_symlink()
+    assert list(torch.load(out)) == ["scaler"]
+
+    def fails(value: Any, file: Any) -> None:
+        file.write(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch, "save", fails)
+    before = out.read_bytes()
+    assert main(["convert", str(good), str(out), "--to", "mpinit", "--force"]) == 2
+    assert out.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["far.txt", "good.pt", "out.pt", "out.pt.part"]

@@ -21,9 +21,8 @@ BEGINNINGS = [text for row in ROWS for text in re.findall(r"`(.+?)`", row)]
 
 # What is raised with a text that was made elsewhere, or that names a thing alone as Python's own errors do.
 WITHOUT_A_TEXT = {
-    "cli/bench.py: run: ValueError",
-    "cli/formats.py: _take_scales: ValueError",
-    "cli/objects.py: load: ValueError",
+    "cli/convert.py: _take_scales: ValueError",
+    "cli/explain.py: load: ValueError",
     "compat/apex/amp/_amp_state.py: warn_or_err: RuntimeError",
     "compat/apex/amp/frontend.py: load_state_dict: ValueError",
     "settings/properties.py: build: ValueError",

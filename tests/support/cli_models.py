@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 from torch import Tensor, nn
 
 
 def classifier() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def deep() -> nn.Module:
+    """Whose modules have long names."""
+    model = classifier()
+    for name in ("inside_of_another_block", "of_the_encoder_with_a_long_name"):
+        model = nn.Sequential(OrderedDict([(name, model)]))
+    return model
 
 
 def embedding() -> nn.Module:
