@@ -18,6 +18,7 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import cast_policy
 import messages
 
 import mpinit
@@ -147,6 +148,7 @@ MADE: Final = {
     "reference/api.md": api,
     "reference/properties.md": properties,
     "reference/cli.md": command_line,
+    "reference/cast-policy.md": cast_policy.page,
     "reference/all-messages.md": messages.page,
 }
 

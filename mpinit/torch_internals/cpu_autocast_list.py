@@ -20,7 +20,7 @@ import torch
 
 from ..basics.patching import UndoStack
 
-__all__ = ["RUNS_AS_GIVEN", "RUNS_IN_FLOAT32", "follow_cuda", "listed_on_cpu_only"]
+__all__ = ["RUNS_AS_GIVEN", "follow_cuda", "listed_on_cpu_only"]
 
 # Kernels that take 16-bit tensors on a CPU: cast by its list, and not by CUDA's.
 RUNS_AS_GIVEN: Final = (
@@ -35,23 +35,6 @@ RUNS_AS_GIVEN: Final = (
         "trace",
         "fake_quantize_per_tensor_affine",
     ),
-)
-
-# Kernels that take no 16-bit tensors on a CPU, by the names they have in Python. What CUDA does with 16-bit tensors is
-# its own: it computes avg_pool3d and short FFTs, and raises for most of linear algebra.
-RUNS_IN_FLOAT32: Final = (
-    *("torch.nn.functional.avg_pool3d", "torch.nn.functional.ctc_loss", "torch.ctc_loss"),
-    *("torch.quantile", "torch.nanquantile", "torch.polar", "torch.view_as_complex", "torch.stft"),
-    *(f"torch.fft.{way}{kind}fft{dims}" for way in ("", "i") for kind in ("", "r") for dims in ("", "2", "n")),
-    *("torch.fft.hfft", "torch.fft.ihfft"),
-    *("torch.cholesky", "torch.cholesky_inverse", "torch.cholesky_solve", "torch.geqrf", "torch.inverse", "torch.lu"),
-    *("torch.lu_solve", "torch.orgqr", "torch.ormqr", "torch.pinverse", "torch.qr", "torch.svd"),
-    "torch.triangular_solve",
-    *("torch.linalg.cholesky", "torch.linalg.cholesky_ex", "torch.linalg.cond", "torch.linalg.eig"),
-    *("torch.linalg.eigh", "torch.linalg.eigvals", "torch.linalg.eigvalsh", "torch.linalg.householder_product"),
-    *("torch.linalg.inv", "torch.linalg.inv_ex", "torch.linalg.lstsq", "torch.linalg.matrix_rank"),
-    *("torch.linalg.qr", "torch.linalg.solve", "torch.linalg.svd", "torch.linalg.svdvals"),
-    *("torch.linalg.tensorinv", "torch.linalg.tensorsolve"),
 )
 
 _KEY: Final = "AutocastCPU"

@@ -10,7 +10,6 @@ import torch
 from cast_samples import resolve
 
 from mpinit.functions.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow, row_of, wrapped_on
-from mpinit.functions.policy_table import markdown
 
 POLICIES = pytest.mark.parametrize("rows", [TORCH_POLICY, APEX_POLICY], ids=["torch", "apex"])
 
@@ -99,13 +98,9 @@ def test_lookups() -> None:
     assert wrapped_on(exp, ("cpu", "cuda", "npu")) == ("cpu", "npu")
 
 
-def test_the_page_is_made_from_the_data() -> None:
-    page = Path(__file__).parents[2] / "docs" / "reference" / "cast-policy.md"
-    assert page.read_text(encoding="utf-8") == markdown(), "run python -m mpinit.functions.policy_table on the page"
-
-
 def test_the_page_has_each_row_once_per_policy_it_differs_in() -> None:
-    lines = markdown().splitlines()
+    page = Path(__file__).parents[2] / "docs" / "reference" / "cast-policy.md"
+    lines = page.read_text(encoding="utf-8").splitlines()
     for row in TORCH_POLICY:
         wanted = 2 if row.name == "grid_sample" else 1
         assert sum(line.startswith(f"| {row.name} |") for line in lines) == wanted

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import runpy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +18,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mpinit.functions import apply
 from mpinit.functions.cast_lists import Cast, row_of
 from mpinit.functions.installation import resolve_owner
-from mpinit.functions.unlisted import FLOAT32_ON_CPU, MADE_OF_OTHERS
 from mpinit.torch_internals.cpu_autocast_list import RUNS_AS_GIVEN, listed_on_cpu_only
 from mpinit.torch_internals.native_autocast import ForwardCasts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+PAGE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "cast_policy.py"))
+FLOAT32_ON_CPU, MADE_OF_OTHERS = PAGE["FLOAT32_ON_CPU"], PAGE["MADE_OF_OTHERS"]
 
 SHARDS = 4
 COMPLEX = {torch.complex64: FP32, torch.complex32: HALF}

@@ -1,16 +1,53 @@
-"""The page ``docs/reference/cast-policy.md``, from the cast lists: ``python -m mpinit.functions.policy_table FILE``."""
+"""The page ``reference/cast-policy.md``, from the cast lists, and what is in no list, as data measured with torch 2.13.
+
+The data is complete for ``torch.testing``'s database of operators; ``tests/functions/test_operators.py`` compares.
+"""
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Final
 
-from ..torch_internals.cpu_autocast_list import RUNS_AS_GIVEN
-from .cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
-from .unlisted import FLOAT32_ON_CPU, MADE_OF_OTHERS
+from mpinit.functions.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
+from mpinit.torch_internals.cpu_autocast_list import RUNS_AS_GIVEN
+
+# The matrix products inside run in 16 bits: float32 arguments come back in 16 bits.
+_PRODUCTS: Final = (
+    "torch.cov",
+    "torch.corrcoef",
+    "torch.matrix_power",
+    "torch.linalg.matrix_power",
+    "torch.linalg.pinv",
+)
+
+# Powers, logarithms and sums inside run in float32, and so the result is, though not every step is.
+_POWERS: Final = (
+    *("torch.nn.functional.gaussian_nll_loss", "torch.nn.functional.multilabel_soft_margin_loss"),
+    *("torch.nn.functional.local_response_norm", "torch.nn.functional.linear_cross_entropy"),
+)
+
+MADE_OF_OTHERS: Final = {
+    **dict.fromkeys(_PRODUCTS, Cast.LOWER_PRECISION),
+    **dict.fromkeys(_POWERS, Cast.FP32),
+}
+
+# Kernels that take no 16-bit tensors on a CPU, by the names they have in Python. What CUDA does with 16-bit tensors is
+# its own: it computes avg_pool3d and short FFTs, and raises for most of linear algebra.
+FLOAT32_ON_CPU: Final = (
+    *("torch.nn.functional.avg_pool3d", "torch.nn.functional.ctc_loss", "torch.ctc_loss"),
+    *("torch.quantile", "torch.nanquantile", "torch.polar", "torch.view_as_complex", "torch.stft"),
+    *(f"torch.fft.{way}{kind}fft{dims}" for way in ("", "i") for kind in ("", "r") for dims in ("", "2", "n")),
+    *("torch.fft.hfft", "torch.fft.ihfft"),
+    *("torch.cholesky", "torch.cholesky_inverse", "torch.cholesky_solve", "torch.geqrf", "torch.inverse", "torch.lu"),
+    *("torch.lu_solve", "torch.orgqr", "torch.ormqr", "torch.pinverse", "torch.qr", "torch.svd"),
+    "torch.triangular_solve",
+    *("torch.linalg.cholesky", "torch.linalg.cholesky_ex", "torch.linalg.cond", "torch.linalg.eig"),
+    *("torch.linalg.eigh", "torch.linalg.eigvals", "torch.linalg.eigvalsh", "torch.linalg.householder_product"),
+    *("torch.linalg.inv", "torch.linalg.inv_ex", "torch.linalg.lstsq", "torch.linalg.matrix_rank"),
+    *("torch.linalg.qr", "torch.linalg.solve", "torch.linalg.svd", "torch.linalg.svdvals"),
+    *("torch.linalg.tensorinv", "torch.linalg.tensorsolve"),
+)
 
 _DEVICES: Final = ("cpu", "cuda", "xpu")
 
@@ -25,8 +62,7 @@ _MEANING: Final = {
 _INTRODUCTION: Final = """\
 # The cast policy
 
-Made from `mpinit/functions/cast_lists.py` by `python -m mpinit.functions.policy_table
-docs/reference/cast-policy.md`; a test compares the two.
+Made from `mpinit/functions/cast_lists.py` by `python docs/generate.py`; a test compares the two.
 
 What O1 (`patch_torch_functions=True`) does to the arguments of a function, on every device, in float16 and bfloat16.
 **native**: the device's own autocast kernels do it. **wrapped**: a thin wrapper stands at the names printed first; the
@@ -100,13 +136,8 @@ def _listing(names: Iterable[str], indent: str = "  ") -> str:
     return textwrap.fill(listed, 119, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def markdown() -> str:
-    """The whole page.
-
-    Example:
-        >>> markdown().splitlines()[0]
-        '# The cast policy'
-    """
+def page() -> str:
+    """The page of the cast policy."""
     torch_rows = {row.name: row for row in TORCH_POLICY}
     stricter = [row for row in APEX_POLICY if torch_rows.get(row.name) is not row]
     parts = [
@@ -147,7 +178,3 @@ def _table(rows: Iterable[CastRow]) -> str:
 
 def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(markdown(), encoding="utf-8")
