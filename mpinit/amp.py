@@ -24,8 +24,8 @@ from .functions.registration import (
 from .grad_scaler import GradScaler
 from .initialization import add_optimizers, initialize, undo
 from .optimizer.ranks import copy_from
-from .progress import describe, loss_scale, scheduler_step, step_counts, step_was_skipped
 from .optimizer.scaled_loss import ScaledLoss, Unscaled
+from .progress import describe, loss_scale, scheduler_step, step_counts, step_was_skipped
 from .torch_internals.native_autocast import disable_casts
 from .train_state import TrainState
 

@@ -34,7 +34,8 @@ class GradScaler:
 
     ``scale(loss).backward()`` leaves scaled gradients on the weights, where they add up; ``unscale_(optimizer)``, or
     else ``step(optimizer)``, unscales and checks them, in float32 where there are masters; ``update()`` moves the
-    scale. ``torch.amp.GradScaler`` itself works as well, where ``initialize`` was given ``loss_scale=1.0``. Right at every level: where nothing is scaled (a fixed scale of 1) nothing is unscaled, checked or moved.
+    scale. ``torch.amp.GradScaler`` itself works as well, where ``initialize`` was given ``loss_scale=1.0``.
+    Right at every level: where nothing is scaled (a fixed scale of 1) nothing is unscaled, checked or moved.
     The scale and the numbers by which it moves are those that :func:`initialize` was given; a static one stays what it
     is.
 

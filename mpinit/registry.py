@@ -99,9 +99,7 @@ def session_of(optimizer: Any) -> Session:
     session = of(optimizer)
     if session is None:
         known = "; ".join(session.describe() for session in live()) or "there are none"
-        first = "mpinit.initialize" + (
-            ", or to mpinit.add_optimizers," if any(each.awaits for each in live()) else ""
-        )
+        first = "mpinit.initialize" + (", or to mpinit.add_optimizers," if any(each.awaits for each in live()) else "")
         raise RuntimeError(
             f"this {type(optimizer).__name__} was not initialised: pass it to {first} first. Live sessions: {known}"
         )

@@ -144,8 +144,8 @@ class Session:
                 places_beside_groups([optimizer, *wrapped_by(optimizer)], ids)
             if self._states is not None and not steps_per_parameter(optimizer):
                 raise ValueError(
-                    f'optimizer_state="{self._states.codec.name}" decodes a bucket of parameters at a time, and nothing '
-                    f"is known of how {type(optimizer).__name__} updates them and of what it keeps: use "
+                    f'optimizer_state="{self._states.codec.name}" decodes a bucket of parameters at a time, and '
+                    f"nothing is known of how {type(optimizer).__name__} updates them and of what it keeps: use "
                     'optimizer_state="float32", or set optimizer.steps_per_parameter = True if it updates each '
                     "parameter by itself and keeps no copies of weights"
                 )
@@ -204,7 +204,7 @@ class Session:
             _convert(weight, torch.float32)
 
     def _cast_states_of(self, came_in: Mapping[Any, torch.dtype]) -> Undo:
-        """State in the type of 16-bit weights becomes float32, as the masters that are stepped; its undo is for failures."""
+        """State in the type of 16-bit weights becomes float32, as their masters are; its undo is for failures."""
         states = [
             (state, dict(state), parameter)
             for top in self.optimizers
@@ -273,7 +273,7 @@ class Session:
                 managed.exposed.close()
                 managed.gradients.give_up()
             self._is_ending = True
-        dtypes = {weight: weight.dtype for weight in _weights(self)}
+        dtypes: dict[torch.Tensor, torch.dtype] = {weight: weight.dtype for weight in _weights(self)}
         try:
             self._undos.unwind()
             self.ranks.leave(dtypes)
@@ -319,12 +319,16 @@ class Session:
                 new = {id(p) for p in _parameters_of([optimizer]) if self.masters.of(p) is None}
                 failed.push(functools.partial(self._discard, new))
                 mastered = [p for p in _parameters_of([optimizer, *wrapped_by(optimizer)]) if p.requires_grad]
-                came_in = {p: p.dtype for p in mastered if self._makes_masters and is_lower_precision(p.dtype)}
+                came_in: dict[Any, torch.dtype] = {
+                    p: p.dtype for p in mastered if self._makes_masters and is_lower_precision(p.dtype)
+                }
                 failed.push(_states_as_they_are(optimizer))
                 undos.push(self._manage(optimizer))
                 failed.push(undos.unwind)
                 plain = [p for p in _parameters_of([optimizer]) if p not in came_in]
-                casts = {p: (self._casts.came_in(p), p.dtype) for p in plain if self._casts.came_in(p) != p.dtype}
+                casts: dict[Any, Any] = {
+                    p: (self._casts.came_in(p), p.dtype) for p in plain if self._casts.came_in(p) != p.dtype
+                }
                 undos.push(cast_states([optimizer], casts))
                 for each in (optimizer, *wrapped_by(optimizer)):
                     for parameter, state in each.state.items():
@@ -345,6 +349,12 @@ class Session:
         """Nothing of :meth:`add_optimizers` is going to be taken back: let go of what that would need."""
         for optimizer in optimizers:
             self._casts.leave_to_optimizers(self._managed[optimizer].members.weights)
+
+    def waiting_weights(self) -> list[nn.Parameter]:
+        """The models' trainable parameters that no optimizer has, where one is expected to come."""
+        stepped = {id(weight) for members in self._members for weight in members.weights}
+        weights = dict.fromkeys(_weights(self)) if self.awaits else ()
+        return [weight for weight in weights if weight.requires_grad and id(weight) not in stepped]
 
     def let_waiting_go(self) -> None:
         """No optimizer is going to come for the weights that wait: they are 16-bit and nothing else from here on."""

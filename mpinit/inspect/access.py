@@ -16,9 +16,8 @@ from .. import registry
 from ..model.forward import take_off_copy
 from ..optimizer.overflow_log import OverflowLog
 from ..optimizer.step_counts import StepCounts
-from ..optimizer.unscaling import dense_view
-from ..session import Session
-from ..torch_internals.backward_passes import unnoticed as unnoticed
+from ..scaling.unscaling import dense_view
+from ..session import Request, Session
 
 
 def session_of(optimizer: Optimizer) -> Session:
@@ -40,20 +39,18 @@ def session_if_any(owner: nn.Module | Optimizer) -> Session | None:
 
 def parameters_of(session: Session, optimizer: Optimizer) -> list[nn.Parameter]:
     """The model's parameters that an optimizer steps, each once, in the order of its groups."""
-    entries = session.controller_of(optimizer).groups.present()
-    return [entry if (pair := session._store.pairs.of(entry)) is None else pair.model_param for entry in entries]
+    return session.managed(optimizer).parameters()
 
 
 def master_values(session: Session, weight: torch.Tensor) -> torch.Tensor | None:
     """The float32 values of a weight that has a master; None of one that has none."""
-    pair = session._store.pairs.of(weight)
-    return None if pair is None else pair.values().detach()
+    master = session.masters.of(weight)
+    return None if master is None else session.float32_values(master)
 
 
 def gradient_of(session: Session, weight: torch.Tensor) -> torch.Tensor | None:
     """The gradient that the next step uses for a weight."""
-    pair = session._store.pairs.of(weight)
-    return weight.grad if pair is None else pair.readable_param.grad
+    return weight.grad
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,23 +65,23 @@ def observers_of(session: Session, optimizer: Optimizer) -> list[Any]:
     ``step_ended`` after each step, while its gradients are there. ``skipped`` is a bool, or a 0-dimensional tensor
     above 0 where a kernel on the device skipped.
     """
-    observers: list[Any] = session.controller_of(optimizer).observers
+    observers: list[Any] = session.managed(optimizer).observers
     return observers
 
 
 def overflow_log_of(session: Session, optimizer: Optimizer) -> OverflowLog:
     """What is known of the last overflow of an optimizer."""
-    return session.controller_of(optimizer).overflows
+    return session.managed(optimizer).overflow_log
 
 
 def step_counts_of(session: Session, optimizer: Optimizer) -> StepCounts:
     """Steps done and skipped; waits for the device."""
-    return session.controller_of(optimizer).counts
+    return session.managed(optimizer).counts
 
 
 def count_masters(session: Session, optimizer: Optimizer) -> int:
     """How many weights of an optimizer have a master."""
-    return len(session.controller_of(optimizer).groups.copies.pairs)
+    return len(session.managed(optimizer).members.masters)
 
 
 # -- one session ------------------------------------------------------------------------------------------------------
@@ -98,7 +95,7 @@ def scale_of(scaler: Any) -> torch.Tensor:
 
 def waiting_weights(session: Session) -> Sequence[torch.Tensor]:
     """Weights whose masters wait for an optimizer."""
-    return list(session.waiting.weights())
+    return session.waiting_weights()
 
 
 def kept_in_float32(session: Session) -> Mapping[nn.Module, str]:
@@ -138,7 +135,7 @@ def at_level(
         if quiet:
             warnings.simplefilter("ignore")
         checks.check([model], optimizers, properties, plan)
-        session = Session([model], optimizers, name, properties, plan, num_losses=1, verbosity=0)
+        session = Session([model], optimizers, Request(name, properties, plan, verbosity=0))
         session.apply()
     registry.add(session)
     try:

@@ -80,7 +80,7 @@ def explain(
         recording = Recording(target, Reasons(plan, access.float32_modules(in_force)))
         for leaf in (*target.parameters(), *(tensor for tensor in inputs if tensor.is_leaf)):
             leaf.grad = None
-        with access.unnoticed(), recording.trace:
+        with recording.trace:
             _run(target, args, kwargs, loss)
     return PrecisionReport(
         model=type(model).__name__,

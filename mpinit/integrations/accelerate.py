@@ -92,8 +92,8 @@ class LossScaling:
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """A step, which Accelerate takes for skipped where ``optimizer.step`` is not what is called."""
         session = registry.of(optimizer)
-        if session is not None and session.controller_of(optimizer).overflowed:
-            return session.controller_of(optimizer).step(*args, **kwargs)
+        if session is not None and session.managed(optimizer).overflowed():
+            return session.managed(optimizer).step(*args, **kwargs)
         return optimizer.step(*args, **kwargs)
 
     def update(self) -> None:

@@ -92,4 +92,4 @@ def _gradient_holders(optimizer: Optimizer, parameters: Iterable[nn.Parameter] |
     if session is None or parameters is None:
         return amp.master_params(optimizer) if parameters is None else iter(parameters)
     given: Any = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    return session.controller_of(optimizer).gradient_holders(given)
+    return session.managed(optimizer).master_params(given)

@@ -3,8 +3,8 @@
     meaning(weight, master) = where(round(master) == weight, master, weight)      element by element
 
 A pure function of two tensors. What was written to a weight since its master was rounded into it counts; elements that
-were not written, or written with the value they had, keep their low bits. Values put into a weight for an evaluation and
-taken out again cost none.
+were not written, or written with the value they had, keep their low bits. Values put into a weight for an evaluation
+and taken out again cost none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Split masters: the float32 master is the bfloat16 weight and a 16-bit remainder, 2 bytes a parameter, exact to the bit.
+"""Split masters: a float32 master is the bfloat16 weight and a 16-bit remainder, 2 bytes a parameter, exact to the bit.
 
 Between steps a master holds no memory. The law of masters needs no rule here: whatever is written to a weight *is* the
 upper half of its master. A weight is its master rounded half away from zero, where full masters round half to even.
@@ -42,7 +42,7 @@ class SplitMaster(Master):
         self.strides: tuple[int, ...] = ()
 
     def follow_layout(self) -> torch.Tensor:
-        """The remainder, where the weight is and in the order of its memory now: it may have been moved or laid out anew."""
+        """The remainder where the weight is, in the order of its memory: it may have been moved or laid out anew."""
         weight, remainder = shard(self.weight), self.remainder
         assert remainder is not None, "cast comes first"
         if remainder.device != weight.device:
@@ -274,7 +274,11 @@ class _Bucket(OpenMasters):
 
 def _split(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
     """Take float32 values apart; all three dense, in the order of the weight's memory."""
-    bits = flat(values.clone() if values.stride() == weight.stride() else torch.empty_like(weight, dtype=torch.float32).copy_(values))
+    bits = flat(
+        values.clone()
+        if values.stride() == weight.stride()
+        else torch.empty_like(weight, dtype=torch.float32).copy_(values)
+    )
     bits = bits.view(torch.int32)
     take_remainder_(bits, remainder)
     flat(weight).view(torch.int16).copy_(bits)

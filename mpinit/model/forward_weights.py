@@ -82,11 +82,11 @@ class _Standing:
         self._remember_versions()
         if isinstance(module, nn.RNNBase):
             self._flat_outside = self._flat_outside or {name: vars(module)[name] for name in _FLAT_WEIGHTS}
-            module._parameters.update(self.inside)  # type: ignore[arg-type]
+            module._parameters.update(self.inside)
             module._init_flat_weights()  # type: ignore[no-untyped-call]
             self._remember_versions()
         else:
-            module._parameters.update(self.inside)  # type: ignore[arg-type]
+            module._parameters.update(self.inside)
 
     def _remember_versions(self) -> None:
         self._versions = {name: _versions_of(self.outside[name], cast) for name, cast in self.inside.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -40,13 +40,18 @@ class ExposedMasters:
         self._members = members
         self._given: list[_Given] = []
 
-    def give_out(self) -> Iterator[nn.Parameter]:
-        """Masters where weights have full ones; the weights themselves elsewhere."""
+    def give_out(self, weights: Iterable[nn.Parameter] | None = None) -> Iterator[nn.Parameter]:
+        """Masters where weights have full ones; the weights themselves elsewhere.
+
+        Args:
+            weights: only what stands for these. Default: all members.
+        """
         self.settle()
         members, table = self._members, self._members.table
         members.refresh()
+        asked = members.weights if weights is None else list(weights)
         if not isinstance(table, FullMasters):
-            yield from members.weights
+            yield from asked
             return
         known = {id(given.master) for given in self._given}
         for master in members.masters:
@@ -55,7 +60,7 @@ class ExposedMasters:
                 self._given.append(_Given(master, -1, -1, None))
         for given in self._given:
             self._bind(given)
-        yield from members.inner
+        yield from map(members.inside, asked)
         self.settle()
 
     def _bind(self, given: _Given) -> None:
@@ -104,5 +109,6 @@ class ExposedMasters:
 
 
 _BOTH = (
-    "the weight {0!r} and its float32 master of mpinit.master_params() were both {1}, differently: change one of the two"
+    "the weight {0!r} and its float32 master of mpinit.master_params() were both {1}, differently: change one of the "
+    "two"
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, final
 
 import torch
@@ -62,9 +62,7 @@ class ManagedOptimizer:
         overflow_log: what is known of its last overflow.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, members: Members, scope: Scope, rule: ScalingRule, ranks: Ranks
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, members: Members, scope: Scope, rule: ScalingRule, ranks: Ranks) -> None:
         self.optimizer = optimizer
         self.members = members
         self.scope = scope
@@ -242,10 +240,14 @@ class ManagedOptimizer:
         self.members.refresh()
         return self.members.weights
 
-    def master_params(self) -> Iterator[nn.Parameter]:
-        """The groups' members in float32, with their unscaled gradients; see :func:`mpinit.master_params`."""
+    def master_params(self, weights: Iterable[nn.Parameter] | None = None) -> Iterator[nn.Parameter]:
+        """The groups' members in float32, with their unscaled gradients; see :func:`mpinit.master_params`.
+
+        Args:
+            weights: only what stands for these, in their order.
+        """
         self.check_gradients("mpinit.master_params()")
-        yield from self.exposed.give_out()
+        yield from self.exposed.give_out(weights)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 

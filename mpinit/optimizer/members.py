@@ -60,9 +60,7 @@ class Members:
         unsound: groups that must not be stepped by a fused kernel.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, masters: Masters, casts: TensorCasts, names: Names, adopts: bool
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, masters: Masters, casts: TensorCasts, names: Names, adopts: bool) -> None:
         self.optimizer = optimizer
         self.table = masters
         self.names = names
@@ -119,7 +117,7 @@ class Members:
             for weight, master in zip(weights, found, strict=True)
             if master is None and self._adopts and not weight.requires_grad and is_lower_precision(weight.dtype)
         ]
-        as_stepped = {master.weight: torch.float32 for master in self.masters}
+        as_stepped: dict[torch.Tensor, torch.dtype] = {master.weight: torch.float32 for master in self.masters}
         groups = [group for each in holders for group in each.param_groups]
         self.unsound = stepped_wrongly(holders, groups, as_stepped)
         self.generation += 1
@@ -235,6 +233,6 @@ def _check_steps_its_groups(optimizer: Optimizer) -> None:
 
 _CANNOT_EXCHANGE: Final = (
     "{}, beside the optimizer's groups. mpinit puts float32 masters into the groups while a step runs, and cannot put "
-    "one there: keep such parameters in a list or dict under names of their own, or use master_weights=\"model\", where "
+    'one there: keep such parameters in a list or dict under names of their own, or use master_weights="model", where '
     "the model's own parameters are float32"
 )

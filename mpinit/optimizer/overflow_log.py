@@ -9,8 +9,8 @@ from typing import final
 import torch
 
 from ..scaling.scaler import LossScaler
-from ..torch_internals.operations import order_of_leaves
 from ..scaling.unscaling import dense_view
+from ..torch_internals.operations import order_of_leaves
 from .members import Members
 
 

@@ -294,7 +294,7 @@ _SHARED: Final = "state"
 
 @final
 class _StateExchange:
-    """An optimizer's state, keyed by weights between steps and by masters inside: two dicts that share their entries."""
+    """An optimizer's state, keyed by weights between steps and by masters inside: two dicts of the same entries."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
