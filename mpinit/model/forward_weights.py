@@ -86,7 +86,7 @@ class _Standing:
             module._init_flat_weights()  # type: ignore[no-untyped-call]
             self._remember_versions()
         else:
-            module._parameters.update(self.inside)
+            module._parameters.update(self.inside)  # type: ignore[arg-type]
 
     def _remember_versions(self) -> None:
         self._versions = {name: _versions_of(self.outside[name], cast) for name, cast in self.inside.items()}
