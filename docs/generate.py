@@ -59,7 +59,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
 OPTIONS: Final[Mapping[str, str]] = {
     "Properties": "",
     "History": "   :members:\n   :exclude-members: backward_ended, step_ended\n",
-    "inspect.faults.OverflowWatch": "   :members: first, first_module, kind, inputs\n",
+    "inspect.faults.OverflowWatch": "   :members: first, first_module, kind, inputs, faults\n",
     "integrations.lightning.MixedPrecision": "",
     "integrations.timm.Scaler": "   :members:\n   :special-members: __call__\n",
 }

@@ -1,4 +1,4 @@
-"""What is said about a session: a log line when it starts, and a page when somebody asks."""
+"""What is said about a session: a log line when it starts, and a few lines of text when it is asked."""
 
 from __future__ import annotations
 

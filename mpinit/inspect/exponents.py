@@ -16,7 +16,7 @@ from . import access
 # Exponents of the smallest subnormal, the smallest normal and the largest number of each type.
 _RANGES: Final[Mapping[str, tuple[int, int, int]]] = {"float16": (-24, -14, 15), "bfloat16": (-133, -126, 127)}
 _LOWEST: Final = -149
-# Bits of room for gradients that grow, and for those of activations, which nobody has counted.
+# Bits of room for gradients that grow, and for those of activations, which are not counted.
 _HEADROOM: Final = 2
 _LARGEST_SCALE_EXPONENT: Final = 24
 

@@ -35,8 +35,8 @@ class Fault:
         operation: torch's name for it, as "aten.mm.default"; the parameter's name where ``kind`` is "weights".
         dtype: of the result.
         inputs: what it was computed from.
-        may_be_meant: whether it does no harm by itself: float32 arithmetic whose result nobody may use, and -inf, as in
-            a mask.
+        may_be_meant: whether it does no harm by itself: float32 arithmetic whose result may not be used, and -inf, as
+            in a mask.
     """
 
     kind: str
@@ -79,7 +79,6 @@ class OverflowWatch(Watcher):
     block and after it.
 
     Attributes:
-        faults: every such operation in order, also those that did no harm.
         peaks: the module of a forward operation -> the largest finite magnitude it gave; what is beyond float16 only
             where it was not given that large: a mask of ``finfo(dtype).min`` is another number in each type.
         result_peaks: a module -> the largest finite magnitude that it returned.
@@ -99,7 +98,7 @@ class OverflowWatch(Watcher):
     def __init__(self, model: torch.nn.Module, rounded_to: Iterable[torch.dtype] = ()) -> None:
         self._trace = ModelTrace(model, self)
         self._model = model
-        self.faults: list[Fault] = []
+        self._faults: list[Fault] = []
         self.peaks: dict[str | None, float] = {}
         self.result_peaks: dict[str, float] = {}
         self.sensitivity: dict[torch.dtype, dict[str | None, float]] = {dtype: {} for dtype in rounded_to}
@@ -119,11 +118,12 @@ class OverflowWatch(Watcher):
                 is_weight = isinstance(tensor, torch.nn.Parameter)
                 if not is_finite(values) if is_weight else bool(values.isnan().any()):
                     module = name.rpartition(".")[0]
-                    self.faults.append(Fault("weights", module, FORWARD, name, tensor.dtype, (stats_of(values),)))
+                    self._faults.append(Fault("weights", module, FORWARD, name, tensor.dtype, (stats_of(values),)))
         with ExitStack() as stack:
-            # Only hooks of a module are shown its keywords.
-            hook = self._model.register_forward_pre_hook(self._look_at_inputs, with_kwargs=True, prepend=True)
-            stack.callback(hook.remove)
+            # Only a module's own hooks are shown its keywords; scripted modules take no hooks.
+            if not isinstance(self._model, torch.jit.ScriptModule):
+                hook = self._model.register_forward_pre_hook(self._look_at_inputs, with_kwargs=True, prepend=True)
+                stack.callback(hook.remove)
             stack.enter_context(self._trace)
             self._stack = stack.pop_all()
         return self
@@ -134,14 +134,19 @@ class OverflowWatch(Watcher):
         self._stack.close()
 
     @property
+    def faults(self) -> tuple[Fault, ...]:
+        """Every such operation in order, also those that did no harm."""
+        return tuple(self._faults)
+
+    @property
     def first(self) -> Fault | None:
         """The first fault that did harm; where results and gradients are finite, what may be meant did none."""
         if self.results_are_bad:
-            return next(iter((*self.faults, *self._infinite_inputs)), None)
-        surely = next((fault for fault in self.faults if not fault.may_be_meant), None)
+            return next(iter((*self._faults, *self._infinite_inputs)), None)
+        surely = next((fault for fault in self._faults if not fault.may_be_meant), None)
         if surely is not None or not self.gradients_are_bad:
             return surely
-        return next(iter(self.faults), None)
+        return next(iter(self._faults), None)
 
     @property
     def first_module(self) -> str | None:
@@ -172,10 +177,12 @@ class OverflowWatch(Watcher):
                 fault = Fault("data", "", FORWARD, "inputs", tensor.dtype, (stats_of(tensor),))
                 # -inf may be a mask.
                 is_mask = not bool(tensor.isnan().any()) and not bool((tensor == math.inf).any())
-                (self._infinite_inputs if is_mask else self.faults).append(fault)
+                (self._infinite_inputs if is_mask else self._faults).append(fault)
 
-    def module_begins(self, name: str, module: torch.nn.Module) -> None:
-        """Operations tell all there is to know."""
+    def module_begins(self, name: str, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        """The model's own inputs are the data."""
+        if not name and isinstance(module, torch.jit.ScriptModule):
+            self._look_at_inputs(module, args, {})
 
     def module_ends(self, name: str, output: Any) -> None:
         """What the model gives tells whether a fault did harm."""
@@ -244,13 +251,13 @@ class OverflowWatch(Watcher):
             self.results_are_bad = True
         has_nan = bool(tensor.isnan().any())
         made_here = not inputs.any_nan if has_nan else not inputs.any_inf and not inputs.any_nan
-        if made_here and not inputs.infinite_number and len(self.faults) < _ENOUGH:
+        if made_here and not inputs.infinite_number and len(self._faults) < _ENOUGH:
             kind = self._kind(name, place.phase, tensor, inputs)
             meant = place.phase == FORWARD and (
                 kind == "float32" or bool((~tensor.isfinite() == (tensor == -math.inf)).all())
             )
             stats = inputs.stats()
-            self.faults.append(Fault(kind, place.module, place.phase, operation, tensor.dtype, stats, meant))
+            self._faults.append(Fault(kind, place.module, place.phase, operation, tensor.dtype, stats, meant))
 
     def _kind(self, name: str, phase: str, tensor: torch.Tensor, inputs: _Inputs) -> str:
         if not is_lower_precision(tensor.dtype):

@@ -21,7 +21,7 @@ _FIELDS: Final = ("step", "loss", "scale", "skipped", "gradient_norm", "good", "
 
 @dataclass
 class _Row:
-    """One step as it was seen: tensors that nobody has read, or numbers."""
+    """One step as it was seen: tensors that were not read yet, or numbers."""
 
     step: int
     losses: list[torch.Tensor]

@@ -64,7 +64,7 @@ class Operation:
         name: its name, without the overload's.
         inputs, outputs: names of the floating dtypes among them, each once.
         cast: from which floating dtype to which it casts; None where it is no cast.
-        caller: who asked for it.
+        caller: the frame that asked for it.
     """
 
     name: str

@@ -45,7 +45,7 @@ class Recording(Watcher):
         """What was counted, in the order in which it was first met."""
         return tuple(self._rows.values())
 
-    def module_begins(self, name: str, module: nn.Module) -> None:
+    def module_begins(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A reason depends on the module."""
         self._reasons.enter(module)
 

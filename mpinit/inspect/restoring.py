@@ -131,6 +131,11 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
             yield storage
 
 
+def _pointer(tensor: torch.Tensor) -> int:
+    """Where its first number is; 0 where it has no memory of its own."""
+    return tensor.data_ptr() if next(_storages(tensor), None) is not None else 0
+
+
 def _attributes(module: nn.Module) -> Undo:
     own = vars(module)
     before = dict(own)
@@ -154,10 +159,10 @@ def _leaf(leaf: torch.Tensor) -> Undo:
     waiting = dict(hooks) if hooks else {}
     if hooks:
         hooks.clear()
-    pointer = data.data_ptr() if not data.is_meta else 0
+    pointer = _pointer(data)
 
     def give_back() -> None:
-        if leaf.dtype != data.dtype or (not data.is_meta and leaf.data_ptr() != pointer):
+        if leaf.dtype != data.dtype or _pointer(leaf) != pointer:
             leaf.grad = None
             torch.Tensor.data.__set__(leaf, data)  # type: ignore[attr-defined]
         leaf.requires_grad_(wants)

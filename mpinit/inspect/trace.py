@@ -47,8 +47,8 @@ class Watcher(ABC):
         """Run an operation and return its result."""
 
     @abstractmethod
-    def module_begins(self, name: str, module: nn.Module) -> None:
-        """A module's forward begins ("" is the model itself)."""
+    def module_begins(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A module's forward begins ("" is the model itself), with these positional arguments."""
 
     @abstractmethod
     def module_ends(self, name: str, output: Any) -> None:
@@ -105,7 +105,7 @@ class ModelTrace:
         if self._is_ours(module):
             self._running.append(self._names[module])
             self._note()
-            self._watcher.module_begins(self._names[module], module)
+            self._watcher.module_begins(self._names[module], module, inputs)
 
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._is_ours(module) and self._running:

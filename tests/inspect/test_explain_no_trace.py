@@ -122,7 +122,7 @@ def test_everything_is_as_before_bit_for_bit(initialised: bool, level: str | Non
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_training_goes_on_as_if_nobody_had_looked(level: str) -> None:
+def test_training_goes_on_as_if_it_had_not_been_looked_at(level: str) -> None:
     losses = []
     for looks in (False, True):
         case = CASES["cnn"]
@@ -144,6 +144,21 @@ def test_training_goes_on_as_if_nobody_had_looked(level: str) -> None:
         losses.append((found, [value.tolist() for value in model.state_dict().values()]))
         mpinit.undo(model)
     assert losses[0] == losses[1]
+
+
+def test_sparse_inputs_are_left_as_they_are() -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(x, self.weight)
+
+    x = torch.eye(4).to_sparse()
+    report = mpinit.explain(Product(), x, loss=torch.sum)
+    assert {row.phase for row in report.rows} == {"forward", "backward"}
+    assert torch.equal(x.to_dense(), torch.eye(4))
 
 
 def test_hooks_that_step_in_the_backward_pass_wait() -> None:
