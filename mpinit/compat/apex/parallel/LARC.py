@@ -10,6 +10,11 @@ import torch
 from ..optimizers._steps import loss_of, without_decay
 
 
+def _of_the_inner(name: str) -> Any:
+    """An attribute of the wrapped optimizer."""
+    return property(lambda self: getattr(self.optim, name), lambda self, value: setattr(self.optim, name, value))
+
+
 class LARC(torch.optim.Optimizer):
     """Scales each parameter's gradient by a trust ratio, then lets the wrapped optimizer step.
 
@@ -44,32 +49,9 @@ class LARC(torch.optim.Optimizer):
         # Hooks and nothing else: Optimizer.__init__ would set up groups, and those are the wrapped optimizer's.
         super().__setstate__({})
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's groups."""
-        return self.optim.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's state."""
-        return self.optim.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optim.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The wrapped optimizer's defaults."""
-        return self.optim.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.optim.defaults = value
+    param_groups = _of_the_inner("param_groups")
+    state = _of_the_inner("state")
+    defaults = _of_the_inner("defaults")
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickling keeps: the wrapped optimizer and the options."""
