@@ -7,12 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..optimizers._steps import loss_of, without_decay
-
-
-def _of_the_inner(name: str) -> Any:
-    """An attribute of the wrapped optimizer."""
-    return property(lambda self: getattr(self.optim, name), lambda self, value: setattr(self.optim, name, value))
+from ..optimizers._steps import attribute_of, loss_of, without_decay
 
 
 class LARC(torch.optim.Optimizer):
@@ -49,9 +44,9 @@ class LARC(torch.optim.Optimizer):
         # Hooks and nothing else: Optimizer.__init__ would set up groups, and those are the wrapped optimizer's.
         super().__setstate__({})
 
-    param_groups = _of_the_inner("param_groups")
-    state = _of_the_inner("state")
-    defaults = _of_the_inner("defaults")
+    param_groups = attribute_of("optim", "param_groups")
+    state = attribute_of("optim", "state")
+    defaults = attribute_of("optim", "defaults")
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickling keeps: the wrapped optimizer and the options."""
