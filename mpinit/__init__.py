@@ -17,6 +17,8 @@ import importlib
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from .basics.names_found_later import found_later
+
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
@@ -49,14 +51,13 @@ else:
         """
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")
-        if name.startswith("__") and name != "__all__":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        amp = importlib.import_module("mpinit.amp")
-        found_later = importlib.import_module("mpinit.basics.names_found_later").found_later
-        globals().update({name: getattr(amp, name) for name in amp.__all__ if name in vars(amp)})
-        globals()["__all__"] = ["__version__", "amp", "install_as_apex", *_INSPECTORS, *amp.__all__]
-        found = found_later(__name__, dict.fromkeys(amp.__all__, "mpinit.amp") | _INSPECTORS)
-        return globals()[name] if name in globals() else found(name)
+        homes = dict(_INSPECTORS)
+        if name == "__all__" or not name.startswith("_"):
+            amp = importlib.import_module("mpinit.amp")
+            homes |= dict.fromkeys(amp.__all__, "mpinit.amp")
+            globals().update({each: getattr(amp, each) for each in amp.__all__ if each in vars(amp)})
+            globals()["__all__"] = ["__version__", "amp", "install_as_apex", *_INSPECTORS, *amp.__all__]
+        return globals()[name] if name in globals() else found_later(__name__, homes)(name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__getattr__("__all__")})

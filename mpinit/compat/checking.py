@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .coverage import COVERED, KERNEL_MODULES, MODULES, OPTIMIZER_ATTRIBUTES
+from .coverage import COVERED, MISSING, MODULES, OPTIMIZER_ATTRIBUTES
 
 
 @dataclass(frozen=True, order=True)
@@ -20,7 +20,7 @@ class Use:
         line: where it is first used.
         name: the full dotted name, or "optimizer._amp_stash" and the like.
         covered: whether ``mpinit run`` provides it.
-        spelling: how mpinit or torch spells it; "" where it is not covered.
+        spelling: how mpinit or torch spells it; where it is not covered, what to use instead, or "".
     """
 
     line: int
@@ -63,7 +63,8 @@ def _print_table(name: str, uses: Sequence[Use]) -> None:
     print(f"{name}: {len(uses)} apex names, {len(uses) - missing} covered, {missing} not")
     width = max(len(use.name) for use in uses)
     for use in uses:
-        verdict = f"covered      {use.spelling}" if use.covered else "NOT COVERED"
+        instead = f"  use {use.spelling}" if use.spelling else ""
+        verdict = f"covered      {use.spelling}" if use.covered else f"NOT COVERED{instead}"
         print(f"  line {use.line:>4}  {use.name:<{width}}  {verdict}")
 
 
@@ -85,107 +86,76 @@ def find_uses(source: str | bytes, filename: str = "<script>") -> list[Use]:
         'mpinit.amp'
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old scripts hold invalid escapes, which are not our business
-        tree = ast.parse(source, filename)
-    bound = _bindings(tree)
+        warnings.simplefilter("ignore")  # old scripts hold invalid escapes, which are not ours to tell
+        nodes = list(ast.walk(ast.parse(source, filename)))
+    bound: dict[str, str] = {}
+    found = [use for node in nodes for use in _imported(node, bound)]
+    found += [use for node in nodes if isinstance(node, ast.Attribute) for use in _named(node, bound)]
     first: dict[str, int] = {}
-    for line, name in (*_imported(tree), *_named(tree, bound), *_of_optimizers(tree)):
-        first[name] = min(line, first.get(name, line))
-    return sorted(_judge(line, name) for name, line in _without_prefixes(first).items())
+    for line, name in found:
+        judged = name if name.startswith("optimizer.") else _judged(name)
+        first[judged] = min(line, first.get(judged, line))
+    return sorted(_use(line, name) for name, line in _without_prefixes(first).items())
 
 
 def _is_apex(dotted: str) -> bool:
-    top = dotted.split(".")[0]
-    return top == "apex" or top in KERNEL_MODULES
+    return dotted.split(".")[0] == "apex"
 
 
-def _imported(tree: ast.AST) -> Iterable[tuple[int, str]]:
-    """Every apex name in an import statement or a literal ``import_module`` call."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names if _is_apex(alias.name))
-        elif isinstance(node, ast.ImportFrom) and not node.level and _is_apex(node.module or ""):
-            yield from ((node.lineno, f"{node.module}.{alias.name}".removesuffix(".*")) for alias in node.names)
-        elif isinstance(node, ast.Call) and _called_name(node) in ("import_module", "__import__"):
-            literals = [a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-            yield from ((node.lineno, name) for name in literals if _is_apex(name))
+def _imported(node: ast.AST, bound: dict[str, str]) -> Iterator[tuple[int, str]]:
+    """Apex names in an import or a literal ``import_module`` call; the local names that stand for them are bound."""
+    if isinstance(node, ast.Import):
+        for alias in filter(lambda alias: _is_apex(alias.name), node.names):
+            bound[alias.asname or "apex"] = alias.name if alias.asname else "apex"
+            yield node.lineno, alias.name
+    elif isinstance(node, ast.ImportFrom) and not node.level and _is_apex(node.module or ""):
+        for alias in node.names:
+            bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+            yield node.lineno, f"{node.module}.{alias.name}".removesuffix(".*")
+    elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+        called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if called in ("import_module", "__import__") and _is_apex(str(node.args[0].value)):
+            yield node.lineno, str(node.args[0].value)
 
 
-def _called_name(node: ast.Call) -> str:
-    if isinstance(node.func, ast.Attribute):
-        return node.func.attr
-    return node.func.id if isinstance(node.func, ast.Name) else ""
+def _named(node: ast.Attribute, bound: dict[str, str]) -> Iterator[tuple[int, str]]:
+    """A dotted chain that starts at a bound name, and what apex puts on optimizers."""
+    if node.attr in OPTIMIZER_ATTRIBUTES:
+        yield node.lineno, f"optimizer.{node.attr}"
+    parts = [node.attr]
+    inner = node.value
+    while isinstance(inner, ast.Attribute):
+        parts.append(inner.attr)
+        inner = inner.value
+    if isinstance(inner, ast.Name) and inner.id in bound:
+        yield node.lineno, ".".join([bound[inner.id], *reversed(parts)])
 
 
-def _bindings(tree: ast.AST) -> dict[str, str]:
-    """Local names that stand for apex names, wherever in the file they are bound."""
-    bound: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if _is_apex(alias.name):
-                    bound[alias.asname or alias.name.split(".")[0]] = (
-                        alias.name if alias.asname else alias.name.split(".")[0]
-                    )
-        elif isinstance(node, ast.ImportFrom) and not node.level and _is_apex(node.module or ""):
-            for alias in node.names:
-                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    return bound
-
-
-def _named(tree: ast.AST, bound: dict[str, str]) -> Iterable[tuple[int, str]]:
-    """Every dotted chain that starts at a bound name."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            parts = []
-            inner: ast.expr = node
-            while isinstance(inner, ast.Attribute):
-                parts.append(inner.attr)
-                inner = inner.value
-            if isinstance(inner, ast.Name) and inner.id in bound:
-                yield node.lineno, ".".join([bound[inner.id], *reversed(parts)])
-
-
-def _of_optimizers(tree: ast.AST) -> Iterable[tuple[int, str]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in OPTIMIZER_ATTRIBUTES:
-            yield node.lineno, f"optimizer.{node.attr}"
-
-
-def _known(name: str) -> str:
-    """The covered name that ``name`` is or is an attribute of; "" where there is none."""
+def _judged(name: str) -> str:
+    """What a name counts as: a covered object that it is an attribute of, or itself as far as that says something."""
     parts = name.split(".")
-    candidates = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    covered = next((candidate for candidate in candidates if candidate in COVERED), "")
-    return name if name in MODULES else covered
+    outer = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    covered = next((each for each in outer if each in COVERED), "")
+    if name in MODULES or covered:
+        return name if name in MODULES else covered
+    inside = next((each for each in outer if each in MODULES), "")
+    # In a known module the first missing name is enough; a missing package is named as far as the script does.
+    return ".".join(parts[: inside.count(".") + 2]) if "." in inside else name
 
 
 def _without_prefixes(first: dict[str, int]) -> dict[str, int]:
-    """Names by what is judged: attributes of a covered object count as it, inner links of a longer chain go."""
-    merged: dict[str, int] = {}
-    for name, line in first.items():
-        key = name if name.startswith("optimizer.") else _known(name) or _first_unknown(name)
-        merged[key] = min(line, merged.get(key, line))
-    unknown = [name for name in merged if not _known(name)]
-    for name in unknown:
-        longer = [other for other in unknown if other.startswith(name + ".")]
+    """Missing names without those that are links of a longer one, which is as early as they are."""
+    missing = [name for name in first if not (name in MODULES or name in COVERED or name.startswith("optimizer."))]
+    for name in sorted(missing):
+        longer = [other for other in missing if other.startswith(name + ".")]
         for other in longer:
-            merged[other] = min(merged[name], merged[other])
+            first[other] = min(first[name], first[other])
         if longer:
-            del merged[name]
-    return merged
+            del first[name]
+    return first
 
 
-def _first_unknown(name: str) -> str:
-    """``apex.contrib.x.Y`` is missing from ``apex.contrib`` on, but is reported as far as the script names it."""
-    parts = name.split(".")
-    inside = max((end for end in range(len(parts) + 1) if ".".join(parts[:end]) in MODULES), default=0)
-    # Past the first missing name in a known module, further attributes say nothing more.
-    return ".".join(parts[: inside + 1]) if inside > 1 else name
-
-
-def _judge(line: int, name: str) -> Use:
-    if name.startswith("optimizer."):
-        return Use(line, name, True, OPTIMIZER_ATTRIBUTES[name.removeprefix("optimizer.")])
-    spelling = MODULES.get(name) or COVERED.get(name, "")
-    return Use(line, name, bool(spelling), spelling)
+def _use(line: int, name: str) -> Use:
+    spelling = MODULES.get(name) or COVERED.get(name) or OPTIMIZER_ATTRIBUTES.get(name.removeprefix("optimizer."))
+    instead = next((way for gone, way in MISSING.items() if f"{name}.".startswith(f"{gone}.")), "")
+    return Use(line, name, bool(spelling), spelling or instead)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
+_LEVEL_1: Final = "mpinit.initialize(model, optimizer, opt_level='O1')"
+_LEVEL_2: Final = "mpinit.initialize(opt_level='O2')"
+_LEVEL_3: Final = "mpinit.initialize(opt_level='O3', keep_batchnorm_fp32=True)"
+
 # A package or module: naming it is covered, and what it holds is covered where it stands in COVERED.
 MODULES: Final[dict[str, str]] = {
     "apex": "mpinit",
@@ -13,7 +17,6 @@ MODULES: Final[dict[str, str]] = {
     "apex.amp.frontend": "mpinit.amp",
     "apex.amp.handle": "mpinit.amp",
     "apex.amp.scaler": "mpinit.amp",
-    "apex.amp.opt": "mpinit.amp",
     "apex.amp.lists": "mpinit.register_half_function and its siblings",
     "apex.parallel": "torch.nn.parallel",
     "apex.parallel.distributed": "torch.nn.parallel",
@@ -26,139 +29,104 @@ MODULES: Final[dict[str, str]] = {
     "apex.optimizers.fused_sgd": "torch.optim",
     "apex.optimizers.fused_adagrad": "torch.optim",
     "apex.optimizers.fused_lamb": "torch.optim",
-    "apex.optimizers.fused_novograd": "torch.optim",
     "apex.multi_tensor_apply": "torch._foreach_*",
     "apex.multi_tensor_apply.multi_tensor_apply": "torch._foreach_*",
-    "apex.fp16_utils": "mpinit.initialize(opt_level='O2')",
-    "apex.fp16_utils.fp16util": "mpinit.initialize(opt_level='O2')",
-    "apex.fp16_utils.fp16_optimizer": "mpinit.initialize(opt_level='O2')",
+    "apex.fp16_utils": _LEVEL_2,
+    "apex.fp16_utils.fp16util": _LEVEL_2,
+    "apex.fp16_utils.fp16_optimizer": _LEVEL_2,
     "apex.fp16_utils.loss_scaler": "mpinit.initialize(loss_scale=...)",
 }
 
-_AMP: Final = {
-    "initialize": "mpinit.initialize",
-    "scale_loss": "mpinit.scale_loss",
-    "master_params": "mpinit.master_params",
-    "state_dict": "mpinit.state_dict",
-    "load_state_dict": "mpinit.load_state_dict",
-    "init": "mpinit.initialize(model, optimizer, opt_level='O1')",
-    "disable_casts": "mpinit.disable_casts",
-    "half_function": "mpinit.half_function",
-    "float_function": "mpinit.float_function",
-    "promote_function": "mpinit.promote_function",
-    "register_half_function": "mpinit.register_half_function",
-    "register_float_function": "mpinit.register_float_function",
-    "register_promote_function": "mpinit.register_promote_function",
-    "_amp_state": "mpinit.loss_scale(optimizer) and mpinit.state_dict(optimizer)",
-}
-
-_PARALLEL: Final = {
-    "DistributedDataParallel": "torch.nn.parallel.DistributedDataParallel",
-    "Reducer": "torch.distributed.all_reduce",
-    "LARC": "no counterpart; stays apex.parallel.LARC",
-    "SyncBatchNorm": "torch.nn.SyncBatchNorm",
-    "convert_syncbn_model": "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
-    "create_syncbn_process_group": "torch.distributed.new_group",
-}
-
-_NORMALIZATION: Final = {
-    "FusedLayerNorm": "torch.nn.LayerNorm",
-    "MixedFusedLayerNorm": "torch.nn.LayerNorm",
-    "FusedRMSNorm": "torch.nn.RMSNorm",
-    "MixedFusedRMSNorm": "torch.nn.RMSNorm",
-    "fused_layer_norm": "torch.nn.functional.layer_norm",
-    "fused_layer_norm_affine": "torch.nn.functional.layer_norm",
-    "mixed_dtype_fused_layer_norm_affine": "torch.nn.functional.layer_norm",
-    "fused_rms_norm": "torch.nn.functional.rms_norm",
-    "fused_rms_norm_affine": "torch.nn.functional.rms_norm",
-    "mixed_dtype_fused_rms_norm_affine": "torch.nn.functional.rms_norm",
-}
-
-_OPTIMIZERS: Final = {
-    "FusedAdam": "torch.optim.AdamW(fused=True)",
-    "FusedSGD": "torch.optim.SGD(fused=True)",
-    "FusedAdagrad": "torch.optim.Adagrad(fused=True)",
-    "FusedLAMB": "no counterpart; stays apex.optimizers.FusedLAMB",
-    "FusedNovoGrad": "no counterpart; stays apex.optimizers.FusedNovoGrad",
-}
-
-_MULTI_TENSOR: Final = {
-    "multi_tensor_applier": "torch._foreach_*",
-    "MultiTensorApply": "torch._foreach_*",
-}
-
-_FP16_UTILS: Final = {
-    "FP16_Optimizer": "mpinit.initialize(opt_level='O2')",
-    "FP16Model": "mpinit.initialize(opt_level='O3', keep_batchnorm_fp32=True)",
-    "network_to_half": "mpinit.initialize(opt_level='O3', keep_batchnorm_fp32=True)",
-    "convert_network": "mpinit.initialize(opt_level='O3', keep_batchnorm_fp32=True)",
-    "convert_module": "torch.nn.Module.to(dtype)",
-    "BN_convert_float": "mpinit.initialize(keep_batchnorm_fp32=True)",
-    "tofp16": "torch.Tensor.half",
-    "prep_param_lists": "mpinit.initialize(opt_level='O2')",
-    "master_params_to_model_params": "mpinit.initialize(opt_level='O2')",
-    "model_grads_to_master_grads": "mpinit.initialize(opt_level='O2')",
-    "to_python_float": "torch.Tensor.item",
-    "clip_grad_norm": "torch.nn.utils.clip_grad_norm_",
-    "DynamicLossScaler": "mpinit.initialize(loss_scale='dynamic')",
-    "LossScaler": "mpinit.initialize(loss_scale=128.0)",
-}
-
-
-def _all(package: str, names: dict[str, str]) -> dict[str, str]:
-    return {f"{package}.{name}": spelling for name, spelling in names.items()}
-
-
-def _only(package: str, names: dict[str, str], *wanted: str) -> dict[str, str]:
-    return {f"{package}.{name}": names[name] for name in wanted}
-
-
-_LISTS: Final = ("functional_overrides", "torch_overrides", "tensor_overrides")
-
-COVERED: Final[dict[str, str]] = {
-    "apex.__version__": "mpinit.__version__",
-    **_all("apex.amp", _AMP),
-    **_only(
-        "apex.amp.amp",
-        _AMP,
-        *("init", "half_function", "float_function", "promote_function"),
-        *("register_half_function", "register_float_function", "register_promote_function"),
+# A package's names: spelling, and after a bar the modules inside of it that have the name too.
+_NAMES: Final[dict[str, dict[str, str]]] = {
+    "apex.amp": {
+        "initialize": "mpinit.initialize | frontend",
+        "scale_loss": "mpinit.scale_loss | handle",
+        "master_params": "mpinit.master_params | _amp_state",
+        "state_dict": "mpinit.state_dict | frontend",
+        "load_state_dict": "mpinit.load_state_dict | frontend",
+        "init": f"{_LEVEL_1} | amp",
+        "disable_casts": "mpinit.disable_casts | handle",
+        "half_function": "mpinit.half_function | amp",
+        "float_function": "mpinit.float_function | amp",
+        "promote_function": "mpinit.promote_function | amp",
+        "register_half_function": "mpinit.register_half_function | amp",
+        "register_float_function": "mpinit.register_float_function | amp",
+        "register_promote_function": "mpinit.register_promote_function | amp",
+        "_amp_state": "mpinit.loss_scale(optimizer) and mpinit.state_dict(optimizer)",
+    },
+    "apex.amp.frontend": {"Properties": "mpinit.Properties", "opt_levels": "mpinit.OPT_LEVELS"},
+    "apex.amp.handle": {"AmpHandle": _LEVEL_1, "NoOpHandle": "mpinit.initialize(model, optimizer, enabled=False)"},
+    "apex.amp.scaler": {"LossScaler": "mpinit.loss_scale(optimizer)"},
+    "apex.amp.lists": dict.fromkeys(
+        ("functional_overrides", "torch_overrides", "tensor_overrides"), MODULES["apex.amp.lists"]
     ),
-    **_only("apex.amp.frontend", _AMP, "initialize", "state_dict", "load_state_dict"),
-    "apex.amp.frontend.Properties": "mpinit.Properties",
-    "apex.amp.frontend.opt_levels": "mpinit.OPT_LEVELS",
-    **_only("apex.amp.handle", _AMP, "scale_loss", "disable_casts"),
-    "apex.amp.handle.AmpHandle": "mpinit.initialize(model, optimizer, opt_level='O1')",
-    "apex.amp.handle.NoOpHandle": "mpinit.initialize(model, optimizer, enabled=False)",
-    "apex.amp.scaler.LossScaler": "mpinit.loss_scale(optimizer)",
-    "apex.amp.opt.OptimWrapper": "mpinit.scale_loss",
-    "apex.amp._amp_state.master_params": "mpinit.master_params",
-    **{f"apex.amp.lists.{name}": MODULES["apex.amp.lists"] for name in _LISTS},
-    **_all("apex.parallel", _PARALLEL),
-    **_only("apex.parallel.distributed", _PARALLEL, "DistributedDataParallel", "Reducer"),
-    "apex.parallel.distributed.flat_dist_call": "torch.distributed.all_reduce or broadcast, tensor by tensor",
-    **_only("apex.parallel.sync_batchnorm", _PARALLEL, "SyncBatchNorm"),
-    **_only("apex.parallel.optimized_sync_batchnorm", _PARALLEL, "SyncBatchNorm"),
-    **_all("apex.normalization", _NORMALIZATION),
-    **_all("apex.normalization.fused_layer_norm", _NORMALIZATION),
-    **_all("apex.optimizers", _OPTIMIZERS),
-    "apex.optimizers.fused_adam.FusedAdam": _OPTIMIZERS["FusedAdam"],
-    "apex.optimizers.fused_sgd.FusedSGD": _OPTIMIZERS["FusedSGD"],
-    "apex.optimizers.fused_adagrad.FusedAdagrad": _OPTIMIZERS["FusedAdagrad"],
-    "apex.optimizers.fused_lamb.FusedLAMB": _OPTIMIZERS["FusedLAMB"],
-    "apex.optimizers.fused_novograd.FusedNovoGrad": _OPTIMIZERS["FusedNovoGrad"],
-    **_all("apex.multi_tensor_apply", _MULTI_TENSOR),
-    **_only("apex.multi_tensor_apply.multi_tensor_apply", _MULTI_TENSOR, "MultiTensorApply"),
-    **_all("apex.fp16_utils", _FP16_UTILS),
-    **_only(
-        "apex.fp16_utils.fp16util",
-        _FP16_UTILS,
-        *("FP16Model", "network_to_half", "convert_network", "convert_module", "BN_convert_float", "tofp16"),
-        *("prep_param_lists", "master_params_to_model_params", "model_grads_to_master_grads"),
-        *("to_python_float", "clip_grad_norm"),
-    ),
-    **_only("apex.fp16_utils.fp16_optimizer", _FP16_UTILS, "FP16_Optimizer"),
-    **_only("apex.fp16_utils.loss_scaler", _FP16_UTILS, "DynamicLossScaler", "LossScaler"),
+    "apex.parallel": {
+        "DistributedDataParallel": "torch.nn.parallel.DistributedDataParallel | distributed",
+        "Reducer": "torch.distributed.all_reduce | distributed",
+        "LARC": "no counterpart; stays apex.parallel.LARC",
+        "SyncBatchNorm": "torch.nn.SyncBatchNorm | sync_batchnorm optimized_sync_batchnorm",
+        "convert_syncbn_model": "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
+        "create_syncbn_process_group": "torch.distributed.new_group",
+    },
+    "apex.parallel.distributed": {"flat_dist_call": "torch.distributed.all_reduce or broadcast, tensor by tensor"},
+    "apex.normalization": {
+        "FusedLayerNorm": "torch.nn.LayerNorm | fused_layer_norm",
+        "MixedFusedLayerNorm": "torch.nn.LayerNorm | fused_layer_norm",
+        "FusedRMSNorm": "torch.nn.RMSNorm | fused_layer_norm",
+        "MixedFusedRMSNorm": "torch.nn.RMSNorm | fused_layer_norm",
+        "fused_layer_norm": "torch.nn.functional.layer_norm | fused_layer_norm",
+        "fused_layer_norm_affine": "torch.nn.functional.layer_norm | fused_layer_norm",
+        "mixed_dtype_fused_layer_norm_affine": "torch.nn.functional.layer_norm | fused_layer_norm",
+        "fused_rms_norm": "torch.nn.functional.rms_norm | fused_layer_norm",
+        "fused_rms_norm_affine": "torch.nn.functional.rms_norm | fused_layer_norm",
+        "mixed_dtype_fused_rms_norm_affine": "torch.nn.functional.rms_norm | fused_layer_norm",
+    },
+    "apex.optimizers": {
+        "FusedAdam": "torch.optim.AdamW(fused=True) | fused_adam",
+        "FusedSGD": "torch.optim.SGD(fused=True) | fused_sgd",
+        "FusedAdagrad": "torch.optim.Adagrad(fused=True) | fused_adagrad",
+        "FusedLAMB": "no counterpart; stays apex.optimizers.FusedLAMB | fused_lamb",
+    },
+    "apex.multi_tensor_apply": {
+        "multi_tensor_applier": "torch._foreach_*",
+        "MultiTensorApply": "torch._foreach_* | multi_tensor_apply",
+    },
+    "apex.fp16_utils": {
+        "FP16_Optimizer": f"{_LEVEL_2} | fp16_optimizer",
+        "FP16Model": f"{_LEVEL_3} | fp16util",
+        "network_to_half": f"{_LEVEL_3} | fp16util",
+        "convert_network": f"{_LEVEL_3} | fp16util",
+        "convert_module": "torch.nn.Module.to(dtype) | fp16util",
+        "BN_convert_float": "mpinit.initialize(keep_batchnorm_fp32=True) | fp16util",
+        "tofp16": "torch.Tensor.half | fp16util",
+        "prep_param_lists": f"{_LEVEL_2} | fp16util",
+        "master_params_to_model_params": f"{_LEVEL_2} | fp16util",
+        "model_grads_to_master_grads": f"{_LEVEL_2} | fp16util",
+        "to_python_float": "torch.Tensor.item | fp16util",
+        "clip_grad_norm": "torch.nn.utils.clip_grad_norm_ | fp16util",
+        "DynamicLossScaler": "mpinit.initialize(loss_scale='dynamic') | loss_scaler",
+        "LossScaler": "mpinit.initialize(loss_scale=128.0) | loss_scaler",
+    },
+}
+
+
+def _places(package: str, name: str, inside: str) -> list[str]:
+    return [f"{package}.{name}", *(f"{package}.{module}.{name}" for module in inside.split())]
+
+
+COVERED: Final[dict[str, str]] = {"apex.__version__": "mpinit.__version__"} | {
+    place: cell.partition(" | ")[0]
+    for package, names in _NAMES.items()
+    for name, cell in names.items()
+    for place in _places(package, name, cell.partition(" | ")[2])
+}
+
+# What apex has and its stand-in has not: what to do instead.
+MISSING: Final[dict[str, str]] = {
+    "apex.amp.opt": "amp.scale_loss(loss, optimizer, loss_id=...) for each loss",
+    "apex.optimizers.FusedNovoGrad": "FusedLAMB or torch.optim.AdamW",
+    "apex.optimizers.fused_novograd": "FusedLAMB or torch.optim.AdamW",
 }
 
 # What apex's amp put on optimizers, wherever the optimizer came from.
@@ -170,18 +138,3 @@ OPTIMIZER_ATTRIBUTES: Final[dict[str, str]] = {
     "_post_amp_backward": "mpinit.scale_loss",
     "_master_params_to_model_params": "not needed: optimizer.step() does it",
 }
-
-# Top-level modules that apex's build installed beside it.
-KERNEL_MODULES: Final = (
-    "amp_C",
-    "apex_C",
-    "syncbn",
-    "fused_layer_norm_cuda",
-    "fused_adam_cuda",
-    "mlp_cuda",
-    "fused_dense_cuda",
-    "distributed_adam_cuda",
-    "distributed_lamb_cuda",
-    "xentropy_cuda",
-    "fused_weight_gradient_mlp_cuda",
-)

@@ -66,18 +66,17 @@ def test_importing_mpinit_does_not_import_it() -> None:
     assert done.returncode == 0, done.stderr
 
 
-# What the faces take from the rooms below: what users can use, which session an object belongs to, and these.
+# What the faces take from the rooms below: what users can use, and these.
 FACE = sorted(path for path in (PACKAGE / "compat").rglob("*.py") if "bootstrap" not in path.parts)
 SHORT_LIST = {
     "amp": "the functions users call",
-    "registry": "which session an object belongs to",
-    "basics": "dtypes and trees, which know nothing of sessions",
     "functions.cast_lists": "the lists that scripts read and edit are printed from the policy",
+}
+# And these, which one module takes for all of them.
+CORE = {
+    "registry": "which session an object belongs to",
     "plan": "the rule of a scaler that a script makes by itself",
     "scaling.scaler": "that scaler",
-    "torch_internals.fused_sgd": "whether a fused kernel of torch is in order, for apex's FusedSGD",
-    "optimizer.control": "the type of what _amp_stash shows",
-    "masters.pairs": "the type of what it shows that in",
 }
 
 
@@ -96,10 +95,10 @@ def taken(path: Path) -> set[str]:
     return found
 
 
-def test_the_faces_take_what_users_can_use_and_little_else() -> None:
-    everything = set().union(*(taken(path) for path in FACE))
-    beyond = {name for name in everything if name not in SHORT_LIST and name.split(".")[0] not in ("amp", "basics")}
+def test_the_faces_take_what_users_can_use_and_one_module_the_rest() -> None:
+    core = PACKAGE / "compat" / "_core.py"
+    everything = set().union(*(taken(path) for path in FACE if path != core))
+    beyond = {name for name in everything if name not in SHORT_LIST and name.split(".")[0] != "basics"}
     assert not beyond, f"mpinit/compat takes {beyond} from the rooms below"
-    assert {"amp", "registry"} <= everything
-    unused = {name for name in SHORT_LIST if not any(taken_name.startswith(name) for taken_name in everything)}
-    assert not unused, f"the list can be shorter: {unused}"
+    assert set(SHORT_LIST) <= everything, "the list can be shorter"
+    assert taken(core) == set(CORE)

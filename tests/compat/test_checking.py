@@ -8,6 +8,7 @@ import pytest
 
 from mpinit.cli import main
 from mpinit.compat.checking import find_uses
+from mpinit.compat.coverage import MISSING
 
 
 def found(source: str) -> dict[str, bool]:
@@ -28,7 +29,8 @@ def found(source: str) -> dict[str, bool]:
         ("from apex.contrib.xentropy import X", {"apex.contrib.xentropy.X": False}),
         ("from apex.optimizers import FusedMixedPrecisionLamb", {"apex.optimizers.FusedMixedPrecisionLamb": False}),
         ("from apex import amp\namp.frobnicate()", {"apex.amp": True, "apex.amp.frobnicate": False}),
-        ("import amp_C", {"amp_C": False}),
+        ("from apex.amp.opt import OptimWrapper", {"apex.amp.opt": False}),
+        ("from apex.optimizers import FusedNovoGrad", {"apex.optimizers.FusedNovoGrad": False}),
         ("import importlib\nimportlib.import_module('apex.transformer')", {"apex.transformer": False}),
         ("def f():\n    from apex import amp", {"apex.amp": True}),
         ("optimizer._amp_stash.all_fp16_params", {"optimizer._amp_stash": True}),
@@ -50,6 +52,14 @@ def test_spelling_and_line() -> None:
     assert uses["apex.amp.initialize"].spelling == "mpinit.initialize"
     assert uses["apex.amp.initialize"].line == 4
     assert uses["apex.amp"].line == 2
+
+
+def test_what_is_missing_has_a_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in MISSING:
+        script = tmp_path / "script.py"
+        script.write_text(f"import importlib\nimportlib.import_module('{name}')\n")
+        assert main(["check-apex", str(script)]) == 1
+        assert f"{name}  NOT COVERED  use {MISSING[name]}" in capsys.readouterr().out
 
 
 def test_report_and_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

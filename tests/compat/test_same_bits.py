@@ -113,4 +113,4 @@ def test_undo_takes_back_what_the_face_did(level: str) -> None:
         assert all(torch.equal(after[name], before[name]) for name in before)
     assert [list(group["params"]) for group in optimizer.param_groups] == groups
     with pytest.raises(RuntimeError, match="not initialised any more"):
-        optimizer._amp_stash.control()  # type: ignore[attr-defined]
+        optimizer._amp_stash.fp16_groups  # type: ignore[attr-defined]  # noqa: B018

@@ -23,7 +23,6 @@ BEGINNINGS = [text for row in ROWS for text in re.findall(r"`(.+?)`", row)]
 WITHOUT_A_TEXT = {
     "cli/convert.py: _take_scales: ValueError",
     "cli/explain.py: load: ValueError",
-    "compat/apex/amp/_amp_state.py: warn_or_err: RuntimeError",
     "compat/apex/amp/frontend.py: load_state_dict: ValueError",
     "settings/properties.py: build: ValueError",
     "settings/resolve.py: _level_of: ValueError",

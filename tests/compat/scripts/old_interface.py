@@ -1,4 +1,4 @@
-"""Scripts of the first generation: amp.init, a handle, wrapped optimizers."""
+"""Scripts of the first generation: amp.init and its handle."""
 
 import torch
 import torch.nn as nn
@@ -13,12 +13,11 @@ with amp.init(enabled=False).scale_loss(torch.ones(()), None) as same:
     assert same == 1.0
 
 handle = amp.init(loss_scale=128.0)
-assert handle.is_active() and handle.has_cache and not handle.verbose
+assert handle.is_active() and handle.has_cache
 assert amp._amp_state.handle is handle
 
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
 x = torch.randn(16, 4)
-y = x.sum(1, keepdim=True)
 assert model(x).dtype == torch.float16, "functions cast wherever they are called"
 assert F.softmax(model(x), dim=1).dtype == torch.float32
 with amp.disable_casts():
@@ -31,31 +30,17 @@ else:
     raise AssertionError("banned in float16")
 
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-losses = []
-for _ in range(15):
-    optimizer.zero_grad()
-    loss = F.mse_loss(model(x), y)
-    with handle.scale_loss(loss, optimizer) as scaled_loss:
-        assert torch.equal(scaled_loss, loss * 128.0)
-        scaled_loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
-assert losses[-1] < 0.5 * losses[0], losses
-handle._clear_cache()
-
-optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), num_loss=2)
-for _ in range(2):
-    optimizer.zero_grad()
-    for _ in range(2):
-        with optimizer.scale_loss(F.mse_loss(model(x), y)) as scaled_loss:
-            scaled_loss.backward()
+for call in (
+    lambda: handle.scale_loss(torch.ones(()), optimizer),
+    lambda: handle.wrap_optimizer(optimizer, num_loss=2),
+):
     try:
-        optimizer.scale_loss(loss)
+        call()
     except RuntimeError as error:
-        assert "num_loss=2" in str(error)
+        assert "amp.initialize(model, optimizer, opt_level='O1'" in str(error)
     else:
-        raise AssertionError("a third loss was not announced")
-    optimizer.step()
+        raise AssertionError("losses are for amp.initialize")
+handle._clear_cache()
 
 handle._deactivate()
 assert not handle.is_active()

@@ -55,7 +55,7 @@ def stash():
     assert tuple(len(getattr(stash, name)) for name in names) == counts
     if MASTERS:
         assert stash.all_fp16_params[0] is model[0].weight
-        assert stash.all_fp32_from_fp16_params[0] is optimizer.param_groups[0]["params"][0]
+        assert stash.all_fp32_from_fp16_params[0] is next(amp.master_params(optimizer))
         with torch.no_grad():
             stash.all_fp32_from_fp16_params[0].fill_(0.5)
         optimizer._master_params_to_model_params()
@@ -67,6 +67,13 @@ def stash():
     (F.mse_loss(model(x).float(), y).float() * scaler.loss_scale()).backward()
     optimizer._post_amp_backward(scaler)
     assert scaler.update_scale() is False
+    optimizer._prepare_amp_backward()
+    try:
+        optimizer._post_amp_backward(type(scaler)("dynamic"))
+    except RuntimeError as error:
+        assert "amp.scale_loss(loss, optimizer, loss_id=...)" in str(error)
+    else:
+        raise AssertionError("gradients are unscaled by the first scaler")
     by_hand = [p.grad.clone() for p in amp.master_params(optimizer)]
     optimizer.zero_grad()
     with amp.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as scaled:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from .... import amp as mp
-from .... import registry
+from ... import _core
 from ._handles import AmpHandle, NoOpHandle
 from ._sessions import training_session, unwrapped
 from .scaler import LossScaler
-
-_log = logging.getLogger("mpinit")
 
 _OPTIONS = (
     "cast_model_type",
@@ -24,26 +22,6 @@ _OPTIONS = (
     "loss_scale",
     "cast_model_outputs",
 )
-
-
-class OptProperties:
-    """A session's properties under apex's names.
-
-    Args:
-        properties: the session's own, or None where amp is disabled.
-        opt_level: the level's name.
-    """
-
-    def __init__(self, properties: mp.Properties | None, opt_level: str | None) -> None:
-        values = {name: getattr(properties, name, None) for name in _OPTIONS}
-        self.options: dict[str, Any] = {"enabled": properties is not None, "opt_level": opt_level, **values}
-
-    def __getattr__(self, name: str) -> Any:
-        if name != "options" and name in self.options:
-            return self.options[name]
-        raise AttributeError(
-            f"there is no amp property {name!r}; there are {', '.join(self.__dict__.get('options', ()))}"
-        )
 
 
 class AmpState:
@@ -70,24 +48,25 @@ class AmpState:
         return [LossScaler.over(scaler) for scaler in training_session().scalers]
 
     @property
-    def opt_properties(self) -> OptProperties:
-        """The properties of the latest ``initialize``."""
-        if self.disabled:
-            return OptProperties(None, None)
-        latest = registry.latest()
-        if latest is None:
+    def opt_properties(self) -> Any:
+        """The properties of the latest ``initialize`` under apex's names, and all of them as ``options``."""
+        live = _core.live_sessions()
+        if not live and not self.disabled:
             raise AttributeError("amp has no properties before amp.initialize(...)")
-        return OptProperties(latest.properties, latest.opt_level)
+        latest = None if self.disabled else live[-1]
+        values = {name: getattr(latest.properties, name) if latest else None for name in _OPTIONS}
+        options = {"enabled": latest is not None, "opt_level": latest.opt_level if latest else None, **values}
+        return SimpleNamespace(options=options, **options)
 
     @property
     def handle(self) -> AmpHandle | NoOpHandle:
         """The handle of patched functions; one that does nothing where none are patched."""
-        latest = registry.latest()
         if self.init_handle is not None and self.init_handle.is_active():
             return self.init_handle
-        if self.disabled or latest is None or not latest.plan.patch_functions:
+        latest = None if self.disabled else next(reversed(_core.live_sessions()), None)
+        if latest is None or not latest.models or not latest.properties.patch_torch_functions:
             return NoOpHandle()
-        return AmpHandle(latest.models[0]) if latest.models else NoOpHandle()
+        return AmpHandle(latest.models[0])
 
 
 _amp_state = AmpState()
@@ -103,20 +82,8 @@ def master_params(optimizer: Any) -> Iterator[torch.nn.Parameter]:
         The parameters of its groups.
     """
     known = unwrapped(optimizer)
-    if registry.of(known) is not None:
+    if _core.session_of(known) is not None:
         yield from mp.master_params(known)
     else:
         for group in optimizer.param_groups:
             yield from group["params"]
-
-
-def maybe_print(msg: str, rank0: bool = False) -> None:
-    """Log a message at the level INFO."""
-    _log.info("%s", msg)
-
-
-def warn_or_err(msg: str) -> None:
-    """Raise a RuntimeError, or log a warning under ``hard_override``."""
-    if not _amp_state.hard_override:
-        raise RuntimeError(msg)
-    _log.warning("%s", msg)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from .... import registry
+from ... import _core
 from ..parallel.LARC import LARC
 
 _log = logging.getLogger("mpinit")
@@ -14,7 +14,7 @@ _log = logging.getLogger("mpinit")
 
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer that amp knows: inside a LARC that was put around it after ``initialize``."""
-    while isinstance(optimizer, LARC) and registry.of(optimizer) is None:
+    while isinstance(optimizer, LARC) and _core.session_of(optimizer) is None:
         optimizer = optimizer.optim
     return optimizer
 
@@ -25,7 +25,7 @@ def training_session() -> Any:
     Raises:
         AttributeError: there is none, as there is no such attribute of apex's state before ``initialize``.
     """
-    live = registry.live()
+    live = _core.live_sessions()
     training = [session for session in live if session.optimizers] or live
     if not training:
         raise AttributeError("amp has no loss scalers before amp.initialize(...)")
@@ -38,16 +38,15 @@ def share_scalers(optimizers: Sequence[Any]) -> None:
     Args:
         optimizers: what ``initialize`` was just given; without any, as a teacher has none, nothing happens.
     """
-    session = registry.of(optimizers[0]) if optimizers else None
+    session = _core.session_of(optimizers[0]) if optimizers else None
     if session is None:
         return
     others = [
         earlier
-        for earlier in registry.live()
+        for earlier in _core.live_sessions()
         if earlier is not session and any(hasattr(optimizer, "_amp_stash") for optimizer in earlier.optimizers)
     ]
-    for earlier in others:
-        earlier.scalers[:] = session.scalers
+    _core.share_scalers(session, others)
     if others and session.verbosity > 0:
         kind = "dynamic" if session.scalers[0].rule.dynamic else "static: overflows are not looked for"
         named = "; ".join(earlier.describe() for earlier in others)

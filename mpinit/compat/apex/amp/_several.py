@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from .... import amp as mp
-from .... import registry
-from .stash import AmpStash
+from ... import _core
 
 
 class SeveralOptimizers(AbstractContextManager[torch.Tensor]):
@@ -41,7 +40,7 @@ class SeveralOptimizers(AbstractContextManager[torch.Tensor]):
             mp.scale_loss(loss, group, loss_id, delay_overflow_check=later or index > 0)
             for index, group in enumerate(groups)
         ]
-        session = registry.of(optimizers[0])
+        session = _core.session_of(optimizers[0])
         self._dynamic = session is not None and session.scaler(loss_id).rule.dynamic
 
     def __enter__(self) -> torch.Tensor:
@@ -73,7 +72,7 @@ class SeveralOptimizers(AbstractContextManager[torch.Tensor]):
 
 def _by_shared_scaler(optimizers: Sequence[Any], loss_id: int) -> Iterator[list[Any]]:
     """The optimizers by session where the sessions share the scaler; else all in one, for mpinit to refuse."""
-    sessions = [registry.of(optimizer) for optimizer in optimizers]
+    sessions = [_core.session_of(optimizer) for optimizer in optimizers]
     known = [session for session in sessions if session is not None]
     if len(known) < len(sessions) or len({id(session.scaler(loss_id)) for session in known}) > 1:
         yield list(optimizers)
@@ -84,9 +83,8 @@ def _by_shared_scaler(optimizers: Sequence[Any], loss_id: int) -> Iterator[list[
 
 def _fresh_gradients(optimizer: Any) -> list[torch.Tensor]:
     """What the backward pass inside a block has left: dense and real, sharing the gradients' memory, none empty."""
-    stash = AmpStash(optimizer)
-    parameters = (*stash.all_fp16_params, *stash.all_fp32_from_fp32_params)
-    found = [_dense(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    weights = (weight for group in _core.groups_of(optimizer) for weight, _ in group)
+    found = [_dense(weight.grad) for weight in weights if weight.grad is not None]
     return [gradient for gradient in found if gradient.numel()]
 
 

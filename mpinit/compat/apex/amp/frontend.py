@@ -9,7 +9,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from .... import amp as mp
-from .... import registry
+from ... import _core
 from . import lists
 from ._amp_state import _amp_state
 from ._sessions import share_scalers, training_session
@@ -109,7 +109,7 @@ def _end_earlier_sessions(models: list[Any], optimizers: list[Any]) -> None:
     mpinit's own error says what to do.
     """
     for model in models:
-        earlier = registry.of(model)
+        earlier = _core.session_of(model)
         if earlier is None or any(optimizer in earlier.optimizers for optimizer in optimizers):
             continue
         if all(any(own is given for given in models) for own in earlier.models):

@@ -1,4 +1,4 @@
-"""scale_loss and disable_casts; the handles of the old interface are reached here too."""
+"""scale_loss and disable_casts; the handles of patched functions are reached here too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .... import amp as mp
-from .... import registry
+from ... import _core
 from ._amp_state import _amp_state
 from ._handles import AmpHandle, NoOpHandle
 from ._sessions import unwrapped
@@ -65,4 +65,4 @@ def scale_loss(
 
 def _is_known(optimizers: Any) -> bool:
     each = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    return any(registry.of(unwrapped(optimizer)) is not None for optimizer in each)
+    return any(_core.session_of(unwrapped(optimizer)) is not None for optimizer in each)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 
-from ....plan import ScalingRule
-from ....scaling.scaler import LossScaler as CoreScaler
+from ... import _core
 
-# mpinit's own limit where none is given: below it a scale's reciprocal is no float32.
-_NO_MINIMUM = torch.finfo(torch.float32).tiny
+
+def _number_of_rule(name: str, kind: type) -> Any:
+    """A number of the rule by which the scale moves, readable and writable."""
+    return property(
+        lambda self: getattr(self.core.rule, name),
+        lambda self, value: _core.change_rule(self.core, **{name: kind(value)}),
+    )
 
 
 class LossScaler:
@@ -42,96 +45,57 @@ class LossScaler:
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
     ) -> None:
-        dynamic = loss_scale == "dynamic"
-        self._core = CoreScaler(
-            ScalingRule(
-                dynamic=dynamic,
-                init_scale=min(max_loss_scale, init_scale) if dynamic else float(loss_scale),
-                growth_factor=scale_factor,
-                backoff_factor=1 / scale_factor,
-                growth_interval=scale_window,
-                hysteresis=1,
-                min_scale=_NO_MINIMUM if min_loss_scale is None else min_loss_scale,
-                max_scale=max_loss_scale,
-                max_consecutive_skips=64,
-            )
-        )
+        limits = (_core.LOWEST_SCALE if min_loss_scale is None else min_loss_scale, max_loss_scale)
+        self.core = _core.new_scaler(loss_scale, init_scale, scale_factor, scale_window, limits)
         self._overflowed = False
 
     @classmethod
-    def over(cls, core: CoreScaler) -> LossScaler:
-        """A view of a session's scaler: nothing is copied.
-
-        Args:
-            core: the session's scaler.
-
-        Returns:
-            The view.
-        """
+    def over(cls, core: _core.Scaler) -> LossScaler:
+        """A view of a session's scaler: nothing is copied."""
         view = cls.__new__(cls)
-        view._core = core
+        view.core = core
         view._overflowed = False
         return view
 
-    @property
-    def core(self) -> CoreScaler:
-        """mpinit's own scaler behind this one."""
-        return self._core
+    _scale_seq_len = _number_of_rule("growth_interval", int)
+    _max_loss_scale = _number_of_rule("max_scale", float)
 
     @property
     def dynamic(self) -> bool:
         """Whether the scale moves."""
-        return self._core.rule.dynamic
-
-    @property
-    def _loss_scale(self) -> float:
-        return self._core.loss_scale()
-
-    @_loss_scale.setter
-    def _loss_scale(self, value: Any) -> None:
-        core = self._core
-        core.set_scale(float(value))
-        if not core.rule.dynamic:
-            # A rule that starts at 1 never scales; this one does from now on.
-            core.rule = dataclasses.replace(core.rule, init_scale=float(value))
-
-    @property
-    def _unskipped(self) -> int:
-        return self._core.unskipped
-
-    @_unskipped.setter
-    def _unskipped(self, value: int) -> None:
-        self._core.unskipped = int(value)
-
-    @property
-    def _scale_seq_len(self) -> int:
-        return self._core.rule.growth_interval
-
-    @_scale_seq_len.setter
-    def _scale_seq_len(self, value: int) -> None:
-        self._core.rule = dataclasses.replace(self._core.rule, growth_interval=int(value))
+        return self.core.rule.dynamic
 
     @property
     def _min_loss_scale(self) -> float | None:
-        low = self._core.rule.min_scale
-        return None if low == _NO_MINIMUM else low
+        low = self.core.rule.min_scale
+        return None if low == _core.LOWEST_SCALE else low
 
     @_min_loss_scale.setter
     def _min_loss_scale(self, value: float | None) -> None:
-        low = _NO_MINIMUM if value is None else float(value)
-        self._core.rule = dataclasses.replace(self._core.rule, min_scale=low)
+        _core.change_rule(self.core, min_scale=_core.LOWEST_SCALE if value is None else float(value))
 
     @property
-    def _max_loss_scale(self) -> float:
-        return self._core.rule.max_scale
+    def _loss_scale(self) -> float:
+        return self.core.loss_scale()
 
-    @_max_loss_scale.setter
-    def _max_loss_scale(self, value: float) -> None:
-        self._core.rule = dataclasses.replace(self._core.rule, max_scale=float(value))
+    @_loss_scale.setter
+    def _loss_scale(self, value: Any) -> None:
+        self.core.set_scale(float(value))
+        if not self.dynamic:
+            # A rule that starts at 1 never scales; this one does from now on.
+            _core.change_rule(self.core, init_scale=float(value))
+
+    @property
+    def _unskipped(self) -> int:
+        return self.core.unskipped
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        self.core.unskipped = int(value)
 
     @property
     def _has_overflow(self) -> bool:
-        return self._overflowed
+        return self._overflowed or self.core.noted_overflow
 
     @_has_overflow.setter
     def _has_overflow(self, value: bool) -> None:
@@ -139,7 +103,7 @@ class LossScaler:
 
     def loss_scale(self) -> float:
         """The scale in force."""
-        return self._core.loss_scale()
+        return self.core.loss_scale()
 
     def clear_overflow_state(self) -> None:
         """Forget the outcome of earlier checks."""
@@ -151,10 +115,9 @@ class LossScaler:
         Returns:
             Whether an overflow was found, so that the step is to be skipped.
         """
-        core = self._core
-        core.note(torch.tensor(1.0 if self._overflowed else 0.0, device="cpu"))
+        self.core.note(torch.tensor(float(self._overflowed), device="cpu"))
         # Not told from the scale going down: at its lower limit it does not.
-        overflowed = core.noted_overflow
-        core.update()
+        overflowed = self.core.noted_overflow
+        self.core.update()
         self._overflowed = False
         return overflowed

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import types
 import weakref
+from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from .... import registry
+from .... import amp as mp
 from ....basics.dtypes import is_lower_precision
-from ....masters.pairs import PairTable
-from ....optimizer.control import OptimizerControl
+from ... import _core
 from .scaler import LossScaler
 
 Params = list[torch.nn.Parameter]
@@ -31,96 +32,81 @@ class AmpStash:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._in_backward = False
+        self._backward: AbstractContextManager[torch.Tensor] | None = None
         self.lazy_init_called = False
         self.already_patched = True
         self.params_have_scaled_gradients = False
 
-    def control(self) -> OptimizerControl:
-        """The session's record of the optimizer.
+    def optimizer(self) -> Optimizer:
+        """The optimizer.
 
         Raises:
             RuntimeError: its session was undone.
         """
         optimizer = self._optimizer()
-        session = registry.of(optimizer)
-        if optimizer is None or session is None:
+        if optimizer is None or _core.session_of(optimizer) is None:
             raise RuntimeError("this optimizer is not initialised any more; call amp.initialize(...) for it again")
-        return session.controller_of(optimizer)
-
-    def _groups(self) -> list[Params]:
-        return [group["params"] for group in self.control().optimizer.param_groups]
-
-    def _pairs(self) -> PairTable:
-        return self.control().groups.store.pairs
-
-    def _weights_with_masters(self, params: Params) -> Params:
-        pairs = (self._pairs().of(p) for p in params)
-        return [pair.model_param for pair in pairs if pair is not None]
-
-    def _masters(self, params: Params) -> Params:
-        return [p for p in params if self._pairs().of(p) is not None]
-
-    def _plain(self, params: Params, lower_precision: bool) -> Params:
-        pairs = self._pairs()
-        return [p for p in params if pairs.of(p) is None and is_lower_precision(p.dtype) == lower_precision]
+        return optimizer
 
     @property
     def fp16_groups(self) -> list[Params]:
         """16-bit weights, group by group."""
-        return [self._weights_with_masters(params) + self._plain(params, True) for params in self._groups()]
+        groups = _core.groups_of(self.optimizer())
+        return [[weight for weight, _ in group if is_lower_precision(weight.dtype)] for group in groups]
 
     @property
     def fp32_from_fp16_groups(self) -> list[Params]:
         """Their masters, group by group."""
-        return [self._masters(params) for params in self._groups()]
+        groups = _core.groups_of(self.optimizer())
+        return [[master for weight, master in group if master is not weight] for group in groups]
 
     @property
     def fp32_from_fp32_groups(self) -> list[Params]:
         """Float32 weights, which have no masters, group by group."""
-        return [self._plain(params, False) for params in self._groups()]
+        groups = _core.groups_of(self.optimizer())
+        return [[weight for weight, _ in group if not is_lower_precision(weight.dtype)] for group in groups]
 
     @property
     def all_fp16_params(self) -> Params:
         """16-bit weights."""
-        return [p for group in self.fp16_groups for p in group]
+        return list(chain(*self.fp16_groups))
 
     @property
     def all_fp32_from_fp16_params(self) -> Params:
         """Their masters, in the same order."""
-        return [p for group in self.fp32_from_fp16_groups for p in group]
+        return list(chain(*self.fp32_from_fp16_groups))
 
     @property
     def all_fp32_from_fp32_params(self) -> Params:
         """Float32 weights, which have no masters."""
-        return [p for group in self.fp32_from_fp32_groups for p in group]
+        return list(chain(*self.fp32_from_fp32_groups))
 
-    @property
-    def all_fp32_params(self) -> Params:
-        """The same, under the name it has where there are no masters at all."""
-        return self.all_fp32_from_fp32_params
+    # The name that they have where there are no masters at all.
+    all_fp32_params = all_fp32_from_fp32_params
 
     def before_backward(self) -> None:
-        """Set gradients accumulated so far aside."""
-        if not self._in_backward:
-            self._in_backward = True
-            self.control().backward.before_backward(self, self._scalers()[0])
+        """Begin a backward pass, as ``amp.scale_loss`` does for a loss that is scaled by its first scaler."""
+        if self._backward is None:
+            optimizer = self.optimizer()
+            device = next(p.device for group in optimizer.param_groups for p in group["params"])
+            block = mp.scale_loss(torch.zeros((), device=device), optimizer, delay_overflow_check=True)
+            block.__enter__()
+            self._backward = block
 
     def after_backward(self, scaler: LossScaler | None) -> None:
-        """Bring fresh gradients into the masters, unscaled and checked, onto those set aside."""
-        core = self._scalers()[0] if scaler is None else scaler.core
-        if not self._in_backward:
+        """End it: fresh gradients are unscaled and checked, onto those there were before."""
+        block, self._backward = self._backward, None
+        if block is None:
             raise RuntimeError("_post_amp_backward needs a _prepare_amp_backward before the backward pass")
-        self._in_backward = False
-        found_inf = self.control().backward.after_backward(core)
-        if found_inf is not None:
-            core.note(found_inf)
-            if scaler is not None:
-                scaler._has_overflow = bool(found_inf.item() > 0)
-
-    def _scalers(self) -> list[Any]:
-        session = registry.of(self._optimizer())
-        return [] if session is None else session.scalers
+        first = _core.session_of(self.optimizer()).scalers[0]
+        if scaler is not None and scaler.core is not first:
+            error = RuntimeError(
+                "_post_amp_backward was given another scaler than amp._amp_state.loss_scalers[0], by which gradients "
+                "are unscaled here: use amp.scale_loss(loss, optimizer, loss_id=...) for this loss"
+            )
+            block.__exit__(RuntimeError, error, None)
+            raise error
+        block.__exit__(None, None, None)
 
 
 def attach(optimizer: Optimizer) -> None:
@@ -132,16 +118,12 @@ def attach(optimizer: Optimizer) -> None:
 
 
 def _lazy_init(self: Any) -> None:
+    """Masters are there since ``initialize``."""
     self._amp_stash.lazy_init_called = True
 
 
-def _lazy_init_masters(self: Any) -> None:
-    """Masters are there since ``initialize``; groups added behind the optimizer's back get theirs."""
-    self._amp_stash.control().groups.refresh()
-
-
 def _prepare(self: Any) -> None:
-    _lazy_init(self)
+    self._amp_stash.lazy_init_called = True
     self._amp_stash.before_backward()
 
 
@@ -150,12 +132,12 @@ def _post(self: Any, scaler: LossScaler | None = None) -> None:
 
 
 def _copy_back(self: Any) -> None:
-    self._amp_stash.control().follow_masters()
+    _core.masters_to_weights(self._amp_stash.optimizer())
 
 
 _METHODS = {
     "_amp_lazy_init": _lazy_init,
-    "_lazy_init_maybe_master_weights": _lazy_init_masters,
+    "_lazy_init_maybe_master_weights": lambda self: None,
     "_prepare_amp_backward": _prepare,
     "_post_amp_backward": _post,
     "_master_params_to_model_params": _copy_back,

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from ....basics.dtypes import is_lower_precision
-from .fp16util import clip_grad_norm, master_params_to_model_params
+from ..optimizers._steps import attribute_of
+from .fp16util import clip_grad_norm, master_params_to_model_params, model_grads_to_master_grads
 from .loss_scaler import DynamicLossScaler, LossScaler
 
 _LOGGER = logging.getLogger("mpinit")
 
 # From the scaler's first scale down to 1, and some more.
 _MOST_EVALUATIONS = 64
+_SAVED = ("dynamic_loss_scale", "overflow", "first_closure_call_this_step")
 
 
 class FP16_Optimizer:
@@ -53,7 +55,7 @@ class FP16_Optimizer:
         self.fp32_from_fp32_groups: list[list[nn.Parameter]] = []
         for group in init_optimizer.param_groups:
             self._take_group(group)
-        self.loss_scaler: DynamicLossScaler | LossScaler = (
+        self.loss_scaler: LossScaler = (
             DynamicLossScaler(**(dynamic_loss_args or {})) if dynamic_loss_scale else LossScaler(static_loss_scale)
         )
         self.dynamic_loss_scale = dynamic_loss_scale
@@ -61,49 +63,18 @@ class FP16_Optimizer:
         self.first_closure_call_this_step = True
 
     def _take_group(self, group: dict[str, Any]) -> None:
-        halves, masters, floats = [], [], []
-        for index, p in enumerate(group["params"]):
-            if not p.requires_grad:
-                continue
-            if is_lower_precision(p.dtype):
-                master = nn.Parameter(p.detach().clone().float())
-                group["params"][index] = master
-                halves.append(p)
-                masters.append(master)
-                if p in self.optimizer.state:
-                    self.optimizer.state[master] = self.optimizer.state.pop(p)
-            else:
-                floats.append(p)
-        self.fp16_groups.append(halves)
-        self.fp32_from_fp16_groups.append(masters)
-        self.fp32_from_fp32_groups.append(floats)
+        trained = [p for p in group["params"] if p.requires_grad]
+        masters = {p: nn.Parameter(p.detach().clone().float()) for p in trained if is_lower_precision(p.dtype)}
+        for p in masters.keys() & self.optimizer.state.keys():
+            self.optimizer.state[masters[p]] = self.optimizer.state.pop(p)
+        group["params"][:] = [masters.get(p, p) for p in group["params"]]
+        self.fp16_groups.append(list(masters))
+        self.fp32_from_fp16_groups.append(list(masters.values()))
+        self.fp32_from_fp32_groups.append([p for p in trained if p not in masters])
 
-    @property
-    def loss_scale(self) -> float:
-        """The present loss scale."""
-        return self.loss_scaler.loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        self.loss_scaler.cur_scale = float(value)
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's state."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's groups, which hold the masters."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
+    loss_scale = attribute_of("loss_scaler", "cur_scale")
+    state = attribute_of("optimizer", "state")
+    param_groups = attribute_of("optimizer", "param_groups")
 
     def _model_params(self) -> list[nn.Parameter]:
         groups = (*self.fp16_groups, *self.fp32_from_fp32_groups)
@@ -121,10 +92,7 @@ class FP16_Optimizer:
         for p in (*self._model_params(), *self._stepped_params()):
             if p.grad is None:
                 continue
-            if set_grads_to_None:
-                p.grad = None
-            else:
-                p.grad = p.grad.detach().zero_()
+            p.grad = None if set_grads_to_None else p.grad.detach().zero_()
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """Run backward on the scaled loss.
@@ -145,8 +113,7 @@ class FP16_Optimizer:
         if self.overflow:
             return
         for halves, masters in zip(self.fp16_groups, self.fp32_from_fp16_groups, strict=True):
-            for p, master in zip(halves, masters, strict=True):
-                master.grad = None if p.grad is None else p.grad.detach().clone().float()
+            model_grads_to_master_grads(halves, masters)
         if self.loss_scale != 1.0:
             grads = [p.grad for p in self._stepped_params() if p.grad is not None]
             torch._foreach_mul_(grads, 1.0 / self.loss_scale)
@@ -215,9 +182,7 @@ class FP16_Optimizer:
         """Scaler, wrapped optimizer and masters; holds plain numbers and tensors only."""
         return {
             "loss_scaler": self.loss_scaler.state(),
-            "dynamic_loss_scale": self.dynamic_loss_scale,
-            "overflow": self.overflow,
-            "first_closure_call_this_step": self.first_closure_call_this_step,
+            **{name: getattr(self, name) for name in _SAVED},
             "optimizer_state_dict": self.optimizer.state_dict(),
             "fp32_from_fp16": [[p.detach() for p in group] for group in self.fp32_from_fp16_groups],
         }
@@ -225,12 +190,9 @@ class FP16_Optimizer:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` (or apex's FP16_Optimizer) saved; masters go into the model too."""
         self.loss_scaler.load_state(state_dict["loss_scaler"])
-        self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
-        self.overflow = state_dict["overflow"]
-        self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
+        for name in _SAVED:
+            setattr(self, name, state_dict[name])
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        with torch.no_grad():
-            for own, saved in zip(self.fp32_from_fp16_groups, state_dict["fp32_from_fp16"], strict=True):
-                for p, value in zip(own, saved, strict=True):
-                    p.copy_(value)
+        for own, saved in zip(self.fp32_from_fp16_groups, state_dict["fp32_from_fp16"], strict=True):
+            master_params_to_model_params(own, saved)
         self._masters_to_model()

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def has_nonfinite_gradient(params: Iterable[Tensor]) -> bool:
-    """Whether any gradient holds inf or nan.
+class LossScaler:
+    """A loss scale that never moves.
 
-    Example:
-        >>> has_nonfinite_gradient([torch.ones(2)])
-        False
+    Args:
+        scale: the factor.
     """
-    return any(p.grad is not None and not bool(torch.isfinite(p.grad).all()) for p in params)
 
-
-class _Scaler(ABC):
-    """What the two kinds share: a factor, and what is done with it."""
-
-    _saved: ClassVar[tuple[str, ...]] = ("cur_scale",)
-
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float = 1.0) -> None:
         self.cur_scale = float(scale)
 
     @property
@@ -33,13 +24,12 @@ class _Scaler(ABC):
         """The factor the loss is multiplied by."""
         return self.cur_scale
 
-    @abstractmethod
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Whether gradients are found to hold inf or nan."""
+        """False: a static scale is not checked."""
+        return False
 
-    @abstractmethod
     def update_scale(self, overflow: bool) -> None:
-        """Move the scale after a step whose gradients overflowed, or did not."""
+        """A static scale stays."""
 
     def scale_gradient(self, module: Any, grad_in: Any, grad_out: Any) -> tuple[Any, ...]:
         """A backward hook that multiplies incoming gradients by the scale."""
@@ -51,35 +41,15 @@ class _Scaler(ABC):
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: plain numbers."""
-        return {name: getattr(self, name) for name in self._saved}
+        return dict(vars(self))
 
     def load_state(self, saved: Any) -> None:
         """Take over a saved state: the dict of :meth:`state`, or a scaler as old checkpoints hold it."""
         values = saved if isinstance(saved, dict) else vars(saved)
-        for name in self._saved:
-            if name in values:
-                setattr(self, name, values[name])
+        vars(self).update({name: values[name] for name in vars(self) if name in values})
 
 
-class LossScaler(_Scaler):
-    """A loss scale that never moves.
-
-    Args:
-        scale: the factor.
-    """
-
-    def __init__(self, scale: float = 1.0) -> None:
-        super().__init__(scale)
-
-    def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """False: a static scale is not checked."""
-        return False
-
-    def update_scale(self, overflow: bool) -> None:
-        """A static scale stays."""
-
-
-class DynamicLossScaler(_Scaler):
+class DynamicLossScaler(LossScaler):
     """A loss scale that backs off on overflow and grows after a row of good steps.
 
     Args:
@@ -87,8 +57,6 @@ class DynamicLossScaler(_Scaler):
         scale_factor: the factor of both moves.
         scale_window: good steps between growths.
     """
-
-    _saved = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
     def __init__(self, init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
         super().__init__(init_scale)
@@ -99,7 +67,7 @@ class DynamicLossScaler(_Scaler):
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Whether any gradient holds inf or nan."""
-        return has_nonfinite_gradient(params)
+        return any(p.grad is not None and not bool(torch.isfinite(p.grad).all()) for p in params)
 
     def update_scale(self, overflow: bool) -> None:
         """Move the scale after a step.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from ....torch_internals.fused_sgd import stepped_wrongly, unfused
 from ._steps import ClearsAsTold, loss_of, without_decay
 
 
@@ -21,12 +19,9 @@ class OverTorch(ClearsAsTold):
 
 
 class DecaysApart(OverTorch):
-    """One whose weight decay may be decoupled, which torch's own has no option for."""
+    """One whose weight decay may be decoupled (``decays_apart``), which torch's own has no option for."""
 
-    @property
-    @abstractmethod
-    def _decays_apart(self) -> bool:
-        """Whether it is."""
+    decays_apart: bool
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one step.
@@ -37,10 +32,11 @@ class DecaysApart(OverTorch):
         Returns:
             What the closure returned, or None.
         """
-        plain_step = _without_hooks(super().step)
-        if not self._decays_apart:
-            with unfused(stepped_wrongly((self,), self.param_groups, {})):
-                return plain_step(self, closure)
+        function = super().step.__func__  # type: ignore[attr-defined]
+        # Without torch's wrapper: the step around this one carries the hooks, and they must run once.
+        plain_step = function.__wrapped__ if getattr(function, "hooked", False) else function
+        if not self.decays_apart:
+            return plain_step(self, closure)
         loss = loss_of(closure)
         with without_decay(self.param_groups) as decays:
             for group, decay in zip(self.param_groups, decays, strict=True):
@@ -52,48 +48,24 @@ class DecaysApart(OverTorch):
         return loss
 
 
-def _without_hooks(step: Any) -> Callable[..., Any]:
-    """A bound step's function without torch's wrapper: the step around it carries the hooks, and they must run once."""
-    function = step.__func__
-    unhooked: Callable[..., Any] = function.__wrapped__ if getattr(function, "hooked", False) else function
-    return unhooked
+def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Parameters or groups as groups with lists, which can be looked at before an optimizer consumes them."""
+    entries: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+    groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
+    held = ((group, group["params"]) for group in groups)
+    return [{**group, "params": [own] if isinstance(own, torch.Tensor) else list(own)} for group, own in held]
 
 
-def as_list(params: Iterable[Any]) -> list[Any]:
-    """The parameters or groups as a list, so that they can be looked at before an optimizer consumes them."""
-    return [params] if isinstance(params, torch.Tensor) else list(params)
-
-
-def can_fuse(params: list[Any], kind: type[torch.optim.Optimizer]) -> bool:
+def can_fuse(groups: list[dict[str, Any]], kind: type[torch.optim.Optimizer], but_not_on: str = "") -> bool:
     """Whether torch has a fused kernel of this optimizer for the devices of all these parameters."""
-    devices = {p.device.type for p in _tensors(params)}
+    entries = (entry for group in groups for entry in group["params"])
+    params = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
     try:
-        for device in devices:
+        for device in {p.device.type for p in params}:
             kind([torch.zeros(1, device=device)], lr=0.1, fused=True)  # type: ignore[call-arg]
     except RuntimeError:
         return False
-    return all(p.is_floating_point() for p in _tensors(params))
-
-
-def _tensors(params: list[Any]) -> Iterable[torch.Tensor]:
-    for entry in params:
-        if isinstance(entry, torch.Tensor):
-            yield entry
-        elif isinstance(entry, dict):
-            inside = entry["params"]
-            yield from [inside] if isinstance(inside, torch.Tensor) else (_bare(p) for p in inside)
-        else:
-            yield _bare(entry)
-
-
-def _bare(entry: Any) -> torch.Tensor:
-    tensor: torch.Tensor = entry[1] if isinstance(entry, tuple) else entry
-    return tensor
-
-
-def keep_group_params_readable(params: list[Any]) -> list[Any]:
-    """Turn groups whose parameters are generators into groups with lists, in copies of the groups."""
-    return [{**entry, "params": as_list(entry["params"])} if isinstance(entry, dict) else entry for entry in params]
+    return all(p.is_floating_point() and p.device.type != but_not_on for p in params)
 
 
 def with_missing_options(saved: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -110,13 +82,12 @@ def with_missing_options(saved: dict[str, Any], groups: list[dict[str, Any]]) ->
     """
     state = {key: dict(value) for key, value in saved["state"].items()}
     filled = []
-    for group, present in zip(saved["param_groups"], groups, strict=False):
-        own = {name: value for name, value in present.items() if name != "params"}
-        filled.append({**own, **group})
+    for index, group in enumerate(saved["param_groups"]):
+        present = groups[index] if index < len(groups) else {}
+        filled.append({name: value for name, value in present.items() if name != "params"} | group)
         if "step" in group:
             steps = filled[-1].pop("step")
             for key in group["params"]:
                 if key in state:
                     state[key].setdefault("step", torch.tensor(float(steps)))
-    filled.extend(saved["param_groups"][len(filled) :])
     return {**saved, "state": state, "param_groups": filled}

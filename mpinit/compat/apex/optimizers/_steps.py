@@ -19,6 +19,14 @@ class ClearsAsTold(torch.optim.Optimizer):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
+def attribute_of(inner: str, name: str) -> Any:
+    """A property that is an attribute of the object inside, readable and writable."""
+    return property(
+        lambda self: getattr(getattr(self, inner), name),
+        lambda self, value: setattr(getattr(self, inner), name, value),
+    )
+
+
 def loss_of(closure: Callable[[], Any] | None) -> Any:
     """What the closure returns, evaluated with gradients whatever surrounds the step; None without a closure."""
     if closure is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._over_torch import DecaysApart, as_list, can_fuse, keep_group_params_readable
+from ._over_torch import DecaysApart, as_groups, can_fuse
 
 
 class FusedAdagrad(DecaysApart, torch.optim.Adagrad):
@@ -35,14 +35,9 @@ class FusedAdagrad(DecaysApart, torch.optim.Adagrad):
         set_grad_none: bool = True,
         adagrad_w_mode: bool = False,
     ) -> None:
-        entries = keep_group_params_readable(as_list(params))
+        groups = as_groups(params)
         # The fused kernel skips an overflowed step inside, where the decay that goes before it cannot follow.
-        fused = not adagrad_w_mode and can_fuse(entries, torch.optim.Adagrad)
-        super().__init__(entries, lr=lr, eps=eps, weight_decay=weight_decay, fused=fused or None)
-        self.adagrad_w_mode = adagrad_w_mode
+        fused = not adagrad_w_mode and can_fuse(groups, torch.optim.Adagrad)
+        super().__init__(groups, lr=lr, eps=eps, weight_decay=weight_decay, fused=fused or None)
+        self.adagrad_w_mode = self.decays_apart = adagrad_w_mode
         self.set_grad_none = set_grad_none
-
-    @property
-    def _decays_apart(self) -> bool:
-        """Whether the weight decay is decoupled."""
-        return self.adagrad_w_mode

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._over_torch import OverTorch, as_list, can_fuse, keep_group_params_readable
+from ._over_torch import OverTorch, as_groups, can_fuse
 
 # So many steps that beta**steps is 0 in float32 for any beta that an optimizer is given: the correction is then 1.
 _LONG_PAST_WARMUP = 1e9
@@ -50,15 +50,15 @@ class FusedAdam(OverTorch, torch.optim.Adam):
     ) -> None:
         if amsgrad:
             raise RuntimeError("FusedAdam does not support amsgrad=True; use torch.optim.AdamW(amsgrad=True)")
-        entries = keep_group_params_readable(as_list(params))
+        groups = as_groups(params)
         super().__init__(
-            [{**entry, "bias_correction": entry.get("bias_correction", bias_correction)} for entry in _groups(entries)],
+            [{"bias_correction": bias_correction, **group} for group in groups],
             lr=lr,
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
             capturable=capturable,
-            fused=can_fuse(entries, torch.optim.Adam) or None,
+            fused=can_fuse(groups, torch.optim.Adam) or None,
             decoupled_weight_decay=adam_w_mode,
         )
         self.defaults["bias_correction"] = bias_correction
@@ -74,7 +74,3 @@ class FusedAdam(OverTorch, torch.optim.Adam):
             torch._foreach_add_(steps, 1)
             steps[:] = [torch.full_like(step, _LONG_PAST_WARMUP) for step in steps]
         return found
-
-
-def _groups(entries: list[Any]) -> list[dict[str, Any]]:
-    return entries if entries and isinstance(entries[0], dict) else [{"params": entries}]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._layerwise import LayerwiseOptimizer
+from ._steps import ClearsAsTold, loss_of
 
 
-class FusedLAMB(LayerwiseOptimizer):
+class FusedLAMB(ClearsAsTold):
     """LAMB with gradient pre-normalisation by the norm over all groups.
 
     Args:
@@ -64,23 +64,45 @@ class FusedLAMB(LayerwiseOptimizer):
         self.set_grad_none = set_grad_none
         self.use_nvlamb = use_nvlamb
 
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform one step.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        loss = loss_of(closure)
+        with torch.no_grad():
+            shrink = self._shrink()
+            for group in self.param_groups:
+                params = [p for p in group["params"] if p.grad is not None]
+                group["step"] = group.get("step", 0) + bool(params)
+                for p in params:
+                    grad = p.grad.float() if shrink is None else p.grad.float() * shrink.to(p.device)
+                    self._step_one(group, p, grad)
+        return loss
+
     def _shrink(self) -> Tensor | None:
         """The factor that brings the gradients of all groups together down to ``max_grad_norm``."""
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any(grad.is_sparse for grad in grads):
+            raise RuntimeError("FusedLAMB does not support sparse gradients; use torch.optim.SparseAdam for them")
         limit = self.defaults["max_grad_norm"]
-        grads = [p.grad.float() for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not grads or not limit:
             return None
-        device = grads[0].device
-        norm = torch.stack([norm.to(device) for norm in torch._foreach_norm(grads)]).norm()
+        norms = torch._foreach_norm([grad.float() for grad in grads])
+        norm = torch.stack([norm.to(grads[0].device) for norm in norms]).norm()
         return torch.clamp(limit / norm, max=1.0)
 
-    def _change(self, group: dict[str, Any], state: dict[str, Tensor], weight: Tensor, grad: Tensor) -> Tensor:
+    def _step_one(self, group: dict[str, Any], p: Tensor, grad: Tensor) -> None:
+        weight, state = p.float(), self.state[p]
         if not state:
             state["exp_avg"] = torch.zeros_like(weight)
             state["exp_avg_sq"] = torch.zeros_like(weight)
         update = self._update(group, weight, grad, state)
-        change: Tensor = group["lr"] * self._trust(group, weight, update) * update
-        return change
+        p.copy_(weight - group["lr"] * self._trust(group, weight, update) * update)
 
     def _update(self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]) -> Tensor:
         beta1, beta2 = group["betas"]

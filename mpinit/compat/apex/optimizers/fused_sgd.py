@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._over_torch import DecaysApart, as_list, can_fuse, keep_group_params_readable
+from ._over_torch import DecaysApart, as_groups, can_fuse
 
 
 class FusedSGD(DecaysApart, torch.optim.SGD):
@@ -38,11 +38,12 @@ class FusedSGD(DecaysApart, torch.optim.SGD):
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
     ) -> None:
-        entries = keep_group_params_readable(as_list(params))
-        # The fused kernel skips an overflowed step inside, where the decay that goes before it cannot follow.
-        fused = not wd_after_momentum and can_fuse(entries, torch.optim.SGD)
+        groups = as_groups(params)
+        # The fused kernel skips an overflowed step inside, where the decay that goes before it cannot follow; and on a
+        # CPU it does not update 16-bit parameters rightly, which these may become.
+        fused = not wd_after_momentum and can_fuse(groups, torch.optim.SGD, but_not_on="cpu")
         super().__init__(
-            entries,
+            groups,
             lr=lr,
             momentum=momentum,
             dampening=dampening,
@@ -50,11 +51,6 @@ class FusedSGD(DecaysApart, torch.optim.SGD):
             nesterov=nesterov,
             fused=fused or None,
         )
-        self.wd_after_momentum = wd_after_momentum
+        self.wd_after_momentum = self.decays_apart = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
         self.set_grad_none = set_grad_none
-
-    @property
-    def _decays_apart(self) -> bool:
-        """Whether the weight decay comes after the momentum."""
-        return self.wd_after_momentum

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..optimizers._steps import loss_of, without_decay
+from ..optimizers._steps import attribute_of, loss_of, without_decay
 
 
 class LARC(torch.optim.Optimizer):
@@ -44,32 +44,9 @@ class LARC(torch.optim.Optimizer):
         # Hooks and nothing else: Optimizer.__init__ would set up groups, and those are the wrapped optimizer's.
         super().__setstate__({})
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's groups."""
-        return self.optim.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's state."""
-        return self.optim.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optim.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The wrapped optimizer's defaults."""
-        return self.optim.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.optim.defaults = value
+    param_groups = attribute_of("optim", "param_groups")
+    state = attribute_of("optim", "state")
+    defaults = attribute_of("optim", "defaults")
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickling keeps: the wrapped optimizer and the options."""

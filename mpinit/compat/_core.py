@@ -1,0 +1,85 @@
+"""All that the faces take from the inside of mpinit: sessions, masters, loss scalers. The rest is names of users."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch.optim import Optimizer
+
+from .. import registry
+from ..plan import ScalingRule
+from ..scaling.scaler import LossScaler as Scaler
+
+__all__ = [
+    "Scaler",
+    "change_rule",
+    "groups_of",
+    "live_sessions",
+    "masters_to_weights",
+    "new_scaler",
+    "session_of",
+    "share_scalers",
+]
+
+# mpinit's own limit where none is given: below it a scale's reciprocal is no float32.
+LOWEST_SCALE: Final = torch.finfo(torch.float32).tiny
+
+
+def session_of(owner: Any) -> Any:
+    """The live session of a model or an optimizer, or None.
+
+    The faces read its ``models``, ``optimizers``, ``scalers``, ``properties``, ``opt_level``, ``verbosity`` and
+    ``describe()``, and ``scaler(loss_id)``.
+    """
+    return registry.of(owner)
+
+
+def live_sessions() -> list[Any]:
+    """The live sessions, oldest first."""
+    return list(registry.live())
+
+
+def share_scalers(session: Any, others: Sequence[Any]) -> None:
+    """Let other sessions scale by the scalers of this one."""
+    for other in others:
+        other.scalers[:] = session.scalers
+
+
+def groups_of(optimizer: Optimizer) -> list[list[tuple[torch.nn.Parameter, torch.nn.Parameter]]]:
+    """An initialised optimizer's groups as pairs of a model's parameter and its master, which may be the same."""
+    managed = registry.session_of(optimizer).managed(optimizer)
+    master_of = dict(zip(map(id, managed.parameters()), managed.master_params(), strict=True))
+    return [[(p, master_of[id(p)]) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def masters_to_weights(optimizer: Optimizer) -> None:
+    """Round every master that was written to into its weight."""
+    registry.session_of(optimizer).managed(optimizer).exposed.settle()
+
+
+def new_scaler(
+    loss_scale: float | str, init_scale: float, scale_factor: float, scale_window: int, limits: tuple[float, float]
+) -> Scaler:
+    """A loss scaler of no session: "dynamic" from ``init_scale`` on, or static."""
+    dynamic = loss_scale == "dynamic"
+    return Scaler(
+        ScalingRule(
+            dynamic=dynamic,
+            init_scale=min(limits[1], init_scale) if dynamic else float(loss_scale),
+            growth_factor=scale_factor,
+            backoff_factor=1 / scale_factor,
+            growth_interval=scale_window,
+            hysteresis=1,
+            min_scale=limits[0],
+            max_scale=limits[1],
+            max_consecutive_skips=64,
+        )
+    )
+
+
+def change_rule(scaler: Scaler, **numbers: Any) -> None:
+    """Replace numbers of a scaler's rule: ``init_scale``, ``growth_interval``, ``min_scale``, ``max_scale``."""
+    scaler.rule = dataclasses.replace(scaler.rule, **numbers)
