@@ -82,8 +82,8 @@ class _Standing:
         self._remember_versions()
         if isinstance(module, nn.RNNBase):
             self._flat_outside = self._flat_outside or {name: vars(module)[name] for name in _FLAT_WEIGHTS}
-            module._parameters.update(self.inside)
-            module._init_flat_weights()  # type: ignore[no-untyped-call]
+            module._parameters.update(self.inside)  # type: ignore[arg-type]
+            module._init_flat_weights()
             self._remember_versions()
         else:
             module._parameters.update(self.inside)  # type: ignore[arg-type]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from mpinit.masters.per_parameter import check_steps_per_parameter, kept_states
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import mpinit
 from mpinit.masters import per_parameter
-from mpinit.masters.per_parameter import check_steps_per_parameter, kept_states
 
 
 def parameters() -> list[nn.Parameter]:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from mpinit.masters.split_kernels import join_, long_words, take_apart_, words
 from torch import nn
 
 import mpinit
 from mpinit.basics.checksum import checksums
 from mpinit.masters import buckets, float_split, split_kernels
-from mpinit.masters.split_kernels import join_, long_words, take_apart_, words
 from mpinit.torch_internals import compiled_kernel
 
 SMALL_LARGE = 128

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from models import equal_tensors
+from mpinit.masters.pairs import PairTable
 from state_dicts import MASTERS
 from torch import Tensor, nn
 
 import mpinit
-from mpinit.masters.pairs import PairTable
 from mpinit.model.state_dict import Float32State
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from mpinit.torch_internals.allocator import highest, large_on_cpu
 from torch import nn
 
 import mpinit
-from mpinit.torch_internals.allocator import highest, large_on_cpu
 
 
 def trained_once(width: int = 256, **more: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:

@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
 from mpinit.torch_internals.patches_on_import import PatchesOnImport
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 
 import torch
-from torch import nn
-
 from mpinit.torch_internals.parameter_watching import Watcher
+from torch import nn
 
 
 def test_reading_and_replacing_data_is_noticed_for_watched_parameters_only() -> None:
