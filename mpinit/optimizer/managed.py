@@ -389,7 +389,7 @@ class ManagedOptimizer:
         self._makes_state = False
         if not self._is_active:
             return
-        if gradients.came_through_scaling:
+        if gradients.came_through_scaling():
             if not gradients.was_reached and what == _STEP and not gradients.present():
                 self._notice_no_gradient()
             return
