@@ -128,7 +128,7 @@ class Gradients:
             done: gradients that are unscaled already; gets these.
 
         Returns:
-            What the check found; None where there is nothing to find.
+            What the check found beside earlier overflows; None where there is nothing to find.
         """
         self._block = self.scaled_by = None
         self._was_scaled, self._was_stepped = True, False
@@ -147,8 +147,12 @@ class Gradients:
         if both:
             # Unscaled together with others that are not this optimizer's, and checked once more for it alone.
             found_inf = any_of([found_inf, unscale_and_check_(both, torch.ones_like(self._inverse))])
+        before = self.found_inf
         self.note(found_inf)
-        return found_inf
+        if before is None or found_inf is None:
+            return found_inf
+        # What overflowed before is in the sums, and none of this loss's fault.
+        return found_inf * (before == 0)
 
     def _held(self) -> list[torch.Tensor]:
         """The gradients in the type in which they are kept, from here on on the weights."""
@@ -157,7 +161,7 @@ class Gradients:
             return [gradient for gradient in arrived if gradient is not None]
         held = self._masters.held(arrived)
         for weight, before, now in zip(self.weights, arrived, held, strict=True):
-            if now is not before and weight.grad is before:
+            if now is not None and now is not before and weight.grad_dtype in (None, now.dtype):
                 weight.grad = now
         return self.present()
 
