@@ -86,14 +86,15 @@ class Gradients:
         """
         self._block = weakref.ref(block)
         self._was_scaled, self._was_stepped = True, False
-        left = self.present()
-        if not left:
+        is_empty = not have_grads(self.weights)
+        if is_empty:
             self.was_reached = False
             self.forget_overflow()
         if scaler.is_identity:
             return
         self.scaled_by = scaler
-        if left:
+        if not is_empty:
+            left = self.present()
             self._forget_cleared_overflow(left)
             factor = scaler.scale_now()
             self._multiply([gradient for gradient in left if id(gradient) not in done], factor)
@@ -200,7 +201,7 @@ class Gradients:
 
     def stepped(self) -> None:
         """A step has used the gradients, or was skipped because of them; another one may use them again."""
-        left = next((gradient for gradient in grads_of(self.weights) if gradient is not None), None)
+        left = next((weight.grad for weight in self.weights if weight.grad is not None), None)
         self._used = None if left is None else weakref.ref(left)
         self._was_stepped = True
 
@@ -209,7 +210,7 @@ class Gradients:
         if not self._was_stepped:
             return self._was_scaled
         used = None if self._used is None else self._used()
-        return self._was_scaled and used is not None and any(used is gradient for gradient in grads_of(self.weights))
+        return self._was_scaled and used is not None and any(used is weight.grad for weight in self.weights)
 
     # -- refusing -------------------------------------------------------------------------------------------------
 
