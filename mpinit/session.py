@@ -108,7 +108,7 @@ class Session:
         selected = self.selection = selection.select(self.models, plan)
         targets = dict(selected.targets)
         in_model = self._store if isinstance(self._store, MastersInModel) else None
-        push(forward.patch_forwards(selected, plan, self, self.before_forward))
+        push(forward.patch_forwards(selected, plan, self, self.before_forward).undo)
         if in_model is not None:
             push(in_model.narrow)
             for optimizer in self.optimizers:
@@ -116,8 +116,7 @@ class Session:
         if encoder_fast_path.is_bypassed(selected.kept, self.models):
             encoder_fast_path.keep_off(lambda: True, self._undos)
         if selected.holds_16_bit:
-            of_store = self._store.pairs, plan.masters is Masters.IN_MODEL
-            float32_state = state_dict.Float32State(self._find_master, self._load_master, *of_store)
+            float32_state = state_dict.Float32State(self._find_master, self._load_master, self._has_masters)
             push(float32_state.remove)
             float32_state.install(self.models)
             push(hide_gradients(self, _weights))
@@ -292,6 +291,9 @@ class Session:
                 for name, tensor in model.named_parameters()
             }
         return self._names.get(parameter, f"a parameter of shape {tuple(parameter.shape)} outside of the models")
+
+    def _has_masters(self) -> bool:
+        return len(self._store.pairs) > 0 or self.plan.masters is Masters.IN_MODEL
 
     def _find_master(self, weight: torch.Tensor) -> torch.Tensor | None:
         pair = self._store.pairs.of(weight)

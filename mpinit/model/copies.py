@@ -15,8 +15,7 @@ from torch import nn
 
 from ..distributed.sharding import is_sharded
 from .aliases import is_16_bit, named_own_tensors
-from .averages import AveragedParameter
-from .forward import PatchedForward
+from .forward import patched_forward
 
 
 class Owner(Protocol):
@@ -27,9 +26,6 @@ class Owner(Protocol):
 
     def float32_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The float32 values that stand for a 16-bit tensor, or None."""
-
-    def master_of(self, tensor: torch.Tensor) -> nn.Parameter | None:
-        """The master in the groups of optimizers that stands for a weight."""
 
     def leave(self, module: nn.Module) -> None:
         """Take off a copy what was put on the original."""
@@ -55,7 +51,7 @@ class DeepCopy(_OfModule):
             return self._as_it_is(memo)
         for _, tensor in named_own_tensors(self.module):
             if is_16_bit(tensor) and id(tensor) not in memo and not is_sharded(tensor):
-                memo[id(tensor)] = _copied_with_master(tensor, owner, memo)
+                memo[id(tensor)] = _float32_copy(tensor, owner.float32_values(tensor))
         copied = self._as_it_is(memo)
         owner.leave(copied)
         _compute_in_float32(copied)
@@ -73,25 +69,13 @@ class DeepCopy(_OfModule):
 def _float32_copy(tensor: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
     wide = (tensor if values is None else values).detach().to(torch.float32, copy=True)
     # A buffer's 16-bit value is all there is of it.
-    return AveragedParameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
-
-
-def _copied_with_master(tensor: torch.Tensor, owner: Owner, memo: dict[int, Any]) -> torch.Tensor:
-    """Copied together with its optimizer, a model's copy is what the optimizer's copy steps."""
-    copied, master = _float32_copy(tensor, owner.float32_values(tensor)), owner.master_of(tensor)
-    if master is None:
-        return copied
-    first: torch.Tensor = memo.setdefault(id(master), copied)
-    if first is not copied:
-        # The optimizer was copied before; where masters are split, what it held has no numbers.
-        first.data, first.grad = copied.data.as_subclass(torch.Tensor), None
-    return first
+    return nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
 
 
 def _compute_in_float32(copied: nn.Module) -> None:
     """What is called across the boundary of a copy is cast to float32, as around a module that keep_fp32 names."""
-    for patched in vars(copied).values():
-        if isinstance(patched, PatchedForward):
+    for patched in map(patched_forward, vars(copied).values()):
+        if patched is not None:
             patched.boundary.become_float32()
 
 

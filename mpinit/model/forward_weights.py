@@ -83,7 +83,7 @@ class _Standing:
         if isinstance(module, nn.RNNBase):
             self._flat_outside = self._flat_outside or {name: vars(module)[name] for name in _FLAT_WEIGHTS}
             module._parameters.update(self.inside)  # type: ignore[arg-type]
-            module._init_flat_weights()  # type: ignore[no-untyped-call]
+            module._init_flat_weights()
             self._remember_versions()
         else:
             module._parameters.update(self.inside)  # type: ignore[arg-type]
@@ -150,7 +150,8 @@ class ForwardWeights:
     @property
     def are_in(self) -> bool:
         """Whether this thread's forwards have put casts in the places of the module's parameters."""
-        return self.module in _thread.inside
+        # Compiled code looks at the parameters themselves, in cast_traced, and finds nothing to cast.
+        return not torch.compiler.is_compiling() and self.module in _thread.inside
 
     @contextmanager
     def cast(self) -> Iterator[None]:
