@@ -153,7 +153,8 @@ class Session:
     def _apply(self) -> None:
         plan, push, selected = self.plan, self._undos.push, self.selection
         targets = dict(selected.targets)
-        push(forward.patch_forwards(selected, plan, self, self.before_forward))
+        self._forwards = forward.patch_forwards(selected, plan, self, self.before_forward)
+        push(self._forwards.undo)
         if encoder_fast_path.is_bypassed(selected.kept, self.models):
             encoder_fast_path.keep_off(lambda: True, self._undos)
         if selected.holds_16_bit:
