@@ -17,7 +17,7 @@ from torch import nn
 from ..basics.trees import TreeCast, cast_tree, first_floating_dtype, write_elements
 from ..plan import KeepInputPredicate
 from ..torch_internals.compiled_calls import compiled_calls
-from ..torch_internals.native_autocast import ForwardCasts
+from ..torch_internals.forward_casts import ForwardCasts
 from ..torch_internals.running import in_backward, is_tracing_symbolically
 from .arguments import ArgumentNames
 
