@@ -52,15 +52,6 @@ class _Needs:
     allow_banned: bool
     verbose: bool
 
-    def joined(self, other: _Needs) -> _Needs:
-        """What serves both: the namespaces are one, so the stricter policy and the wider permission hold for all."""
-        apex = CastPolicy.APEX in (self.policy, other.policy)
-        return _Needs(
-            CastPolicy.APEX if apex else CastPolicy.TORCH,
-            self.allow_banned or other.allow_banned,
-            self.verbose or other.verbose,
-        )
-
 
 class Installation:
     """Which sessions are live, and what stands in torch's namespaces for them."""
@@ -108,17 +99,23 @@ class Installation:
 
     def _refresh(self) -> None:
         """Make what stands in torch's namespaces what the live sessions need; begun anew after an interrupt."""
-        needs: _Needs | None = None
-        for session in self._sessions.values():
-            needs = session if needs is None else needs.joined(session)
-        if needs == self._installed and (needs is not None or not self._undos):
+        sessions = self._sessions.values()
+        # The namespaces are one: the stricter policy and the wider permission hold for all.
+        apex = any(each.policy is CastPolicy.APEX for each in sessions)
+        needs = _Needs(
+            CastPolicy.APEX if apex else CastPolicy.TORCH,
+            any(each.allow_banned for each in sessions),
+            any(each.verbose for each in sessions),
+        )
+        stands = needs == self._installed if sessions else not self._undos
+        if stands:
             return
         self._installed = None
         self._undos.unwind()
         self._originals.clear()
-        if needs is None or not needs.verbose:
+        if not needs.verbose:
             log_counts()
-        if needs is not None:
+        if sessions:
             self._install(needs)
             self._installed = needs
 
