@@ -18,7 +18,7 @@ from torch import nn
 from ..basics.dtypes import is_lower_precision
 from ..basics.trees import TreeCast, cast_tree, floating_dtypes, write_elements
 from ..plan import KeepInputPredicate
-from ..torch_internals.native_autocast import ForwardCasts
+from ..torch_internals.forward_casts import ForwardCasts
 from ..torch_internals.running import in_backward, is_tracing_symbolically
 from .arguments import ArgumentNames
 

@@ -20,7 +20,7 @@ from torch import nn
 from ..basics.modules import modules_of
 from ..basics.patching import Undo, UndoStack
 from ..plan import Masters, Plan
-from ..torch_internals.native_autocast import ForwardCasts
+from ..torch_internals.forward_casts import ForwardCasts
 from ..torch_internals.running import is_tracing_symbolically
 from .arguments import ArgumentNames
 from .boundary import Boundary, caller_dtype, here
