@@ -13,6 +13,7 @@ from . import checkpoint, checks, checks_of_ranks, registry
 from .basics.names_found_later import found_later
 from .distributed import norms
 from .distributed.sharding import is_sharded
+from .in_float32 import float32_weights
 from .functions.registration import (
     float_function,
     half_function,
@@ -49,6 +50,7 @@ __all__ = [
     "clip_grad_norm_",
     "describe",
     "disable_casts",
+    "float32_weights",
     "float_function",
     "half_function",
     "initialize",

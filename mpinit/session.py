@@ -23,7 +23,7 @@ from .distributed.sharding import gather_in, is_distributed, reshard, set_data
 from .masters.codecs.bfloat16 import BFloat16
 from .masters.codecs.blockwise import Blockwise
 from .masters.full import FullMasters
-from .masters.masters import Master, Masters
+from .masters.masters import IN_FLOAT32, Masters
 from .masters.split import SplitMasters
 from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
@@ -154,12 +154,12 @@ class Session:
     def _apply(self) -> None:
         plan, push, selected = self.plan, self._undos.push, self.selection
         targets = dict(selected.targets)
-        self._forwards = forward.patch_forwards(selected, plan, self, self.before_forward)
-        push(self._forwards.undo)
+        self.forwards = forward.patch_forwards(selected, plan, self, self.before_forward)
+        push(self.forwards.undo)
         if encoder_fast_path.is_bypassed(selected.kept, self.models):
-            encoder_fast_path.keep_off(lambda: True, self._undos)
+            encoder_fast_path.switch_off(self._undos)
         if selected.holds_16_bit:
-            float32_state = state_dict.Float32State(self._find_values, self._load_values, self._has_masters)
+            float32_state = state_dict.Float32State(self.float32_values, self.load_values, self._has_masters)
             push(float32_state.remove)
             float32_state.install(self.models)
             push(hide_gradients(self, _weights))
@@ -272,6 +272,8 @@ class Session:
     def undo(self) -> None:
         """Take back everything ``apply`` did; the session ends. Interrupted, it can be called again and goes on."""
         if not self._is_ending:
+            if self.masters.are_in_model:
+                raise RuntimeError(IN_FLOAT32.format("mpinit.undo()"))
             reshard(self.models)
             for managed in self._managed.values():
                 managed.exposed.close()
@@ -313,8 +315,7 @@ class Session:
             RuntimeError: gradients are scaled at the moment.
             ValueError: one of the optimizers cannot be stepped with masters of the session's kind.
         """
-        for managed in self._managed.values():
-            managed.gradients.check_closed("mpinit.add_optimizers()", "move it before or after the with-block")
+        self.check_idle("mpinit.add_optimizers()")
         self._check(optimizers, {id(p) for p in _parameters_of(optimizers) if is_lower_precision(p.dtype)})
         self.ranks.check_present()
         failed, undos = UndoStack(), UndoStack()
@@ -388,6 +389,20 @@ class Session:
                     "mpinit.initialize, or call mpinit.add_optimizers(optimizer) before its first step"
                 )
 
+    def check_idle(self, what: str) -> None:
+        """Refuse what must not happen in the middle of a backward pass or a step, or while weights are float32.
+
+        Raises:
+            RuntimeError: it is in the middle of one.
+        """
+        if self.masters.are_in_model:
+            raise RuntimeError(IN_FLOAT32.format(what))
+        for managed in self._managed.values():
+            if managed.scope.is_open:
+                raise RuntimeError(f"{what} was called inside of optimizer.step(): move it before or after the step")
+            managed.gradients.check_closed(what, "move it before or after the with-block")
+            managed.exposed.close()
+
     # -- looking things up --------------------------------------------------------------------------------------
 
     def managed(self, optimizer: Optimizer) -> ManagedOptimizer:
@@ -454,20 +469,16 @@ class Session:
     def _has_masters(self) -> bool:
         return len(self.masters) > 0 or self.plan.masters is MasterKind.IN_MODEL
 
-    def _find_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def float32_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The float32 values that stand for a 16-bit tensor; None where those are its own."""
         master = self.masters.of(tensor)
         if master is None or not self.is_live:
             return self._casts.original_values(tensor)
-        return self.float32_values(master)
-
-    def float32_values(self, master: Master) -> torch.Tensor:
-        """What a weight means, with what was done to its master since it was given out."""
         for managed in self._managed.values():
             managed.exposed.settle()
         return self.masters.values(master)
 
-    def _load_values(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
+    def load_values(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
         """Values have been loaded into a 16-bit tensor; whether it has a master, which has taken them."""
         master = self.masters.of(tensor)
         if master is None:

@@ -67,7 +67,7 @@ class FullMasters(Masters):
     @torch.no_grad()
     def values(self, master: Master) -> torch.Tensor:
         """The master itself, which follows its weight first."""
-        if not any(id(master) in each.members for each in self._open):
+        if not self.are_in_model and not any(id(master) in each.members for each in self._open):
             self._follow(master)
         values: torch.Tensor = TENSOR_DETACH(master.parameter)
         return values
