@@ -13,7 +13,6 @@ from . import checkpoint, checks, checks_of_ranks, registry
 from .basics.names_found_later import found_later
 from .distributed import norms
 from .distributed.sharding import is_sharded
-from .in_float32 import float32_weights
 from .functions.registration import (
     float_function,
     half_function,
@@ -23,6 +22,7 @@ from .functions.registration import (
     register_promote_function,
 )
 from .grad_scaler import GradScaler
+from .in_float32 import float32_weights
 from .initialization import add_optimizers, initialize, undo
 from .optimizer.ranks import copy_from
 from .optimizer.scaled_loss import ScaledLoss, Unscaled

@@ -1,4 +1,4 @@
-"""``mpinit.float32_weights``: a model's parameters and buffers in float32 for a while, to read, to write, to evaluate."""
+"""``mpinit.float32_weights``: parameters and buffers in float32 for a while, to read, to write and to evaluate."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class _Swap:
                 self._places.append((module, tensors, name, tensor, self._wide[id(tensor)]))
                 tensors[name] = self._wide[id(tensor)]
             if found and isinstance(module, nn.RNNBase):
-                module._init_flat_weights()  # type: ignore[no-untyped-call]
+                module._init_flat_weights()
 
     def _widened(self, tensor: torch.Tensor) -> torch.Tensor:
         session, values = self._session, self._session.float32_values(tensor)

@@ -15,8 +15,8 @@ from ..distributed.sharding import set_data
 Gradients = Sequence[torch.Tensor | None]
 
 IN_FLOAT32: Final = (
-    "{} was called inside `with mpinit.float32_weights(...)`, where the weights that optimizers know are not up to date: "
-    "move it before or after the with-block"
+    "{} was called inside `with mpinit.float32_weights(...)`, where the weights that optimizers know are not up to "
+    "date: move it before or after the with-block"
 )
 
 

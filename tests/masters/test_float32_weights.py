@@ -1,4 +1,4 @@
-"""``float32_weights``: inside, weights read and write as the float32 numbers that they mean; outside, all is as it was."""
+"""``float32_weights``: inside, weights read and write as the float32 numbers that they mean; outside as before."""
 
 from __future__ import annotations
 
