@@ -15,6 +15,7 @@ from ..basics.dtypes import is_lower_precision
 from ..basics.modules import modules_of
 from ..basics.tables import counted
 from ..basics.user_warnings import warn_user
+from ..distributed.sharding import is_sharded
 from . import copies
 from .aliases import Values, is_16_bit, named_own_tensors, owners_of_memory, same_view, storage_of
 from .custom_state import custom_methods, put_around, take_from_custom_methods
@@ -162,6 +163,9 @@ class Float32State:
         for name, value in arrived.items():
             tensor = tensors.get(name)
             if tensor is None or self._load_master is None or tensor.shape != value.shape:
+                continue
+            # torch fills a partial state up with the tensors themselves; shards it may have written to before.
+            if value.dtype == tensor.dtype and storage_of(value) == storage_of(tensor) and not is_sharded(tensor):
                 continue
             if self._load_master(tensor, value) and is_lower_precision(value.dtype):
                 self._rebuilt.append(prefix + name)
