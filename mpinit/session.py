@@ -27,6 +27,7 @@ from .masters.masters import Master, Masters
 from .masters.split import SplitMasters
 from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
+from .model.forward_weights import renew_casts
 from .optimizer.gradients import Gradients
 from .optimizer.managed import ManagedOptimizer
 from .optimizer.members import Members, Names, places_beside_groups
@@ -153,7 +154,8 @@ class Session:
     def _apply(self) -> None:
         plan, push, selected = self.plan, self._undos.push, self.selection
         targets = dict(selected.targets)
-        push(forward.patch_forwards(selected, plan, self, self.before_forward))
+        self._forwards = forward.patch_forwards(selected, plan, self, self.before_forward)
+        push(self._forwards.undo)
         if encoder_fast_path.is_bypassed(selected.kept, self.models):
             encoder_fast_path.keep_off(lambda: True, self._undos)
         if selected.holds_16_bit:
@@ -249,6 +251,8 @@ class Session:
         with UndoStack() as undos:
             undos.push(functools.partial(self._forget, optimizer))
             self._managed[optimizer] = managed
+            if self.plan.masters is MasterKind.IN_MODEL:
+                managed.observers.append(_RenewedCasts())
             undos.push(managed.install(self._states))
         return undos.unwind
 
@@ -520,6 +524,17 @@ def _convert(weight: nn.Parameter, dtype: torch.dtype) -> None:
         gradient, weight.grad = weight.grad, None
         set_data(weight, TENSOR_DATA.__get__(weight).to(dtype))
         weight.grad = None if gradient is None else gradient.to(dtype)
+
+
+class _RenewedCasts:
+    """Casts of weights that an optimizer has stepped inside of a forward are made anew."""
+
+    def backward_ended(self, loss: torch.Tensor, scaler: LossScaler) -> None:
+        """Nothing was written."""
+
+    def step_ended(self, skipped: bool | torch.Tensor) -> None:
+        """Weights were."""
+        renew_casts()
 
 
 def _undone_when_dropped(session: Session, undo: Undo) -> Undo:

@@ -8,15 +8,17 @@ comes from the user.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from ..basics.trees import TreeCast, cast_tree, first_floating_dtype, write_elements
+from ..basics.dtypes import is_lower_precision
+from ..basics.trees import TreeCast, cast_tree, floating_dtypes, write_elements
 from ..plan import KeepInputPredicate
-from ..torch_internals.native_autocast import ForwardCasts
+from ..torch_internals.forward_casts import ForwardCasts
 from ..torch_internals.running import in_backward, is_tracing_symbolically
 from .arguments import ArgumentNames
 
@@ -65,6 +67,8 @@ class Boundary:
         self.keep_inputs = keep_inputs
         self.before_forward = before_forward
         self.is_live = True
+        self._float32 = 0
+        self._narrow: torch.dtype | None = inner_dtype
 
     def retire(self) -> None:
         """Cast nothing from now on: what a wrapper of the user's still holds becomes transparent."""
@@ -74,6 +78,19 @@ class Boundary:
     def become_float32(self) -> None:
         """Compute in float32 from now on: the modules inside were copied into it."""
         self.inner_dtype = torch.float32
+
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Inside the block the modules compute in float32, whose parameters are float32 for as long."""
+        self._float32 += 1
+        if self._float32 == 1:
+            self._narrow, self.inner_dtype = self.inner_dtype, torch.float32
+        try:
+            yield
+        finally:
+            self._float32 -= 1
+            if not self._float32 and self.is_live:
+                self.inner_dtype = self._narrow
 
     def announce(self) -> None:
         """Say that a forward begins that comes from outside of all initialised models."""
@@ -123,6 +140,17 @@ class Boundary:
             return output
         return cast_tree(output, output_dtype) if inputs is None else inputs.back(output, output_dtype)
 
+    def stay(
+        self, module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call ``function`` from inside: nothing is cast, and what it calls is inside too."""
+        dtype, outer = here.dtype, here.module
+        here.dtype, here.module = self.inner_dtype, module
+        try:
+            return function(*args, **kwargs)
+        finally:
+            here.dtype, here.module = dtype, outer
+
     def _casts_plainly(self) -> bool:
         return self.cast_inputs and self.casts is None and not torch.compiler.is_compiling()
 
@@ -159,12 +187,13 @@ def caller_dtype(
 ) -> torch.dtype | None:
     """The type that the caller of a part computes in; None: outside of every forward.
 
-    In a backward pass (activation checkpointing computes a part again there) and in a replica's thread nobody
-    remembers whether the call comes from inside: the inputs tell.
+    In a backward pass (activation checkpointing computes a part again there) and in a replica's thread it is not
+    remembered whether the call comes from inside: it does where an input is 16-bit, or none is floating.
     """
     if is_tracing_symbolically():
         return inner_dtype
     if here.dtype is not None or torch.compiler.is_compiling() or not (is_replica or in_backward()):
         return here.dtype
-    found = first_floating_dtype((args, kwargs)) or inner_dtype
+    dtypes = floating_dtypes((args, kwargs))
+    found = next((dtype for dtype in dtypes if is_lower_precision(dtype)), next(iter(dtypes), inner_dtype))
     return None if found is torch.float32 and inner_dtype is not torch.float32 else found

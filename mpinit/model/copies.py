@@ -15,7 +15,7 @@ from torch import nn
 
 from ..distributed.sharding import is_sharded
 from .aliases import is_16_bit, named_own_tensors
-from .forward import PatchedForward
+from .forward import patched_forward
 
 
 class Owner(Protocol):
@@ -74,8 +74,8 @@ def _float32_copy(tensor: torch.Tensor, values: torch.Tensor | None) -> torch.Te
 
 def _compute_in_float32(copied: nn.Module) -> None:
     """What is called across the boundary of a copy is cast to float32, as around a module that keep_fp32 names."""
-    for patched in vars(copied).values():
-        if isinstance(patched, PatchedForward):
+    for patched in map(patched_forward, vars(copied).values()):
+        if patched is not None:
             patched.boundary.become_float32()
 
 

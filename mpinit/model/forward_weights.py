@@ -150,7 +150,8 @@ class ForwardWeights:
     @property
     def are_in(self) -> bool:
         """Whether this thread's forwards have put casts in the places of the module's parameters."""
-        return self.module in _thread.inside
+        # Compiled code looks at the parameters themselves, in cast_traced, and finds nothing to cast.
+        return not torch.compiler.is_compiling() and self.module in _thread.inside
 
     @contextmanager
     def cast(self) -> Iterator[None]:
