@@ -85,6 +85,7 @@ class Session:
         self.waiting = WaitingWeights(awaits, self._controls, self._store, self.name_of)
         self._undos = UndoStack()
         self._casts = casting.TensorCasts([], {}, ())
+        self._float32_state: state_dict.Float32State | None = None
         self._is_ending = False
         self._names: dict[torch.Tensor, str] | None = None
 
@@ -116,7 +117,9 @@ class Session:
         if encoder_fast_path.is_bypassed(selected.kept, self.models):
             encoder_fast_path.keep_off(lambda: True, self._undos)
         if selected.holds_16_bit:
-            float32_state = state_dict.Float32State(self._find_master, self._load_master, self._has_masters)
+            float32_state = self._float32_state = state_dict.Float32State(
+                self._find_master, self._load_master, self._has_masters
+            )
             push(float32_state.remove)
             float32_state.install(self.models)
             push(hide_gradients(self, _weights))
@@ -169,6 +172,8 @@ class Session:
     def undo(self) -> None:
         """Take back everything ``apply`` did; the session ends. Interrupted, it can be called again and goes on."""
         if not self._is_ending:
+            if self._float32_state is not None:
+                self._float32_state.take_writes()
             reshard(self.models)
             for control in self._controls:
                 control.backward.abandon_backward()
@@ -196,6 +201,8 @@ class Session:
 
     def before_forward(self) -> None:
         """A model is about to be run: its weights follow what was written to their masters."""
+        if self._float32_state is not None:
+            self._float32_state.take_writes()
         # A process group may have been set up since, and DDP has made buckets of the weights' own type then.
         self._store.adds_up_natively()
         self._controls.ranks.before_forward()

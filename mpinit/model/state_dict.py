@@ -50,6 +50,7 @@ class Float32State:
         self._outermost_load: object = None
         self._arriving: dict[int, tuple[str, dict[str, torch.Tensor]]] = {}
         self._rebuilt: list[str] = []
+        self._saved: list[_Saved] = []
 
     def install(self, models: Sequence[nn.Module]) -> None:
         """Hook every module of the models."""
@@ -57,6 +58,7 @@ class Float32State:
         self._forget_by_name = load_in_float32(self.float32_values)
         for model in models:
             self.take_in(model)
+            cast(OrderedDict[int, Any], model._state_dict_pre_hooks)[self._key] = _Hook(self, "take_writes")
 
     def remove(self) -> None:
         """Take the hooks away, however many there are by now."""
@@ -94,7 +96,8 @@ class Float32State:
     def leave(self, module: nn.Module) -> None:
         """Take everything off a module again, or off a copy of it."""
         copies.take_off(module, self)
-        for hooks in (module._load_state_dict_post_hooks, module._load_state_dict_pre_hooks, module._state_dict_hooks):
+        saving: tuple[Any, ...] = (module._state_dict_hooks, module._state_dict_pre_hooks)
+        for hooks in (*saving, module._load_state_dict_post_hooks, module._load_state_dict_pre_hooks):
             hooks.pop(self._key, None)
             hooks.pop(-self._key, None)
 
@@ -118,7 +121,11 @@ class Float32State:
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor) and value is not tensor and _is_16_bit_alias(value, tensor):
                 values = self.float32_values(tensor)
-                state_dict[prefix + name] = value.float() if values is None else values.float()
+                # A copy, for the caller to write to: what is written to a master's memory does not come to its weight.
+                wide = (value if values is None else values).to(torch.float32, copy=True)
+                state_dict[prefix + name] = wide
+                if self._load_values is not None and not isinstance(tensor, CastParameter):
+                    self._saved.append(_Saved(wide, tensor))
 
     def export_rest(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """After the outermost ``state_dict()``: the same for what modules or hooks saved in their own way."""
@@ -136,6 +143,19 @@ class Float32State:
             if owner is not value:
                 state_dict[key] = value.float() if owner is None else same_view(value, owner, self.float32_values)
 
+    @torch.no_grad()
+    def take_writes(self, *_: Any) -> None:
+        """Load what was written to the tensors of a state dict: in a float32 model they are the model's own.
+
+        To be called before tensors are read. A state dict that is dropped is known until the next call.
+        """
+        for saved in self._saved:
+            if saved.values._version != saved.version and self._load_values is not None:
+                saved.tensor.copy_(saved.values)
+                self._load_values(saved.tensor, saved.values)
+                saved.version = saved.values._version
+        self._saved = [saved for saved in self._saved if saved.given() is not None]
+
     # -- loading ------------------------------------------------------------------------------------------------
 
     def arrive(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *lists: Any) -> None:
@@ -147,6 +167,7 @@ class Float32State:
             self._outermost_load = lists[-1]
             self._arriving.clear()
             self._rebuilt.clear()
+            self.take_writes()
             _check_way_of_loading(module, metadata)
             self.take_in(module)
         arriving = {
@@ -184,7 +205,30 @@ class Float32State:
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no masters: it exports its own weights.
         nothing = ("_find_values", "_load_values", "_has_masters", "_newcomers", "_forget_by_name", "_outermost_load")
-        return dict.fromkeys(nothing) | {"_key": self._key, "_modules": set(), "_arriving": {}, "_rebuilt": []}
+        return dict.fromkeys(nothing) | {
+            "_key": self._key,
+            "_modules": set(),
+            "_arriving": {},
+            "_rebuilt": [],
+            "_saved": [],
+        }
+
+
+class _Saved:
+    """An entry of a state dict.
+
+    Attributes:
+        given: the entry, known weakly.
+        values: the same memory, with the same version.
+        version: what that was when the entry was made, or written to last.
+        tensor: the 16-bit tensor that it stands for.
+    """
+
+    __slots__ = ("given", "tensor", "values", "version")
+
+    def __init__(self, given: torch.Tensor, tensor: torch.Tensor) -> None:
+        self.given = weakref.ref(given)
+        self.values, self.version, self.tensor = given.detach(), given._version, tensor
 
 
 class _Hook:

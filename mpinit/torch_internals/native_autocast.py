@@ -55,6 +55,21 @@ def is_on() -> bool:
     return any(torch.is_autocast_enabled(device) for device in device_types())
 
 
+def is_on_without_a_block() -> bool:
+    """Whether casts are on in this thread though no ``torch.autocast`` block is open: a session has switched them on.
+
+    Example:
+        >>> with torch.autocast("cpu"):
+        ...     is_on_without_a_block()
+        False
+    """
+    if not is_on():
+        return False
+    nested = torch.autocast_increment_nesting() > 1
+    torch.autocast_decrement_nesting()
+    return not nested
+
+
 class CastsOff:
     """Switches every autocast flag of this thread off inside the block and back on exit, whatever they were.
 
