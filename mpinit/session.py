@@ -112,6 +112,7 @@ class Session:
         self._undos = UndoStack()
         self._casts = casting.TensorCasts([], {}, ())
         self._loose: tuple[tuple[int, ...], Gradients] = (-1,), Gradients(_Loose([]), self.masters)
+        self._float32_state: state_dict.Float32State | None = None
         self._is_ending = False
 
     @property
@@ -160,6 +161,7 @@ class Session:
             encoder_fast_path.switch_off(self._undos)
         if selected.holds_16_bit:
             float32_state = state_dict.Float32State(self.float32_values, self.load_values, self._has_masters)
+            self._float32_state = float32_state
             push(float32_state.remove)
             float32_state.install(self.models)
             push(hide_gradients(self, _weights))
@@ -274,6 +276,7 @@ class Session:
         if not self._is_ending:
             if self.masters.are_in_model:
                 raise RuntimeError(IN_FLOAT32.format("mpinit.undo()"))
+            self.take_writes()
             reshard(self.models)
             for managed in self._managed.values():
                 managed.exposed.close()
@@ -300,6 +303,12 @@ class Session:
                 for master in self.masters:
                     self.masters.set_gradient_dtype(master)
         self.ranks.before_forward()
+        self.take_writes()
+
+    def take_writes(self) -> None:
+        """Let weights be what was done to masters and to entries of state dicts that were given out."""
+        if self._float32_state is not None:
+            self._float32_state.take_writes()
         for managed in self._managed.values():
             managed.exposed.settle()
 

@@ -8,15 +8,15 @@ comes from the user.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from ..basics.dtypes import is_lower_precision
-from ..basics.trees import TreeCast, cast_tree, floating_dtypes, write_elements
+from ..basics.dtypes import dtype_name, is_lower_precision
+from ..basics.trees import TreeCast, cast_tree, floating_dtypes, leaves_of, write_elements
 from ..plan import KeepInputPredicate
 from ..torch_internals.forward_casts import ForwardCasts
 from ..torch_internals.running import in_backward, is_tracing_symbolically
@@ -48,7 +48,10 @@ class Boundary:
         output_dtype: what floating outputs are cast to for a caller outside of every forward, or None to leave them.
         casts: switched on around the call, or None.
         keep_inputs: (argument name, value) -> whether it stays as it is; one that says yes is enough.
+
+    Attributes:
         before_forward: called first, where the caller is outside of every forward.
+        targets: tensors of the models -> the type that they were given.
     """
 
     def __init__(
@@ -58,14 +61,14 @@ class Boundary:
         output_dtype: torch.dtype | None,
         casts: ForwardCasts | None,
         keep_inputs: tuple[KeepInputPredicate, ...] = (),
-        before_forward: Callable[[], None] | None = None,
     ) -> None:
         self.inner_dtype: torch.dtype | None = inner_dtype
         self.cast_inputs = cast_inputs
         self.output_dtype = output_dtype
         self.casts = casts
         self.keep_inputs = keep_inputs
-        self.before_forward = before_forward
+        self.before_forward: Callable[[], None] | None = None
+        self.targets: Mapping[torch.Tensor, torch.dtype] = {}
         self.is_live = True
         self._float32 = 0
         self._narrow: torch.dtype | None = inner_dtype
@@ -96,6 +99,35 @@ class Boundary:
         """Say that a forward begins that comes from outside of all initialised models."""
         if self.before_forward is not None and not torch.compiler.is_compiling():
             self.before_forward()
+
+    def mixed_types(self, module: nn.Module, inputs: Any) -> str | None:
+        """Why a forward may have failed: a parameter or an input of another type than the model's; None: neither.
+
+        Args:
+            module: whose forward it was.
+            inputs: what it was called with, in containers.
+        """
+        inner = self.inner_dtype
+        if inner is None or not is_lower_precision(inner):
+            return None
+        for name, parameter in module.named_parameters():
+            expected = self.targets.get(parameter, inner)
+            if parameter.is_floating_point() and parameter.dtype is not expected:
+                return (
+                    f"{name!r} is {dtype_name(parameter.dtype)} in {type(module).__name__}, which mpinit.initialize "
+                    f"has cast to {dtype_name(inner)}, and its forward has failed. Write values with copy_() or "
+                    "load_state_dict(), which keep a parameter's type; give what joins the model later its type, with "
+                    f".to({inner}), and to the optimizer with add_param_group; or initialise with "
+                    'master_weights="model", where parameters are float32'
+                )
+        unknown = next((type(value).__name__ for value in leaves_of(inputs) if hasattr(value, "to")), None)
+        if unknown is None:
+            return None
+        return (
+            f"forward of {type(module).__name__} has failed, which was given an object of type {unknown}: mpinit casts "
+            "tensors in lists, tuples, dicts and dataclasses, and passes other objects as they are. Give their tensors "
+            f"as arguments, or convert them to {inner} first"
+        )
 
     def cross(
         self,
@@ -179,7 +211,7 @@ class Boundary:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is no part of the session that made the original.
-        return {**self.__dict__, "before_forward": None, "is_live": False}
+        return {**self.__dict__, "before_forward": None, "targets": {}, "is_live": False}
 
 
 def caller_dtype(

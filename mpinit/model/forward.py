@@ -10,7 +10,7 @@ import copy
 import inspect
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final, final
 
@@ -21,6 +21,7 @@ from ..basics.modules import modules_of
 from ..basics.patching import Undo, UndoStack
 from ..plan import Masters, Plan
 from ..torch_internals.forward_casts import ForwardCasts
+from ..torch_internals.native_autocast import is_on
 from ..torch_internals.running import is_tracing_symbolically
 from .arguments import ArgumentNames
 from .boundary import Boundary, caller_dtype, here
@@ -92,10 +93,24 @@ class PatchedForward:
             caller = caller_dtype(boundary.inner_dtype, args, kwargs, self.is_replica)
             output_dtype = caller or output_dtype
         is_inside = caller is boundary.inner_dtype
-        if not is_inside and here.dtype is None and not self.is_replica:
-            boundary.announce()
+        if is_inside or here.dtype is not None or self.is_replica or torch.compiler.is_compiling():
+            return self._with_weights(is_inside, args, kwargs, output_dtype)
+        boundary.announce()
+        try:
+            # A session's O1 is for its own models: others run as they would without it.
+            with ForwardCasts(None) if boundary.casts is None and is_on() else nullcontext():
+                return self._with_weights(is_inside, args, kwargs, output_dtype)
+        except RuntimeError as error:
+            reason = None if self.weights is not None else boundary.mixed_types(self.module, (args, kwargs))
+            if reason is None:
+                raise
+            raise RuntimeError(reason) from error
+
+    def _with_weights(
+        self, is_inside: bool, args: tuple[Any, ...], kwargs: dict[str, Any], output_dtype: torch.dtype | None
+    ) -> Any:
         # What torch.fx records are the float32 weights: casts of them it would take for constants.
-        if self.weights is None or self.weights.dtype is not boundary.inner_dtype or is_tracing_symbolically():
+        if self.weights is None or self.weights.dtype is not self.boundary.inner_dtype or is_tracing_symbolically():
             return self._run(is_inside, args, kwargs, output_dtype)
         if self.is_replica:
             self.weights.cast_replica(self.module)
@@ -227,7 +242,9 @@ def patch_forwards(
     output_dtype = plan.output_dtype if plan.cast_outputs else None
 
     def boundary(dtype: torch.dtype) -> Boundary:
-        return Boundary(dtype, plan.cast_model, output_dtype, casts, plan.keep_inputs, before_forward)
+        made = Boundary(dtype, plan.cast_model, output_dtype, casts, plan.keep_inputs)
+        made.before_forward, made.targets = before_forward, selection.targets
+        return made
 
     kept, cast = boundary(torch.float32), boundary(plan.model_dtype)
     within = {module for model in selection.models for module in modules_of(model)[1:]}
