@@ -126,13 +126,15 @@ def _traced_forward(dtype: torch.dtype | None) -> contextlib.AbstractContextMana
     """:class:`ForwardCasts` under torch.compile, where the nesting of torch.autocast blocks cannot be read.
 
     The cache is off inside: the compiler merges equal casts by itself, and a block inside the graph that switches
-    the flag off then counts as on purpose. A flag that is on while the cache is off counts as a session's, also that
-    of a block of the user's in a thread where a session is live.
+    the flag off then counts as on purpose. A flag that is on counts as a session's inside a forward with casts, and
+    while the cache is off: also that of a block of the user's in a thread where a session is live.
     """
     caching, on = torch.is_autocast_cache_enabled(), flags()
     if dtype is not None:
         return traced({device: caching or on[device] for device in on}, dtype, caching=False)
-    return contextlib.nullcontext() if caching else traced(dict.fromkeys(on, False), None, caching=True)
+    if caching and not this.thread.forwards:
+        return contextlib.nullcontext()
+    return traced(dict.fromkeys(on, False), None, caching=True)
 
 
 _CARRIERS: Final = ("torch/utils/checkpoint.py", "torch/nn/parallel/parallel_apply.py")
