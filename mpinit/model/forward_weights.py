@@ -98,7 +98,7 @@ class _Standing:
         """Write to the parameters what was written to their casts; one that was written itself counts as it is."""
         casts = self.inside.values()
         written = [now != before for now, before in zip(_versions(casts), self._versions, strict=False)]
-        if not any(written) and not any([getattr(cast, "handed_out", False) for cast in casts]):
+        if not any(written) and not any(getattr(cast, "handed_out", False) for cast in casts):
             return
         outside = zip(_versions(self.outside.values()), self._versions_outside, strict=False)
         for (name, cast), (now, before) in zip(self.inside.items(), outside, strict=False):
