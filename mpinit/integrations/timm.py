@@ -19,8 +19,8 @@ dispatch_clip_grad: Any = require("timm").utils.dispatch_clip_grad
 class Scaler:
     """Stands for ``timm.utils.NativeScaler`` in loops, resumed runs and ``CheckpointSaver(amp_scaler=...)``.
 
-    ``ModelEmaV3`` and the other averages of timm need no help: copied from an initialised model they are float32, and
-    average its masters.
+    ``ModelEmaV3`` and the other averages of timm are float32, copied from an initialised model, and average its state
+    dict, which holds the masters; ``ModelEmaV3(exclude_buffers=True)`` reads the parameters, which are 16-bit.
 
     Args:
         optimizer: initialised.
