@@ -89,8 +89,6 @@ class Properties(BaseModel):
         min_loss_scale: dynamic scaling goes no lower. Default None: no limit.
         max_loss_scale: dynamic scaling goes no higher. Default 2**24.
         max_consecutive_skips: skipped steps in a row after which ``step()`` raises. Default 64.
-        compile_step: compile the optimizer's update and the rounding into the weights into one graph. For optimizers
-            that loop over parameters (``foreach=False``); in the benchmarks' launch-bound step it costs time.
         optimizer_state: what the optimizer's state is between steps: "float32" (default, the optimizer's own),
             "bfloat16" or "int8" (1 byte a number and 4 for 128), rounded stochastically. For optimizers that update
             each parameter by itself. Formats and when to use which: docs/explanation/optimizer-states.md.
@@ -129,7 +127,6 @@ class Properties(BaseModel):
     min_loss_scale: OptionalScale = None
     max_loss_scale: Scale = DEFAULT_MAX_SCALE
     max_consecutive_skips: Count = 64
-    compile_step: Boolean = False
     optimizer_state: OptimizerState = "float32"
     gradient_release: Boolean = False
     split_bucket_bytes: Bytes = 64 * 2**20
@@ -207,22 +204,6 @@ def _limits_in_order(props: Properties) -> None:
         )
 
 
-def _one_step_to_compile(props: Properties) -> None:
-    if props.compile_step and props.master_weights == "split":
-        raise ValueError(
-            'compile_step=True contradicts master_weights="split": split masters are stepped a bucket at a time, so '
-            "there is no one step to compile. Drop compile_step, or use master_weights=True"
-        )
-
-
-def _nothing_in_parts_to_compile(props: Properties) -> None:
-    if props.compile_step and props.optimizer_state != "float32":
-        raise ValueError(
-            f"compile_step=True contradicts optimizer_state={props.optimizer_state!r}: parameters are stepped a "
-            "few at a time, so there is no one step to compile. Drop one of the two"
-        )
-
-
 def _release_needs_gradients_as_they_are(props: Properties) -> None:
     if props.gradient_release and props.loss_scale != 1.0:
         raise ValueError(
@@ -232,23 +213,12 @@ def _release_needs_gradients_as_they_are(props: Properties) -> None:
         )
 
 
-def _no_released_step_to_compile(props: Properties) -> None:
-    if props.gradient_release and props.compile_step:
-        raise ValueError(
-            "compile_step=True contradicts gradient_release=True: parameters are stepped a few at a time inside of "
-            "backward(), so there is no one step to compile. Drop one of the two"
-        )
-
-
 _RULES = (
     _weights_or_functions,
     _masters_of_16_bit_weights,
     _split_masters_need_bfloat16,
     _casts_in_forwards_need_a_type,
-    _one_step_to_compile,
-    _nothing_in_parts_to_compile,
     _release_needs_gradients_as_they_are,
-    _no_released_step_to_compile,
     _limits_in_order,
 )
 
