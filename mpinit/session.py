@@ -23,10 +23,11 @@ from .distributed.sharding import gather_in, is_distributed, reshard, set_data
 from .masters.codecs.bfloat16 import BFloat16
 from .masters.codecs.blockwise import Blockwise
 from .masters.full import FullMasters
-from .masters.masters import Master, Masters
+from .masters.masters import IN_FLOAT32, Masters
 from .masters.split import SplitMasters
 from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
+from .model.forward_weights import renew_casts
 from .optimizer.gradients import Gradients
 from .optimizer.managed import ManagedOptimizer
 from .optimizer.members import Members, Names, places_beside_groups
@@ -111,6 +112,7 @@ class Session:
         self._undos = UndoStack()
         self._casts = casting.TensorCasts([], {}, ())
         self._loose: tuple[tuple[int, ...], Gradients] = (-1,), Gradients(_Loose([]), self.masters)
+        self._float32_state: state_dict.Float32State | None = None
         self._is_ending = False
 
     @property
@@ -153,11 +155,13 @@ class Session:
     def _apply(self) -> None:
         plan, push, selected = self.plan, self._undos.push, self.selection
         targets = dict(selected.targets)
-        push(forward.patch_forwards(selected, plan, self, self.before_forward))
+        self.forwards = forward.patch_forwards(selected, plan, self, self.before_forward)
+        push(self.forwards.undo)
         if encoder_fast_path.is_bypassed(selected.kept, self.models):
-            encoder_fast_path.keep_off(lambda: True, self._undos)
+            encoder_fast_path.switch_off(self._undos)
         if selected.holds_16_bit:
-            float32_state = state_dict.Float32State(self._find_values, self._load_values, self._has_masters)
+            float32_state = state_dict.Float32State(self.float32_values, self.load_values, self._has_masters)
+            self._float32_state = float32_state
             push(float32_state.remove)
             float32_state.install(self.models)
             push(hide_gradients(self, _weights))
@@ -249,6 +253,8 @@ class Session:
         with UndoStack() as undos:
             undos.push(functools.partial(self._forget, optimizer))
             self._managed[optimizer] = managed
+            if self.plan.masters is MasterKind.IN_MODEL:
+                managed.observers.append(_RenewedCasts())
             undos.push(managed.install(self._states))
         return undos.unwind
 
@@ -268,6 +274,9 @@ class Session:
     def undo(self) -> None:
         """Take back everything ``apply`` did; the session ends. Interrupted, it can be called again and goes on."""
         if not self._is_ending:
+            if self.masters.are_in_model:
+                raise RuntimeError(IN_FLOAT32.format("mpinit.undo()"))
+            self.take_writes()
             reshard(self.models)
             for managed in self._managed.values():
                 managed.exposed.close()
@@ -294,6 +303,12 @@ class Session:
                 for master in self.masters:
                     self.masters.set_gradient_dtype(master)
         self.ranks.before_forward()
+        self.take_writes()
+
+    def take_writes(self) -> None:
+        """Let weights be what was done to masters and to entries of state dicts that were given out."""
+        if self._float32_state is not None:
+            self._float32_state.take_writes()
         for managed in self._managed.values():
             managed.exposed.settle()
 
@@ -309,8 +324,7 @@ class Session:
             RuntimeError: gradients are scaled at the moment.
             ValueError: one of the optimizers cannot be stepped with masters of the session's kind.
         """
-        for managed in self._managed.values():
-            managed.gradients.check_closed("mpinit.add_optimizers()", "move it before or after the with-block")
+        self.check_idle("mpinit.add_optimizers()")
         self._check(optimizers, {id(p) for p in _parameters_of(optimizers) if is_lower_precision(p.dtype)})
         self.ranks.check_present()
         failed, undos = UndoStack(), UndoStack()
@@ -384,6 +398,20 @@ class Session:
                     "mpinit.initialize, or call mpinit.add_optimizers(optimizer) before its first step"
                 )
 
+    def check_idle(self, what: str) -> None:
+        """Refuse what must not happen in the middle of a backward pass or a step, or while weights are float32.
+
+        Raises:
+            RuntimeError: it is in the middle of one.
+        """
+        if self.masters.are_in_model:
+            raise RuntimeError(IN_FLOAT32.format(what))
+        for managed in self._managed.values():
+            if managed.scope.is_open:
+                raise RuntimeError(f"{what} was called inside of optimizer.step(): move it before or after the step")
+            managed.gradients.check_closed(what, "move it before or after the with-block")
+            managed.exposed.close()
+
     # -- looking things up --------------------------------------------------------------------------------------
 
     def managed(self, optimizer: Optimizer) -> ManagedOptimizer:
@@ -450,20 +478,16 @@ class Session:
     def _has_masters(self) -> bool:
         return len(self.masters) > 0 or self.plan.masters is MasterKind.IN_MODEL
 
-    def _find_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def float32_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The float32 values that stand for a 16-bit tensor; None where those are its own."""
         master = self.masters.of(tensor)
         if master is None or not self.is_live:
             return self._casts.original_values(tensor)
-        return self.float32_values(master)
-
-    def float32_values(self, master: Master) -> torch.Tensor:
-        """What a weight means, with what was done to its master since it was given out."""
         for managed in self._managed.values():
             managed.exposed.settle()
         return self.masters.values(master)
 
-    def _load_values(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
+    def load_values(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
         """Values have been loaded into a 16-bit tensor; whether it has a master, which has taken them."""
         master = self.masters.of(tensor)
         if master is None:
@@ -520,6 +544,17 @@ def _convert(weight: nn.Parameter, dtype: torch.dtype) -> None:
         gradient, weight.grad = weight.grad, None
         set_data(weight, TENSOR_DATA.__get__(weight).to(dtype))
         weight.grad = None if gradient is None else gradient.to(dtype)
+
+
+class _RenewedCasts:
+    """Casts of weights that an optimizer has stepped inside of a forward are made anew."""
+
+    def backward_ended(self, loss: torch.Tensor, scaler: LossScaler) -> None:
+        """Nothing was written."""
+
+    def step_ended(self, skipped: bool | torch.Tensor) -> None:
+        """Weights were."""
+        renew_casts()
 
 
 def _undone_when_dropped(session: Session, undo: Undo) -> Undo:

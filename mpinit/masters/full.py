@@ -67,7 +67,7 @@ class FullMasters(Masters):
     @torch.no_grad()
     def values(self, master: Master) -> torch.Tensor:
         """The master itself, which follows its weight first."""
-        if not any(id(master) in each.members for each in self._open):
+        if not self.are_in_model and not any(id(master) in each.members for each in self._open):
             self._follow(master)
         values: torch.Tensor = TENSOR_DETACH(master.parameter)
         return values
@@ -155,5 +155,8 @@ class _Open(OpenMasters):
         self._versions = versions_of(self._weights)
 
     def widened(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        """Weights keep float32 gradients; under DistributedDataParallel they may have been assigned others."""
+        """Weights take float32 gradients and no others, but among other processes."""
+        first = self._weights[0] if self._weights else None
+        if first is None or first.grad_dtype is torch.float32:
+            return list(gradients)
         return self._owner.held(gradients)

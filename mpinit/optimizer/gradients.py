@@ -86,14 +86,15 @@ class Gradients:
         """
         self._block = weakref.ref(block)
         self._was_scaled, self._was_stepped = True, False
-        left = self.present()
-        if not left:
+        is_empty = not have_grads(self.weights)
+        if is_empty:
             self.was_reached = False
             self.forget_overflow()
         if scaler.is_identity:
             return
         self.scaled_by = scaler
-        if left:
+        if not is_empty:
+            left = self.present()
             self._forget_cleared_overflow(left)
             factor = scaler.scale_now()
             self._multiply([gradient for gradient in left if id(gradient) not in done], factor)
@@ -128,7 +129,7 @@ class Gradients:
             done: gradients that are unscaled already; gets these.
 
         Returns:
-            What the check found; None where there is nothing to find.
+            What the check found beside earlier overflows; None where there is nothing to find.
         """
         self._block = self.scaled_by = None
         self._was_scaled, self._was_stepped = True, False
@@ -147,8 +148,12 @@ class Gradients:
         if both:
             # Unscaled together with others that are not this optimizer's, and checked once more for it alone.
             found_inf = any_of([found_inf, unscale_and_check_(both, torch.ones_like(self._inverse))])
+        before = self.found_inf
         self.note(found_inf)
-        return found_inf
+        if before is None or found_inf is None:
+            return found_inf
+        # What overflowed before is in the sums, and none of this loss's fault.
+        return found_inf * (before == 0)
 
     def _held(self) -> list[torch.Tensor]:
         """The gradients in the type in which they are kept, from here on on the weights."""
@@ -157,7 +162,7 @@ class Gradients:
             return [gradient for gradient in arrived if gradient is not None]
         held = self._masters.held(arrived)
         for weight, before, now in zip(self.weights, arrived, held, strict=True):
-            if now is not before and weight.grad is before:
+            if now is not None and now is not before and weight.grad_dtype in (None, now.dtype):
                 weight.grad = now
         return self.present()
 
@@ -196,7 +201,7 @@ class Gradients:
 
     def stepped(self) -> None:
         """A step has used the gradients, or was skipped because of them; another one may use them again."""
-        left = next((gradient for gradient in grads_of(self.weights) if gradient is not None), None)
+        left = next((weight.grad for weight in self.weights if weight.grad is not None), None)
         self._used = None if left is None else weakref.ref(left)
         self._was_stepped = True
 
@@ -205,7 +210,7 @@ class Gradients:
         if not self._was_stepped:
             return self._was_scaled
         used = None if self._used is None else self._used()
-        return self._was_scaled and used is not None and any(used is gradient for gradient in grads_of(self.weights))
+        return self._was_scaled and used is not None and any(used is weight.grad for weight in self.weights)
 
     # -- refusing -------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from ..masters.full import FullMasters
 from ..masters.states import EncodedStates, decode, shown
 from ..plan import ScalingRule
 from ..scaling.scaler import LossScaler
+from ..scaling.unscaling import any_nonzero
 from ..torch_internals.compiling_with_gradients import follow_dynamo
 from ..torch_internals.devices import is_capturing, is_read_freely
 from ..torch_internals.fused_sgd import unfused
@@ -81,7 +82,6 @@ class ManagedOptimizer:
         self._has_agreed = False
         self._skipped: bool | torch.Tensor = False
         self._last_scaler: LossScaler | None = None
-        self._makes_state = False
         self._warned: set[str] = set()
         self._since_look = 0
 
@@ -246,7 +246,8 @@ class ManagedOptimizer:
         Args:
             weights: only what stands for these, in their order.
         """
-        self.check_gradients("mpinit.master_params()")
+        # Steps warn of gradients that were never scaled; here they may be those that the last one has used.
+        self.gradients.check_closed("mpinit.master_params()", "move it after the with-block")
         yield from self.exposed.give_out(weights)
 
     # -- a step ---------------------------------------------------------------------------------------------------
@@ -256,6 +257,8 @@ class ManagedOptimizer:
         given = (closure, *args) if closure is not None else args
         if not self._is_active or self.scope.is_open:
             return self._inner(*given, **kwargs)
+        if closure is None and self._makes_state():
+            return self._with_hooks(self.run, args, kwargs)
         self.prepare(_STEP)
         if not has_step_hooks(self.optimizer):
             result = self._step(closure, *args, **kwargs)
@@ -263,7 +266,7 @@ class ManagedOptimizer:
             result = None
             self.skip()
         else:
-            result = self._with_hooks(given, kwargs)
+            result = self._with_hooks(self._step, given or (None,), kwargs)
         self.gradients.stepped()
         self.tell_observers()
         return result
@@ -311,13 +314,27 @@ class ManagedOptimizer:
     def _is_to_be_skipped(self) -> bool:
         return self.gradients.found_inf is not None and not self._skips_in_kernel() and self.gradients.overflowed()
 
-    def _with_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _makes_state(self) -> bool:
+        """Whether the first step is to have no effect, as one by which torch's checkpoints make an optimizer's state.
+
+        Its rates and gradients are 0. It is not counted, and no other rank need take part.
+        """
+        if self.optimizer.state or not all(group.get("lr") == 0 for group in self.optimizer.param_groups):
+            return False
+        gradients = self.gradients.present()
+        if not gradients or any_nonzero(gradients, gradients[0].device).item() > 0:
+            return False
+        self.gradients.check_closed(_STEP, "move it after the with-block")
+        self.exposed.close()
+        return True
+
+    def _with_hooks(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hooks are the user's code: they run once around all of a step, with the weights in the groups."""
         hooks = StepHooks(self.optimizer)
         args, kwargs = hooks.before(args, kwargs)
         with hooks:
             self.members.refresh()
-            result = self._step(*(args or (None,)), **kwargs)
+            result = step(*args, **kwargs)
         hooks.after(args, kwargs)
         return result
 
@@ -351,9 +368,7 @@ class ManagedOptimizer:
             return self._inner(*args, **kwargs)
 
     def count_done(self) -> None:
-        """Count a step that was done, unless it has only made the optimizer's state, as torch's checkpoints do."""
-        if self._makes_state:
-            return
+        """Count a step that was done."""
         self._counter.count(skipped=False)
         self._since_look += 1
         if self._since_look == _LOOKS_EVERY:
@@ -386,7 +401,6 @@ class ManagedOptimizer:
         """
         gradients = self.gradients
         gradients.check_closed(what, "move it after the with-block")
-        self._makes_state = False
         if not self._is_active:
             return
         if gradients.came_through_scaling():
@@ -395,9 +409,7 @@ class ManagedOptimizer:
             return
         if not self.scales or not gradients.present():
             return
-        if not self.optimizer.state and all(group.get("lr") == 0 for group in self.optimizer.param_groups):
-            self._makes_state = True
-        elif "unscaled" not in self._warned:
+        if "unscaled" not in self._warned:
             self._warned.add("unscaled")
             warn_user(
                 f"{what} uses gradients that did not come through mpinit.scale_loss: they were not scaled "

@@ -176,7 +176,6 @@ def test_scripting_is_refused_with_the_way_out_and_works_after_undo(level: str) 
     model = trained(level)
     with pytest.raises(RuntimeError, match=r"torch\.jit\.script.*Net\.forward.*torch\.jit\.trace.*mpinit\.undo"):
         torch.jit.script(model)
-    assert not hasattr(model.forward, "__globals__")
     mpinit.undo(model)
     assert torch.equal(torch.jit.script(model)(X), model(X))
 
