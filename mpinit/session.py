@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from . import functions
 from .basics.dtypes import is_lower_precision
 from .basics.patching import Undo, UndoStack
-from .distributed.sharding import gather_in, is_distributed, reshard, set_data
+from .distributed.sharding import gather_in, is_distributed, reshard
 from .masters.codecs.bfloat16 import BFloat16
 from .masters.codecs.blockwise import Blockwise
 from .masters.full import FullMasters
@@ -41,7 +41,6 @@ from .plan import OptimizerStates, Plan
 from .scaling.scaler import LossScaler
 from .torch_internals import encoder_fast_path
 from .torch_internals.compiling_with_gradients import hide_gradients
-from .torch_internals.parameter_data import TENSOR_DATA
 from .torch_internals.step_hooks import check_steps
 
 if TYPE_CHECKING:
@@ -200,12 +199,12 @@ class Session:
 
         def narrow() -> None:
             for weight, dtype in came_in.items() if not self.is_live else ():
-                _convert(weight, dtype)
+                casting.convert(weight, dtype)
 
         self._undos.push(narrow)
         self._undos.push(self._cast_states_of(came_in))
         for weight in weights:
-            _convert(weight, torch.float32)
+            casting.convert(weight, torch.float32)
 
     def _cast_states_of(self, came_in: Mapping[Any, torch.dtype]) -> Undo:
         """State in the type of 16-bit weights becomes float32, as their masters are; its undo is for failures."""
@@ -245,7 +244,7 @@ class Session:
         casting.rebuild_flat_weights(self.models)
 
     def _manage(self, optimizer: Optimizer) -> Undo:
-        members = Members(optimizer, self.masters, self._casts, self.names, self._makes_masters)
+        members = Members(optimizer, self.masters, self._casts, self.names, self.plan.masters)
         self._members.append(members)
         members.refresh()
         scope = Scope(members, self._states, self.plan.split_bucket_bytes)
@@ -489,6 +488,9 @@ class Session:
 
     def load_values(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
         """Values have been loaded into a 16-bit tensor; whether it has a master, which has taken them."""
+        if self.masters.of(tensor) is None and tensor.requires_grad:
+            for members in self._members:
+                members.refresh()  # it may be in a group that was just added
         master = self.masters.of(tensor)
         if master is None:
             self._casts.load(tensor, values)
@@ -536,14 +538,6 @@ def _states_as_they_are(optimizer: Optimizer) -> Undo:
             state.update(before)
 
     return restore
-
-
-def _convert(weight: nn.Parameter, dtype: torch.dtype) -> None:
-    """Give a parameter another type, and its gradient with it."""
-    if weight.dtype != dtype:
-        gradient, weight.grad = weight.grad, None
-        set_data(weight, TENSOR_DATA.__get__(weight).to(dtype))
-        weight.grad = None if gradient is None else gradient.to(dtype)
 
 
 class _RenewedCasts:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import nn
 
 from ..basics.dtypes import cast_within_range
 from ..basics.gradients import as_float32
+from ..basics.user_warnings import warn_user
 from ..distributed.exchange import arriving_gradient_dtype
 from ..distributed.sharding import is_sharded, local, set_data
-from ..torch_internals.columns import devices_of, versions_of
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, forget_data, note_data
 from .law import follow_weight, round_into
 from .masters import Gradients, Master, Masters, OpenMasters
+from .writes import Writes
+
+_WITHOUT_A_TRACE: Final = (
+    "a weight of shape {} was written to in a way that torch does not count: through data of a view of it, or by its "
+    "address. Now that counts, and will at every step from here on; such a write before an earlier step may have been "
+    "lost. Write to the parameter itself, under torch.no_grad()"
+)
 
 
 @final
@@ -72,12 +79,12 @@ class FullMasters(Masters):
         values: torch.Tensor = TENSOR_DETACH(master.parameter)
         return values
 
-    def _follow(self, master: Master) -> None:
+    def _follow(self, master: Master) -> bool:
+        """Let a master be what its weight means; whether that was written to."""
         weight, parameter = master.weight, master.parameter
         if parameter.device != weight.device:
             set_data(parameter, TENSOR_DATA.__get__(parameter).to(weight.device))
-        if self.is_cast(master):
-            follow_weight(local(weight), local(TENSOR_DETACH(parameter)))
+        return self.is_cast(master) and follow_weight(local(weight), local(TENSOR_DETACH(parameter)))
 
     @torch.no_grad()
     def load(self, master: Master, values: torch.Tensor) -> None:
@@ -124,27 +131,32 @@ class _Open(OpenMasters):
         self._weights: list[torch.Tensor] = [master.weight for master in masters]
         self._parameters: list[torch.Tensor] = [master.parameter for master in masters]
         self._are_sharded = any(map(is_sharded, self._weights))
-        self._versions = [-1] * len(masters)
+        self._writes = Writes([] if self._are_sharded else self._weights, owner.accessed)
 
     @torch.no_grad()
     def read(self) -> None:
-        """The law, for weights that were written to, or whose ``data`` was read, since they were last rounded."""
-        versions, accessed = versions_of(self._weights), self._owner.accessed
-        if versions != self._versions or accessed or self._are_sharded:
-            for master, now, known in zip(self._masters, versions, self._versions, strict=True):
-                if now != known or self._are_sharded or id(master.weight) in accessed:
-                    self._owner._follow(master)
-        elif devices_of(self._weights) != devices_of(self._parameters):
+        """The law, for weights that were written to since they were last rounded."""
+        if self._are_sharded:
             for master in self._masters:
                 self._owner._follow(master)
+        else:
+            for place in self._writes.found():
+                self._owner._follow(self._masters[place])
+            for place in self._writes.uncounted():
+                self._look_at(self._masters[place])
         self._owner._open.append(self)
+
+    def _look_at(self, master: Master) -> None:
+        """From here on a weight that was written to without a trace is compared at every step."""
+        if self._owner._follow(master):
+            self._owner.accessed.add(id(master.weight))
+            warn_user(_WITHOUT_A_TRACE.format(tuple(master.weight.shape)))
 
     @torch.no_grad()
     def write(self) -> None:
         """Round all, in one call."""
         if self in self._owner._open:
             self._owner._open.remove(self)
-        self._versions = [-1] * len(self._masters)
         if self._are_sharded:
             torch._foreach_copy_([local(w) for w in self._weights], [local(p) for p in self._parameters])
         elif self._weights:
@@ -152,7 +164,8 @@ class _Open(OpenMasters):
         for master in self._masters:
             if master.clamps:
                 round_into(master.weight, master.parameter, clamps=True)
-        self._versions = versions_of(self._weights)
+        if not self._are_sharded:
+            self._writes.note()
 
     def widened(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """Weights take float32 gradients and no others, but among other processes."""

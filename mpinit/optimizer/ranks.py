@@ -81,7 +81,9 @@ class Ranks:
             if new is not None and isinstance(module, nn.parallel.DistributedDataParallel):
                 new.add(module)
 
-        return register_module_module_registration_hook(note).remove
+        handle = register_module_module_registration_hook(note)
+        weakref.finalize(self, handle.remove).atexit = False
+        return handle.remove
 
     def before_forward(self) -> None:
         """A model is about to be run, perhaps inside a wrapper.
