@@ -386,8 +386,8 @@ class Session:
         Raises:
             RuntimeError: it would.
         """
-        if getattr(vars(optimizer).get("step"), "is_managed", False):
-            return
+        if any(getattr(vars(each).get("step"), "is_managed", False) for each in (optimizer, *wrapped_by(optimizer))):
+            return  # it is one of a session's, or has one inside that steps for it
         for parameter in _parameters_of([optimizer]):
             known = self.masters.of(parameter) is not None or id(parameter) in self.tensor_ids
             if known and parameter.requires_grad and is_lower_precision(parameter.dtype):
