@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,7 +45,6 @@ from .torch_internals.step_hooks import check_steps
 if TYPE_CHECKING:
     from .settings.properties import Properties
 
-_dropped: list[Undo] = []
 _numbers = itertools.count()
 
 
@@ -122,8 +120,6 @@ class Session:
 
     def apply(self) -> None:
         """Carry the plan out. If anything raises, everything done so far is undone, newest first."""
-        while _dropped:
-            _dropped.pop()()
         selected = self.selection = selection.select(self.models, self.plan)
         self._check(self.optimizers, {id(t) for t, dtype in selected.targets.items() if is_lower_precision(dtype)})
         try:
@@ -165,7 +161,7 @@ class Session:
             float32_state.install(self.models)
             push(hide_gradients(self, _weights))
         if plan.patch_functions:
-            push(_undone_when_dropped(self, functions.apply(plan, verbose=self.verbosity > 1)))
+            push(functions.apply(plan, verbose=self.verbosity > 1, owner=self))
         push(functools.partial(casting.rebuild_flat_weights, self.models))
         push(gather_in(self.models, selected.gathered))
         self._make_masters(targets)
@@ -549,18 +545,3 @@ class _RenewedCasts:
     def step_ended(self, skipped: bool | torch.Tensor) -> None:
         """Weights were."""
         renew_casts()
-
-
-def _undone_when_dropped(session: Session, undo: Undo) -> Undo:
-    """``undo``, which also happens, at the next ``initialize``, where the session is dropped without one.
-
-    Not in the moment it is dropped: the garbage collector comes at any time, in any thread.
-    """
-    finalizer = weakref.finalize(session, _dropped.append, undo)
-    finalizer.atexit = False
-
-    def undo_now() -> None:
-        finalizer.detach()
-        undo()
-
-    return undo_now
