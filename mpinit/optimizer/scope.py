@@ -30,6 +30,7 @@ class _Part:
         weights, inner: the members, and what stands for each inside.
         masters: their columns; None: these members have none.
         given: the gradients that the masters were given, while they have them.
+        versions: of those that are copies of the weights', to notice writes to them; empty where none is.
         is_read: whether the masters hold numbers that are to be rounded into the weights.
     """
 
@@ -37,6 +38,7 @@ class _Part:
     inner: list[Any]
     masters: OpenMasters | None
     given: Gradients | None = None
+    versions: Sequence[int | None] = ()
     is_read: bool = False
 
     def read(self, with_gradients: bool = True) -> None:
@@ -50,11 +52,16 @@ class _Part:
     def give_gradients(self) -> None:
         """Masters get the gradients of their weights, in float32."""
         if self.masters is not None:
-            self.given = self.masters.widened(grads_of(self.weights))
-            set_grads(self.inner, self.given)
+            theirs = grads_of(self.weights)
+            given = self.given = self.masters.widened(theirs)
+            set_grads(self.inner, given)
+            if not are_same(given, theirs):
+                pairs = zip(given, theirs, strict=True)
+                self.versions = [None if mine is None or mine is its else mine._version for mine, its in pairs]
 
+    @torch.no_grad()
     def take_gradients(self) -> None:
-        """Weights get what the optimizer's code has made of their gradients: some may be cleared or replaced."""
+        """Weights get what the optimizer's code has made of their gradients: cleared, replaced or written to."""
         if self.given is None:
             return
         left = grads_of(self.inner)
@@ -62,8 +69,12 @@ class _Part:
             for weight, mine, given in zip(self.weights, left, self.given, strict=True):
                 if mine is not given:
                     weight.grad = None if mine is None else mine.to(weight.grad_dtype or weight.dtype)
+        for weight, mine, given, version in zip(self.weights, left, self.given, self.versions, strict=False):
+            was_written = version is not None and given is not None and mine is given and given._version != version
+            if was_written and weight.grad is not None:
+                weight.grad.copy_(given)
         set_grads(self.inner, repeat(None))
-        self.given = None
+        self.given, self.versions = None, ()
 
     def write(self) -> None:
         """Masters are rounded into their weights."""
