@@ -27,6 +27,7 @@ from .masters.masters import Master, Masters
 from .masters.split import SplitMasters
 from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
+from .model.shared_memory import check_memory
 from .optimizer.gradients import Gradients
 from .optimizer.managed import ManagedOptimizer
 from .optimizer.members import Members, Names, places_beside_groups
@@ -124,6 +125,7 @@ class Session:
         while _dropped:
             _dropped.pop()()
         selected = self.selection = selection.select(self.models, self.plan)
+        check_memory(self.models, selected.targets)
         self._check(self.optimizers, {id(t) for t, dtype in selected.targets.items() if is_lower_precision(dtype)})
         try:
             self._apply()
