@@ -27,6 +27,7 @@ from .masters.split import SplitMasters
 from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
 from .model.forward_weights import renew_casts
+from .model.shared_memory import check_memory
 from .optimizer.gradients import Gradients
 from .optimizer.managed import ManagedOptimizer
 from .optimizer.members import Members, Names, places_beside_groups
@@ -121,6 +122,7 @@ class Session:
     def apply(self) -> None:
         """Carry the plan out. If anything raises, everything done so far is undone, newest first."""
         selected = self.selection = selection.select(self.models, self.plan)
+        check_memory(self.models, selected.targets)
         self._check(self.optimizers, {id(t) for t, dtype in selected.targets.items() if is_lower_precision(dtype)})
         try:
             self._apply()
