@@ -17,7 +17,7 @@ from torch import nn
 from ..basics.trees import TreeCast, cast_tree, first_floating_dtype, write_elements
 from ..plan import KeepInputPredicate
 from ..torch_internals.native_autocast import ForwardCasts
-from ..torch_internals.running import in_backward, is_tracing_symbolically
+from ..torch_internals.running import current_pass, is_tracing_symbolically
 from .arguments import ArgumentNames
 
 
@@ -164,7 +164,7 @@ def caller_dtype(
     """
     if is_tracing_symbolically():
         return inner_dtype
-    if here.dtype is not None or torch.compiler.is_compiling() or not (is_replica or in_backward()):
+    if here.dtype is not None or torch.compiler.is_compiling() or not (is_replica or current_pass() != -1):
         return here.dtype
     found = first_floating_dtype((args, kwargs)) or inner_dtype
     return None if found is torch.float32 and inner_dtype is not torch.float32 else found
