@@ -28,6 +28,7 @@ from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
 from .model.forward_weights import renew_casts
 from .model.shared_memory import check_memory
+from .optimizer.gradient_release import check_release
 from .optimizer.gradients import Gradients
 from .optimizer.managed import ManagedOptimizer
 from .optimizer.members import Members, Names, places_beside_groups
@@ -138,6 +139,8 @@ class Session:
         Raises:
             ValueError: one of them cannot; the message says why and what to do.
         """
+        if self.plan.gradient_release:
+            check_release(optimizers, [weight for members in self._members for weight in members.weights])
         for optimizer in optimizers:
             if self._makes_masters:
                 places_beside_groups([optimizer, *wrapped_by(optimizer)], ids)
@@ -245,7 +248,7 @@ class Session:
         members = Members(optimizer, self.masters, self._casts, self.names, self.plan.masters)
         self._members.append(members)
         members.refresh()
-        scope = Scope(members, self._states, self.plan.split_bucket_bytes)
+        scope = Scope(members, self._states, self.plan.split_bucket_bytes, self.plan.gradient_release)
         managed = ManagedOptimizer(optimizer, members, scope, self.plan.scaling, self.ranks)
         with UndoStack() as undos:
             undos.push(functools.partial(self._forget, optimizer))
@@ -276,6 +279,8 @@ class Session:
             self.take_writes()
             reshard(self.models)
             for managed in self._managed.values():
+                if managed.release is not None:
+                    managed.release.end()
                 managed.exposed.close()
                 managed.gradients.give_up()
             self._is_ending = True
