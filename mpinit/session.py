@@ -31,7 +31,7 @@ from .optimizer.gradients import Gradients
 from .optimizer.managed import ManagedOptimizer
 from .optimizer.members import Members, Names, places_beside_groups
 from .optimizer.per_parameter import steps_per_parameter
-from .optimizer.ranks import Ranks
+from .optimizer.ranks import OPTIMIZERS, Ranks
 from .optimizer.scaled_loss import ScaledLoss
 from .optimizer.scope import Scope
 from .optimizer.state import cast_state, cast_states, wrapped_by
@@ -181,7 +181,7 @@ class Session:
         """What was asked for, as it has to be on all ranks."""
         said = {"opt_level": _said(self.opt_level), **{name: _said(value) for name, value in self.properties}}
         classes = [type(optimizer).__name__ for optimizer in self.optimizers]
-        return said | {"num_losses": str(len(self.scalers)), "the optimizer's class": _said(classes)}
+        return said | {"num_losses": str(len(self.scalers)), OPTIMIZERS: _said(classes)}
 
     def _make_masters(self, targets: Mapping[torch.Tensor, torch.dtype]) -> None:
         """Masters of the weights that are trained, before anything is cast."""

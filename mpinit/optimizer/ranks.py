@@ -31,9 +31,13 @@ from ..scaling.scaler import LossScaler
 from .gradients import Gradients
 from .members import Members
 
+# The word for what no keyword says.
+OPTIMIZERS: Final = "the optimizer's class"
 # Under what name a wrapper takes a model in.
 _INSIDE_FSDP1: Final = "_fsdp_wrapped_module"
 _INSIDE: Final = frozenset({"module", _INSIDE_FSDP1})
+# What stages of a pipeline may be given differently.
+_OF_A_STAGE: Final = frozenset({"keep_fp32", "keep_inputs", "entry_points", "keep_batchnorm_fp32", OPTIMIZERS})
 
 
 @final
@@ -105,7 +109,9 @@ class Ranks:
         remove = register_module_module_registration_hook(note).remove
         try:
             if is_distributed():
-                check_same(words, {}, groups_of(meshes_of(self._parameters()), self._process_group))
+                check_same(words, {}, groups_of(meshes_of(self._parameters())))
+                alike = {word: said for word, said in words.items() if word not in _OF_A_STAGE}
+                check_same(alike, {}, groups_of([], self._process_group))
         except BaseException:
             remove()
             raise
