@@ -33,7 +33,7 @@ from .optimizer.gradients import Gradients
 from .optimizer.managed import ManagedOptimizer
 from .optimizer.members import Members, Names, places_beside_groups
 from .optimizer.per_parameter import steps_per_parameter
-from .optimizer.ranks import Ranks
+from .optimizer.ranks import OPTIMIZERS, Ranks
 from .optimizer.scaled_loss import ScaledLoss
 from .optimizer.scope import Scope
 from .optimizer.state import cast_state, cast_states, wrapped_by
@@ -170,15 +170,22 @@ class Session:
         push(functools.partial(casting.rebuild_flat_weights, self.models))
         push(gather_in(self.models, selected.gathered))
         self._make_masters(targets)
-        push(self.ranks.watch(t for t, dtype in targets.items() if t.dtype != dtype))
-        # Last, because it is what cannot be taken back bit for bit where there are no masters.
+        changed = [tensor for tensor, dtype in targets.items() if tensor.dtype != dtype]
+        # Late, because it is what cannot be taken back bit for bit where there are no masters.
         self._cast(targets)
+        push(self.ranks.watch(changed, self._casts, self._words()))
         for optimizer in self.optimizers:
             push(self._manage(optimizer))
         if self._makes_masters:
             push(check_steps(self, Session._check_step))
         self._casts.settle()
         push(self._give_masters_up)  # first to be undone: weights may have got masters later
+
+    def _words(self) -> dict[str, str]:
+        """What was asked for, as it has to be on all ranks."""
+        said = {"opt_level": _said(self.opt_level), **{name: _said(value) for name, value in self.properties}}
+        classes = [type(optimizer).__name__ for optimizer in self.optimizers]
+        return said | {"num_losses": str(len(self.scalers)), OPTIMIZERS: _said(classes)}
 
     def _make_masters(self, targets: Mapping[torch.Tensor, torch.dtype]) -> None:
         """Masters of the weights that are trained, before anything is cast."""
@@ -511,6 +518,13 @@ class Session:
         models = ", ".join(type(model).__name__ for model in self.models) or "no model"
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers) or "no optimizer"
         return f"session {self.number} ({self.opt_level}: {models}; {optimizers})"
+
+
+def _said(value: Any) -> str:
+    """A keyword's value in words, without addresses."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_said, value))}]"
+    return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
 
 
 def _weights(session: Session) -> Iterator[nn.Parameter]:

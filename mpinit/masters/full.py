@@ -76,7 +76,7 @@ class FullMasters(Masters):
         weight, parameter = master.weight, master.parameter
         if parameter.device != weight.device:
             set_data(parameter, TENSOR_DATA.__get__(parameter).to(weight.device))
-        if self.is_cast(master):
+        if self.is_cast(master) and not weight.is_meta:
             follow_weight(local(weight), local(TENSOR_DETACH(parameter)))
 
     @torch.no_grad()

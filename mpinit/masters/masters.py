@@ -100,6 +100,8 @@ class Masters(ABC):
     def restore(self, master: Master, dtype: torch.dtype) -> None:
         """Give a weight its master's numbers in ``dtype``, and its gradient; harmless where it has them already."""
         weight = master.weight
+        if weight.shape != master.parameter.shape:
+            return  # FSDP1 has taken its memory, and was refused
         if weight.dtype != dtype and self.is_cast(master):
             values, gradient = self.values(master).to(dtype), weight.grad
             weight.grad = None
