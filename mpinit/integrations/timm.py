@@ -20,7 +20,7 @@ class Scaler(NativeScaler):  # type: ignore[misc]
     """Stands for ``timm.utils.NativeScaler`` in loops, resumed runs and ``CheckpointSaver(amp_scaler=...)``.
 
     ``ModelEmaV3`` and the other averages of timm need no help: copied from an initialised model they are float32, and
-    average its masters. With ``exclude_buffers=True`` they average what ``model.parameters()`` are, 16-bit weights.
+    average its masters. With ``exclude_buffers=True`` update them inside of ``mpinit.float32_weights(model)``.
 
     Args:
         optimizer: initialised.
