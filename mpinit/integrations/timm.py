@@ -19,8 +19,9 @@ NativeScaler: Any = require("timm").utils.NativeScaler
 class Scaler(NativeScaler):  # type: ignore[misc]
     """Stands for ``timm.utils.NativeScaler`` in loops, resumed runs and ``CheckpointSaver(amp_scaler=...)``.
 
-    ``ModelEmaV3`` and the other averages of timm need no help: copied from an initialised model they are float32, and
-    average its masters. With ``exclude_buffers=True`` update them inside of ``mpinit.float32_weights(model)``.
+    ``ModelEmaV3`` and the other averages of timm are float32, copied from an initialised model, and average its state
+    dict, which holds the masters; ``ModelEmaV3(exclude_buffers=True)`` reads the parameters, which are 16-bit: update it
+    inside of ``mpinit.float32_weights(model)``.
 
     Args:
         optimizer: initialised.
