@@ -22,6 +22,7 @@ from .functions.registration import (
     register_promote_function,
 )
 from .grad_scaler import GradScaler
+from .in_float32 import float32_weights
 from .initialization import add_optimizers, initialize, undo
 from .optimizer.ranks import copy_from, send_state
 from .optimizer.scaled_loss import ScaledLoss, Unscaled
@@ -49,6 +50,7 @@ __all__ = [
     "clip_grad_norm_",
     "describe",
     "disable_casts",
+    "float32_weights",
     "float_function",
     "half_function",
     "initialize",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
 from torch import nn
@@ -12,6 +13,11 @@ from ..basics.dtypes import is_lower_precision
 from ..distributed.sharding import set_data
 
 Gradients = Sequence[torch.Tensor | None]
+
+IN_FLOAT32: Final = (
+    "{} was called inside `with mpinit.float32_weights(...)`, where the weights that optimizers know are not up to "
+    "date: move it before or after the with-block"
+)
 
 
 class Master:
@@ -52,10 +58,16 @@ class OpenMasters(ABC):
 
 
 class Masters(ABC):
-    """The masters of a session, one for each weight however many optimizers step it."""
+    """The masters of a session, one for each weight however many optimizers step it.
+
+    Attributes:
+        are_in_model: whether they stand in the models' modules at the moment: what they hold is true, and not the
+            weights.
+    """
 
     def __init__(self) -> None:
         self._of: dict[int, Master] = {}
+        self.are_in_model = False
 
     def __iter__(self) -> Iterator[Master]:
         return iter(list(self._of.values()))

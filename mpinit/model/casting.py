@@ -14,7 +14,7 @@ from ..basics.modules import modules_of
 from ..basics.user_warnings import warn_user
 from ..distributed.sharding import is_sharded, local, rebuild_groups, set_data
 from ..masters.residual import Cast, Residual, decode, encode, unchanged_or_present
-from ..torch_internals.parameter_data import TENSOR_DETACH
+from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH
 from .lasting_losses import warn_of_lasting_losses
 from .selection import is_parameter
 
@@ -204,6 +204,14 @@ class TensorCasts:
                 if present not in self._restored:
                     self._restored[present] = _unchanged_from(entry, present)
                 module._buffers[name] = self._restored[present]
+
+
+def convert(weight: nn.Parameter, dtype: torch.dtype) -> None:
+    """Give a parameter another type, and its gradient with it."""
+    if weight.dtype != dtype:
+        gradient, weight.grad = weight.grad, None
+        set_data(weight, TENSOR_DATA.__get__(weight).to(dtype))
+        weight.grad = None if gradient is None else gradient.to(dtype)
 
 
 def _cast_to(dtype: torch.dtype, clamps: bool, values: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..distributed.sharding import is_sharded
 from .aliases import is_16_bit, named_own_tensors
-from .forward import PatchedForward
+from .forward import patched_forward
 
 
 class Owner(Protocol):
@@ -50,8 +50,13 @@ class DeepCopy(_OfModule):
         if owner is None or not owner.has_masters():
             return self._as_it_is(memo)
         for _, tensor in named_own_tensors(self.module):
-            if is_16_bit(tensor) and id(tensor) not in memo and not is_sharded(tensor):
-                memo[id(tensor)] = _float32_copy(tensor, owner.float32_values(tensor))
+            known = memo.get(id(tensor))
+            if is_16_bit(tensor) and not is_sharded(tensor) and (known is None or is_16_bit(known)):
+                copied_tensor = _float32_copy(tensor, owner.float32_values(tensor))
+                if known is None:
+                    memo[id(tensor)] = copied_tensor
+                else:
+                    known.grad, known.data = None, copied_tensor.data  # copied with its optimizer before
         copied = self._as_it_is(memo)
         owner.leave(copied)
         _compute_in_float32(copied)
@@ -74,8 +79,8 @@ def _float32_copy(tensor: torch.Tensor, values: torch.Tensor | None) -> torch.Te
 
 def _compute_in_float32(copied: nn.Module) -> None:
     """What is called across the boundary of a copy is cast to float32, as around a module that keep_fp32 names."""
-    for patched in vars(copied).values():
-        if isinstance(patched, PatchedForward):
+    for patched in map(patched_forward, vars(copied).values()):
+        if patched is not None:
             patched.boundary.become_float32()
 
 

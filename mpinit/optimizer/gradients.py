@@ -45,8 +45,7 @@ class Gradients:
             nan; None where none was made.
         is_agreed: whether that is what all ranks together found.
         scaled_by: what the gradients are scaled by now; None where they are not.
-        came_through_scaling: whether gradients were unscaled since the last step.
-        was_reached: whether there were any.
+        was_reached: whether a scaled backward pass has left any since they were last cleared.
     """
 
     def __init__(self, holder: HoldsWeights, masters: Masters) -> None:
@@ -54,7 +53,8 @@ class Gradients:
         self.found_inf: torch.Tensor | None = None
         self.is_agreed = False
         self.scaled_by: LossScaler | None = None
-        self.came_through_scaling = self.was_reached = False
+        self.was_reached = self._was_scaled = self._was_stepped = False
+        self._used: weakref.ref[torch.Tensor] | None = None
         self._masters = masters
         self._block: weakref.ref[object] | None = None
         self._inverse: torch.Tensor | None = None
@@ -85,14 +85,16 @@ class Gradients:
             done: gradients that are scaled already; gets these.
         """
         self._block = weakref.ref(block)
-        self.came_through_scaling = True
-        left = self.present()
-        if not left:
+        self._was_scaled, self._was_stepped = True, False
+        is_empty = not have_grads(self.weights)
+        if is_empty:
+            self.was_reached = False
             self.forget_overflow()
         if scaler.is_identity:
             return
         self.scaled_by = scaler
-        if left:
+        if not is_empty:
+            left = self.present()
             self._forget_cleared_overflow(left)
             factor = scaler.scale_now()
             self._multiply([gradient for gradient in left if id(gradient) not in done], factor)
@@ -127,10 +129,10 @@ class Gradients:
             done: gradients that are unscaled already; gets these.
 
         Returns:
-            What the check found; None where there is nothing to find.
+            What the check found beside earlier overflows; None where there is nothing to find.
         """
         self._block = self.scaled_by = None
-        self.came_through_scaling = True
+        self._was_scaled, self._was_stepped = True, False
         self.was_reached |= have_grads(self.weights)
         if scaler.is_identity:
             return None
@@ -146,8 +148,12 @@ class Gradients:
         if both:
             # Unscaled together with others that are not this optimizer's, and checked once more for it alone.
             found_inf = any_of([found_inf, unscale_and_check_(both, torch.ones_like(self._inverse))])
+        before = self.found_inf
         self.note(found_inf)
-        return found_inf
+        if before is None or found_inf is None:
+            return found_inf
+        # What overflowed before is in the sums, and none of this loss's fault.
+        return found_inf * (before == 0)
 
     def _held(self) -> list[torch.Tensor]:
         """The gradients in the type in which they are kept, from here on on the weights."""
@@ -195,8 +201,17 @@ class Gradients:
         return True
 
     def stepped(self) -> None:
-        """A step has used the gradients, or was skipped because of them."""
-        self.came_through_scaling = self.was_reached = False
+        """A step has used the gradients, or was skipped because of them; another one may use them again."""
+        left = next((weight.grad for weight in self.weights if weight.grad is not None), None)
+        self._used = None if left is None else weakref.ref(left)
+        self._was_stepped = True
+
+    def came_through_scaling(self) -> bool:
+        """Whether the gradients that are there have been unscaled, and are not new since the last step."""
+        if not self._was_stepped:
+            return self._was_scaled
+        used = None if self._used is None else self._used()
+        return self._was_scaled and used is not None and any(used is weight.grad for weight in self.weights)
 
     # -- refusing -------------------------------------------------------------------------------------------------
 

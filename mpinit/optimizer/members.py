@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from ..basics.dtypes import is_lower_precision
 from ..masters.masters import Master, Masters
-from ..model.casting import TensorCasts
+from ..model.casting import TensorCasts, convert
+from ..plan import Masters as Kind
 from ..torch_internals.columns import are_same
 from ..torch_internals.fused_sgd import stepped_wrongly
 from .state import wrapped_by
@@ -50,7 +51,7 @@ class Members:
         masters: the session's.
         casts: knows what was cut off of weights that had no master until now.
         names: of the session's models.
-        adopts: whether a trainable 16-bit weight gets a master when it is found in a group.
+        kind: what a trainable 16-bit weight gets when it is found in a group.
 
     Attributes:
         weights: the members as they are between steps: the model's own parameters.
@@ -60,7 +61,7 @@ class Members:
         unsound: groups that must not be stepped by a fused kernel.
     """
 
-    def __init__(self, optimizer: Optimizer, masters: Masters, casts: TensorCasts, names: Names, adopts: bool) -> None:
+    def __init__(self, optimizer: Optimizer, masters: Masters, casts: TensorCasts, names: Names, kind: Kind) -> None:
         self.optimizer = optimizer
         self.table = masters
         self.names = names
@@ -70,7 +71,7 @@ class Members:
         self.generation = 0
         self.unsound: list[dict[str, Any]] = []
         self._casts = casts
-        self._adopts = adopts
+        self._kind = kind
         self._lists: list[tuple[list[Any], list[Any], list[Any]]] = []
         self._entries: list[tuple[dict[Any, Any], Any, Any]] = []
         self._count = 0
@@ -115,7 +116,7 @@ class Members:
         self._frozen = [
             weight
             for weight, master in zip(weights, found, strict=True)
-            if master is None and self._adopts and not weight.requires_grad and is_lower_precision(weight.dtype)
+            if master is None and not weight.requires_grad and is_lower_precision(weight.dtype)
         ]
         as_stepped: dict[torch.Tensor, torch.dtype] = {master.weight: torch.float32 for master in self.masters}
         groups = [group for each in holders for group in each.param_groups]
@@ -124,8 +125,12 @@ class Members:
 
     def _master_of(self, weight: nn.Parameter) -> Master | None:
         master = self.table.of(weight)
-        if master is not None or not self._adopts or not weight.requires_grad:
+        if master is not None or self._kind is Kind.NONE or not weight.requires_grad:
             return master
+        if self._kind is Kind.IN_MODEL:
+            if is_lower_precision(weight.dtype):
+                convert(weight, torch.float32)
+            return None
         master = self.table.add(weight, weight.dtype)
         if master is not None:
             original = self._casts.original_values(weight)

@@ -107,6 +107,7 @@ class Ranks:
                 ranks._on_wrapping(module, name, submodule)
 
         remove = register_module_module_registration_hook(note).remove
+        weakref.finalize(self, remove).atexit = False
         try:
             if is_distributed():
                 check_same(words, {}, groups_of(meshes_of(self._parameters())))

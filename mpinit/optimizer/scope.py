@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..basics.patching import UndoStack
 from ..distributed.sharding import shard
-from ..masters.masters import Gradients, Master, OpenMasters
+from ..masters.masters import IN_FLOAT32, Gradients, Master, OpenMasters
 from ..masters.states import EncodedStates, states_of
 from ..torch_internals.columns import are_same, grads_of, set_grads
 from ..torch_internals.devices import bucket_bytes_at_most
@@ -124,7 +124,12 @@ class Scope:
         finally:
             self._enter()
 
+    def _check_not_in_model(self) -> None:
+        if self._members.table.are_in_model:
+            raise RuntimeError(IN_FLOAT32.format(f"{type(self._members.optimizer).__name__}.step()"))
+
     def _enter(self) -> None:
+        self._check_not_in_model()
         self._members.refresh()
         parts = self._divided()
         with UndoStack() as undos:
@@ -176,6 +181,7 @@ class Scope:
             with self.open():
                 yield iter((None,))
             return
+        self._check_not_in_model()
         self._members.refresh()
         parts = self._divided()
         whole = [part for part in parts if part.masters is not None and not self._members.table.steps_in_parts]

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mpinit.functions import apply
 from mpinit.torch_internals.cpu_autocast_list import RUNS_AS_GIVEN
-from mpinit.torch_internals.native_autocast import ForwardCasts
+from mpinit.torch_internals.forward_casts import ForwardCasts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

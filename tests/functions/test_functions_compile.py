@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 import mpinit
 from mpinit.functions import apply
 from mpinit.functions.cast_lists import TORCH_POLICY, Cast, CastRow, row_of
-from mpinit.torch_internals.native_autocast import ForwardCasts, disable_casts
+from mpinit.torch_internals.forward_casts import ForwardCasts
+from mpinit.torch_internals.native_autocast import disable_casts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(deprecated|reduction|size_average|Dynamo detected)")
 

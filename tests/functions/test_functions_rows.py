@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 from mpinit.functions import apply
 from mpinit.functions.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
 from mpinit.torch_internals import native_autocast
-from mpinit.torch_internals.native_autocast import ForwardCasts, device_types
+from mpinit.torch_internals.forward_casts import ForwardCasts
+from mpinit.torch_internals.native_autocast import device_types
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(upsample|deprecated|reduction|swap|size_average)")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from casts import BF16, FP32, HALF, StartCasts
 
-from mpinit.functions import user_functions
+from mpinit.functions import installation
 from mpinit.functions.registration import (
     float_function,
     half_function,
@@ -144,14 +144,14 @@ def test_promotion_goes_to_the_widest_of_nested_arguments(library: types.ModuleT
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest_one(library: types.ModuleType) -> None:
-    before = list(user_functions.REGISTERED)
+    before = list(installation.REGISTERED)
     with pytest.raises(ValueError, match=r"no function 'sofmax' in torch\.nn\.functional; did you mean 'softmax'\?"):
         register_float_function(torch.nn.functional, "sofmax")
     with pytest.raises(ValueError, match=r"no function 'qqq' in library_of_the_user"):
         register_half_function(library, "qqq")
     with pytest.raises(TypeError, match=r"must be a string, not <function"):
         register_half_function(library, library.seen)
-    assert before == user_functions.REGISTERED
+    assert before == installation.REGISTERED
 
 
 def test_names_imported_earlier_are_warned_of(library: types.ModuleType, start_casts: StartCasts) -> None:

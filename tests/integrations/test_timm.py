@@ -145,7 +145,6 @@ def test_an_optimizer_that_was_not_initialised_is_refused() -> None:
 AVERAGES: dict[str, Callable[[nn.Module], Any]] = {
     "V3": lambda model: ModelEmaV3(model, decay=0.9),
     "V3, one by one": lambda model: ModelEmaV3(model, decay=0.9, foreach=False),
-    "V3, parameters": lambda model: ModelEmaV3(model, decay=0.9, exclude_buffers=True),
     "V3, warm-up": lambda model: ModelEmaV3(model, decay=0.9, use_warmup=True),
     "V2": lambda model: ModelEmaV2(model, decay=0.9),
     "the first": lambda model: ModelEma(model, decay=0.9),

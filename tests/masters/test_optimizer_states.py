@@ -281,12 +281,6 @@ def test_what_looks_across_parameters_is_refused() -> None:
     assert registry.of(model) is None
 
 
-def test_a_compiled_step_is_refused() -> None:
-    model = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match="compile_step=True contradicts optimizer_state='int8'"):
-        mpinit.initialize(model, adam(model.parameters()), "O5", optimizer_state="int8", compile_step=True)
-
-
 @pytest.mark.parametrize("given, meant", [("bf16", "bfloat16"), (torch.int8, "int8"), ("fp32", "float32")])
 def test_spellings(given: Any, meant: str) -> None:
     assert mpinit.Properties(optimizer_state=given).optimizer_state == meant

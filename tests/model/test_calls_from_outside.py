@@ -266,7 +266,7 @@ def test_the_hook_comes_before_every_outermost_call_and_only_there() -> None:
     plan = make_plan(props)
     calls: list[int] = []
     selection = select([model], plan)
-    undo = patch_forwards(selection, plan, None, before_forward=lambda: calls.append(1))
+    undo = patch_forwards(selection, plan, None, before_forward=lambda: calls.append(1)).undo
     for tensor, dtype in selection.targets.items():
         tensor.data = tensor.data.to(dtype)
     x = torch.randn(3, 4)
@@ -287,3 +287,24 @@ def test_the_hook_comes_before_every_outermost_call_and_only_there() -> None:
     model.float()
     kept(x)
     assert not calls
+
+
+def test_forwards_compute_in_float32_for_a_while() -> None:
+    model = Autoencoder()
+    plain = copy.deepcopy(model)
+    props = OPT_LEVELS["O5"].model_copy(update={"entry_points": ("forward_features",), "keep_fp32": ("decoder",)})
+    plan = make_plan(props)
+    selection = select([model], plan)
+    forwards = patch_forwards(selection, plan, None)
+    x = torch.randn(3, 4, dtype=torch.bfloat16)
+    with pytest.raises(KeyError), forwards.in_float32():
+        with forwards.in_float32():
+            assert torch.equal(model(x), plain(x.float()))
+        for call in ("encoder", "decoder", "forward_features"):
+            assert torch.equal(getattr(model, call)(x), getattr(plain, call)(x.float()))
+        raise KeyError
+    for tensor, dtype in selection.targets.items():
+        tensor.data = tensor.data.to(dtype)
+    assert model.encoder[0].weight.dtype is torch.bfloat16
+    model(x)
+    forwards.undo()

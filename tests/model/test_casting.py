@@ -268,7 +268,7 @@ def test_initialize_interrupted_in_this_room_leaves_no_trace(level: str) -> None
         mpinit.initialize(case.model, sgd(case.model), level, verbosity=0)
 
     first = Casts()
-    rooms = ("model/casting.py", "model/state_dict.py", "model/custom_state.py")
+    rooms = ("model/casting.py", "model/state_dict.py")
     for line in range(count_lines(lambda: initialize(first), *rooms)):
         case = Casts()
         with pytest.raises(Interrupted):

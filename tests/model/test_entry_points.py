@@ -69,7 +69,7 @@ def test_entry_points_of_a_copy_run_the_copys_weights() -> None:
     nn.init.zeros_(twin.backbone.encoder[2].weight), nn.init.zeros_(twin.backbone.encoder[2].bias)
     assert torch.equal(twin.embed(torch.randn(1, 4))["embedded"], torch.ones(1, 4))
     replica = model._replicate_for_data_parallel()
-    assert replica.embed.module is replica
+    assert replica.embed.__self__.module is replica
 
 
 def test_casts_are_on_in_entry_points_at_o1_in_the_scope_of_a_model() -> None:

@@ -33,16 +33,6 @@ class Record:
     tag: str
 
 
-class Convertible:
-    """Not a tensor, but it can convert itself."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-    def to(self, dtype: torch.dtype) -> Convertible:
-        return Convertible(self.x.to(dtype))
-
-
 class Probe(nn.Module):
     """Hands back what it was given and remembers it."""
 
@@ -68,7 +58,6 @@ CONTAINERS: dict[str, tuple[Any, Callable[[Any], Tensor]]] = {
     "mapping subclass": (Bag(b=X, a=1), lambda v: v["b"]),
     "dataclass": (Record(X, "t"), lambda v: v.x),
     "nested": ({"a": [(Point(X, 1),)]}, lambda v: v["a"][0][0].x),
-    "convertible": (Convertible(X), lambda v: v.x),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from inputs import F16, F32, Calls, Moving, X, at_o2
+from inputs import F16, F32, Calls, X, at_o2
 from models import quietly
 from torch import Tensor, nn
 
@@ -18,16 +18,6 @@ from torch import Tensor, nn
 class Record:
     x: Tensor
     y: Any = None
-
-
-class Slotted:
-    __slots__ = ("__hidden", "x", "y")
-
-    def __init__(self, x: Tensor) -> None:
-        self.x, self.__hidden = x, x
-
-    def to(self, device: Any) -> Slotted:
-        raise NotImplementedError
 
 
 def set_item(box: Any, value: Any) -> None:
@@ -48,8 +38,6 @@ WRITABLE: dict[str, tuple[Callable[..., Any], ...]] = {
     "OrderedDict": (lambda: collections.OrderedDict(x=X.clone()), set_item, lambda b: b["x"], lambda b: b["y"]),
     "UserDict": (lambda: collections.UserDict(x=X.clone()), set_item, lambda b: b["x"], lambda b: b["y"]),
     "dataclass": (lambda: Record(X.clone()), set_attribute, lambda b: b.x, lambda b: b.y),
-    "a batch that moves": (lambda: Moving(X.clone(), torch.arange(2)), set_attribute, lambda b: b.x, lambda b: b.y),
-    "slots": (lambda: Slotted(X.clone()), set_attribute, lambda b: b.x, lambda b: b.y),
     "deep": (lambda: ({"in": [{"x": X.clone()}]},), lambda b, v: set_item(b[0]["in"][0], v),
              lambda b: b[0]["in"][0]["x"], lambda b: b[0]["in"][0]["y"]),
 }  # fmt: skip

@@ -92,7 +92,6 @@ def test_gradients_of_gradients_are_refused() -> None:
     [
         ({"loss_scale": "dynamic"}, "gradient_release=True contradicts loss_scale=dynamic"),
         ({"loss_scale": 128.0}, "gradient_release=True contradicts loss_scale=128.0"),
-        ({"compile_step": True, "master_weights": True}, "compile_step=True contradicts gradient_release=True"),
     ],
 )
 def test_contradicting_properties(more: dict[str, Any], message: str) -> None:

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mpinit.torch_internals import native_autocast
-from mpinit.torch_internals.native_autocast import CastsAs, CastsOff, ForwardCasts, device_types, disable_casts, is_on
+from mpinit.torch_internals.forward_casts import ForwardCasts
+from mpinit.torch_internals.native_autocast import CastsAs, CastsOff, device_types, disable_casts, is_on
 
 
 def state() -> tuple[Any, ...]:

@@ -88,7 +88,8 @@ class AmpStash:
         """Begin a backward pass, as ``amp.scale_loss`` does for a loss that is scaled by its first scaler."""
         if self._backward is None:
             optimizer = self.optimizer()
-            device = next(p.device for group in optimizer.param_groups for p in group["params"])
+            devices = (p.device for group in optimizer.param_groups for p in group["params"])
+            device = next(devices, torch.device("cpu"))
             block = mp.scale_loss(torch.zeros((), device=device), optimizer, delay_overflow_check=True)
             block.__enter__()
             self._backward = block

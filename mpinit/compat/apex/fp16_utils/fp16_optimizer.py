@@ -55,7 +55,7 @@ class FP16_Optimizer:
         self.fp32_from_fp32_groups: list[list[nn.Parameter]] = []
         for group in init_optimizer.param_groups:
             self._take_group(group)
-        self.loss_scaler: LossScaler = (
+        self.loss_scaler: DynamicLossScaler | LossScaler = (
             DynamicLossScaler(**(dynamic_loss_args or {})) if dynamic_loss_scale else LossScaler(static_loss_scale)
         )
         self.dynamic_loss_scale = dynamic_loss_scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -124,6 +124,8 @@ class FusedLayerNorm(nn.LayerNorm):
         memory_efficient: accepted; torch keeps what its backward needs.
     """
 
+    _function: ClassVar[Callable[..., Tensor]] = staticmethod(fused_layer_norm_affine)
+
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
     ) -> None:
@@ -131,8 +133,8 @@ class FusedLayerNorm(nn.LayerNorm):
         self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input``; the result has its dtype."""
-        return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
+        """Normalise ``input``; the result has its dtype, a Mixed norm's has the weight's."""
+        return self._function(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
 class FusedRMSNorm(nn.RMSNorm):
@@ -143,6 +145,8 @@ class FusedRMSNorm(nn.RMSNorm):
         memory_efficient: accepted; torch keeps what its backward needs.
     """
 
+    _function: ClassVar[Callable[..., Tensor]] = staticmethod(fused_rms_norm_affine)
+
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
     ) -> None:
@@ -150,8 +154,8 @@ class FusedRMSNorm(nn.RMSNorm):
         self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input``; the result has its dtype."""
-        return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps or 1e-5)
+        """Normalise ``input``; the result has its dtype, a Mixed norm's has the weight's."""
+        return self._function(input, self.weight, self.normalized_shape, self.eps or 1e-5)
 
 
 def _check_affine(kind: str, given: dict[str, Any]) -> None:
@@ -164,22 +168,18 @@ def _check_affine(kind: str, given: dict[str, Any]) -> None:
 class MixedFusedLayerNorm(FusedLayerNorm):
     """:class:`FusedLayerNorm` whose result has the weight's dtype; ``elementwise_affine=False`` is refused."""
 
+    _function = staticmethod(mixed_dtype_fused_layer_norm_affine)
+
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, **kwargs: Any) -> None:
         _check_affine("MixedFusedLayerNorm", kwargs)
         super().__init__(normalized_shape, eps, **kwargs)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input``; the result has the weight's dtype."""
-        return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
     """:class:`FusedRMSNorm` whose result has the weight's dtype; ``elementwise_affine=False`` is refused."""
 
+    _function = staticmethod(mixed_dtype_fused_rms_norm_affine)
+
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, **kwargs: Any) -> None:
         _check_affine("MixedFusedRMSNorm", kwargs)
         super().__init__(normalized_shape, eps, **kwargs)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input``; the result has the weight's dtype."""
-        return mixed_dtype_fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps or 1e-5)
