@@ -333,7 +333,7 @@ class ManagedOptimizer:
 
         Its rates and gradients are 0. It is not counted, and no other rank need take part.
         """
-        if self.optimizer.state or not all(group.get("lr") == 0 for group in self.optimizer.param_groups):
+        if self.optimizer.state or not all(_is_zero(group.get("lr")) for group in self.optimizer.param_groups):
             return False
         gradients = self.gradients.present()
         if not gradients or any_nonzero(gradients, gradients[0].device).item() > 0:
@@ -551,6 +551,11 @@ class ManagedOptimizer:
             raise _EvaluationOverflow
 
         return evaluate
+
+
+def _is_zero(rate: Any) -> bool:
+    """Whether a rate is 0; without a wait for a device."""
+    return not (isinstance(rate, torch.Tensor) and not is_read_freely(rate.device)) and bool(rate == 0)
 
 
 def _methods_of_its_own(optimizer: Optimizer) -> list[str]:
