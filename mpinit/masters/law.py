@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from ..basics.dtypes import cast_within_range
+from ..torch_internals.devices import is_read_freely
 
 
 def round_into(weight: torch.Tensor, values: torch.Tensor, clamps: bool) -> None:
@@ -44,5 +45,5 @@ def follow_weight(weight: torch.Tensor, values: torch.Tensor) -> None:
         tensor([1.0010, 5.0000])
     """
     same = is_rounding(weight, values)
-    if not bool(same.all()):
+    if not is_read_freely(values.device) or not bool(same.all()):
         values.copy_(torch.where(same, values, weight.float()))
