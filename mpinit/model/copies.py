@@ -50,8 +50,14 @@ class DeepCopy(_OfModule):
         if owner is None or not owner.has_masters():
             return self._as_it_is(memo)
         for _, tensor in named_own_tensors(self.module):
-            if is_16_bit(tensor) and id(tensor) not in memo and not is_sharded(tensor):
+            if not is_16_bit(tensor) or is_sharded(tensor):
+                continue
+            known = memo.get(id(tensor))
+            if known is None:
                 memo[id(tensor)] = _float32_copy(tensor, owner.float32_values(tensor))
+            elif is_16_bit(known):
+                # Copied as it is with its optimizer, which came first.
+                known.data = _float32_copy(tensor, owner.float32_values(tensor)).data
         copied = self._as_it_is(memo)
         owner.leave(copied)
         _compute_in_float32(copied)
