@@ -298,8 +298,8 @@ class Session:
                 for master in self.masters:
                     self.masters.set_gradient_dtype(master)
         self.ranks.before_forward()
-        for managed in self._managed.values():
-            managed.exposed.settle()
+        for exposed in tuple(self.masters.exposed):
+            exposed.settle()
 
     # -- optimizers that come later -----------------------------------------------------------------------------
 
@@ -463,8 +463,8 @@ class Session:
 
     def float32_values(self, master: Master) -> torch.Tensor:
         """What a weight means, with what was done to its master since it was given out."""
-        for managed in self._managed.values():
-            managed.exposed.settle()
+        for exposed in tuple(self.masters.exposed):
+            exposed.settle()
         return self.masters.values(master)
 
     def _load_values(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,10 +53,15 @@ class OpenMasters(ABC):
 
 
 class Masters(ABC):
-    """The masters of a session, one for each weight however many optimizers step it."""
+    """The masters of a session, one for each weight however many optimizers step it.
+
+    Attributes:
+        exposed: what has given masters out to users since the last step; each has a ``settle()``.
+    """
 
     def __init__(self) -> None:
         self._of: dict[int, Master] = {}
+        self.exposed: set[Any] = set()
 
     def __iter__(self) -> Iterator[Master]:
         return iter(list(self._of.values()))
