@@ -318,8 +318,8 @@ class Session:
         """Let weights be what was done to masters and to entries of state dicts that were given out."""
         if self._float32_state is not None:
             self._float32_state.take_writes()
-        for managed in self._managed.values():
-            managed.exposed.settle()
+        for exposed in tuple(self.masters.exposed):
+            exposed.settle()
 
     # -- optimizers that come later -----------------------------------------------------------------------------
 
@@ -492,8 +492,8 @@ class Session:
         master = self.masters.of(tensor)
         if master is None or not self.is_live:
             return self._casts.original_values(tensor)
-        for managed in self._managed.values():
-            managed.exposed.settle()
+        for exposed in tuple(self.masters.exposed):
+            exposed.settle()
         return self.masters.values(master)
 
     def load_values(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
