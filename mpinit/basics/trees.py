@@ -54,6 +54,21 @@ def floating_dtypes(tree: Any) -> list[torch.dtype]:
     return [dtype for value in values for dtype in floating_dtypes(value)]
 
 
+def leaves_of(tree: Any) -> list[Any]:
+    """What lists, tuples and dicts hold that is no tensor, number, string or module.
+
+    Example:
+        >>> leaves_of(({"x": 1}, [torch.ones(2), torch.device("cpu")]))
+        [device(type='cpu')]
+    """
+    if tree is None or isinstance(tree, (torch.Tensor, *_LEAVES)):
+        return []
+    if not isinstance(tree, (list, tuple, Mapping)):
+        return [tree]
+    values = tree.values() if isinstance(tree, Mapping) else tree
+    return [leaf for value in values for leaf in leaves_of(value)]
+
+
 class TreeCast:
     """Casts of several trees that belong together, the arguments of one call say, and the way back.
 

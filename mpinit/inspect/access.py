@@ -45,7 +45,7 @@ def parameters_of(session: Session, optimizer: Optimizer) -> list[nn.Parameter]:
 def master_values(session: Session, weight: torch.Tensor) -> torch.Tensor | None:
     """The float32 values of a weight that has a master; None of one that has none."""
     master = session.masters.of(weight)
-    return None if master is None else session.float32_values(master)
+    return None if master is None else session.float32_values(weight)
 
 
 def gradient_of(session: Session, weight: torch.Tensor) -> torch.Tensor | None:

@@ -12,10 +12,10 @@ from ..basics.dtypes import cast_within_range
 from ..basics.gradients import as_float32
 from ..distributed.exchange import arriving_gradient_dtype
 from ..distributed.sharding import is_sharded, local, set_data
-from ..torch_internals.columns import devices_of, versions_of
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, forget_data, note_data
 from .law import follow_weight, round_into
 from .masters import Gradients, Master, Masters, OpenMasters
+from .writes import Writes
 
 
 @final
@@ -66,7 +66,7 @@ class FullMasters(Masters):
     @torch.no_grad()
     def values(self, master: Master) -> torch.Tensor:
         """The master itself, which follows its weight first."""
-        if not any(id(master) in each.members for each in self._open):
+        if not self.are_in_model and not any(id(master) in each.members for each in self._open):
             self._follow(master)
         values: torch.Tensor = TENSOR_DETACH(master.parameter)
         return values
@@ -75,7 +75,7 @@ class FullMasters(Masters):
         weight, parameter = master.weight, master.parameter
         if parameter.device != weight.device:
             set_data(parameter, TENSOR_DATA.__get__(parameter).to(weight.device))
-        if self.is_cast(master):
+        if self.is_cast(master) and not weight.is_meta:
             follow_weight(local(weight), local(TENSOR_DETACH(parameter)))
 
     @torch.no_grad()
@@ -123,19 +123,17 @@ class _Open(OpenMasters):
         self._weights: list[torch.Tensor] = [master.weight for master in masters]
         self._parameters: list[torch.Tensor] = [master.parameter for master in masters]
         self._are_sharded = any(map(is_sharded, self._weights))
-        self._versions = [-1] * len(masters)
+        self._writes = Writes([] if self._are_sharded else self._weights, owner.accessed)
 
     @torch.no_grad()
     def read(self) -> None:
-        """The law, for weights that were written to, or whose ``data`` was read, since they were last rounded."""
-        versions, accessed = versions_of(self._weights), self._owner.accessed
-        if versions != self._versions or accessed or self._are_sharded:
-            for master, now, known in zip(self._masters, versions, self._versions, strict=True):
-                if now != known or self._are_sharded or id(master.weight) in accessed:
-                    self._owner._follow(master)
-        elif devices_of(self._weights) != devices_of(self._parameters):
+        """The law, for weights that were written to since they were last rounded."""
+        if self._are_sharded:
             for master in self._masters:
                 self._owner._follow(master)
+        else:
+            for place in self._writes.found():
+                self._owner._follow(self._masters[place])
         self._owner._open.append(self)
 
     @torch.no_grad()
@@ -143,7 +141,6 @@ class _Open(OpenMasters):
         """Round all, in one call."""
         if self in self._owner._open:
             self._owner._open.remove(self)
-        self._versions = [-1] * len(self._masters)
         if self._are_sharded:
             torch._foreach_copy_([local(w) for w in self._weights], [local(p) for p in self._parameters])
         elif self._weights:
@@ -151,7 +148,8 @@ class _Open(OpenMasters):
         for master in self._masters:
             if master.clamps:
                 round_into(master.weight, master.parameter, clamps=True)
-        self._versions = versions_of(self._weights)
+        if not self._are_sharded:
+            self._writes.note()
 
     def widened(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """Weights take float32 gradients and no others, but among other processes."""

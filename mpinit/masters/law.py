@@ -45,5 +45,5 @@ def follow_weight(weight: torch.Tensor, values: torch.Tensor) -> None:
         tensor([1.0010, 5.0000])
     """
     same = is_rounding(weight, values)
-    if not is_read_freely(values.device) or not bool(same.all()):
+    if not (is_read_freely(weight.device) and bool(same.all())):
         values.copy_(torch.where(same, values, weight.float()))

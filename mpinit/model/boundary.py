@@ -8,18 +8,18 @@ comes from the user.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from ..basics.dtypes import is_lower_precision
-from ..basics.trees import TreeCast, cast_tree, floating_dtypes, write_elements
+from ..basics.dtypes import dtype_name, is_lower_precision
+from ..basics.trees import TreeCast, cast_tree, floating_dtypes, leaves_of, write_elements
 from ..plan import KeepInputPredicate
 from ..torch_internals.forward_casts import ForwardCasts
-from ..torch_internals.running import in_backward, is_tracing_symbolically
+from ..torch_internals.running import current_pass, is_tracing_symbolically
 from .arguments import ArgumentNames
 
 
@@ -46,9 +46,12 @@ class Boundary:
         inner_dtype: the type that runs inside: float32 where functions cast for themselves (O1).
         cast_inputs: whether floating inputs are cast to it.
         output_dtype: what floating outputs are cast to for a caller outside of every forward, or None to leave them.
-        casts: switched on around the call, or None.
+        casts: what is on and off around a forward; :meth:`cross` leaves it to its callers.
         keep_inputs: (argument name, value) -> whether it stays as it is; one that says yes is enough.
+
+    Attributes:
         before_forward: called first, where the caller is outside of every forward.
+        targets: tensors of the models -> the type that they were given.
     """
 
     def __init__(
@@ -56,16 +59,16 @@ class Boundary:
         inner_dtype: torch.dtype,
         cast_inputs: bool,
         output_dtype: torch.dtype | None,
-        casts: ForwardCasts | None,
+        casts: ForwardCasts,
         keep_inputs: tuple[KeepInputPredicate, ...] = (),
-        before_forward: Callable[[], None] | None = None,
     ) -> None:
         self.inner_dtype: torch.dtype | None = inner_dtype
         self.cast_inputs = cast_inputs
         self.output_dtype = output_dtype
-        self.casts = casts
+        self.casts: ForwardCasts | None = casts
         self.keep_inputs = keep_inputs
-        self.before_forward = before_forward
+        self.before_forward: Callable[[], None] | None = None
+        self.targets: Mapping[torch.Tensor, torch.dtype] = {}
         self.is_live = True
         self._float32 = 0
         self._narrow: torch.dtype | None = inner_dtype
@@ -96,6 +99,35 @@ class Boundary:
         """Say that a forward begins that comes from outside of all initialised models."""
         if self.before_forward is not None and not torch.compiler.is_compiling():
             self.before_forward()
+
+    def mixed_types(self, module: nn.Module, inputs: Any) -> str | None:
+        """Why a forward may have failed: a parameter or an input of another type than the model's; None: neither.
+
+        Args:
+            module: whose forward it was.
+            inputs: what it was called with, in containers.
+        """
+        inner = self.inner_dtype
+        if inner is None or not is_lower_precision(inner):
+            return None
+        for name, parameter in module.named_parameters():
+            expected = self.targets.get(parameter, inner)
+            if parameter.is_floating_point() and parameter.dtype is not expected:
+                return (
+                    f"{name!r} is {dtype_name(parameter.dtype)} in {type(module).__name__}, which mpinit.initialize "
+                    f"has cast to {dtype_name(inner)}, and its forward has failed. Write values with copy_() or "
+                    "load_state_dict(), which keep a parameter's type; give what joins the model later its type, with "
+                    f".to({inner}), and to the optimizer with add_param_group; or initialise with "
+                    'master_weights="model", where parameters are float32'
+                )
+        unknown = next((type(value).__name__ for value in leaves_of(inputs) if hasattr(value, "to")), None)
+        if unknown is None:
+            return None
+        return (
+            f"forward of {type(module).__name__} has failed, which was given an object of type {unknown}: mpinit casts "
+            "tensors in lists, tuples, dicts and dataclasses, and passes other objects as they are. Give their tensors "
+            f"as arguments, or convert them to {inner} first"
+        )
 
     def cross(
         self,
@@ -131,7 +163,7 @@ class Boundary:
                 args, kwargs = names.cast(args, kwargs, self.keep_inputs, inputs)
         here.dtype, here.module = self.inner_dtype or dtype, module
         try:
-            output = function(*args, **kwargs) if self.casts is None else self.casts.run(function, *args, **kwargs)
+            output = function(*args, **kwargs)
         finally:
             here.dtype, here.module = dtype, outer
             if inputs is not None and output_dtype is not None:
@@ -152,7 +184,7 @@ class Boundary:
             here.dtype, here.module = dtype, outer
 
     def _casts_plainly(self) -> bool:
-        return self.cast_inputs and self.casts is None and not torch.compiler.is_compiling()
+        return self.cast_inputs and not torch.compiler.is_compiling()
 
     def _cross_with_tensor(
         self, module: nn.Module, function: Callable[..., Any], given: torch.Tensor, output_dtype: torch.dtype | None
@@ -179,7 +211,7 @@ class Boundary:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is no part of the session that made the original.
-        return {**self.__dict__, "before_forward": None, "is_live": False}
+        return {**self.__dict__, "before_forward": None, "targets": {}, "is_live": False}
 
 
 def caller_dtype(
@@ -192,7 +224,7 @@ def caller_dtype(
     """
     if is_tracing_symbolically():
         return inner_dtype
-    if here.dtype is not None or torch.compiler.is_compiling() or not (is_replica or in_backward()):
+    if here.dtype is not None or torch.compiler.is_compiling() or not (is_replica or current_pass() != -1):
         return here.dtype
     dtypes = floating_dtypes((args, kwargs))
     found = next((dtype for dtype in dtypes if is_lower_precision(dtype)), next(iter(dtypes), inner_dtype))

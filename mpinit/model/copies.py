@@ -50,14 +50,13 @@ class DeepCopy(_OfModule):
         if owner is None or not owner.has_masters():
             return self._as_it_is(memo)
         for _, tensor in named_own_tensors(self.module):
-            if not is_16_bit(tensor) or is_sharded(tensor):
-                continue
             known = memo.get(id(tensor))
-            if known is None:
-                memo[id(tensor)] = _float32_copy(tensor, owner.float32_values(tensor))
-            elif is_16_bit(known):
-                # Copied as it is with its optimizer, which came first.
-                known.data = _float32_copy(tensor, owner.float32_values(tensor)).data
+            if is_16_bit(tensor) and not is_sharded(tensor) and (known is None or is_16_bit(known)):
+                copied_tensor = _float32_copy(tensor, owner.float32_values(tensor))
+                if known is None:
+                    memo[id(tensor)] = copied_tensor
+                else:
+                    known.grad, known.data = None, copied_tensor.data  # copied with its optimizer before
         copied = self._as_it_is(memo)
         owner.leave(copied)
         _compute_in_float32(copied)

@@ -21,6 +21,7 @@ from ..basics.modules import modules_of
 from ..basics.patching import Undo, UndoStack
 from ..plan import Masters, Plan
 from ..torch_internals.forward_casts import ForwardCasts
+from ..torch_internals.native_autocast import is_on
 from ..torch_internals.running import is_tracing_symbolically
 from .arguments import ArgumentNames
 from .boundary import Boundary, caller_dtype, here
@@ -92,10 +93,22 @@ class PatchedForward:
             caller = caller_dtype(boundary.inner_dtype, args, kwargs, self.is_replica)
             output_dtype = caller or output_dtype
         is_inside = caller is boundary.inner_dtype
-        if not is_inside and here.dtype is None and not self.is_replica:
-            boundary.announce()
+        if is_inside or here.dtype is not None or self.is_replica or torch.compiler.is_compiling():
+            return self._with_weights(is_inside, args, kwargs, output_dtype)
+        boundary.announce()
+        try:
+            return self._with_weights(is_inside, args, kwargs, output_dtype)
+        except RuntimeError as error:
+            reason = None if self.weights is not None else boundary.mixed_types(self.module, (args, kwargs))
+            if reason is None:
+                raise
+            raise RuntimeError(reason) from error
+
+    def _with_weights(
+        self, is_inside: bool, args: tuple[Any, ...], kwargs: dict[str, Any], output_dtype: torch.dtype | None
+    ) -> Any:
         # What torch.fx records are the float32 weights: casts of them it would take for constants.
-        if self.weights is None or self.weights.dtype is not boundary.inner_dtype or is_tracing_symbolically():
+        if self.weights is None or self.weights.dtype is not self.boundary.inner_dtype or is_tracing_symbolically():
             return self._run(is_inside, args, kwargs, output_dtype)
         if self.is_replica:
             self.weights.cast_replica(self.module)
@@ -106,9 +119,15 @@ class PatchedForward:
     def _run(
         self, is_inside: bool, args: tuple[Any, ...], kwargs: dict[str, Any], output_dtype: torch.dtype | None
     ) -> Any:
+        run, casts = self._inner(), self.boundary.casts
         if is_inside:
-            return self.boundary.stay(self.module, self._inner(), args, kwargs)
-        return self.boundary.cross(self.module, self._inner(), self.names, args, kwargs, output_dtype)
+            return self.boundary.stay(self.module, run, args, kwargs)
+        # Inside of its model a part has the casts that its model has. Without casts of its own a model runs without
+        # those of other sessions.
+        is_outermost = here.dtype is None or not self.is_part
+        if casts is not None and is_outermost and (casts.dtype is not None or is_on() or torch.compiler.is_compiling()):
+            run = partial(casts.run, run)
+        return self.boundary.cross(self.module, run, self.names, args, kwargs, output_dtype)
 
     def _inner(self) -> Callable[..., Any]:
         # Not bound by __get__, which torch.compile of torch 2.11 and 2.12 does not know for methods of torch's modules.
@@ -223,11 +242,13 @@ def patch_forwards(
         The patched forwards. A wrapper that was put around one later is left where it is by their undo, and casts no
         longer.
     """
-    casts = ForwardCasts(plan.function_dtype) if plan.patch_functions else None
+    casts = ForwardCasts(plan.function_dtype if plan.patch_functions else None)
     output_dtype = plan.output_dtype if plan.cast_outputs else None
 
     def boundary(dtype: torch.dtype) -> Boundary:
-        return Boundary(dtype, plan.cast_model, output_dtype, casts, plan.keep_inputs, before_forward)
+        made = Boundary(dtype, plan.cast_model, output_dtype, casts, plan.keep_inputs)
+        made.before_forward, made.targets = before_forward, selection.targets
+        return made
 
     kept, cast = boundary(torch.float32), boundary(plan.model_dtype)
     within = {module for model in selection.models for module in modules_of(model)[1:]}

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from ..basics.dtypes import is_lower_precision
 from ..masters.masters import Master, Masters
-from ..model.casting import TensorCasts
+from ..model.casting import TensorCasts, convert
+from ..plan import Masters as Kind
 from ..torch_internals.columns import are_same
 from ..torch_internals.fused_sgd import stepped_wrongly
 from .state import wrapped_by
@@ -51,7 +52,7 @@ class Members:
         masters: the session's.
         casts: knows what was cut off of weights that had no master until now.
         names: of the session's models.
-        adopts: whether a trainable 16-bit weight gets a master when it is found in a group.
+        kind: what a trainable 16-bit weight gets when it is found in a group.
 
     Attributes:
         weights: the members as they are between steps: the model's own parameters.
@@ -61,7 +62,7 @@ class Members:
         unsound: groups that must not be stepped by a fused kernel.
     """
 
-    def __init__(self, optimizer: Optimizer, masters: Masters, casts: TensorCasts, names: Names, adopts: bool) -> None:
+    def __init__(self, optimizer: Optimizer, masters: Masters, casts: TensorCasts, names: Names, kind: Kind) -> None:
         self.optimizer = optimizer
         self.table = masters
         self.names = names
@@ -71,10 +72,10 @@ class Members:
         self.generation = 0
         self.unsound: list[dict[str, Any]] = []
         self._casts = casts
-        self._adopts = adopts
+        self._kind = kind
         self._lists: list[tuple[list[Any], list[Any], list[Any]]] = []
         self._entries: list[tuple[dict[Any, Any], Any, Any]] = []
-        self._count = 0
+        self._groups: list[dict[str, Any]] = []
         self._is_alone = True
         self._frozen: list[nn.Parameter] = []
         self._of_weight: dict[int, nn.Parameter] = {}
@@ -91,13 +92,13 @@ class Members:
 
     def are_as_seen(self) -> bool:
         """Whether the groups hold the same parameters as at the last look."""
-        groups, seen = self.optimizer.param_groups, self._lists
-        if self.generation == 0 or len(groups) > len(seen):
+        groups = self.optimizer.param_groups
+        if self.generation == 0 or not are_same(groups, self._groups):
             return False
-        for group, (known, weights, _) in zip(groups, seen, strict=False):
+        for group, (known, weights, _) in zip(groups, self._lists, strict=False):
             if group["params"] is not known or not are_same(known, weights):
                 return False
-        return len(groups) == self._count
+        return True
 
     def _look(self) -> None:
         holders = self.holders()
@@ -112,11 +113,11 @@ class Members:
         everything = [*lists, *own.lists.values()]
         self._lists = [(each, list(each), list(map(self.inside, each))) for each in everything]
         self._entries = [(owner, key, owner[key]) for owner, key in own.entries]
-        self._count, self._is_alone = len(self.optimizer.param_groups), len(holders) == 1
+        self._groups, self._is_alone = list(self.optimizer.param_groups), len(holders) == 1
         self._frozen = [
             weight
             for weight, master in zip(weights, found, strict=True)
-            if master is None and self._adopts and not weight.requires_grad and is_lower_precision(weight.dtype)
+            if master is None and not weight.requires_grad and is_lower_precision(weight.dtype)
         ]
         as_stepped: dict[torch.Tensor, torch.dtype] = {master.weight: torch.float32 for master in self.masters}
         groups = [group for each in holders for group in each.param_groups]
@@ -125,8 +126,12 @@ class Members:
 
     def _master_of(self, weight: nn.Parameter) -> Master | None:
         master = self.table.of(weight)
-        if master is not None or not self._adopts or not weight.requires_grad:
+        if master is not None or self._kind is Kind.NONE or not weight.requires_grad:
             return master
+        if self._kind is Kind.IN_MODEL:
+            if is_lower_precision(weight.dtype):
+                convert(weight, torch.float32)
+            return None
         master = self.table.add(weight, weight.dtype)
         if master is not None:
             original = self._casts.original_values(weight)

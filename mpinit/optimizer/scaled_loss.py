@@ -10,6 +10,7 @@ import torch
 
 from ..basics.logs import log
 from ..distributed.sharding import is_distributed
+from ..masters.masters import IN_FLOAT32
 from ..scaling.scaler import LossScaler
 from ..torch_internals.devices import is_read_freely
 from .gradients import Done, Gradients
@@ -47,6 +48,8 @@ class ScaledLoss:
         self._delay_update = delay_update
 
     def __enter__(self) -> torch.Tensor:
+        if any(each.members.table.are_in_model for each in self._optimizers):
+            raise RuntimeError(IN_FLOAT32.format("mpinit.scale_loss"))
         for gradients in (*self._mine, *self._others):
             if gradients.is_open and gradients.scaled_by is not None:
                 raise RuntimeError(

@@ -15,7 +15,6 @@ from .parameter_data import TENSOR_DATA
 _GRAD_OF: Final = attrgetter("grad")
 _SET_DATA_OF: Final[Any] = TENSOR_DATA.__set__
 _ADDRESS_OF: Final[Any] = torch.Tensor.data_ptr
-_DEVICE_OF: Final[Any] = torch.Tensor.get_device
 _VERSION_OF: Final = attrgetter("_version")
 _IS_TRAINED: Final = attrgetter("requires_grad")
 
@@ -51,11 +50,6 @@ def set_memory(tensors: Iterable[torch.Tensor], parts: Sequence[torch.Tensor]) -
 def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Where each tensor's numbers begin."""
     return list(map(_ADDRESS_OF, tensors))
-
-
-def devices_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Each tensor's device index; -1 on the CPU."""
-    return list(map(_DEVICE_OF, tensors))
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:

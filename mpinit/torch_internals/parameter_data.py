@@ -2,9 +2,9 @@
 
 torch counts writes to a tensor in its version. A tensor that ``.data`` returns shares the memory and has a version of
 its own, so a write through it leaves no trace on the parameter. While any weight with a full float32 master lives,
-``torch.nn.Parameter`` has a ``data`` property that notes whose memory was given out; such weights are then compared
-with their masters by value at every step. It is the only patch of a class of torch's while a session without O1 lives,
-and can go when torch counts writes through ``.data``.
+``torch.nn.Parameter`` has a ``data`` property that notes whose memory was given out; where weights are not compared by
+their bits at every step (``masters/writes.py``), such weights are then compared with their masters. It is the only
+patch of a class of torch's while a session without O1 lives, and can go when torch counts writes through ``.data``.
 """
 
 from __future__ import annotations

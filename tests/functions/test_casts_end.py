@@ -172,6 +172,8 @@ def test_a_compiled_forward_without_casts_runs_without_those_of_other_sessions()
     assert run(x).dtype is FP32
     undo = apply(o1_plan())
     assert (run(x).dtype, [y.dtype for y in mixed(x)]) == (FP32, [HALF, FP32])
+    with ForwardCasts(HALF):
+        assert [product_dtype(), run(x).dtype] == [HALF, FP32]
     undo()
     with torch.autocast("cpu", BF16):
         assert run(x).dtype is BF16

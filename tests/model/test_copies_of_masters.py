@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from averaged_nets import KINDS, Net, masters_of, start, step
-from mpinit.model.averages import AveragedParameter
 from torch import Tensor, nn
 
 import mpinit

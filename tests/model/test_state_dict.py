@@ -177,3 +177,43 @@ def test_after_undo_the_hooks_are_gone() -> None:
     mpinit.undo(model)
     model.half()
     assert {value.dtype for value in model.state_dict().values()} == {torch.float16, torch.int64}
+
+
+PARTIAL: dict[str, dict[str, object]] = {
+    **MASTERS,
+    "model": {"opt_level": "O5", "master_weights": "model"},
+    "O3": {"opt_level": "O3"},
+}
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("kind", PARTIAL)
+def test_what_is_written_to_a_state_dict_is_loaded(kind: str, trains: bool) -> None:
+    """The loop that loads what fits: ``own = model.state_dict(); own[name].copy_(value)``."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].requires_grad_(False)
+    model.register_buffer("table", torch.randn(4))
+    optimizers = torch.optim.SGD(model.parameters(), lr=0.1) if trains else None
+    mpinit.initialize(model, optimizers, verbosity=0, **PARTIAL[kind])
+    loaded = noise(model)
+    if kind == "O3" and trains:  # what is trained has 16 bits there and no more
+        loaded = {name: value.half().float() for name, value in loaded.items()}
+
+    def load() -> None:
+        own = model.state_dict()
+        for name, value in loaded.items():
+            own[name].copy_(value)
+
+    x = torch.ones(1, 4)
+    load()
+    output = model(x)
+    assert equal_tensors(dict(model.state_dict()), loaded)
+    copied = {name: value.clone() for name, value in loaded.items()}
+    model.load_state_dict(copied)
+    assert torch.equal(model(x), output)
+    load()
+    other = {name: torch.zeros_like(value) for name, value in loaded.items()}
+    model.load_state_dict(other)
+    model(x)
+    assert equal_tensors(dict(model.state_dict()), other), "what is loaded later counts"
+    mpinit.undo(model)

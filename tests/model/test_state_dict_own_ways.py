@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from models import equal_tensors
-from mpinit.masters.pairs import PairTable
 from state_dicts import MASTERS
 from torch import Tensor, nn
 

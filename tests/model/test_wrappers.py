@@ -205,17 +205,19 @@ def test_a_model_is_compiled_and_recompiled_while_it_has_gradients(level: str, b
             torch.testing.assert_close(got, model(x), atol=2e-2, rtol=2e-2)
 
 
-def test_a_model_that_has_gradients_is_compiled_after_a_reset() -> None:
-    model = trained("O5")
+def test_a_model_that_has_gradients_is_compiled_after_a_reset_and_a_backward_pass() -> None:
+    model = Net()
+    optimizer = sgd(model)
+    mpinit.initialize(model, optimizer, "O5", verbosity=0)
     for _ in range(2):
         torch._dynamo.reset()
+        with mpinit.scale_loss(model(X).sum(), optimizer) as loss:
+            loss.backward()
         with torch.no_grad():
             fast = torch.compile(model, backend="eager", fullgraph=True)(X)
         torch.testing.assert_close(fast, model(X), atol=2e-2, rtol=2e-2)
     mpinit.undo(model)
-    del model
-    torch._dynamo.reset()
-    assert not torch._dynamo.callback_handler.start_callbacks, "nobody is left who wants to know"
+    assert not torch._dynamo.callback_handler.start_callbacks, "nothing is called any more"
 
 
 @pytest.mark.parametrize("level", ["O2", pytest.param("O5", marks=pytest.mark.nightly)])
