@@ -121,13 +121,16 @@ class Masters(ABC):
             clamps: whether it holds finite numbers beyond the largest of ``dtype``, which become that largest.
         """
         weight, gradient = master.weight, master.weight.grad
-        if gradient is not None:
-            weight.grad = None
         master.clamps = clamps
-        self._cast(master, dtype)
-        self.set_gradient_dtype(master)
-        if gradient is not None:
-            weight.grad = self.held([gradient])[0]
+        try:
+            weight.grad = None
+            self._cast(master, dtype)
+            self.set_gradient_dtype(master)
+        except BaseException:
+            weight.grad_dtype = None
+            weight.grad = gradient
+            raise
+        weight.grad = self.held([gradient])[0]
 
     @abstractmethod
     def _make(self, weight: nn.Parameter) -> Master:
