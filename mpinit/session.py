@@ -27,6 +27,8 @@ from .masters.split import SplitMasters
 from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
 from .model.forward_weights import renew_casts
+from .model.shared_memory import check_memory
+from .optimizer.gradient_release import check_release
 from .optimizer.gradients import Gradients
 from .optimizer.managed import ManagedOptimizer
 from .optimizer.members import Members, Names, places_beside_groups
@@ -121,6 +123,7 @@ class Session:
     def apply(self) -> None:
         """Carry the plan out. If anything raises, everything done so far is undone, newest first."""
         selected = self.selection = selection.select(self.models, self.plan)
+        check_memory(self.models, selected.targets)
         self._check(self.optimizers, {id(t) for t, dtype in selected.targets.items() if is_lower_precision(dtype)})
         try:
             self._apply()
@@ -136,6 +139,8 @@ class Session:
         Raises:
             ValueError: one of them cannot; the message says why and what to do.
         """
+        if self.plan.gradient_release:
+            check_release(optimizers, [weight for members in self._members for weight in members.weights])
         for optimizer in optimizers:
             if self._makes_masters:
                 places_beside_groups([optimizer, *wrapped_by(optimizer)], ids)
@@ -250,7 +255,7 @@ class Session:
         members = Members(optimizer, self.masters, self._casts, self.names, self.plan.masters)
         self._members.append(members)
         members.refresh()
-        scope = Scope(members, self._states, self.plan.split_bucket_bytes)
+        scope = Scope(members, self._states, self.plan.split_bucket_bytes, self.plan.gradient_release)
         managed = ManagedOptimizer(optimizer, members, scope, self.plan.scaling, self.ranks)
         with UndoStack() as undos:
             undos.push(functools.partial(self._forget, optimizer))
@@ -281,6 +286,8 @@ class Session:
             self.take_writes()
             reshard(self.models)
             for managed in self._managed.values():
+                if managed.release is not None:
+                    managed.release.end()
                 managed.exposed.close()
                 managed.gradients.give_up()
             self._is_ending = True
@@ -311,8 +318,8 @@ class Session:
         """Let weights be what was done to masters and to entries of state dicts that were given out."""
         if self._float32_state is not None:
             self._float32_state.take_writes()
-        for managed in self._managed.values():
-            managed.exposed.settle()
+        for exposed in tuple(self.masters.exposed):
+            exposed.settle()
 
     # -- optimizers that come later -----------------------------------------------------------------------------
 
@@ -485,8 +492,8 @@ class Session:
         master = self.masters.of(tensor)
         if master is None or not self.is_live:
             return self._casts.original_values(tensor)
-        for managed in self._managed.values():
-            managed.exposed.settle()
+        for exposed in tuple(self.masters.exposed):
+            exposed.settle()
         return self.masters.values(master)
 
     def load_values(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:

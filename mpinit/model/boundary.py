@@ -19,7 +19,7 @@ from ..basics.dtypes import dtype_name, is_lower_precision
 from ..basics.trees import TreeCast, cast_tree, floating_dtypes, leaves_of, write_elements
 from ..plan import KeepInputPredicate
 from ..torch_internals.forward_casts import ForwardCasts
-from ..torch_internals.running import in_backward, is_tracing_symbolically
+from ..torch_internals.running import current_pass, is_tracing_symbolically
 from .arguments import ArgumentNames
 
 
@@ -224,7 +224,7 @@ def caller_dtype(
     """
     if is_tracing_symbolically():
         return inner_dtype
-    if here.dtype is not None or torch.compiler.is_compiling() or not (is_replica or in_backward()):
+    if here.dtype is not None or torch.compiler.is_compiling() or not (is_replica or current_pass() != -1):
         return here.dtype
     dtypes = floating_dtypes((args, kwargs))
     found = next((dtype for dtype in dtypes if is_lower_precision(dtype)), next(iter(dtypes), inner_dtype))

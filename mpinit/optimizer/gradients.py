@@ -162,9 +162,8 @@ class Gradients:
             return [gradient for gradient in arrived if gradient is not None]
         held = self._masters.held(arrived)
         for weight, before, now in zip(self.weights, arrived, held, strict=True):
-            if now is not before and before is not None and now is not None and weight.grad is before:
-                # A weight without a master takes gradients of its own type alone.
-                weight.grad = now if weight.grad_dtype in (None, now.dtype) else now.to(weight.grad_dtype)
+            if now is not None and now is not before and weight.grad_dtype in (None, now.dtype):
+                weight.grad = now
         return self.present()
 
     def last_scale(self) -> float | None:
