@@ -108,7 +108,6 @@ class Plan:
         allow_banned: whether functions banned in float16 run all the same.
         masters: how float32 masters are kept.
         split_bucket_bytes: float32 bytes materialised at a time by split masters.
-        compile_step: whether the step is compiled.
         optimizer_states: how optimizers' states are kept.
         gradient_release: whether parameters are stepped inside of backward passes.
         scaling: the rule the loss scales follow.
@@ -129,7 +128,6 @@ class Plan:
     allow_banned: bool
     masters: Masters
     split_bucket_bytes: int
-    compile_step: bool
     optimizer_states: OptimizerStates
     gradient_release: bool
     scaling: ScalingRule
@@ -164,7 +162,6 @@ def make_plan(props: Properties) -> Plan:
         allow_banned=props.allow_banned,
         masters=_MASTERS[props.master_weights] if casts_weights else Masters.NONE,
         split_bucket_bytes=props.split_bucket_bytes,
-        compile_step=props.compile_step,
         optimizer_states=OptimizerStates[props.optimizer_state.upper()],
         gradient_release=props.gradient_release,
         scaling=_scaling_rule(props),

@@ -176,6 +176,8 @@ def _promote(original: Function, body: Function, device: str) -> Function:
             return original(*args, **kwargs)
         if kwargs and left_alone(kwargs):
             return call_without_casts(original, *args, **kwargs)
+        if not kwargs and _is_uniform(args, torch.get_autocast_dtype(device)):
+            return body(*args)
         found: list[torch.dtype] = []
         found_dtypes((*args, *kwargs.values()), device, found)
         if len(found) > 1:
@@ -187,6 +189,20 @@ def _promote(original: Function, body: Function, device: str) -> Function:
         return body(*args, **kwargs)
 
     return promoting_function
+
+
+def _is_uniform(args: tuple[Any, ...], lower: torch.dtype) -> bool:
+    """Whether these are clearly all float32, or all of the 16-bit type: the common case, told quickly."""
+    dtype: torch.dtype | None = None
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            if dtype is None:
+                dtype = value.dtype
+            elif value.dtype is not dtype:
+                return False
+        elif type(value) in _CONTAINERS:
+            return False
+    return dtype is lower or dtype is torch.float32
 
 
 def _banned(name: str, run: Function, device: str) -> Function:

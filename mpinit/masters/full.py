@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, final
+from typing import final
 
 import torch
 from torch import nn
 
 from ..basics.dtypes import cast_within_range
 from ..basics.gradients import as_float32
-from ..basics.user_warnings import warn_user
 from ..distributed.exchange import arriving_gradient_dtype
 from ..distributed.sharding import is_sharded, local, set_data
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, forget_data, note_data
 from .law import follow_weight, round_into
 from .masters import Gradients, Master, Masters, OpenMasters
 from .writes import Writes
-
-_WITHOUT_A_TRACE: Final = (
-    "a weight of shape {} was written to in a way that torch does not count: through data of a view of it, or by its "
-    "address. Now that counts, and will at every step from here on; such a write before an earlier step may have been "
-    "lost. Write to the parameter itself, under torch.no_grad()"
-)
 
 
 @final
@@ -45,15 +38,14 @@ class FullMasters(Masters):
 
     def _make(self, weight: nn.Parameter) -> Master:
         # Not detach(): that would share the weight's version.
-        master = Master(weight, nn.Parameter(TENSOR_DATA.__get__(weight).to(torch.float32), weight.requires_grad))
-        note_data(weight, self.accessed)
-        return master
+        return Master(weight, nn.Parameter(TENSOR_DATA.__get__(weight).to(torch.float32), weight.requires_grad))
 
     def _forget(self, master: Master) -> None:
         forget_data(master.weight)
         self.accessed.discard(id(master.weight))
 
     def _cast(self, master: Master, dtype: torch.dtype) -> None:
+        note_data(master.weight, self.accessed)
         values = TENSOR_DATA.__get__(master.weight)
         set_data(master.weight, cast_within_range(values, dtype) if master.clamps else values.to(dtype))
 
@@ -79,12 +71,12 @@ class FullMasters(Masters):
         values: torch.Tensor = TENSOR_DETACH(master.parameter)
         return values
 
-    def _follow(self, master: Master) -> bool:
-        """Let a master be what its weight means; whether that was written to."""
+    def _follow(self, master: Master) -> None:
         weight, parameter = master.weight, master.parameter
         if parameter.device != weight.device:
             set_data(parameter, TENSOR_DATA.__get__(parameter).to(weight.device))
-        return self.is_cast(master) and follow_weight(local(weight), local(TENSOR_DETACH(parameter)))
+        if self.is_cast(master) and not weight.is_meta:
+            follow_weight(local(weight), local(TENSOR_DETACH(parameter)))
 
     @torch.no_grad()
     def load(self, master: Master, values: torch.Tensor) -> None:
@@ -142,15 +134,7 @@ class _Open(OpenMasters):
         else:
             for place in self._writes.found():
                 self._owner._follow(self._masters[place])
-            for place in self._writes.uncounted():
-                self._look_at(self._masters[place])
         self._owner._open.append(self)
-
-    def _look_at(self, master: Master) -> None:
-        """From here on a weight that was written to without a trace is compared at every step."""
-        if self._owner._follow(master):
-            self._owner.accessed.add(id(master.weight))
-            warn_user(_WITHOUT_A_TRACE.format(tuple(master.weight.shape)))
 
     @torch.no_grad()
     def write(self) -> None:

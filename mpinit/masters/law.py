@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from ..basics.dtypes import cast_within_range
+from ..torch_internals.devices import is_read_freely
 
 
 def round_into(weight: torch.Tensor, values: torch.Tensor, clamps: bool) -> None:
@@ -34,20 +35,15 @@ def is_rounding(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return same
 
 
-def follow_weight(weight: torch.Tensor, values: torch.Tensor) -> bool:
+def follow_weight(weight: torch.Tensor, values: torch.Tensor) -> None:
     """Make float32 ``values`` the meaning of the two, in place.
-
-    Returns:
-        Whether the weight was written to.
 
     Example:
         >>> weight, master = torch.tensor([1.0, 2.0]).bfloat16(), torch.tensor([1.001, 2.001])
         >>> _ = weight[1].fill_(5)
-        >>> follow_weight(weight, master), master
-        (True, tensor([1.0010, 5.0000]))
+        >>> follow_weight(weight, master); master
+        tensor([1.0010, 5.0000])
     """
     same = is_rounding(weight, values)
-    if bool(same.all()):
-        return False
-    values.copy_(torch.where(same, values, weight.float()))
-    return True
+    if not (is_read_freely(weight.device) and bool(same.all())):
+        values.copy_(torch.where(same, values, weight.float()))

@@ -21,6 +21,7 @@ from typing import Final
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
 
 from ..basics.dtypes import dtype_name, is_lower_precision
 from ..basics.modules import dotted, named_modules_of
@@ -139,3 +140,22 @@ def _entry_for(module_name: str, module: nn.Module, dotted: str) -> str:
     """The module where it holds nothing that is trained, for it then returns 16 bits; elsewhere the tensor itself."""
     trains = any(parameter.requires_grad for parameter in module.parameters())
     return dotted if trains or not module_name or any(True for _ in module.children()) else module_name
+
+
+def warn_of_target_networks(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    """One warning that names the models that no optimizer trains, of the class and shapes of one that is trained.
+
+    Such a target network follows the other by small updates by hand, which 16-bit weights without masters round away.
+    """
+    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    looks = [(type(model), tuple([p.shape for p in model.parameters()])) for model in models]
+    is_trained = [any(id(p) in trained for p in model.parameters()) for model in models]
+    for index, look in enumerate(looks):
+        like = [other for other, same in enumerate(looks) if same == look and is_trained[other]]
+        if like and look[1] and not is_trained[index]:
+            warn_user(
+                f"models[{index}], a {look[0].__name__}, is like models[{like[0]}], but no optimizer trains it. If it "
+                "is a target network that follows the other, its 16-bit weights round small updates away: leave it out "
+                f"of mpinit.initialize (copy.deepcopy(models[{like[0]}]) is float32 after it), or give "
+                'master_weights="model"'
+            )

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..basics.dtypes import is_lower_precision
@@ -19,7 +20,6 @@ from ..distributed.sharding import is_sharded
 from . import copies
 from .aliases import Values, is_16_bit, named_own_tensors, owners_of_memory, same_view, storage_of
 from .forward_weights import CastParameter
-from .newcomers import follow_newcomers
 
 Load = Callable[[torch.Tensor, torch.Tensor], bool]
 
@@ -44,7 +44,7 @@ class Float32State:
         self._modules: MutableSet[nn.Module] = weakref.WeakSet()
         self._newcomers: RemovableHandle | None = None
         # Its negative is the other hook's key, which a process's first handle, 0, has not.
-        self._key = RemovableHandle(OrderedDict()).id or RemovableHandle(OrderedDict()).id
+        self.key = RemovableHandle(OrderedDict()).id or RemovableHandle(OrderedDict()).id
         self._outermost_load: object = None
         self._arriving: dict[int, tuple[str, dict[str, torch.Tensor]]] = {}
         self._rebuilt: list[str] = []
@@ -52,10 +52,11 @@ class Float32State:
 
     def install(self, models: Sequence[nn.Module]) -> None:
         """Hook every module of the models."""
-        self._newcomers = follow_newcomers(self)
+        self._newcomers = register_module_module_registration_hook(_TakeIn(self))
+        weakref.finalize(self, self._newcomers.remove).atexit = False
         for model in models:
             self.take_in(model)
-            cast(OrderedDict[int, Any], model._state_dict_pre_hooks)[self._key] = _Hook(self, "take_writes")
+            cast(OrderedDict[int, Any], model._state_dict_pre_hooks)[self.key] = _Hook(self, "take_writes")
 
     def remove(self) -> None:
         """Take the hooks away, however many there are by now."""
@@ -68,7 +69,7 @@ class Float32State:
     def take_in(self, tree: nn.Module) -> None:
         """Hook a module and everything below it, where it is not hooked yet."""
         # Straight into the dicts: torch's methods make a handle for each hook, which takes many times as long.
-        key, modules = self._key, modules_of(tree)
+        key, modules = self.key, modules_of(tree)
         export, export_rest, settle = (_Hook(self, verb) for verb in ("export", "export_rest", "settle"))
         for module in modules:
             hooks = cast(OrderedDict[int, Any], module._state_dict_hooks)
@@ -84,17 +85,13 @@ class Float32State:
             module._load_state_dict_post_hooks[key] = settle
             copies.put_on(module, self)
 
-    def holds(self, module: nn.Module) -> bool:
-        """Whether a module is hooked."""
-        return self._key in module._state_dict_hooks
-
     def leave(self, module: nn.Module) -> None:
         """Take everything off a module again, or off a copy of it."""
         copies.take_off(module, self)
         saving: tuple[Any, ...] = (module._state_dict_hooks, module._state_dict_pre_hooks)
         for hooks in (*saving, module._load_state_dict_post_hooks, module._load_state_dict_pre_hooks):
-            hooks.pop(self._key, None)
-            hooks.pop(-self._key, None)
+            hooks.pop(self.key, None)
+            hooks.pop(-self.key, None)
 
     def has_masters(self) -> bool:
         """Whether any tensor has a master."""
@@ -204,12 +201,25 @@ class Float32State:
         # A copy has no masters: it exports its own weights.
         nothing = ("_find_values", "_load_values", "_has_masters", "_newcomers", "_outermost_load")
         return dict.fromkeys(nothing) | {
-            "_key": self._key,
+            "key": self.key,
             "_modules": set(),
             "_arriving": {},
             "_rebuilt": [],
             "_saved": [],
         }
+
+
+class _TakeIn:
+    """torch calls it for every module that becomes a part of another: adapters, parametrisations, a new head."""
+
+    def __init__(self, state: Float32State) -> None:
+        self._state = weakref.ref(state)
+        self._key = state.key
+
+    def __call__(self, module: nn.Module, name: str, newcomer: nn.Module | None) -> None:
+        state = self._state() if newcomer is not None and self._key in module._state_dict_hooks else None
+        if state is not None and newcomer is not None:
+            state.take_in(newcomer)
 
 
 class _Saved:

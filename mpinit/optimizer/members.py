@@ -9,6 +9,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from ..basics.dtypes import is_lower_precision
@@ -136,8 +137,8 @@ class Members:
             original = self._casts.original_values(weight)
             self.table.cast(master, weight.dtype, clamps=False)
             if original is not None:
-                # The weight keeps its numbers: a forward may have used it that is yet to be gone back through.
-                with torch.autograd._unsafe_preserve_version_counter(weight):
+                # A forward pass may have saved the weight for its backward pass; its numbers stay what they are.
+                with _unsafe_preserve_version_counter(weight):
                     self.table.load(master, original)
             self._casts.leave_to_optimizers([weight])
         return master

@@ -98,14 +98,13 @@ class Properties(BaseModel):
         min_loss_scale: dynamic scaling goes no lower. Default None: no limit.
         max_loss_scale: dynamic scaling goes no higher. Default 2**24.
         max_consecutive_skips: skipped steps in a row after which ``step()`` raises. Default 64.
-        compile_step: compile the optimizer's update and the rounding into the weights into one graph. For optimizers
-            that loop over parameters (``foreach=False``); in the benchmarks' launch-bound step it costs time.
         optimizer_state: what the optimizer's state is between steps: "float32" (default, the optimizer's own),
             "bfloat16" or "int8" (1 byte a number and 4 for 128), rounded stochastically. For optimizers that update
             each parameter by itself. Formats and when to use which: docs/explanation/optimizer-states.md.
         gradient_release: step parameters inside of ``backward()``, a bucket at a time, as soon as their gradients are
-            final, and free these. One ``backward()`` a step, a loss scale fixed at 1, no clipping by a norm, one
-            process, optimizers that update each parameter by itself: docs/explanation/gradient-release.md.
+            final, and free these. One ``backward()`` a step, a loss scale fixed at 1, one process, optimizers that
+            update each parameter by itself. Clip nothing: until ``step()`` is over, ``weight.grad`` is a stand-in that
+            raises when it is used, and then None: docs/explanation/gradient-release.md.
         split_bucket_bytes: float32 bytes materialised at a time by ``master_weights="split"`` and ``optimizer_state``,
             and stepped at a time by ``gradient_release``. Default 64 MiB; on a CPU at most 16 MiB, where larger buckets
             are slower.
@@ -138,7 +137,6 @@ class Properties(BaseModel):
     min_loss_scale: OptionalScale = None
     max_loss_scale: Scale = DEFAULT_MAX_SCALE
     max_consecutive_skips: Count = 64
-    compile_step: Boolean = False
     optimizer_state: OptimizerState = "float32"
     gradient_release: Boolean = False
     split_bucket_bytes: Bytes = 64 * 2**20
@@ -156,7 +154,7 @@ class Properties(BaseModel):
     @model_validator(mode="after")
     def _sides_agree(self) -> Properties:
         _check_casts(self)
-        _check_step(self)
+        _check_release(self)
         return self
 
     @property
@@ -203,28 +201,13 @@ def _check_casts(props: Properties) -> None:
         )
 
 
-def _check_step(props: Properties) -> None:
-    """Refuse ways to step that contradict one another."""
-    if props.compile_step and props.master_weights == "split":
-        raise ValueError(
-            'compile_step=True contradicts master_weights="split": split masters are stepped a bucket at a time, so '
-            "there is no one step to compile. Drop compile_step, or use master_weights=True"
-        )
-    if props.compile_step and props.optimizer_state != "float32":
-        raise ValueError(
-            f"compile_step=True contradicts optimizer_state={props.optimizer_state!r}: parameters are stepped a "
-            "few at a time, so there is no one step to compile. Drop one of the two"
-        )
+def _check_release(props: Properties) -> None:
+    """Refuse a loss scale where parameters are stepped as soon as their gradients arrive."""
     if props.gradient_release and props.loss_scale != 1.0:
         raise ValueError(
             f"gradient_release=True contradicts loss_scale={props.loss_scale}: parameters are stepped as soon as their "
             "gradients arrive, before all of them could be checked and unscaled. Give loss_scale=1.0, in bfloat16 "
             "(opt_level='O5', or cast_model_type=torch.bfloat16), or drop gradient_release"
-        )
-    if props.gradient_release and props.compile_step:
-        raise ValueError(
-            "compile_step=True contradicts gradient_release=True: parameters are stepped a few at a time inside of "
-            "backward(), so there is no one step to compile. Drop one of the two"
         )
 
 

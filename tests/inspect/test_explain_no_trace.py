@@ -72,9 +72,9 @@ def picture(model: nn.Module, optimizer: torch.optim.Optimizer, *tensors: Tensor
         parts += [id(module), module.training, list(own), {k: id(v) for k, v in own.items()}]
         parts += [[(k, id(v)) for k, v in value.items()] for value in own.values() if isinstance(value, dict)]
         parts += [list(value) for value in own.values() if isinstance(value, list)]
-    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    parts.append([value.tolist() for value in model.state_dict().values()])  # the masters' bits, where there are any
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
-    for tensor in (*model.parameters(), *model.buffers(), *masters, *state, *tensors):
+    for tensor in (*model.parameters(), *model.buffers(), *state, *tensors):
         parts += [id(tensor), tensor.dtype, tensor.requires_grad, tensor.data_ptr(), tensor.tolist(), id(tensor.grad)]
         parts.append(None if tensor.grad is None else (tensor.grad.dtype, tensor.grad.tolist()))
     parts += [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
@@ -94,7 +94,7 @@ def test_everything_is_as_before_bit_for_bit(initialised: bool, level: str | Non
     if initialised and level is not None:
         mpinit.initialize(model, optimizer, level, verbosity=0)
     for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 1 / 3)
+        parameter.grad = torch.full_like(parameter, 1 / 3, dtype=parameter.grad_dtype)
     optimizer.step() if not initialised or level is None else None
     x = torch.randn(3, 4, requires_grad=True)
     x.grad = torch.ones(3, 4)

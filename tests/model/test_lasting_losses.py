@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -211,3 +212,32 @@ def test_a_name_of_a_module_means_the_module_and_no_tensor_besides() -> None:
     quietly(model, "O2", keep_fp32="embed*")
     assert model["embed"].weight.dtype is F32
     assert model.embed_scale.dtype is F16
+
+
+def target_and_net(**more: object) -> tuple[nn.Module, nn.Module]:
+    net = nn.Linear(4, 4)
+    target = copy.deepcopy(net).requires_grad_(False)
+    mpinit.initialize([net, target], torch.optim.SGD(net.parameters(), lr=0.1), "O5", verbosity=0, **more)
+    return net, target
+
+
+def test_a_target_network_without_an_optimizer_is_named() -> None:
+    with pytest.warns(UserWarning, match=r"models\[1\], a Linear, is like models\[0\].*\"model\""):
+        target_and_net()
+
+
+def test_a_target_network_in_float32_follows() -> None:
+    net, target = target_and_net(master_weights="model")
+    with torch.no_grad():
+        target.weight.fill_(0.0), net.weight.fill_(1.0)
+        for _ in range(200):
+            for slow, fast in zip(target.parameters(), net.parameters(), strict=True):
+                slow.lerp_(fast, 0.01)
+    torch.testing.assert_close(target.weight[0, 0].item(), 1 - 0.99**200, rtol=1e-4, atol=0)
+
+
+def test_a_discriminator_is_no_target_network() -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mpinit.initialize([first, second], torch.optim.SGD(first.parameters(), lr=0.1), "O5", verbosity=0)

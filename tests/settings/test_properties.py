@@ -15,7 +15,7 @@ from mpinit.settings.properties import Properties, build, field_names, is_given
 from mpinit.settings.spellings import LARGEST_SCALE, SMALLEST_SCALE
 
 DTYPE_FIELDS = ("cast_model_type", "patch_torch_functions_type", "cast_model_outputs")
-BOOLEAN_FIELDS = ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "allow_banned", "compile_step")
+BOOLEAN_FIELDS = ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "allow_banned")
 NUMBER_FIELDS = ("loss_scale", "init_loss_scale", "min_loss_scale")
 
 
