@@ -18,7 +18,7 @@ from ..masters.full import FullMasters
 from ..masters.states import EncodedStates, decode, shown
 from ..plan import ScalingRule
 from ..scaling.scaler import LossScaler
-from ..scaling.unscaling import any_nonzero
+from ..scaling.unscaling import largest
 from ..torch_internals.compiling_with_gradients import follow_dynamo
 from ..torch_internals.devices import is_capturing, is_read_freely
 from ..torch_internals.fused_sgd import unfused
@@ -83,6 +83,7 @@ class ManagedOptimizer:
         self._is_active = False
         self._is_stepping = False
         self._has_agreed = False
+        self._was_named = False
         self._skipped: bool | torch.Tensor = False
         self._last_scaler: LossScaler | None = None
         self._warned: set[str] = set()
@@ -187,6 +188,8 @@ class ManagedOptimizer:
         """
         self.members.refresh()
         self.exposed.settle()
+        self.gradients.forget_skipped_overflow()
+        self._was_named = True
         follow_dynamo()
 
     def after_backward(self) -> None:
@@ -248,6 +251,7 @@ class ManagedOptimizer:
         if gradients.scaled_by is not scaler:
             self.members.refresh()
             self.exposed.settle()
+            gradients.forget_skipped_overflow()
             gradients.scale_until_unscaled(scaler)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -343,7 +347,7 @@ class ManagedOptimizer:
         if self.optimizer.state or not all(_is_zero(group.get("lr")) for group in self.optimizer.param_groups):
             return False
         gradients = self.gradients.present()
-        if not gradients or any_nonzero(gradients, gradients[0].device).item() > 0:
+        if not gradients or largest(gradients, gradients[0].device).item() != 0:
             return False
         self.gradients.check_closed(_STEP, "move it after the with-block")
         self.exposed.close()
@@ -425,7 +429,7 @@ class ManagedOptimizer:
         if not self._is_active:
             return
         if gradients.came_through_scaling():
-            if not gradients.was_reached and what == _STEP and not gradients.present():
+            if self._was_named and not gradients.was_reached and what == _STEP and not gradients.present():
                 self._notice_no_gradient()
             return
         if not self.scales or not gradients.present():
