@@ -38,15 +38,14 @@ class FullMasters(Masters):
 
     def _make(self, weight: nn.Parameter) -> Master:
         # Not detach(): that would share the weight's version.
-        master = Master(weight, nn.Parameter(TENSOR_DATA.__get__(weight).to(torch.float32), weight.requires_grad))
-        note_data(weight, self.accessed)
-        return master
+        return Master(weight, nn.Parameter(TENSOR_DATA.__get__(weight).to(torch.float32), weight.requires_grad))
 
     def _forget(self, master: Master) -> None:
         forget_data(master.weight)
         self.accessed.discard(id(master.weight))
 
     def _cast(self, master: Master, dtype: torch.dtype) -> None:
+        note_data(master.weight, self.accessed)
         values = TENSOR_DATA.__get__(master.weight)
         set_data(master.weight, cast_within_range(values, dtype) if master.clamps else values.to(dtype))
 
@@ -76,7 +75,7 @@ class FullMasters(Masters):
         weight, parameter = master.weight, master.parameter
         if parameter.device != weight.device:
             set_data(parameter, TENSOR_DATA.__get__(parameter).to(weight.device))
-        if self.is_cast(master):
+        if self.is_cast(master) and not weight.is_meta:
             follow_weight(local(weight), local(TENSOR_DETACH(parameter)))
 
     @torch.no_grad()

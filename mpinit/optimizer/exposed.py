@@ -53,6 +53,7 @@ class ExposedMasters:
         if not isinstance(table, FullMasters):
             yield from asked
             return
+        table.exposed.add(self)
         known = {id(given.master) for given in self._given}
         for master in members.masters:
             if id(master) not in known:
@@ -106,6 +107,7 @@ class ExposedMasters:
             for given in self._given:
                 given.master.parameter.grad = None
             self._given = []
+        self._members.table.exposed.discard(self)
 
 
 _BOTH = (

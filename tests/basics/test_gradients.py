@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpinit.basics import gradients as grads
-from mpinit.optimizer import unscaling
+from mpinit.scaling import unscaling
 
 INVERSE = torch.tensor(0.25)
 BAD = (float("inf"), float("-inf"), float("nan"))

@@ -36,7 +36,6 @@ MANY_ARGUMENTS = {
     "mpinit.optimizer.control.OptimizerControl",
     "mpinit.optimizer.controls.Controls",
     "mpinit.optimizer.gradient_check.GradientCheck",
-    "mpinit.optimizer.gradient_release.GradientRelease",
     "mpinit.optimizer.parameter_groups.ParameterGroups",
     "mpinit.optimizer.ranks.Ranks",
     "mpinit.optimizer.step.Step",
