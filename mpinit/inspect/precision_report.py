@@ -199,13 +199,6 @@ class PrecisionReport:
         """
         return _written(_page(self), path)
 
-    def _repr_html_(self) -> str:
-        # A frame of its own, so that a notebook's styles and the page's leave each other alone.
-        return (
-            f'<iframe title="{html.escape(self.title())}" srcdoc="{html.escape(self.to_html())}" '
-            'style="width:100%;height:36em;border:0"></iframe>'
-        )
-
 
 def _written(text: str, path: str | Path | None) -> str:
     if path is not None:

@@ -156,6 +156,29 @@ def test_modules_kept_in_float32_say_so() -> None:
     assert [row.module for row in mpinit.explain(model, torch.randn(2, 4), opt_level="O2").flagged] == ["1"]
 
 
+@pytest.mark.parametrize("wrapper", [None, nn.DataParallel, torch.compile])
+def test_one_of_two_models_and_one_in_a_wrapper(wrapper: Any) -> None:
+    models = [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2)]
+    models[1].add_module("head", nn.Linear(4, 4))
+    optimizer = sgd(nn.ModuleList(models))
+    mpinit.initialize(models, optimizer, "O2", keep_fp32=["1", "head"], verbosity=0)
+    given = models[0] if wrapper is None else wrapper(models[0])
+    why = reasons(mpinit.explain(given, torch.randn(2, 4)))
+    inside = "module." if wrapper is nn.DataParallel else ""
+    assert why[f"{inside}0", "addmm"][0].why == "weight type: weights are float16"
+    assert why[f"{inside}1", "native_layer_norm"][0].why == "weight type: module kept in float32"
+    mpinit.undo(models[0])
+
+
+def test_a_loss_may_use_other_tensors_and_the_original_may_not_run() -> None:
+    model, other, x = nn.Linear(4, 4), nn.Parameter(torch.ones(4)), torch.ones(1, 4, requires_grad=True)
+    mpinit.explain(model, x, loss=lambda y: (y * other).sum() + model.weight.norm())
+    assert other.grad is model.weight.grad is x.grad is None
+    with pytest.raises(ValueError, match=r"mpinit\.explain ran, and not its copy"):
+        mpinit.explain(model, x, loss=lambda y: (y - model(x)).sum())
+    model(x)
+
+
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
@@ -234,7 +257,6 @@ def test_text_json_and_page(tmp_path: Path) -> None:
     assert "http" not in page
     assert "&lt;b&gt;" in page
     assert "<b>" not in page.replace("<b>", "", page.count("class='tile"))
-    assert report._repr_html_().startswith("<iframe")
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -256,7 +278,7 @@ def test_what_cannot_be_explained_is_refused() -> None:
     with pytest.raises(ValueError, match="lazy"):
         mpinit.explain(nn.LazyLinear(2), x)
     model.lock = (lambda: (yield))()  # generators cannot be copied
-    with pytest.raises(ValueError, match=r"cannot be copied.*call mpinit.initialize on it"):
+    with pytest.raises(ValueError, match=r"Linear or its inputs cannot be copied.*explain the part"):
         mpinit.explain(model, x, opt_level="O2")
     del model.lock
     mpinit.initialize(model, sgd(model), "O2", verbosity=0)
