@@ -15,7 +15,7 @@ from .. import registry
 from ..session import Session
 from ..settings.resolve import resolve
 from .copies import at_level, kept_from_running, plain_copy, random_numbers
-from .footprint import bytes_per_parameter
+from .footprint import bytes_per_parameter, slots_of
 from .numbers import tensors_in
 from .precision_report import PrecisionReport
 from .reasons import Reasons
@@ -74,13 +74,15 @@ def explain(
     model = getattr(model, "_orig_mod", model)  # of a compiled model, whose copy is one of the model inside
     session = registry.of(model)
     optimizers = [optimizer] if optimizer is not None else session.optimizers if session is not None else []
-    sizes = bytes_per_parameter(model, session, optimizers)
+    slots = max(map(slots_of, optimizers), default=0.0)
     restore_random_numbers = random_numbers()
     try:
         twin, args, kwargs = _copied(model, args, kwargs)
         with _at_level(model, session, twin, opt_level) as in_force, kept_from_running(model, _RAN_THE_ORIGINAL):
+            plan = None if in_force is None else in_force.plan
             modules = () if in_force is None else list(in_force.selection.float32_modules)
-            recording = Recording(twin, Reasons(None if in_force is None else in_force.plan, modules))
+            recording = Recording(twin, Reasons(plan, modules))
+            sizes = bytes_per_parameter(twin, plan, slots)
             with recording.trace:
                 _run(twin, args, kwargs, loss)
     finally:
