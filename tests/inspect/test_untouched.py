@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 from collections.abc import Callable
@@ -10,16 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from loops import backward, batches, mlp, mse, start
-from models import CASES, prepared
-from torch import Tensor, nn
-from torch.nn.modules import module as module_hooks
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import mpinit
 from mpinit import registry
-from mpinit.settings.opt_levels import OPT_LEVELS
 
 LEVELS = [None, "O0", "O1", "O2", "O3"]
 
@@ -36,36 +33,51 @@ class Net(nn.Module):
         return self.body(x) + (self.mask * 0).to(x.dtype)  # type: ignore[no-any-return]
 
 
-def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What training goes on with."""
-    values = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
-    values += [value for state in optimizer.state.values() for value in state.values()]
-    parts: list[Any] = [repr(v.tolist()) if isinstance(v, Tensor) else v for v in values]
-    parts += [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    if registry.of(optimizer):
-        parts += [mpinit.loss_scale(optimizer), mpinit.step_counts(optimizer)]
-    return [*parts, torch.get_rng_state().tolist()]
+def picture(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Everything that could have been changed, in copies, with the identity of what must stay the same object."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    entries = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {i: optimizer.state.get(p, {}) for i, p in enumerate(entries)}
+    return {
+        "tensors": {name: (id(t), t.dtype, t.detach().clone()) for name, t in tensors.items()},
+        "gradients": [
+            (id(p.grad), None if p.grad is None else p.grad.clone()) for p in [*model.parameters(), *entries]
+        ],
+        "masters": [(id(p), p.detach().clone()) for p in entries],
+        "state": {i: {k: copy.deepcopy(v) for k, v in s.items()} for i, s in state.items()},
+        "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+        "attributes": [sorted(vars(module)) for module in model.modules()] + [sorted(vars(optimizer))],
+        "hooks": [
+            (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks), m.training)
+            for m in model.modules()
+        ],
+        "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()),
+        "torch": (
+            *(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_grad_enabled()),
+            *(torch.nn.functional.linear, torch.Tensor.__add__, torch.is_autocast_cache_enabled()),
+            *(_get_current_dispatch_mode(), len(registry.live())),
+        ),
+        "loss scale": mpinit.loss_scale(optimizer) if registry.of(optimizer) else None,
+        "counts": mpinit.step_counts(optimizer) if registry.of(optimizer) else None,
+        "log": logging.getLogger("mpinit").level,
+    }
 
 
-def picture(model: nn.Module, optimizer: torch.optim.Optimizer, *tensors: Tensor) -> list[Any]:
-    """Everything there is to see of a model, its optimizer, and torch."""
-    parts = numbers(model, optimizer)
-    for module in model.modules():
-        own = vars(module)
-        parts += [id(module), module.training, list(own), {k: id(v) for k, v in own.items()}]
-        parts += [[(k, id(v)) for k, v in value.items()] for value in own.values() if isinstance(value, dict)]
-        parts += [list(value) for value in own.values() if isinstance(value, list)]
-    parts += [sorted(vars(optimizer)), [id(p) for group in optimizer.param_groups for p in group["params"]]]
-    state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
-    for tensor in (*model.parameters(), *model.buffers(), *state, *tensors):
-        parts += [id(tensor), tensor.dtype, tensor.requires_grad, tensor.data_ptr(), repr(tensor.tolist())]
-        parts += [id(tensor.grad), None if tensor.grad is None else (tensor.grad.dtype, repr(tensor.grad.tolist()))]
-    parts += [random.getstate(), np.random.get_state()[1].tolist(), logging.getLogger("mpinit").level]
-    parts += [torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()]
-    parts += [torch.is_grad_enabled(), len(_get_current_dispatch_mode_stack()), len(registry.live())]
-    parts += [dict(module_hooks._global_forward_hooks), dict(module_hooks._global_forward_pre_hooks)]
-    parts += [dict(module_hooks._global_forward_hooks_always_called)]
-    return [*parts, torch.exp, Tensor.exp, Tensor.__add__, F.softmax, F.linear]
+def same(one: Any, other: Any, where: str = "") -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            same(one[key], other[key], f"{where}.{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for index, (a, b) in enumerate(zip(one, other, strict=True)):
+            same(a, b, f"{where}[{index}]")
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)), where
+    elif isinstance(one, np.ndarray):
+        assert (one == other).all(), where
+    else:
+        assert one == other, where
 
 
 def build(level: str | None) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -117,11 +129,11 @@ def test_suggest_leaves_everything(level: str | None, step: Callable[..., Any]) 
     before = picture(model, optimizer)
     found = mpinit.suggest(model, optimizer, step)
     assert found.runs
-    assert picture(model, optimizer) == before
+    same(picture(model, optimizer), before)
     for after in (0, 1):
         with pytest.raises(Stop):
             mpinit.suggest(model, optimizer, failing(step, after))
-        assert picture(model, optimizer) == before
+        same(picture(model, optimizer), before)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
@@ -131,27 +143,23 @@ def test_reports_and_histograms_leave_everything(level: str) -> None:
     mpinit.gradient_histogram(optimizer)
     with pytest.raises(ValueError):
         mpinit.gradient_histogram(optimizer, "none")
-    assert picture(model, optimizer) == before
+    same(picture(model, optimizer), before)
     backward(mse(model, batches(1)[0]) * float("inf"), optimizer)
     if level in ("O1", "O2"):
         optimizer.step()
     before = picture(model, optimizer)
-    replays = (lambda: mse(model, batches(1)[0]), failing(lambda: mse(model, batches(1)[0]), 0))
     mpinit.overflow_report(optimizer)
-    mpinit.overflow_report(optimizer, replay=replays[0])
-    with pytest.raises(Stop):
-        mpinit.overflow_report(optimizer, replay=replays[1])
-    assert picture(model, optimizer) == before
+    same(picture(model, optimizer), before)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_a_run_that_is_watched_is_the_run_without(level: str) -> None:
     """Watching, History and stalled: training goes on to the same bits."""
-    found = []
+    pictures = []
     for watched in (False, True):
         torch.manual_seed(3)
+        random.seed(3)
         model, optimizer = build(level)
-        attributes = [sorted(vars(each)) for each in (*model.modules(), optimizer)]
         if watched:
             history = mpinit.History(optimizer)
             mpinit.stalled(optimizer, start=True)
@@ -161,144 +169,19 @@ def test_a_run_that_is_watched_is_the_run_without(level: str) -> None:
             history.close()
         else:
             whole_step(model, optimizer)
-        assert [sorted(vars(each)) for each in (*model.modules(), optimizer)] == attributes
-        found.append(numbers(model, optimizer))
+        taken = picture(model, optimizer)
+        pictures.append(taken)
         mpinit.undo(model)
-    assert found[0] == found[1]
+    plain, other = pictures
+    for name in ("tensors", "gradients", "masters"):
+        same(other[name], _without_ids(plain[name], other[name]), name)
+    for name in ("state", "groups", "attributes", "hooks", "torch", "loss scale", "counts"):
+        same(other[name], plain[name], name)
+    same(other["random"][0], plain["random"][0], "random")
 
 
-class Leaving(nn.Module):
-    """Leaves traces wherever a module can, and fails where it is told to."""
-
-    def __init__(self, fails: str = "") -> None:
-        super().__init__()
-        self.fails = fails
-        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
-        self.register_buffer("calls", torch.zeros(()))
-        self.log: list[int] = []
-        self.cache: dict[str, Tensor] = {}
-        self.count = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.mul_(2)
-        self.count += 1
-        self.log.append(1)
-        self.cache["x"] = x
-        self.calls = self.calls + 1
-        self.norm.eval() if self.count % 2 else self.norm.train()
-        with torch.no_grad():
-            self.last.weight.add_(1)
-            self.last.bias.data = torch.ones(4, dtype=self.last.bias.dtype)
-        self.new = nn.Parameter(torch.ones(1))
-        random.random(), np.random.rand()
-        x = F.dropout(self.norm(self.first(x)), 0.5)
-        torch.set_autocast_enabled("cpu", not torch.is_autocast_enabled("cpu"))
-        if self.fails == "forward":
-            raise ValueError("on purpose")
-        if self.fails == "backward":
-            x = Failing.apply(x)
-        return self.last(x.float().to(self.last.weight.dtype))
-
-
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ValueError("on purpose")
-
-
-@pytest.mark.parametrize("fails", ["", "forward", "backward", "loss"])
-@pytest.mark.parametrize("level", [None, *OPT_LEVELS])
-@pytest.mark.parametrize("initialised", [False, True], ids=["before", "after"])
-def test_explain_leaves_everything(initialised: bool, level: str | None, fails: str) -> None:
-    model = Leaving(fails)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if initialised and level is not None:
-        mpinit.initialize(model, optimizer, level, verbosity=0)
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 1 / 3, dtype=parameter.grad_dtype)
-    optimizer.step() if not initialised or level is None else None
-    x = torch.randn(3, 4, requires_grad=True)
-    x.grad = torch.ones(3, 4)
-    batch = x.detach().requires_grad_(False)
-    before = picture(model, optimizer, x, batch)
-    scale = mpinit.loss_scale(optimizer) if initialised and level is not None else None
-
-    def loss(output: Tensor) -> Tensor:
-        if fails == "loss":
-            raise ValueError("on purpose")
-        return output.float().square().mean()
-
-    def run() -> None:
-        mpinit.explain(model, batch, loss=loss, opt_level=None if initialised else level)
-
-    if fails:
-        with pytest.raises(ValueError, match="on purpose"):
-            run()
-    else:
-        run()
-    assert picture(model, optimizer, x, batch) == before
-    if scale is not None:
-        assert mpinit.loss_scale(optimizer) == scale
-        mpinit.undo(model)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_training_goes_on_as_if_it_had_not_been_looked_at(level: str) -> None:
-    losses = []
-    for looks in (False, True):
-        case = CASES["cnn"]
-        model, x, loss = prepared(case)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        mpinit.initialize(model, optimizer, level, verbosity=0)
-        found = []
-        for _ in range(3):
-            if looks:
-                mpinit.explain(model, x, loss=loss)
-            optimizer.zero_grad()
-            value = loss(model(x))
-            with mpinit.scale_loss(value, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            if looks:
-                mpinit.explain(model, x, loss=loss)
-            optimizer.step()
-            found.append(value.item())
-        losses.append((found, [value.tolist() for value in model.state_dict().values()]))
-        mpinit.undo(model)
-    assert losses[0] == losses[1]
-
-
-def test_sparse_inputs_are_left_as_they_are() -> None:
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4, 2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.sparse.mm(x, self.weight)
-
-    x = torch.eye(4).to_sparse()
-    report = mpinit.explain(Product(), x, loss=torch.sum)
-    assert {row.phase for row in report.rows} == {"forward", "backward"}
-    assert torch.equal(x.to_dense(), torch.eye(4))
-
-
-def test_hooks_that_step_in_the_backward_pass_wait() -> None:
-    model = nn.Linear(2, 2)
-    called = []
-    handle = model.weight.register_post_accumulate_grad_hook(lambda p: called.append(p))
-    mpinit.explain(model, torch.ones(1, 2), loss=torch.sum)
-    assert called == []
-    model(torch.ones(1, 2)).sum().backward()
-    assert len(called) == 1
-    handle.remove()
-
-
-def test_frozen_models_and_losses_without_gradients_run_forward() -> None:
-    model = nn.Linear(2, 2).requires_grad_(False)
-    report = mpinit.explain(model, torch.ones(1, 2), loss=torch.sum, opt_level="O3")
-    assert {row.phase for row in report.rows} == {"forward"}
-    assert report.bytes_per_parameter["O2"] == {"weights": 2, "masters": 0, "gradients": 0, "optimizer state": 0}
+def _without_ids(plain: Any, other: Any) -> Any:
+    """The plain run's tensors under the identities of the other's."""
+    if isinstance(plain, dict):
+        return {name: (other[name][0], *plain[name][1:]) for name in plain}
+    return [(o[0], *p[1:]) for p, o in zip(plain, other, strict=True)]
