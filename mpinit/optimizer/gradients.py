@@ -56,6 +56,7 @@ class Gradients:
         self.scaled_by: LossScaler | None = None
         self.came_through_scaling = self.was_reached = False
         self._masters = masters
+        self._was_skipped = False
         self._block: weakref.ref[object] | None = None
         self._inverse: torch.Tensor | None = None
 
@@ -170,7 +171,7 @@ class Gradients:
     def note(self, found_inf: torch.Tensor | None) -> None:
         """Add the outcome of one check."""
         self.found_inf = any_of([self.found_inf, found_inf])
-        self.is_agreed = False
+        self.is_agreed = self._was_skipped = False
 
     def agree(self, found_inf: torch.Tensor) -> None:
         """Take what all ranks together found."""
@@ -189,13 +190,21 @@ class Gradients:
             return True
         left = self.present()
         # Cleared since, or set to 0: only looked at where there was an overflow.
-        if not left or any_nonzero(left, self.found_inf.device).item() == 0:
+        if not left or any_nonzero(left, self.found_inf.device).item() == 0 or self._are_others(left):
             self.forget_overflow()
             return False
         return True
 
-    def stepped(self) -> None:
+    def _are_others(self, left: list[torch.Tensor]) -> bool:
+        """Whether a step was skipped, and no scaled pass has left these, which are finite."""
+        if not self._was_skipped:
+            return False
+        found_inf = unscale_and_check_(left, torch.ones((), device=left[0].device))
+        return found_inf is None or found_inf.item() == 0
+
+    def stepped(self, skipped: bool = False) -> None:
         """A step has used the gradients, or was skipped because of them."""
+        self._was_skipped = skipped
         self.came_through_scaling = self.was_reached = False
 
     # -- refusing -------------------------------------------------------------------------------------------------

@@ -271,7 +271,7 @@ class ManagedOptimizer:
             self.skip()
         else:
             result = self._with_hooks(given, kwargs)
-        self.gradients.stepped()
+        self.gradients.stepped(self._skipped is True)
         self.tell_observers()
         return result
 
@@ -302,7 +302,7 @@ class ManagedOptimizer:
             return False
         self.prepare(_STEP)
         self.skip()
-        self.gradients.stepped()
+        self.gradients.stepped(skipped=True)
         self.tell_observers()
         return True
 
