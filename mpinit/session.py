@@ -465,7 +465,11 @@ class Session:
 
     def unscale(self, optimizer: Optimizer, loss_id: int) -> bool:
         """Unscale and check an optimizer's gradients; whether it has any."""
-        return self.managed(optimizer).unscale(self.scaler(loss_id))
+        mine = self.managed(optimizer)
+        others = [each.gradients for each in self._managed.values() if each is not mine]
+        # A weight may have several optimizers: its gradient is unscaled once.
+        done = {id(g) for gradients in others if gradients.scaled_by is None for g in gradients.present()}
+        return mine.unscale(self.scaler(loss_id), done)
 
     def scaler(self, loss_id: int) -> LossScaler:
         """The scaler of a loss.

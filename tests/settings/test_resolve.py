@@ -201,13 +201,8 @@ def test_a_configuration_is_not_changed_by_reading_it() -> None:
     assert config == {"opt_level": "O2", "loss_scale": 2.0}
 
 
-def test_a_bad_configuration_is_named(tmp_path: Path) -> None:
+def test_a_configuration_of_another_kind_or_with_an_unknown_level_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
-    with pytest.raises(FileNotFoundError, match=r"bad\.toml"):
-        resolve("O1", {}, path)
-    path.write_text("loss_scale = = 3")
-    with pytest.raises(ValueError, match=r"bad\.toml' is not TOML"):
-        resolve("O1", {}, path)
     path.write_text("loss_scal = 3")
     with pytest.raises(ValueError, match=r"bad\.toml' has no property 'loss_scal'; did you mean 'loss_scale'\?"):
         resolve("O1", {}, path)
