@@ -396,7 +396,7 @@ class Session:
         Raises:
             RuntimeError: it would.
         """
-        if any(getattr(vars(each).get("step"), "is_managed", False) for each in (optimizer, *wrapped_by(optimizer))):
+        if _is_managed(optimizer) or any(map(_is_managed, wrapped_by(optimizer))):
             return  # it is one of a session's, or has one inside that steps for it
         for parameter in _parameters_of([optimizer]):
             known = self.masters.of(parameter) is not None or id(parameter) in self.tensor_ids
@@ -529,6 +529,10 @@ def _said(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_said, value))}]"
     return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
+
+
+def _is_managed(optimizer: Optimizer) -> bool:
+    return getattr(vars(optimizer).get("step"), "is_managed", False)
 
 
 def _weights(session: Session) -> Iterator[nn.Parameter]:
