@@ -323,7 +323,7 @@ class ManagedOptimizer:
             return False
         self.prepare(_STEP)
         self.skip()
-        self.gradients.stepped(skipped=True)
+        self.gradients.stepped()
         self.tell_observers()
         return True
 
