@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, final
 
@@ -69,15 +70,25 @@ class ScaledLoss:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for optimizer in self._optimizers:
-            optimizer.after_backward()
-        found = self._unscale(self._gradients)
+        try:
+            for optimizer in self._optimizers:
+                optimizer.after_backward()
+        finally:
+            found = self._unscale(self._gradients)
         if exc_type is None:
             self._finish(found)
 
     def _unscale(self, gradients: Sequence[Gradients]) -> list[torch.Tensor]:
         done: Done = set()
-        found = [each.unscale(self._scaler, done) for each in gradients]
+        found: list[torch.Tensor | None] = []
+
+        def unscale(each: Gradients) -> None:
+            found.append(each.unscale(self._scaler, done))
+
+        with ExitStack() as stack:
+            # Each even where another raises.
+            for each in reversed(gradients):
+                stack.callback(unscale, each)
         return [each for each in found if each is not None]
 
     def _finish(self, found: list[torch.Tensor]) -> None:

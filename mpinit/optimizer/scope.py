@@ -180,6 +180,7 @@ class Scope:
         parts = self._divided()
         whole = [part for part in parts if part.masters is not None and not self._members.table.steps_in_parts]
         with UndoStack() as undos:
+            undos.push(self._end)
             undos.push(self._members.show_weights)
             undos.push(self._exchange.leave)
             self.is_open = True
@@ -196,8 +197,10 @@ class Scope:
                 # After a failed step the part at hand is put back here, and not whenever it is collected.
                 steps.close()
             finally:
-                self.is_open = False
                 undos.unwind()
+
+    def _end(self) -> None:
+        self.is_open = False
 
     def _steps(self, parts: Sequence[_Part]) -> Generator[None]:
         present = [part for part in parts if any(grad is not None for grad in grads_of(part.weights))]
