@@ -212,6 +212,14 @@ class Gradients:
             return False
         return True
 
+    @torch.no_grad()
+    def take_over(self, loose: Gradients) -> None:
+        """These were among the gradients of parameters that no optimizer has, until now."""
+        self._was_scaled = loose._was_scaled
+        left = self._held()
+        if loose.found_inf is not None and left:
+            self.note(unscale_and_check_(left, torch.ones_like(loose.found_inf)))
+
     def stepped(self) -> None:
         """A step has used the gradients, or was skipped because of them; another one may use them again."""
         left = next((weight.grad for weight in self.weights if weight.grad is not None), None)
