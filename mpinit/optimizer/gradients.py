@@ -183,7 +183,7 @@ class Gradients:
     def note(self, found_inf: torch.Tensor | None) -> None:
         """Add the outcome of one check."""
         self.found_inf = any_of([self.found_inf, found_inf])
-        self.is_agreed = False
+        self.is_agreed = self._was_skipped = False
 
     def agree(self, found_inf: torch.Tensor) -> None:
         """Take what all ranks together found."""
@@ -207,7 +207,7 @@ class Gradients:
             return True
         left = self.present()
         # Cleared since, or set to 0: only looked at where there was an overflow.
-        if not left or largest(left, self.found_inf.device).item() == 0:
+        if not left or largest(left, self.found_inf.device).item() == 0 or self._are_others(left):
             self.forget_overflow()
             return False
         return True
@@ -219,6 +219,13 @@ class Gradients:
         left = self._held()
         if loose.found_inf is not None and left:
             self.note(unscale_and_check_(left, torch.ones_like(loose.found_inf)))
+
+    def _are_others(self, left: list[torch.Tensor]) -> bool:
+        """Whether a step was skipped since, and these are finite: a plain backward pass has left them."""
+        if not self._was_skipped_for:
+            return False
+        found_inf = unscale_and_check_(left, torch.ones((), device=left[0].device))
+        return found_inf is None or found_inf.item() == 0
 
     def stepped(self) -> None:
         """A step has used the gradients, or was skipped because of them; another one may use them again."""

@@ -26,7 +26,7 @@ from ..torch_internals.native_autocast import CastsAs, CastsOff, flags, is_on
 from ..torch_internals.step_hooks import StepHooks, has_step_hooks
 from .exposed import ExposedMasters
 from .gradient_release import GradientRelease
-from .gradients import Gradients
+from .gradients import Done, Gradients
 from .halves import FIRST, SECOND, Halves
 from .members import Members
 from .overflow_log import OverflowLog
@@ -169,8 +169,11 @@ class ManagedOptimizer:
             if managed.release is not None and name == "load_state_dict":
                 managed.release.forget()
             managed.exposed.settle()
-            with CastsOff(), managed.scope.open():
-                return inner(*args, **kwargs)
+            try:
+                with CastsOff(), managed.scope.open():
+                    return inner(*args, **kwargs)
+            finally:
+                managed.exposed.bind()
 
         method.__name__ = name
         return method
@@ -213,8 +216,12 @@ class ManagedOptimizer:
         """A scale is to move at the next step."""
         self._pending[scaler] = None
 
-    def unscale(self, scaler: LossScaler) -> bool:
+    def unscale(self, scaler: LossScaler, done: Done) -> bool:
         """Unscale and check the gradients that backward passes of a GradScaler's losses have left.
+
+        Args:
+            scaler: what they are scaled by.
+            done: those that are unscaled already.
 
         Returns:
             Whether there are any.
@@ -222,7 +229,7 @@ class ManagedOptimizer:
         self.members.refresh()
         self.exposed.settle()
         present = bool(self.gradients.present())
-        found_inf = self.gradients.unscale(scaler, set())
+        found_inf = self.gradients.unscale(scaler, done)
         if found_inf is not None:
             scaler.note(found_inf)
         return present
