@@ -230,6 +230,14 @@ class Gradients:
             return False
         return True
 
+    @torch.no_grad()
+    def take_over(self, loose: Gradients) -> None:
+        """These were among the gradients of parameters that no optimizer has, until now."""
+        self._was_scaled = loose._was_scaled
+        left = self._held()
+        if loose.found_inf is not None and left:
+            self.note(unscale_and_check_(left, torch.ones_like(loose.found_inf)))
+
     def _are_others(self, left: list[torch.Tensor]) -> bool:
         """Whether a step was skipped since, and these are finite: a plain backward pass has left them."""
         if not self._was_skipped_for:
