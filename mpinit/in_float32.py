@@ -31,6 +31,9 @@ def float32_weights(owners: Any) -> Iterator[None]:
     Args:
         owners: an initialised model or optimizer, or a list or tuple of them.
 
+    Yields:
+        None.
+
     Raises:
         RuntimeError: it is not initialised; or gradients are scaled at the moment. Steps, ``scale_loss`` and
             ``undo`` are refused inside.

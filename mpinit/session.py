@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,11 +27,13 @@ from .masters.split import SplitMasters
 from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
 from .model.forward_weights import renew_casts
+from .model.shared_memory import check_memory
+from .optimizer.gradient_release import check_release
 from .optimizer.gradients import Gradients
 from .optimizer.managed import ManagedOptimizer
 from .optimizer.members import Members, Names, places_beside_groups
 from .optimizer.per_parameter import steps_per_parameter
-from .optimizer.ranks import Ranks
+from .optimizer.ranks import OPTIMIZERS, Ranks
 from .optimizer.scaled_loss import ScaledLoss
 from .optimizer.scope import Scope
 from .optimizer.state import cast_state, cast_states, wrapped_by
@@ -46,7 +47,6 @@ from .torch_internals.step_hooks import check_steps
 if TYPE_CHECKING:
     from .settings.properties import Properties
 
-_dropped: list[Undo] = []
 _numbers = itertools.count()
 
 
@@ -122,9 +122,8 @@ class Session:
 
     def apply(self) -> None:
         """Carry the plan out. If anything raises, everything done so far is undone, newest first."""
-        while _dropped:
-            _dropped.pop()()
         selected = self.selection = selection.select(self.models, self.plan)
+        check_memory(self.models, selected.targets)
         self._check(self.optimizers, {id(t) for t, dtype in selected.targets.items() if is_lower_precision(dtype)})
         try:
             self._apply()
@@ -140,6 +139,8 @@ class Session:
         Raises:
             ValueError: one of them cannot; the message says why and what to do.
         """
+        if self.plan.gradient_release:
+            check_release(optimizers, [weight for members in self._members for weight in members.weights])
         for optimizer in optimizers:
             if self._makes_masters:
                 places_beside_groups([optimizer, *wrapped_by(optimizer)], ids)
@@ -165,19 +166,26 @@ class Session:
             float32_state.install(self.models)
             push(hide_gradients(self, _weights))
         if plan.patch_functions:
-            push(_undone_when_dropped(self, functions.apply(plan, verbose=self.verbosity > 1)))
+            push(functions.apply(plan, verbose=self.verbosity > 1, owner=self))
         push(functools.partial(casting.rebuild_flat_weights, self.models))
         push(gather_in(self.models, selected.gathered))
         self._make_masters(targets)
-        push(self.ranks.watch(t for t, dtype in targets.items() if t.dtype != dtype))
-        # Last, because it is what cannot be taken back bit for bit where there are no masters.
+        changed = [tensor for tensor, dtype in targets.items() if tensor.dtype != dtype]
+        # Late, because it is what cannot be taken back bit for bit where there are no masters.
         self._cast(targets)
+        push(self.ranks.watch(changed, self._casts, self._words()))
         for optimizer in self.optimizers:
             push(self._manage(optimizer))
         if self._makes_masters:
             push(check_steps(self, Session._check_step))
         self._casts.settle()
         push(self._give_masters_up)  # first to be undone: weights may have got masters later
+
+    def _words(self) -> dict[str, str]:
+        """What was asked for, as it has to be on all ranks."""
+        said = {"opt_level": _said(self.opt_level), **{name: _said(value) for name, value in self.properties}}
+        classes = [type(optimizer).__name__ for optimizer in self.optimizers]
+        return said | {"num_losses": str(len(self.scalers)), OPTIMIZERS: _said(classes)}
 
     def _make_masters(self, targets: Mapping[torch.Tensor, torch.dtype]) -> None:
         """Masters of the weights that are trained, before anything is cast."""
@@ -247,7 +255,7 @@ class Session:
         members = Members(optimizer, self.masters, self._casts, self.names, self.plan.masters)
         self._members.append(members)
         members.refresh()
-        scope = Scope(members, self._states, self.plan.split_bucket_bytes)
+        scope = Scope(members, self._states, self.plan.split_bucket_bytes, self.plan.gradient_release)
         managed = ManagedOptimizer(optimizer, members, scope, self.plan.scaling, self.ranks)
         with UndoStack() as undos:
             undos.push(functools.partial(self._forget, optimizer))
@@ -278,6 +286,8 @@ class Session:
             self.take_writes()
             reshard(self.models)
             for managed in self._managed.values():
+                if managed.release is not None:
+                    managed.release.end()
                 managed.exposed.close()
                 managed.gradients.give_up()
             self._is_ending = True
@@ -308,8 +318,8 @@ class Session:
         """Let weights be what was done to masters and to entries of state dicts that were given out."""
         if self._float32_state is not None:
             self._float32_state.take_writes()
-        for managed in self._managed.values():
-            managed.exposed.settle()
+        for exposed in tuple(self.masters.exposed):
+            exposed.settle()
 
     # -- optimizers that come later -----------------------------------------------------------------------------
 
@@ -386,7 +396,7 @@ class Session:
         Raises:
             RuntimeError: it would.
         """
-        if any(getattr(vars(each).get("step"), "is_managed", False) for each in (optimizer, *wrapped_by(optimizer))):
+        if _is_managed(optimizer) or any(map(_is_managed, wrapped_by(optimizer))):
             return  # it is one of a session's, or has one inside that steps for it
         for parameter in _parameters_of([optimizer]):
             known = self.masters.of(parameter) is not None or id(parameter) in self.tensor_ids
@@ -455,7 +465,11 @@ class Session:
 
     def unscale(self, optimizer: Optimizer, loss_id: int) -> bool:
         """Unscale and check an optimizer's gradients; whether it has any."""
-        return self.managed(optimizer).unscale(self.scaler(loss_id))
+        mine = self.managed(optimizer)
+        others = [each.gradients for each in self._managed.values() if each is not mine]
+        # A weight may have several optimizers: its gradient is unscaled once.
+        done = {id(g) for gradients in others if gradients.scaled_by is None for g in gradients.present()}
+        return mine.unscale(self.scaler(loss_id), done)
 
     def scaler(self, loss_id: int) -> LossScaler:
         """The scaler of a loss.
@@ -482,8 +496,8 @@ class Session:
         master = self.masters.of(tensor)
         if master is None or not self.is_live:
             return self._casts.original_values(tensor)
-        for managed in self._managed.values():
-            managed.exposed.settle()
+        for exposed in tuple(self.masters.exposed):
+            exposed.settle()
         return self.masters.values(master)
 
     def load_values(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
@@ -508,6 +522,17 @@ class Session:
         models = ", ".join(type(model).__name__ for model in self.models) or "no model"
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers) or "no optimizer"
         return f"session {self.number} ({self.opt_level}: {models}; {optimizers})"
+
+
+def _said(value: Any) -> str:
+    """A keyword's value in words, without addresses."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_said, value))}]"
+    return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
+
+
+def _is_managed(optimizer: Optimizer) -> bool:
+    return getattr(vars(optimizer).get("step"), "is_managed", False)
 
 
 def _weights(session: Session) -> Iterator[nn.Parameter]:
@@ -549,18 +574,3 @@ class _RenewedCasts:
     def step_ended(self, skipped: bool | torch.Tensor) -> None:
         """Weights were."""
         renew_casts()
-
-
-def _undone_when_dropped(session: Session, undo: Undo) -> Undo:
-    """``undo``, which also happens, at the next ``initialize``, where the session is dropped without one.
-
-    Not in the moment it is dropped: the garbage collector comes at any time, in any thread.
-    """
-    finalizer = weakref.finalize(session, _dropped.append, undo)
-    finalizer.atexit = False
-
-    def undo_now() -> None:
-        finalizer.detach()
-        undo()
-
-    return undo_now

@@ -19,7 +19,7 @@ from ..basics.dtypes import dtype_name, is_lower_precision
 from ..basics.trees import TreeCast, cast_tree, floating_dtypes, leaves_of, write_elements
 from ..plan import KeepInputPredicate
 from ..torch_internals.forward_casts import ForwardCasts
-from ..torch_internals.running import in_backward, is_tracing_symbolically
+from ..torch_internals.running import current_pass, is_tracing_symbolically
 from .arguments import ArgumentNames
 
 
@@ -46,7 +46,7 @@ class Boundary:
         inner_dtype: the type that runs inside: float32 where functions cast for themselves (O1).
         cast_inputs: whether floating inputs are cast to it.
         output_dtype: what floating outputs are cast to for a caller outside of every forward, or None to leave them.
-        casts: switched on around the call, or None.
+        casts: what is on and off around a forward; :meth:`cross` leaves it to its callers.
         keep_inputs: (argument name, value) -> whether it stays as it is; one that says yes is enough.
 
     Attributes:
@@ -59,13 +59,13 @@ class Boundary:
         inner_dtype: torch.dtype,
         cast_inputs: bool,
         output_dtype: torch.dtype | None,
-        casts: ForwardCasts | None,
+        casts: ForwardCasts,
         keep_inputs: tuple[KeepInputPredicate, ...] = (),
     ) -> None:
         self.inner_dtype: torch.dtype | None = inner_dtype
         self.cast_inputs = cast_inputs
         self.output_dtype = output_dtype
-        self.casts = casts
+        self.casts: ForwardCasts | None = casts
         self.keep_inputs = keep_inputs
         self.before_forward: Callable[[], None] | None = None
         self.targets: Mapping[torch.Tensor, torch.dtype] = {}
@@ -163,7 +163,7 @@ class Boundary:
                 args, kwargs = names.cast(args, kwargs, self.keep_inputs, inputs)
         here.dtype, here.module = self.inner_dtype or dtype, module
         try:
-            output = function(*args, **kwargs) if self.casts is None else self.casts.run(function, *args, **kwargs)
+            output = function(*args, **kwargs)
         finally:
             here.dtype, here.module = dtype, outer
             if inputs is not None and output_dtype is not None:
@@ -184,7 +184,7 @@ class Boundary:
             here.dtype, here.module = dtype, outer
 
     def _casts_plainly(self) -> bool:
-        return self.cast_inputs and self.casts is None and not torch.compiler.is_compiling()
+        return self.cast_inputs and not torch.compiler.is_compiling()
 
     def _cross_with_tensor(
         self, module: nn.Module, function: Callable[..., Any], given: torch.Tensor, output_dtype: torch.dtype | None
@@ -224,7 +224,7 @@ def caller_dtype(
     """
     if is_tracing_symbolically():
         return inner_dtype
-    if here.dtype is not None or torch.compiler.is_compiling() or not (is_replica or in_backward()):
+    if here.dtype is not None or torch.compiler.is_compiling() or not (is_replica or current_pass() != -1):
         return here.dtype
     dtypes = floating_dtypes((args, kwargs))
     found = next((dtype for dtype in dtypes if is_lower_precision(dtype)), next(iter(dtypes), inner_dtype))

@@ -10,7 +10,7 @@ import copy
 import inspect
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final, final
 
@@ -97,9 +97,7 @@ class PatchedForward:
             return self._with_weights(is_inside, args, kwargs, output_dtype)
         boundary.announce()
         try:
-            # A session's O1 is for its own models: others run as they would without it.
-            with ForwardCasts(None) if boundary.casts is None and is_on() else nullcontext():
-                return self._with_weights(is_inside, args, kwargs, output_dtype)
+            return self._with_weights(is_inside, args, kwargs, output_dtype)
         except RuntimeError as error:
             reason = None if self.weights is not None else boundary.mixed_types(self.module, (args, kwargs))
             if reason is None:
@@ -121,9 +119,15 @@ class PatchedForward:
     def _run(
         self, is_inside: bool, args: tuple[Any, ...], kwargs: dict[str, Any], output_dtype: torch.dtype | None
     ) -> Any:
+        run, casts = self._inner(), self.boundary.casts
         if is_inside:
-            return self.boundary.stay(self.module, self._inner(), args, kwargs)
-        return self.boundary.cross(self.module, self._inner(), self.names, args, kwargs, output_dtype)
+            return self.boundary.stay(self.module, run, args, kwargs)
+        # Inside of its model a part has the casts that its model has. Without casts of its own a model runs without
+        # those of other sessions.
+        is_outermost = here.dtype is None or not self.is_part
+        if casts is not None and is_outermost and (casts.dtype is not None or is_on() or torch.compiler.is_compiling()):
+            run = partial(casts.run, run)
+        return self.boundary.cross(self.module, run, self.names, args, kwargs, output_dtype)
 
     def _inner(self) -> Callable[..., Any]:
         # Not bound by __get__, which torch.compile of torch 2.11 and 2.12 does not know for methods of torch's modules.
@@ -238,7 +242,7 @@ def patch_forwards(
         The patched forwards. A wrapper that was put around one later is left where it is by their undo, and casts no
         longer.
     """
-    casts = ForwardCasts(plan.function_dtype) if plan.patch_functions else None
+    casts = ForwardCasts(plan.function_dtype if plan.patch_functions else None)
     output_dtype = plan.output_dtype if plan.cast_outputs else None
 
     def boundary(dtype: torch.dtype) -> Boundary:

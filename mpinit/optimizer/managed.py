@@ -18,20 +18,21 @@ from ..masters.full import FullMasters
 from ..masters.states import EncodedStates, decode, shown
 from ..plan import ScalingRule
 from ..scaling.scaler import LossScaler
-from ..scaling.unscaling import any_nonzero
+from ..scaling.unscaling import largest
 from ..torch_internals.compiling_with_gradients import follow_dynamo
 from ..torch_internals.devices import is_capturing, is_read_freely
 from ..torch_internals.fused_sgd import unfused
 from ..torch_internals.native_autocast import CastsAs, CastsOff, flags, is_on
 from ..torch_internals.step_hooks import StepHooks, has_step_hooks
 from .exposed import ExposedMasters
-from .gradients import Gradients
+from .gradient_release import GradientRelease
+from .gradients import Done, Gradients
 from .halves import FIRST, SECOND, Halves
 from .members import Members
 from .overflow_log import OverflowLog
 from .per_parameter import steps_per_parameter
 from .ranks import Ranks
-from .scope import Scope
+from .scope import Part, Scope
 from .snapshot import Snapshot
 from .step_counts import StepCounter, StepCounts
 
@@ -58,6 +59,7 @@ class ManagedOptimizer:
 
     Attributes:
         gradients: its gradients.
+        release: what its steps have done ahead; None where they do nothing ahead.
         exposed: the masters that ``master_params`` has given out since the last step.
         observers: objects with ``backward_ended(loss, scaler)`` and ``step_ended(skipped)``, which are told.
         overflow_log: what is known of its last overflow.
@@ -77,9 +79,11 @@ class ManagedOptimizer:
         self._pending: dict[LossScaler, None] = {}
         self._inner: Callable[..., Any] = optimizer.step
         self._halves = Halves(self)
+        self.release = GradientRelease(self) if scope.releases else None
         self._is_active = False
         self._is_stepping = False
         self._has_agreed = False
+        self._was_named = False
         self._skipped: bool | torch.Tensor = False
         self._last_scaler: LossScaler | None = None
         self._warned: set[str] = set()
@@ -128,6 +132,9 @@ class ManagedOptimizer:
                 name = function.__name__
                 undos.push(_revert_if_ours(optimizer, name, method, set_attribute(optimizer, name, method)))
             self._is_active = True
+            if self.release is not None:
+                undos.push(self.release.end)
+                self.release.follow()
         return undos.unwind
 
     def _hold_states(self) -> None:
@@ -159,9 +166,14 @@ class ManagedOptimizer:
                 return inner(*args, **kwargs)
             if half is not None:
                 return half(inner, *args, **kwargs)
+            if managed.release is not None and name == "load_state_dict":
+                managed.release.forget()
             managed.exposed.settle()
-            with CastsOff(), managed.scope.open():
-                return inner(*args, **kwargs)
+            try:
+                with CastsOff(), managed.scope.open():
+                    return inner(*args, **kwargs)
+            finally:
+                managed.exposed.bind()
 
         method.__name__ = name
         return method
@@ -176,6 +188,8 @@ class ManagedOptimizer:
         """
         self.members.refresh()
         self.exposed.settle()
+        self.gradients.forget_skipped_overflow()
+        self._was_named = True
         follow_dynamo()
 
     def after_backward(self) -> None:
@@ -202,8 +216,12 @@ class ManagedOptimizer:
         """A scale is to move at the next step."""
         self._pending[scaler] = None
 
-    def unscale(self, scaler: LossScaler) -> bool:
+    def unscale(self, scaler: LossScaler, done: Done) -> bool:
         """Unscale and check the gradients that backward passes of a GradScaler's losses have left.
+
+        Args:
+            scaler: what they are scaled by.
+            done: those that are unscaled already.
 
         Returns:
             Whether there are any.
@@ -211,7 +229,7 @@ class ManagedOptimizer:
         self.members.refresh()
         self.exposed.settle()
         present = bool(self.gradients.present())
-        found_inf = self.gradients.unscale(scaler, set())
+        found_inf = self.gradients.unscale(scaler, done)
         if found_inf is not None:
             scaler.note(found_inf)
         return present
@@ -233,6 +251,7 @@ class ManagedOptimizer:
         if gradients.scaled_by is not scaler:
             self.members.refresh()
             self.exposed.settle()
+            gradients.forget_skipped_overflow()
             gradients.scale_until_unscaled(scaler)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -246,6 +265,8 @@ class ManagedOptimizer:
         Args:
             weights: only what stands for these, in their order.
         """
+        if self.release is not None:
+            self.release.check_looking("mpinit.master_params() or clip_grad_norm_()")
         # Steps warn of gradients that were never scaled; here they may be those that the last one has used.
         self.gradients.check_closed("mpinit.master_params()", "move it after the with-block")
         yield from self.exposed.give_out(weights)
@@ -259,6 +280,8 @@ class ManagedOptimizer:
             return self._inner(*given, **kwargs)
         if closure is None and self._makes_state():
             return self._with_hooks(self.run, args, kwargs)
+        if self.release is not None:
+            self.release.before_step(given, kwargs)
         self.prepare(_STEP)
         if not has_step_hooks(self.optimizer):
             result = self._step(closure, *args, **kwargs)
@@ -267,6 +290,8 @@ class ManagedOptimizer:
             self.skip()
         else:
             result = self._with_hooks(self._step, given or (None,), kwargs)
+        if self.release is not None:
+            self.release.after_step()
         self.gradients.stepped()
         self.tell_observers()
         return result
@@ -319,10 +344,10 @@ class ManagedOptimizer:
 
         Its rates and gradients are 0. It is not counted, and no other rank need take part.
         """
-        if self.optimizer.state or not all(group.get("lr") == 0 for group in self.optimizer.param_groups):
+        if self.optimizer.state or not all(_is_zero(group.get("lr")) for group in self.optimizer.param_groups):
             return False
         gradients = self.gradients.present()
-        if not gradients or any_nonzero(gradients, gradients[0].device).item() > 0:
+        if not gradients or largest(gradients, gradients[0].device).item() != 0:
             return False
         self.gradients.check_closed(_STEP, "move it after the with-block")
         self.exposed.close()
@@ -353,10 +378,10 @@ class ManagedOptimizer:
         self.count_done()
         return result
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, alone: Part | None = None, **kwargs: Any) -> Any:
         """The optimizer's own step on float32 masters: not checked, skipped or counted."""
         result = None
-        with CastsOff(), self.scope.in_parts() as parts:
+        with CastsOff(), self.scope.in_parts(alone) as parts:
             for _ in parts:
                 result = self._inner_step(*args, **kwargs)
         return result
@@ -404,7 +429,7 @@ class ManagedOptimizer:
         if not self._is_active:
             return
         if gradients.came_through_scaling():
-            if not gradients.was_reached and what == _STEP and not gradients.present():
+            if self._was_named and not gradients.was_reached and what == _STEP and not gradients.present():
                 self._notice_no_gradient()
             return
         if not self.scales or not gradients.present():
@@ -537,6 +562,11 @@ class ManagedOptimizer:
             raise _EvaluationOverflow
 
         return evaluate
+
+
+def _is_zero(rate: Any) -> bool:
+    """Whether a rate is 0; without a wait for a device."""
+    return not (isinstance(rate, torch.Tensor) and not is_read_freely(rate.device)) and bool(rate == 0)
 
 
 def _methods_of_its_own(optimizer: Optimizer) -> list[str]:

@@ -102,8 +102,9 @@ class Properties(BaseModel):
             "bfloat16" or "int8" (1 byte a number and 4 for 128), rounded stochastically. For optimizers that update
             each parameter by itself. Formats and when to use which: docs/explanation/optimizer-states.md.
         gradient_release: step parameters inside of ``backward()``, a bucket at a time, as soon as their gradients are
-            final, and free these. One ``backward()`` a step, a loss scale fixed at 1, no clipping by a norm, one
-            process, optimizers that update each parameter by itself: docs/explanation/gradient-release.md.
+            final, and free these. One ``backward()`` a step, a loss scale fixed at 1, one process, optimizers that
+            update each parameter by itself. Clip nothing: until ``step()`` is over, ``weight.grad`` is a stand-in that
+            raises when it is used, and then None: docs/explanation/gradient-release.md.
         split_bucket_bytes: float32 bytes materialised at a time by ``master_weights="split"`` and ``optimizer_state``,
             and stepped at a time by ``gradient_release``. Default 64 MiB; on a CPU at most 16 MiB, where larger buckets
             are slower.

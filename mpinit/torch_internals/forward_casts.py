@@ -43,16 +43,16 @@ class ForwardCasts:
         torch.bfloat16
     """
 
-    __slots__ = ("_dtype",)
+    __slots__ = ("dtype",)
 
     def __init__(self, dtype: torch.dtype | None) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
 
     def __reduce__(self) -> tuple[type[ForwardCasts], tuple[torch.dtype | None]]:
-        return (ForwardCasts, (self._dtype,))
+        return (ForwardCasts, (self.dtype,))
 
     def __enter__(self) -> None:
-        thread, state, dtype = this.thread, present_state(), self._dtype
+        thread, state, dtype = this.thread, present_state(), self.dtype
         before, caching = state
         if dtype is None:
             depth = open_autocast_blocks()
@@ -76,9 +76,9 @@ class ForwardCasts:
     def __exit__(self, *_: object) -> None:
         thread = this.thread
         state = thread.forwards.pop()[0]
-        if self._dtype is not None:
+        if self.dtype is not None:
             depth = torch.autocast_decrement_nesting()
-            if depth == 0 or not thread.forwards or any(found is not self._dtype for _, _, found in state[0]):
+            if depth == 0 or not thread.forwards or any(found is not self.dtype for _, _, found in state[0]):
                 torch.clear_autocast_cache()
         put_back(state)
         if thread.has_ended:
@@ -91,9 +91,9 @@ class ForwardCasts:
             >>> ForwardCasts(torch.float16).run(torch.mm, torch.ones(2, 2), torch.ones(2, 2)).dtype
             torch.float16
         """
-        if self._dtype is None and not is_on():
+        if self.dtype is None and not is_on():
             return function(*args, **kwargs)
-        with _traced_forward(self._dtype) if torch.compiler.is_compiling() else self:
+        with _traced_forward(self.dtype) if torch.compiler.is_compiling() else self:
             return function(*args, **kwargs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import threading
 from collections.abc import Callable
@@ -63,6 +64,45 @@ def test_a_float32_teacher_is_bit_identical_beside_a_model_scoped_student(initia
     assert all(torch.equal(p.grad, grad) for p, grad in zip(teacher.parameters(), want_grads, strict=True))
     assert F.mse_loss(output, want).dtype is FP32
     assert (x @ x.T).dtype is FP32
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_a_model_of_another_session_computes_the_bits_that_it_computes_alone(
+    level: str, compiled: bool, initialize: Initialize
+) -> None:
+    teacher = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Softmax(-1), nn.Linear(4, 2))
+    mpinit.initialize(teacher, opt_level=level, keep_fp32=nn.LayerNorm, verbosity=0)
+    run = torch.compile(teacher, backend="aot_eager") if compiled else teacher
+    x = torch.randn(8, 4)
+    want = run(x)
+
+    class Student(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.inner(x), run(x)
+
+    alone = nn.Linear(4, 4)
+    initialize(alone)
+    assert alone(x).dtype is HALF
+    assert torch.equal(run(x), want)
+    student = initialize(Student())
+    inner, got = student(x)
+    assert inner.dtype is HALF
+    assert torch.equal(got, want)
+    mpinit.undo(teacher)
+
+
+@pytest.mark.parametrize("scope", ["thread", "model"])
+def test_casts_end_with_a_session_that_is_dropped(scope: str) -> None:
+    model = mpinit.initialize(nn.Linear(4, 4), opt_level="O1", cast_scope=scope, verbosity=0)
+    assert model(torch.ones(1, 4)).dtype is (HALF if scope == "thread" else FP32)
+    del model
+    gc.collect()
+    assert nn.Linear(4, 4)(torch.ones(1, 4)).dtype is FP32
 
 
 def test_losses_are_cast_in_the_thread_that_called_initialize(initialize: Initialize) -> None:

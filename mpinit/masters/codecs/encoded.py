@@ -62,6 +62,21 @@ class EncodedState(torch.Tensor):
         """The bytes of memory that the codes take."""
         return sum(code.nbytes for code in self.codes)
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The same codes; what is written to it is written here, and what it is set to is encoded."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        if values.shape != self.shape or values.device != self.device:
+            raise ValueError(
+                f"data of an encoded state of shape {tuple(self.shape)} on {self.device} was set to a tensor of shape "
+                f"{tuple(values.shape)} on {values.device}, which its codes cannot hold: put that in the state instead "
+                "(optimizer.state[weight]['exp_avg'] = values)"
+            )
+        self.write(with_numbers(values))
+
     def decoded(self) -> torch.Tensor:
         """The numbers, in a new tensor."""
         values = torch.empty(len(self.codes[0]), BLOCK, dtype=torch.float32, device=self.device)

@@ -1,0 +1,77 @@
+"""Memory that a parameter shares with other tensors: a cast gives it memory of its own, and they would part unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import nn
+
+from ..basics.modules import modules_of
+from ..distributed.sharding import is_sharded
+
+
+def check_memory(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, torch.dtype]) -> None:
+    """Refuse to cast parameters that are a part of larger memory, or have gradients that are.
+
+    Weights of RNNs lie in one tensor, which is made anew after the cast.
+
+    Args:
+        models: whose parameters they are.
+        targets: tensors, and the types they are to have.
+
+    Raises:
+        ValueError: another tensor would not see any more what is done to the parameter, or the other way round.
+
+    Example:
+        >>> model, buffer = nn.Linear(2, 2, bias=False), torch.zeros(100)
+        >>> model.weight.data = buffer[:4].view(2, 2)
+        >>> check_memory([model], {model.weight: torch.bfloat16})
+        Traceback (most recent call last):
+            ...
+        ValueError: 'weight' is a part of larger memory, ...
+    """
+    gathered = {id(weight) for weight in _weights_of_rnns(models)}
+    seen: dict[int, str] = {}
+    for name, parameter in (named for model in models for named in model.named_parameters()):
+        dtype = targets.get(parameter)
+        if dtype is None or id(parameter) in gathered or not _has_memory(parameter):
+            continue
+        address = parameter.untyped_storage().data_ptr()
+        other = seen.setdefault(address, name) if parameter.numel() else name
+        gradient = parameter.grad
+        if dtype == parameter.dtype and other == name:
+            continue
+        if other != name:
+            raise ValueError(_SHARED.format(name, f"shares memory with {other!r}", _TIE))
+        if _is_part(parameter):
+            raise ValueError(_SHARED.format(name, "is a part of larger memory", _PART))
+        if gradient is not None and _has_memory(gradient) and _is_part(gradient):
+            raise ValueError(_SHARED.format(name, "has a gradient that is a part of larger memory", _GRADIENT))
+
+
+def _weights_of_rnns(models: Iterable[nn.Module]) -> Iterable[torch.Tensor]:
+    rnns = (module for model in models for module in modules_of(model) if isinstance(module, nn.RNNBase))
+    return (weight for rnn in rnns for weight in rnn.parameters())
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in (nn.Parameter, torch.Tensor) and not is_sharded(tensor)
+    return plain and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+
+
+_SHARED: Final = (
+    "{0!r} {1}, and its cast would give it memory of its own: what is written to the one would not reach the other any "
+    "more. {2}"
+)
+_TIE: Final = "Make them one parameter, or give each memory of its own, by parameter.data = parameter.data.clone()"
+_PART: Final = (
+    "Make views of it after mpinit.initialize, or give it memory of its own before, by "
+    "parameter.data = parameter.data.clone()"
+)
+_GRADIENT: Final = "Make a buffer for gradients after mpinit.initialize, or set them to None before"

@@ -1,0 +1,390 @@
+"""Every number has one place: ordinary code that writes to weights, gradients and states between two steps counts.
+
+Each is compared with the same lines on plain tensors, or is refused with the way out.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loops import backward, keywords, plain_sgd
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, Adam, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mpinit
+from mpinit.masters.codecs.encoded import EncodedState
+
+# No 16-bit type holds these; every one holds the gradient.
+START = torch.tensor([[1.0001, -2.0003, 0.3337], [-0.7003, 5.0007, 3.0001]])
+INPUT = torch.tensor([[1.0, 2.0, -1.0]])
+GRADIENT = INPUT.expand(2, 3)
+MODES = [(torch.float16, True), (torch.bfloat16, True), (torch.bfloat16, "split")]
+each_mode = pytest.mark.parametrize(("dtype", "masters"), MODES, ids=["float16", "bfloat16", "split"])
+
+
+def begin(dtype: torch.dtype, masters: Any, make: Any = plain_sgd) -> tuple[nn.Linear, Any]:
+    """One weight that is START, and an optimizer whose step subtracts the gradient."""
+    model = nn.Linear(3, 2, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(START)
+    optimizer = make(model.parameters())
+    mpinit.initialize(model, optimizer, **keywords("O2", dtype) | {"master_weights": masters})
+    return model, optimizer
+
+
+def pull(model: nn.Module, optimizer: Any, times: float = 1.0) -> None:
+    """A backward pass that adds ``times`` GRADIENT."""
+    backward(model(INPUT).sum() * times, optimizer)
+
+
+def members(optimizer: Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def number(model: nn.Module) -> torch.Tensor:
+    """The weight's float32 number, from a checkpoint."""
+    value: torch.Tensor = model.state_dict()["weight"]
+    assert value.dtype is torch.float32
+    return value.clone()
+
+
+def after(written: torch.Tensor, known: torch.Tensor, masters: Any) -> torch.Tensor:
+    """What a weight means that has become ``written``, and was ``known``: the law, in plain numbers."""
+    if masters == "split":
+        bits = known.contiguous().view(torch.int32)
+        low = bits - (((bits + 0x8000) >> 16) << 16)
+        low = torch.where(written == 0, low.clamp(min=0), low)
+        return (written.float().contiguous().view(torch.int32) + low).view(torch.float32)
+    return torch.where(known.to(written.dtype) == written, known, written.float())
+
+
+# -- gradients --------------------------------------------------------------------------------------------------
+
+
+@each_mode
+def test_gradients_replaced_over_the_model_are_clipped_over_the_groups(dtype: torch.dtype, masters: Any) -> None:
+    model, optimizer = begin(dtype, masters)
+    pull(model, optimizer)
+    by_hand = nn.Parameter(START.clone())
+    by_hand.grad_dtype = None
+    by_hand.grad = model.weight.grad.clone() * 1024  # type: ignore[union-attr]
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad * 1024  # type: ignore[operator]
+    clip_grad_norm_([by_hand], 0.5)
+    clip_grad_norm_(members(optimizer), 0.5)
+    optimizer.step()
+    assert torch.equal(number(model), START - by_hand.grad.float())
+    assert (number(model) - START).norm() < 0.51
+
+
+@each_mode
+@pytest.mark.parametrize("how", ["cleared", "zeroed", "halved", "halved after"])
+def test_gradients_edited_through_the_groups_inside_a_block_stay_so(dtype: torch.dtype, masters: Any, how: str) -> None:
+    model, optimizer = begin(dtype, masters)
+    pull(model, optimizer)
+    with mpinit.scale_loss(model(INPUT).sum(), optimizer) as scaled:
+        if how == "halved after":
+            scaled.backward()
+        for parameter in members(optimizer):
+            if how == "cleared":
+                parameter.grad = None
+            else:
+                parameter.grad.mul_(0.0 if how == "zeroed" else 0.5)
+        if how != "halved after":
+            scaled.backward()
+    expected = {"cleared": 1.0, "zeroed": 1.0, "halved": 1.5, "halved after": 1.0}[how] * GRADIENT
+    assert torch.equal(model.weight.grad.float(), expected)  # type: ignore[union-attr]
+    optimizer.step()
+    assert torch.equal(number(model), START - expected)
+
+
+@each_mode
+def test_a_flat_buffer_of_gradients_made_after_initialize_is_what_is_stepped(dtype: torch.dtype, masters: Any) -> None:
+    model, optimizer = begin(dtype, masters)
+    buffer = torch.zeros(6, dtype=torch.float32 if masters is True else dtype)
+    model.weight.grad = buffer.view(2, 3)
+    pull(model, optimizer)
+    assert torch.equal(buffer.view(2, 3).float(), GRADIENT)
+    buffer.mul_(0.5)
+    optimizer.step()
+    assert torch.equal(number(model), START - 0.5 * GRADIENT)
+    buffer.zero_()
+    pull(model, optimizer)
+    buffer.zero_()
+    optimizer.step()
+    assert torch.equal(number(model), START - 0.5 * GRADIENT)
+
+
+# -- weights ----------------------------------------------------------------------------------------------------
+
+
+def _view_data(weight: Any) -> None:
+    weight[1].data.fill_(0.25)
+
+
+def _flat_data(weight: Any) -> None:
+    weight.view(-1).data[2:4] = -1.5
+
+
+def _detached_numpy(weight: Any) -> None:
+    weight.detach().view(torch.int16).numpy()[0] = 0x4200
+
+
+def _data(weight: Any) -> None:
+    weight.data.mul_(0.5)
+
+
+def _assigned(weight: Any) -> None:
+    weight.data = torch.full_like(weight, 3.0)
+
+
+@torch.no_grad()
+def _in_place(weight: Any) -> None:
+    weight[0].zero_()
+
+
+def _set(weight: Any) -> None:
+    with torch.no_grad():
+        weight.set_(torch.full_like(weight, 3.0))
+
+
+@torch.no_grad()
+def _foreach(weight: Any) -> None:
+    torch._foreach_mul_([weight], 2.0)
+
+
+@torch.no_grad()
+def _exchanged(weight: Any) -> None:
+    """Only their order changes: sums are what they were."""
+    weight.view(-1).data.copy_(weight.view(-1).flip(0).clone())
+
+
+WRITES = [_view_data, _flat_data, _detached_numpy, _data, _assigned, _set, _in_place, _foreach, _exchanged]
+
+
+@each_mode
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("looked_at", [False, True])
+def test_a_write_to_a_weight_counts(
+    dtype: torch.dtype, masters: Any, write: Callable[[Any], None], steps_before: int, looked_at: bool
+) -> None:
+    model, optimizer = begin(dtype, masters)
+    for _ in range(steps_before):
+        optimizer.zero_grad()
+        pull(model, optimizer)
+        optimizer.step()
+    optimizer.zero_grad()
+    pull(model, optimizer)
+    before = START - steps_before * GRADIENT
+    for _ in range(steps_before - 1):
+        before = (START - GRADIENT) - GRADIENT
+    write(members(optimizer)[0])
+    expected = after(model.weight.detach().clone(), before, masters)
+    if looked_at:
+        assert torch.equal(number(model), expected)
+    optimizer.step()
+    assert torch.equal(number(model), expected - GRADIENT)
+    assert torch.equal(model.weight.float(), number(model).to(dtype).float())
+
+
+@each_mode
+def test_data_zeroed_over_the_groups_is_zero(dtype: torch.dtype, masters: Any) -> None:
+    model, optimizer = begin(dtype, masters)
+    for parameter in members(optimizer):
+        parameter.data.zero_()
+    assert number(model).abs().max() < 1e-38
+    pull(model, optimizer)
+    optimizer.step()
+    assert torch.equal(number(model), -GRADIENT)
+
+
+@pytest.mark.parametrize("shape", [(70, 60), (513, 509)])
+@pytest.mark.parametrize("mode", [True, "split"])
+def test_a_write_without_a_trace_to_one_number_of_a_large_weight_counts(shape: tuple[int, int], mode: Any) -> None:
+    model = nn.Linear(shape[1], shape[0], bias=False)
+    optimizer = plain_sgd(model.parameters())
+    mpinit.initialize(model, optimizer, **keywords("O2", torch.bfloat16) | {"master_weights": mode})
+    optimizer.step()
+    bits = model.weight.detach().view(torch.int16).numpy().reshape(-1)
+    expected = number(model)
+    for place in (0, 5, bits.size // 2 + 1, bits.size - 1):
+        bits[place] = 0x4200
+        expected = after(model.weight.detach().clone(), expected, mode)
+        optimizer.step()
+        assert model.weight.view(-1)[place] == 32.0
+        assert torch.equal(number(model), expected)
+
+
+# -- memory shared from before ------------------------------------------------------------------------------------
+
+
+def _a_part(model: Any) -> torch.Tensor:
+    memory = torch.zeros(100)
+    model[0].weight.data = memory[:9].view(3, 3).copy_(model[0].weight.data)
+    return memory
+
+
+def _shared(model: Any) -> None:
+    model[0].weight.data = model[1].weight.data
+
+
+def _gradients(model: Any) -> torch.Tensor:
+    memory = torch.zeros(18)
+    for index, module in enumerate(model):
+        module.weight.grad = memory[9 * index : 9 * index + 9].view(3, 3)
+    return memory
+
+
+@each_mode
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (_a_part, "'0.weight' is a part of larger memory.*clone"),
+        (_shared, "'1.weight' shares memory with '0.weight'.*one parameter"),
+        (_gradients, "'0.weight' has a gradient that is a part of larger memory.*after mpinit.initialize"),
+    ],
+)
+def test_memory_shared_from_before_is_refused(dtype: torch.dtype, masters: Any, share: Any, text: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    held = share(model)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = plain_sgd(model.parameters())
+    with pytest.raises(ValueError, match=text):
+        mpinit.initialize(model, optimizer, **keywords("O2", dtype) | {"master_weights": masters})
+    assert held is None or held.dtype is torch.float32
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for parameter in model.parameters():
+        parameter.data, parameter.grad = parameter.data.clone(), None
+    mpinit.initialize(model, optimizer, **keywords("O2", dtype) | {"master_weights": masters})
+
+
+@each_mode
+def test_tied_weights_and_those_of_an_rnn_share_memory(dtype: torch.dtype, masters: Any) -> None:
+    model = nn.ModuleDict({"rnn": nn.GRU(3, 3), "one": nn.Linear(3, 3), "other": nn.Linear(3, 3)})
+    model["other"].weight = model["one"].weight
+    flat = torch.cat([weight.detach().view(-1) for weight in model["rnn"].parameters()])
+    for weight in model["rnn"].parameters():
+        weight.data, flat = flat[: weight.numel()].view_as(weight), flat[weight.numel() :]
+    mpinit.initialize(model, plain_sgd(model.parameters()), **keywords("O2", dtype) | {"master_weights": masters})
+
+
+# -- states, other optimizers, errors -----------------------------------------------------------------------------
+
+
+def _filled(state: Any, values: torch.Tensor) -> None:
+    state.data.copy_(values)
+
+
+def _data_set(state: Any, values: torch.Tensor) -> None:
+    state.data = values
+
+
+def _copied(state: Any, values: torch.Tensor) -> None:
+    state.copy_(values)
+
+
+@pytest.mark.parametrize("masters", [True, "split"])
+@pytest.mark.parametrize("kind", ["int8", "bfloat16"])
+@pytest.mark.parametrize("write", [_filled, _data_set, _copied])
+def test_what_is_written_to_an_encoded_state_is_stepped(masters: Any, kind: str, write: Any) -> None:
+    model = nn.Linear(80, 64, bias=False)
+    optimizer = SGD(model.parameters(), lr=1.0, momentum=1.0)
+    more = {"master_weights": masters, "optimizer_state": kind}
+    mpinit.initialize(model, optimizer, **keywords("O2", torch.bfloat16) | more)
+    backward(model(torch.ones(1, 80)).sum(), optimizer)
+    optimizer.step()
+    state = optimizer.state[model.weight]["momentum_buffer"]
+    assert isinstance(state, EncodedState)
+    write(state, torch.full((64, 80), 2.0))
+    torch.testing.assert_close(optimizer.state_dict()["state"][0]["momentum_buffer"], torch.full((64, 80), 2.0))
+    optimizer.zero_grad()
+    before = number(model)
+    backward(model(torch.ones(1, 80)).sum(), optimizer)
+    optimizer.step()
+    torch.testing.assert_close(number(model), before - 3.0)
+    with pytest.raises(ValueError, match="put that in the state"):
+        state.data = torch.ones(3)
+
+
+@each_mode
+def test_a_new_optimizer_over_an_initialised_model_is_refused(dtype: torch.dtype, masters: Any) -> None:
+    model, optimizer = begin(dtype, masters)
+    pull(model, optimizer)
+    new = SGD(model.parameters(), lr=1.0)
+    with pytest.raises(RuntimeError, match=r"mpinit.add_optimizers\(optimizer\) before its first step"):
+        new.step()
+    assert torch.equal(number(model), START)
+    optimizer.step()
+    mpinit.add_optimizers(new)
+    optimizer.zero_grad()
+    pull(model, new)
+    new.step()
+    assert torch.equal(number(model), (START - GRADIENT) - GRADIENT)
+
+
+class Fails(TorchDispatchMode):
+    """Raises at one operation."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left = at
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise FloatingPointError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@each_mode
+def test_an_error_anywhere_in_a_step_is_at_most_that_step(dtype: torch.dtype, masters: Any) -> None:
+    for at in range(1, 1000):
+        model, optimizer = begin(dtype, masters)
+        pull(model, optimizer)
+        try:
+            with Fails(at):
+                optimizer.step()
+        except FloatingPointError:
+            value, rounding = number(model), 2.0**-7 if dtype == torch.bfloat16 else 2.0**-10
+            assert members(optimizer) == [model.weight]
+            for place, found in enumerate(value.flatten()):
+                old = START.flatten()[place]
+                allowed = torch.stack((old, old - GRADIENT.flatten()[place]))
+                assert ((found - allowed).abs() <= rounding * allowed.abs()).any(), f"at operation {at}: {value}"
+            mpinit.undo(model)
+        else:
+            assert at > 2
+            return
+    raise AssertionError("no end")
+
+
+@each_mode
+def test_reading_state_dicts_leaks_nothing(dtype: torch.dtype, masters: Any) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
+    optimizer = Adam(model.parameters())
+    mpinit.initialize(model, optimizer, **keywords("O2", dtype) | {"master_weights": masters})
+    backward(model(torch.ones(1, 4)).sum(), optimizer)
+    optimizer.step()
+
+    def read() -> None:
+        for _ in range(500):
+            model.state_dict(), optimizer.state_dict(), mpinit.state_dict(optimizer)
+        gc.collect()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read()
+        blocks, objects = sys.getallocatedblocks(), len(gc.get_objects())
+        read()
+    assert sys.getallocatedblocks() - blocks < 300
+    assert len(gc.get_objects()) - objects < 50
