@@ -318,8 +318,8 @@ class Session:
         """Let weights be what was done to masters and to entries of state dicts that were given out."""
         if self._float32_state is not None:
             self._float32_state.take_writes()
-        for managed in self._managed.values():
-            managed.exposed.settle()
+        for exposed in tuple(self.masters.exposed):
+            exposed.settle()
 
     # -- optimizers that come later -----------------------------------------------------------------------------
 
@@ -396,7 +396,7 @@ class Session:
         Raises:
             RuntimeError: it would.
         """
-        if any(getattr(vars(each).get("step"), "is_managed", False) for each in (optimizer, *wrapped_by(optimizer))):
+        if _is_managed(optimizer) or any(map(_is_managed, wrapped_by(optimizer))):
             return  # it is one of a session's, or has one inside that steps for it
         for parameter in _parameters_of([optimizer]):
             known = self.masters.of(parameter) is not None or id(parameter) in self.tensor_ids
@@ -465,7 +465,11 @@ class Session:
 
     def unscale(self, optimizer: Optimizer, loss_id: int) -> bool:
         """Unscale and check an optimizer's gradients; whether it has any."""
-        return self.managed(optimizer).unscale(self.scaler(loss_id))
+        mine = self.managed(optimizer)
+        others = [each.gradients for each in self._managed.values() if each is not mine]
+        # A weight may have several optimizers: its gradient is unscaled once.
+        done = {id(g) for gradients in others if gradients.scaled_by is None for g in gradients.present()}
+        return mine.unscale(self.scaler(loss_id), done)
 
     def scaler(self, loss_id: int) -> LossScaler:
         """The scaler of a loss.
@@ -492,8 +496,8 @@ class Session:
         master = self.masters.of(tensor)
         if master is None or not self.is_live:
             return self._casts.original_values(tensor)
-        for managed in self._managed.values():
-            managed.exposed.settle()
+        for exposed in tuple(self.masters.exposed):
+            exposed.settle()
         return self.masters.values(master)
 
     def load_values(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
@@ -525,6 +529,10 @@ def _said(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_said, value))}]"
     return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
+
+
+def _is_managed(optimizer: Optimizer) -> bool:
+    return getattr(vars(optimizer).get("step"), "is_managed", False)
 
 
 def _weights(session: Session) -> Iterator[nn.Parameter]:

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from . import checkpoint, checks, registry
 from .checks_of_states import model_faults, optimizer_faults
-from .distributed.sharding import is_distributed, is_sharded, shard
+from .distributed.sharding import is_distributed, shard
+from .in_float32 import float32_weights
 from .model.aliases import storage_of
 from .session import Session
 
@@ -131,7 +132,10 @@ class TrainState:
             with _as_its_first_step_finds_it(optimizer):
                 set_optimizer_state_dict(self._model, optimizer, part, options=how)
         session = self._session()
-        with _float32_shards(session) if options.full_state_dict else contextlib.nullcontext():
+        weights = list(self._model.parameters())
+        models = [model for each in registry.live() if each.holds_one_of(weights) for model in each.models]
+        # Of a full state torch copies its part into a shard before anything can see it in float32.
+        with float32_weights(models) if options.full_state_dict else contextlib.nullcontext():
             # A copy: the names of wrappers are put in.
             set_model_state_dict(self._model, dict(state.get("model", {})), options=options)
         if scalers is not None and session is not None:
@@ -308,35 +312,8 @@ def _step_without_effect(optimizer: Optimizer) -> None:
     ]
     try:
         for group, key, value in kept:
-            group[key] = torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0.0
+            group[key] = torch.tensor(0.0, device="cpu") if isinstance(value, torch.Tensor) else 0.0
         optimizer.step()
     finally:
         for group, key, value in kept:
             group[key] = value
-
-
-@contextlib.contextmanager
-def _float32_shards(session: Session | None) -> Iterator[None]:
-    """Let float32 parameters stand in for sharded 16-bit weights that have masters, which take their values at the end.
-
-    Of a full state torch copies its part into a shard before anything can see it in float32.
-    """
-    masters = [] if session is None else [master for master in session.masters if is_sharded(master.weight)]
-    values = {id(master.weight): nn.Parameter(session.masters.values(master), False) for master in masters if session}
-    places = [
-        (module, name, weight)
-        for model in (session.models if session is not None and masters else ())
-        for module in model.modules()
-        for name, weight in module._parameters.items()
-        if id(weight) in values
-    ]
-    for module, name, weight in places:
-        module._parameters[name] = values[id(weight)]
-    try:
-        yield
-    finally:
-        for module, name, weight in places:
-            module._parameters[name] = weight
-        for master in masters:
-            assert session is not None
-            session.masters.load(master, values[id(master.weight)].detach())

@@ -20,8 +20,8 @@ class Scaler(NativeScaler):  # type: ignore[misc]
     """Stands for ``timm.utils.NativeScaler`` in loops, resumed runs and ``CheckpointSaver(amp_scaler=...)``.
 
     ``ModelEmaV3`` and the other averages of timm are float32, copied from an initialised model, and average its state
-    dict, which holds the masters; ``ModelEmaV3(exclude_buffers=True)`` reads the parameters, which are 16-bit: update it
-    inside of ``mpinit.float32_weights(model)``.
+    dict, which holds the masters; ``ModelEmaV3(exclude_buffers=True)`` reads the parameters, which are 16-bit: update
+    it inside of ``mpinit.float32_weights(model)``.
 
     Args:
         optimizer: initialised.

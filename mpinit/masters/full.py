@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -18,6 +20,21 @@ from .masters import Gradients, Master, Masters, OpenMasters
 from .writes import Writes
 
 
+@dataclass
+class Given:
+    """A master in the user's hands, and what it and its weight were when they were last looked at.
+
+    Attributes:
+        before: the weight's bits, where reading costs no wait for a device.
+    """
+
+    master: Master
+    version: int = -1
+    weight_version: int = -1
+    gradient: torch.Tensor | None = None
+    before: torch.Tensor | None = None
+
+
 @final
 class FullMasters(Masters):
     """The masters of ``master_weights=True``; gradients are float32, on the weights.
@@ -29,24 +46,30 @@ class FullMasters(Masters):
         >>> weight.dtype, masters.values(master)
         (torch.bfloat16, tensor([1.0001]))
         >>> masters.discard(master)
+
+    Attributes:
+        accessed: ids of weights whose ``data`` was read.
+        given: by id, masters that were given out until their next step, by whichever of their optimizers.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.accessed: set[int] = set()
+        self.given: dict[int, Given] = {}
         self._open: list[_Open] = []
+        self._columns: weakref.WeakSet[_Open] = weakref.WeakSet()
 
     def _make(self, weight: nn.Parameter) -> Master:
         # Not detach(): that would share the weight's version.
-        master = Master(weight, nn.Parameter(TENSOR_DATA.__get__(weight).to(torch.float32), weight.requires_grad))
-        note_data(weight, self.accessed)
-        return master
+        return Master(weight, nn.Parameter(TENSOR_DATA.__get__(weight).to(torch.float32), weight.requires_grad))
 
     def _forget(self, master: Master) -> None:
         forget_data(master.weight)
         self.accessed.discard(id(master.weight))
+        self.given.pop(id(master), None)
 
     def _cast(self, master: Master, dtype: torch.dtype) -> None:
+        note_data(master.weight, self.accessed)
         values = TENSOR_DATA.__get__(master.weight)
         set_data(master.weight, cast_within_range(values, dtype) if master.clamps else values.to(dtype))
 
@@ -76,8 +99,15 @@ class FullMasters(Masters):
         weight, parameter = master.weight, master.parameter
         if parameter.device != weight.device:
             set_data(parameter, TENSOR_DATA.__get__(parameter).to(weight.device))
-        if self.is_cast(master) and not weight.is_meta:
-            follow_weight(local(weight), local(TENSOR_DETACH(parameter)))
+        is_cast = self.is_cast(master) and not weight.is_meta
+        if is_cast and follow_weight(local(weight), local(TENSOR_DETACH(parameter))):
+            self._changed(master)
+
+    def _changed(self, master: Master) -> None:
+        """A master has new numbers: a weight that is what it was at the last step is not its rounding any more."""
+        for columns in self._columns:
+            if id(master) in columns.members:
+                columns.stale[id(master)] = master
 
     @torch.no_grad()
     def load(self, master: Master, values: torch.Tensor) -> None:
@@ -86,6 +116,7 @@ class FullMasters(Masters):
             self._follow(master)
         master.parameter.copy_(values)
         round_into(master.weight, master.parameter, master.clamps)
+        self._changed(master)
         self.clamp(master)
 
     @torch.no_grad()
@@ -107,7 +138,9 @@ class FullMasters(Masters):
 
     def opened(self, masters: Sequence[Master], device: torch.device) -> OpenMasters:
         """All at once: the masters are there."""
-        return _Open(self, masters)
+        columns = _Open(self, masters)
+        self._columns.add(columns)
+        return columns
 
     @property
     def steps_in_parts(self) -> bool:
@@ -124,6 +157,7 @@ class _Open(OpenMasters):
         self._weights: list[torch.Tensor] = [master.weight for master in masters]
         self._parameters: list[torch.Tensor] = [master.parameter for master in masters]
         self._are_sharded = any(map(is_sharded, self._weights))
+        self.stale: dict[int, Master] = {}
         self._writes = Writes([] if self._are_sharded else self._weights, owner.accessed)
 
     @torch.no_grad()
@@ -133,8 +167,8 @@ class _Open(OpenMasters):
             for master in self._masters:
                 self._owner._follow(master)
         else:
-            for place in self._writes.found():
-                self._owner._follow(self._masters[place])
+            for master in [*self.stale.values(), *(self._masters[place] for place in self._writes.found())]:
+                self._owner._follow(master)
         self._owner._open.append(self)
 
     @torch.no_grad()
@@ -151,6 +185,10 @@ class _Open(OpenMasters):
                 round_into(master.weight, master.parameter, clamps=True)
         if not self._are_sharded:
             self._writes.note()
+        self.stale.clear()
+        for other in self._owner._columns:
+            if other is not self and not other.members.isdisjoint(self.members):
+                other.stale.update((id(master), master) for master in self._masters if id(master) in other.members)
 
     def widened(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """Weights take float32 gradients and no others, but among other processes."""

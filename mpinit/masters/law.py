@@ -35,15 +35,20 @@ def is_rounding(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return same
 
 
-def follow_weight(weight: torch.Tensor, values: torch.Tensor) -> None:
+def follow_weight(weight: torch.Tensor, values: torch.Tensor) -> bool:
     """Make float32 ``values`` the meaning of the two, in place.
+
+    Returns:
+        Whether the weight was written to; True as well where asking would wait for the device.
 
     Example:
         >>> weight, master = torch.tensor([1.0, 2.0]).bfloat16(), torch.tensor([1.001, 2.001])
         >>> _ = weight[1].fill_(5)
-        >>> follow_weight(weight, master); master
-        tensor([1.0010, 5.0000])
+        >>> follow_weight(weight, master), master
+        (True, tensor([1.0010, 5.0000]))
     """
     same = is_rounding(weight, values)
-    if not (is_read_freely(weight.device) and bool(same.all())):
-        values.copy_(torch.where(same, values, weight.float()))
+    if is_read_freely(weight.device) and bool(same.all()):
+        return False
+    values.copy_(torch.where(same, values, weight.float()))
+    return True

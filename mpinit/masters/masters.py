@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -63,11 +63,13 @@ class Masters(ABC):
     Attributes:
         are_in_model: whether they stand in the models' modules at the moment: what they hold is true, and not the
             weights.
+        exposed: what has given masters out to users since the last step; each has a ``settle()``.
     """
 
     def __init__(self) -> None:
         self._of: dict[int, Master] = {}
         self.are_in_model = False
+        self.exposed: set[Any] = set()
 
     def __iter__(self) -> Iterator[Master]:
         return iter(list(self._of.values()))
@@ -119,13 +121,16 @@ class Masters(ABC):
             clamps: whether it holds finite numbers beyond the largest of ``dtype``, which become that largest.
         """
         weight, gradient = master.weight, master.weight.grad
-        if gradient is not None:
-            weight.grad = None
         master.clamps = clamps
-        self._cast(master, dtype)
-        self.set_gradient_dtype(master)
-        if gradient is not None:
-            weight.grad = self.held([gradient])[0]
+        try:
+            weight.grad = None
+            self._cast(master, dtype)
+            self.set_gradient_dtype(master)
+        except BaseException:
+            weight.grad_dtype = None
+            weight.grad = gradient
+            raise
+        weight.grad = self.held([gradient])[0]
 
     @abstractmethod
     def _make(self, weight: nn.Parameter) -> Master:

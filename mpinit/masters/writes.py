@@ -96,7 +96,7 @@ class Writes:
         self._bits = [self._bits_of(place) for place in self._small]
         self._sizes = [bits.numel() for bits in self._bits]
         self._numel = sum(self._sizes)
-        self._known = torch.zeros(-(-self._numel // _WORD) * _WORD, dtype=torch.int16)
+        self._known = torch.zeros(-(-self._numel // _WORD) * _WORD, dtype=torch.int16, device="cpu")
         self._present = torch.zeros_like(self._known)
         self._words = [self._bits_of(place) for place in self._large]
 

@@ -1,28 +1,18 @@
-"""Masters that ``master_params`` has given out: until the next step what is done to them counts."""
+"""Masters that ``master_params`` has given out: until the next step of theirs what is done to them counts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import nn
 
-from ..masters.full import FullMasters
+from ..distributed.sharding import local
+from ..masters.full import FullMasters, Given
 from ..masters.law import is_rounding
-from ..masters.masters import Master
+from ..torch_internals.devices import is_read_freely
 from .members import Members
-
-
-@dataclass
-class _Given:
-    """One master, and what it and its weight were when they were last looked at."""
-
-    master: Master
-    version: int
-    weight_version: int
-    gradient: torch.Tensor | None
 
 
 @final
@@ -38,7 +28,13 @@ class ExposedMasters:
 
     def __init__(self, members: Members) -> None:
         self._members = members
-        self._given: list[_Given] = []
+
+    def _given(self) -> list[Given]:
+        """Those of this optimizer's masters; another optimizer may have given them out."""
+        table = self._members.table
+        if not isinstance(table, FullMasters) or not table.given:
+            return []
+        return [table.given[id(master)] for master in self._members.masters if id(master) in table.given]
 
     def give_out(self, weights: Iterable[nn.Parameter] | None = None) -> Iterator[nn.Parameter]:
         """Masters where weights have full ones; the weights themselves elsewhere.
@@ -53,17 +49,21 @@ class ExposedMasters:
         if not isinstance(table, FullMasters):
             yield from asked
             return
-        known = {id(given.master) for given in self._given}
+        table.exposed.add(self)
         for master in members.masters:
-            if id(master) not in known:
+            if id(master) not in table.given:
                 table.values(master)
-                self._given.append(_Given(master, -1, -1, None))
-        for given in self._given:
-            self._bind(given)
+                table.given[id(master)] = Given(master)
+        self.bind()
         yield from map(members.inside, asked)
         self.settle()
 
-    def _bind(self, given: _Given) -> None:
+    def bind(self) -> None:
+        """Let masters be what their weights are: what was done to them in between was done by the optimizer."""
+        for given in self._given():
+            self._bind(given)
+
+    def _bind(self, given: Given) -> None:
         weight, parameter = given.master.weight, given.master.parameter
         gradient = weight.grad
         if gradient is not None and gradient.dtype is not torch.float32:
@@ -72,6 +72,8 @@ class ExposedMasters:
         parameter.grad = gradient
         given.gradient = gradient
         given.version, given.weight_version = parameter._version, weight._version
+        here = local(weight.detach())
+        given.before = here.clone() if is_read_freely(here.device) and not here.is_meta else None
 
     def settle(self) -> None:
         """Let weights be what was done to their masters.
@@ -79,17 +81,24 @@ class ExposedMasters:
         Raises:
             RuntimeError: a weight and its master were written to, or got other gradients, and differ.
         """
-        for given in self._given:
+        for given in self._given():
             self._settle(given)
 
     @torch.no_grad()
-    def _settle(self, given: _Given) -> None:
+    def _settle(self, given: Given) -> None:
         weight, parameter = given.master.weight, given.master.parameter
-        if parameter._version != given.version:
-            both = weight._version != given.weight_version
-            if both and not bool(is_rounding(weight.detach(), parameter.detach()).all()):
-                raise RuntimeError(_BOTH.format(self._members.names.of(weight), "written to"))
-            self._members.table.load(given.master, parameter.detach().clone())
+        here, there = local(weight.detach()), local(parameter.detach())
+        # Without a look at the numbers a master may have been written to at any time, through its data.
+        is_written, may_be = weight._version != given.weight_version, True
+        if given.before is not None:
+            is_written = not torch.equal(here.view(torch.int16), given.before.view(torch.int16))
+            may_be = parameter._version != given.version or not bool(is_rounding(given.before, there).all())
+        elif is_written:
+            may_be = parameter._version != given.version
+        if is_written and may_be and not bool(is_rounding(here, there).all()):
+            raise RuntimeError(_BOTH.format(self._members.names.of(weight), "written to"))
+        if may_be and not is_written:
+            self._members.table.load(given.master, parameter.detach())
         mine, theirs = parameter.grad, weight.grad
         if mine is not theirs and mine is not given.gradient:
             if given.gradient is None and theirs is not None and mine is not None:
@@ -101,11 +110,13 @@ class ExposedMasters:
 
     def close(self) -> None:
         """A step is about to begin: nothing is done to masters between this and the next time they are given out."""
-        if self._given:
-            self.settle()
-            for given in self._given:
-                given.master.parameter.grad = None
-            self._given = []
+        self.settle()
+        table = self._members.table
+        for given in self._given():
+            assert isinstance(table, FullMasters)
+            given.master.parameter.grad = None
+            del table.given[id(given.master)]
+        table.exposed.discard(self)
 
 
 _BOTH = (

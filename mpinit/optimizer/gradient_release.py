@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -27,9 +27,6 @@ from ..torch_internals.running import current_pass
 from ..torch_internals.step_hooks import has_step_hooks
 from .per_parameter import StepNumbers, steps_per_parameter
 from .scope import Part
-
-if TYPE_CHECKING:
-    from .managed import ManagedOptimizer
 
 
 @final
@@ -58,7 +55,7 @@ class _Bucket:
 class GradientRelease:
     """What one optimizer's steps have done ahead, inside of backward passes."""
 
-    def __init__(self, managed: ManagedOptimizer) -> None:
+    def __init__(self, managed: Any) -> None:
         self._managed = managed
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._parts: Sequence[Part] = ()

@@ -14,7 +14,7 @@ from ..basics.gradients import are_plain
 from ..distributed.sharding import is_sharded
 from ..masters.masters import Masters
 from ..scaling.scaler import LossScaler
-from ..scaling.unscaling import any_nonzero, unscale_, unscale_and_check_
+from ..scaling.unscaling import largest, unscale_, unscale_and_check_
 from ..torch_internals.columns import grads_of, have_grads
 from ..torch_internals.devices import is_read_freely
 
@@ -58,6 +58,9 @@ class Gradients:
         self._masters = masters
         self._block: weakref.ref[object] | None = None
         self._inverse: torch.Tensor | None = None
+        # Of an overflow found before the block that is open: whether the gradients were finite again, clipped, say.
+        self._is_hidden: torch.Tensor | None = None
+        self._was_skipped_for = False
 
     @property
     def weights(self) -> Sequence[nn.Parameter]:
@@ -95,7 +98,7 @@ class Gradients:
         self.scaled_by = scaler
         if not is_empty:
             left = self.present()
-            self._forget_cleared_overflow(left)
+            self._look_for_overflow(left)
             factor = scaler.scale_now()
             self._multiply([gradient for gradient in left if id(gradient) not in done], factor)
             done.update(map(id, self.present()))
@@ -113,12 +116,14 @@ class Gradients:
             if weight.grad is not None and not is_sharded(weight):
                 weight.grad = weight.grad.to(weight.dtype)
 
-    def _forget_cleared_overflow(self, left: Sequence[torch.Tensor]) -> None:
+    def _look_for_overflow(self, left: Sequence[torch.Tensor]) -> None:
         """Gradients may have been cleared to 0, and an overflow with them; clipped ones were not."""
         found_inf = self.found_inf
         if found_inf is None or (is_read_freely(found_inf.device) and found_inf.item() == 0):
             return
-        self.found_inf = torch.minimum(found_inf, any_nonzero(left, found_inf.device))
+        magnitude = largest(left, found_inf.device)
+        self.found_inf = torch.minimum(found_inf, (magnitude != 0).float())
+        self._is_hidden = magnitude.isfinite()
 
     @torch.no_grad()
     def unscale(self, scaler: LossScaler, done: Done) -> torch.Tensor | None:
@@ -148,7 +153,10 @@ class Gradients:
         if both:
             # Unscaled together with others that are not this optimizer's, and checked once more for it alone.
             found_inf = any_of([found_inf, unscale_and_check_(both, torch.ones_like(self._inverse))])
-        before = self.found_inf
+        before, is_hidden, self._is_hidden = self.found_inf, self._is_hidden, None
+        if before is not None and is_hidden is not None and found_inf is not None:
+            # What gradients showed when the block began they show now, unless they were cleared in it.
+            self.found_inf = before * is_hidden
         self.note(found_inf)
         if before is None or found_inf is None:
             return found_inf
@@ -175,7 +183,7 @@ class Gradients:
     def note(self, found_inf: torch.Tensor | None) -> None:
         """Add the outcome of one check."""
         self.found_inf = any_of([self.found_inf, found_inf])
-        self.is_agreed = False
+        self.is_agreed = self._was_skipped = False
 
     def agree(self, found_inf: torch.Tensor) -> None:
         """Take what all ranks together found."""
@@ -183,7 +191,12 @@ class Gradients:
 
     def forget_overflow(self) -> None:
         """The gradients that overflowed are gone."""
-        self.found_inf, self.is_agreed = None, False
+        self.found_inf, self.is_agreed, self._was_skipped_for = None, False, False
+
+    def forget_skipped_overflow(self) -> None:
+        """A loss is about to be scaled: an overflow that a step was skipped for counts no more, unless it is left."""
+        if self._was_skipped_for:
+            self.forget_overflow()
 
     @torch.no_grad()
     def overflowed(self) -> bool:
@@ -194,16 +207,23 @@ class Gradients:
             return True
         left = self.present()
         # Cleared since, or set to 0: only looked at where there was an overflow.
-        if not left or any_nonzero(left, self.found_inf.device).item() == 0:
+        if not left or largest(left, self.found_inf.device).item() == 0 or self._are_others(left):
             self.forget_overflow()
             return False
         return True
+
+    def _are_others(self, left: list[torch.Tensor]) -> bool:
+        """Whether a step was skipped since, and these are finite: a plain backward pass has left them."""
+        if not self._was_skipped_for:
+            return False
+        found_inf = unscale_and_check_(left, torch.ones((), device=left[0].device))
+        return found_inf is None or found_inf.item() == 0
 
     def stepped(self) -> None:
         """A step has used the gradients, or was skipped because of them; another one may use them again."""
         left = next((weight.grad for weight in self.weights if weight.grad is not None), None)
         self._used = None if left is None else weakref.ref(left)
-        self._was_stepped = True
+        self._was_stepped = self._was_skipped_for = True
 
     def came_through_scaling(self) -> bool:
         """Whether the gradients that are there have been unscaled, and are not new since the last step."""

@@ -18,7 +18,7 @@ from ..masters.full import FullMasters
 from ..masters.states import EncodedStates, decode, shown
 from ..plan import ScalingRule
 from ..scaling.scaler import LossScaler
-from ..scaling.unscaling import any_nonzero
+from ..scaling.unscaling import largest
 from ..torch_internals.compiling_with_gradients import follow_dynamo
 from ..torch_internals.devices import is_capturing, is_read_freely
 from ..torch_internals.fused_sgd import unfused
@@ -26,7 +26,7 @@ from ..torch_internals.native_autocast import CastsAs, CastsOff, flags, is_on
 from ..torch_internals.step_hooks import StepHooks, has_step_hooks
 from .exposed import ExposedMasters
 from .gradient_release import GradientRelease
-from .gradients import Gradients
+from .gradients import Done, Gradients
 from .halves import FIRST, SECOND, Halves
 from .members import Members
 from .overflow_log import OverflowLog
@@ -83,6 +83,7 @@ class ManagedOptimizer:
         self._is_active = False
         self._is_stepping = False
         self._has_agreed = False
+        self._was_named = False
         self._skipped: bool | torch.Tensor = False
         self._last_scaler: LossScaler | None = None
         self._warned: set[str] = set()
@@ -168,8 +169,11 @@ class ManagedOptimizer:
             if managed.release is not None and name == "load_state_dict":
                 managed.release.forget()
             managed.exposed.settle()
-            with CastsOff(), managed.scope.open():
-                return inner(*args, **kwargs)
+            try:
+                with CastsOff(), managed.scope.open():
+                    return inner(*args, **kwargs)
+            finally:
+                managed.exposed.bind()
 
         method.__name__ = name
         return method
@@ -184,6 +188,8 @@ class ManagedOptimizer:
         """
         self.members.refresh()
         self.exposed.settle()
+        self.gradients.forget_skipped_overflow()
+        self._was_named = True
         follow_dynamo()
 
     def after_backward(self) -> None:
@@ -210,8 +216,12 @@ class ManagedOptimizer:
         """A scale is to move at the next step."""
         self._pending[scaler] = None
 
-    def unscale(self, scaler: LossScaler) -> bool:
+    def unscale(self, scaler: LossScaler, done: Done) -> bool:
         """Unscale and check the gradients that backward passes of a GradScaler's losses have left.
+
+        Args:
+            scaler: what they are scaled by.
+            done: those that are unscaled already.
 
         Returns:
             Whether there are any.
@@ -219,7 +229,7 @@ class ManagedOptimizer:
         self.members.refresh()
         self.exposed.settle()
         present = bool(self.gradients.present())
-        found_inf = self.gradients.unscale(scaler, set())
+        found_inf = self.gradients.unscale(scaler, done)
         if found_inf is not None:
             scaler.note(found_inf)
         return present
@@ -241,6 +251,7 @@ class ManagedOptimizer:
         if gradients.scaled_by is not scaler:
             self.members.refresh()
             self.exposed.settle()
+            gradients.forget_skipped_overflow()
             gradients.scale_until_unscaled(scaler)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -333,10 +344,10 @@ class ManagedOptimizer:
 
         Its rates and gradients are 0. It is not counted, and no other rank need take part.
         """
-        if self.optimizer.state or not all(group.get("lr") == 0 for group in self.optimizer.param_groups):
+        if self.optimizer.state or not all(_is_zero(group.get("lr")) for group in self.optimizer.param_groups):
             return False
         gradients = self.gradients.present()
-        if not gradients or any_nonzero(gradients, gradients[0].device).item() > 0:
+        if not gradients or largest(gradients, gradients[0].device).item() != 0:
             return False
         self.gradients.check_closed(_STEP, "move it after the with-block")
         self.exposed.close()
@@ -418,7 +429,7 @@ class ManagedOptimizer:
         if not self._is_active:
             return
         if gradients.came_through_scaling():
-            if not gradients.was_reached and what == _STEP and not gradients.present():
+            if self._was_named and not gradients.was_reached and what == _STEP and not gradients.present():
                 self._notice_no_gradient()
             return
         if not self.scales or not gradients.present():
@@ -551,6 +562,11 @@ class ManagedOptimizer:
             raise _EvaluationOverflow
 
         return evaluate
+
+
+def _is_zero(rate: Any) -> bool:
+    """Whether a rate is 0; without a wait for a device."""
+    return not (isinstance(rate, torch.Tensor) and not is_read_freely(rate.device)) and bool(rate == 0)
 
 
 def _methods_of_its_own(optimizer: Optimizer) -> list[str]:

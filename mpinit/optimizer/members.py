@@ -75,7 +75,7 @@ class Members:
         self._kind = kind
         self._lists: list[tuple[list[Any], list[Any], list[Any]]] = []
         self._entries: list[tuple[dict[Any, Any], Any, Any]] = []
-        self._count = 0
+        self._groups: list[dict[str, Any]] = []
         self._is_alone = True
         self._frozen: list[nn.Parameter] = []
         self._of_weight: dict[int, nn.Parameter] = {}
@@ -92,13 +92,13 @@ class Members:
 
     def are_as_seen(self) -> bool:
         """Whether the groups hold the same parameters as at the last look."""
-        groups, seen = self.optimizer.param_groups, self._lists
-        if self.generation == 0 or len(groups) > len(seen):
+        groups = self.optimizer.param_groups
+        if self.generation == 0 or not are_same(groups, self._groups):
             return False
-        for group, (known, weights, _) in zip(groups, seen, strict=False):
+        for group, (known, weights, _) in zip(groups, self._lists, strict=False):
             if group["params"] is not known or not are_same(known, weights):
                 return False
-        return len(groups) == self._count
+        return True
 
     def _look(self) -> None:
         holders = self.holders()
@@ -113,7 +113,7 @@ class Members:
         everything = [*lists, *own.lists.values()]
         self._lists = [(each, list(each), list(map(self.inside, each))) for each in everything]
         self._entries = [(owner, key, owner[key]) for owner, key in own.entries]
-        self._count, self._is_alone = len(self.optimizer.param_groups), len(holders) == 1
+        self._groups, self._is_alone = list(self.optimizer.param_groups), len(holders) == 1
         self._frozen = [
             weight
             for weight, master in zip(weights, found, strict=True)

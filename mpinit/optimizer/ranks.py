@@ -96,7 +96,7 @@ class Ranks:
             words: what was asked for, which has to be the same on all ranks.
 
         Raises:
-            RuntimeError: ranks that share parameters or a process group were asked for different things.
+            ValueError: ranks that share parameters or a process group were asked for different things.
         """
         self._changed, self._casts, self._words = set(map(id, changed)), casts, words
         known = weakref.ref(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, Final, final
 
@@ -37,9 +37,9 @@ class Part:
     weights: list[Any]
     inner: list[Any]
     masters: OpenMasters | None
-    given: Gradients | None = None
-    versions: Sequence[int | None] = ()
-    is_read: bool = False
+    given: Gradients | None = field(default=None, init=False)
+    versions: Sequence[int | None] = field(default=(), init=False)
+    is_read: bool = field(default=False, init=False)
 
     def read(self, with_gradients: bool = True) -> None:
         """Masters get their numbers, and the gradients of their weights."""

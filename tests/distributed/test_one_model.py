@@ -16,6 +16,7 @@ from models import LEVELS, train
 from processes import ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -152,6 +153,22 @@ def test_broadcast_masters_sends_the_optimizers_state(level: str) -> None:
     train(wrapped, resumed, batches[2:], CASE.loss)
     assert_one(again)
     assert_one([value for state in resumed.state.values() for value in state.values()])
+
+
+@ranks(2, (True,), (False,))
+def test_one_rank_may_look_at_an_optimizer_that_has_made_no_step(by_torch: bool) -> None:
+    model = CASE.build()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    mpinit.initialize(model, optimizer, "O2", num_losses=2, **SCALED)
+    wrapped = DistributedDataParallel(model)
+    if dist.get_rank() == 0 and by_torch:
+        assert len(get_optimizer_state_dict(wrapped, optimizer)["state"]) == len(list(model.parameters()))
+        optimizer.state.clear()
+    elif dist.get_rank() == 0:
+        assert len(mpinit.TrainState(wrapped, optimizer).state_dict()["optim"]["state"]) > 0
+    train(wrapped, optimizer, [mine(batch) for batch in CASE.batches(2)], CASE.loss)
+    assert mpinit.step_counts(optimizer) == (2, 0)
+    assert_one(model)
 
 
 # -- verdicts ---------------------------------------------------------------------------------------------------------

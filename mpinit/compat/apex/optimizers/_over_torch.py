@@ -60,12 +60,13 @@ def can_fuse(groups: list[dict[str, Any]], kind: type[torch.optim.Optimizer], bu
     """Whether torch has a fused kernel of this optimizer for the devices of all these parameters."""
     entries = (entry for group in groups for entry in group["params"])
     params = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+    devices = {p.device.type for p in params}
     try:
-        for device in {p.device.type for p in params}:
+        for device in devices:
             kind([torch.zeros(1, device=device)], lr=0.1, fused=True)  # type: ignore[call-arg]
     except RuntimeError:
         return False
-    return all(p.is_floating_point() and p.device.type != but_not_on for p in params)
+    return but_not_on not in devices and all(p.is_floating_point() for p in params)
 
 
 def with_missing_options(saved: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
