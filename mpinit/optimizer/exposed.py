@@ -99,6 +99,8 @@ class ExposedMasters:
             raise RuntimeError(_BOTH.format(self._members.names.of(weight), "written to"))
         if may_be and not is_written:
             self._members.table.load(given.master, parameter.detach())
+        elif is_written:
+            self._members.table.values(given.master)
         mine, theirs = parameter.grad, weight.grad
         if mine is not theirs and mine is not given.gradient:
             if given.gradient is None and theirs is not None and mine is not None:

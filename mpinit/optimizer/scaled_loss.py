@@ -79,9 +79,7 @@ class ScaledLoss:
             for optimizer in self._optimizers:
                 optimizer.after_backward()
         finally:
-            found = self._unscale(self._mine, done)
-            # An overflow there is of no concern to this loss: it may have been there before.
-            self._unscale(self._others, done)
+            found = self._unscale([*self._mine, *self._others], done)
         if exc_type is None:
             self._finish(found)
 
