@@ -201,7 +201,7 @@ class Gradients:
     def note(self, found_inf: torch.Tensor | None) -> None:
         """Add the outcome of one check."""
         self.found_inf = any_of([self.found_inf, found_inf])
-        self.is_agreed = self._was_skipped = False
+        self.is_agreed = False
 
     def agree(self, found_inf: torch.Tensor) -> None:
         """Take what all ranks together found."""
