@@ -29,7 +29,7 @@ NOT_IMPORTED = ("mpinit.__main__",)
 # What breaks a rule still. An entry goes with what it names, and none comes.
 MANY_ARGUMENTS = {"mpinit.cli.doctor.Device"}
 ONE_IMPLEMENTER = {"mpinit.model.copies.Owner"}
-TELLS_DEVICES_APART = {"compat/apex/parallel/sync_batchnorm.py", "functions/casters.py"}
+TELLS_DEVICES_APART = {"functions/casters.py"}
 
 
 def classes() -> Iterator[type]:
