@@ -244,7 +244,9 @@ def test_a_loop_that_clears_in_the_block_recovers_from_overflows(level: str) -> 
     optimizer = start(model, level)
     for index, batch in enumerate(data):
         loss = mse(model, batch)
-        with mpinit.scale_loss(poison(loss, next(model.parameters())) if index in (1, 2) else loss, optimizer) as scaled:
+        with mpinit.scale_loss(
+            poison(loss, next(model.parameters())) if index in (1, 2) else loss, optimizer
+        ) as scaled:
             optimizer.zero_grad(set_to_none=False)
             scaled.backward()
         optimizer.step()

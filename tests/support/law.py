@@ -146,6 +146,7 @@ class Run:
         by_hand: a float32 parameter for each weight.
         mastered: names of the weights that have a master.
         overflowed: optimizers whose gradients hold an overflow.
+        skipped: those whose last step was skipped.
         counts: (done, skipped) for each optimizer.
     """
 
@@ -169,6 +170,7 @@ class Run:
         self.remainders: dict[str, torch.Tensor] = {}
         self.scalers = [Scaler(self.setup.loss_scale) for _ in range(LOSSES)]
         self.overflowed: set[int] = set()
+        self.skipped: set[int] = set()
         self.counts = [(0, 0) for _ in self.optimizers]
 
     # -- what there is ------------------------------------------------------------------------------------------
@@ -243,7 +245,8 @@ class Run:
         """Gradients that are gone take an overflow with them."""
         for index in list(self.overflowed):
             left = [grad for name in self.members(index) if (grad := self.by_hand[name].grad) is not None]
-            if not any(bool((grad != 0).any()) for grad in left):
+            others = index in self.skipped and not self.infinite(self.members(index))
+            if others or not any(bool((grad != 0).any()) for grad in left):
                 self.overflowed.discard(index)
 
     def checked(self, loss_id: int | None) -> None:
@@ -253,7 +256,8 @@ class Run:
         for index in range(len(self.groups)):
             if self.infinite(self.members(index)):
                 self.overflowed.add(index)
-        if loss_id is not None:
+        self.skipped.clear()
+        if loss_id is not None and any(number.grad is not None for number in self.by_hand.values()):
             self.scalers[loss_id].update(self.infinite(SIZES))
 
     def clear_all(self) -> None:
@@ -291,7 +295,9 @@ class Run:
         done, skipped = self.counts[index]
         if index in self.overflowed:
             self.counts[index] = done, skipped + 1
+            self.skipped.add(index)
             return
+        self.skipped.discard(index)
         self.counts[index] = done + 1, skipped
         if any(self.by_hand[name].grad is not None for name in self.members(index) if name in self.mastered):
             self.remainders = {n: low for n, low in self.remainders.items() if n not in self.members(index)}

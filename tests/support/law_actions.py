@@ -17,7 +17,7 @@ import mpinit
 
 def _scaled(run: Run, pick: Pick, overflows: bool = False, raises: str = "") -> None:
     """``scale_loss``, for some of the optimizers, with any loss."""
-    names = run.trained() + [name for name in SIZES if not run.owners(name)]
+    names = run.trained() + [n for n in SIZES if not run.owners(n) and run.by_hand[n].requires_grad]
     if not run.trained():
         return
     gradients = run.gradients(pick, names)
@@ -172,7 +172,6 @@ def _zero_grad(run: Run, pick: Pick, to_none: bool) -> None:
         number = run.by_hand[name]
         if number.grad is not None:
             number.grad = None if to_none else torch.zeros_like(number.grad)
-    run.look()
     run.calm()
 
 
