@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +17,6 @@ class Mpinit(Contender):
     """``initialize`` once, ``scale_loss`` around backward; leaving that block counts as settling."""
 
     def __init__(self, task: Task, opt_level: str, **properties: Any) -> None:
-        self.is_released = bool(properties.get("gradient_release", False))
         super().__init__(task)
         try:
             import mpinit
@@ -37,10 +35,3 @@ class Mpinit(Contender):
 
     def settle(self) -> None:
         self.scaling.__exit__(None, None, None)
-
-    def gradient_carriers(self) -> Iterable[Tensor]:
-        if self.is_released:
-            # Which none are left for; to look at them is refused.
-            return super().gradient_carriers()
-        carriers: Iterable[Tensor] = self.mpinit.master_params(self.optimizer)
-        return carriers

@@ -123,9 +123,9 @@ def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """
     weights = list(model.parameters())
     masters = list(mpinit.master_params(optimizer))
-    found = [*weights, *(parameter.grad for parameter in (*weights, *masters))]
-    found += masters
-    found += [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.dtype == torch.int16]
+    found = [*weights, *(parameter.grad for parameter in (*weights, *masters)), *masters]
+    if masters[0] is weights[0]:
+        found += [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.dtype == torch.int16]
     storages = [tensor.untyped_storage() for tensor in found if tensor is not None]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -7,8 +7,7 @@ import functools
 import gc
 import linecache
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -43,14 +42,24 @@ def _gives_a_lock_back(frame: Any) -> bool:
     return ends and line.lstrip().startswith("with ") and line.rstrip().endswith("lock:")
 
 
-@contextmanager
-def _tracing(trace: Callable[[Any, str, Any], Any]) -> Iterator[None]:
-    """No garbage is collected meanwhile: the lines that its weak references call belong to an earlier test."""
+def _watch(action: Callable[[], Any], covers: Callable[[CodeType], bool], see: Callable[[Any], None]) -> None:
+    """Run ``action``, and ``see`` with the frame before each line of the code that ``covers`` says yes to.
+
+    No garbage is collected meanwhile: the lines that its weak references call belong to an earlier test.
+    """
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if not covers(frame.f_code):
+            return None
+        if event == "line":
+            see(frame)
+        return trace
+
     gc.disable()
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        yield
+        action()
     finally:
         sys.settrace(before)
         gc.enable()
@@ -59,41 +68,30 @@ def _tracing(trace: Callable[[Any, str, Any], Any]) -> Iterator[None]:
 def count_runs(action: Callable[[], Any], covers: Callable[[str], bool]) -> dict[tuple[str, int], int]:
     """How often each line of the files that ``covers`` says yes to runs in ``action``, in the order of first runs."""
     runs: dict[tuple[str, int], int] = {}
-    wanted = functools.cache(covers)
 
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        name = file_of(frame.f_code)
-        if name is None or not wanted(name):
-            return None
-        if event == "line" and not _gives_a_lock_back(frame):
-            runs[name, frame.f_lineno] = runs.get((name, frame.f_lineno), 0) + 1
-        return trace
+    def see(frame: Any) -> None:
+        if not _gives_a_lock_back(frame):
+            place = file_of(frame.f_code) or "", frame.f_lineno
+            runs[place] = runs.get(place, 0) + 1
 
-    with _tracing(trace):
-        action()
+    _watch(action, functools.cache(lambda code: (name := file_of(code)) is not None and covers(name)), see)
     return runs
 
 
 def raise_at(where: Where, action: Callable[[], Any], error: type[BaseException]) -> bool:
     """Run ``action`` and raise ``error(where)`` before one run of a line; returns False where that run never came."""
     name, number, left = where
-    fired = False
 
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal left, fired
-        if fired or file_of(frame.f_code) != name or not _has_line(frame.f_code, number):
-            return None
-        if event == "line" and frame.f_lineno == number and not _gives_a_lock_back(frame):
+    def see(frame: Any) -> None:
+        nonlocal left
+        if left and frame.f_lineno == number and not _gives_a_lock_back(frame):
             left -= 1
             if left == 0:
-                fired = True
                 # Made here: an exception that this frame held would hold its own traceback, and all objects in it.
                 raise error(where)
-        return trace
 
-    with _tracing(trace):
-        action()
-    return fired
+    _watch(action, lambda code: left > 0 and file_of(code) == name and _has_line(code, number), see)
+    return left == 0
 
 
 def count_lines(action: Callable[[], Any], *folders: str) -> int:
@@ -103,18 +101,14 @@ def count_lines(action: Callable[[], Any], *folders: str) -> int:
 
 def interrupt_at(line: int, action: Callable[[], Any], *folders: str) -> None:
     """Run ``action`` and raise :class:`Interrupted` before the given one of the lines :func:`count_lines` counts."""
-    seen = 0
+    left = line + 1
 
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal seen
-        name = file_of(frame.f_code)
-        if name is None or seen > line or not name.startswith(folders or ("",)):
-            return None
-        if event == "line" and not _gives_a_lock_back(frame):
-            seen += 1
-            if seen - 1 == line:
-                raise Interrupted(f"{name}:{frame.f_lineno}")
-        return trace
+    def see(frame: Any) -> None:
+        nonlocal left
+        if left and not _gives_a_lock_back(frame):
+            left -= 1
+            if left == 0:
+                raise Interrupted(f"{file_of(frame.f_code)}:{frame.f_lineno}")
 
-    with _tracing(trace):
-        action()
+    covers = functools.cache(lambda code: (name := file_of(code)) is not None and name.startswith(folders or ("",)))
+    _watch(action, lambda code: left > 0 and covers(code), see)

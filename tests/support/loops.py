@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import models
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
@@ -80,28 +81,9 @@ def backward(loss: torch.Tensor, optimizers: Any, loss_id: int = 0, **more: Any)
         scaled_loss.backward()
 
 
-def train(model: nn.Module, optimizer: Optimizer, data: Sequence[Batch]) -> list[float]:
-    """The usual loop; returns the losses."""
-    losses = []
-    for batch in data:
-        optimizer.zero_grad()
-        loss = mse(model, batch)
-        backward(loss, optimizer)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def train_plainly(model: nn.Module, optimizer: Optimizer, data: Sequence[Batch]) -> list[float]:
-    """The usual loop without mpinit; returns the losses."""
-    losses = []
-    for batch in data:
-        optimizer.zero_grad()
-        loss = mse(model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+# The usual loop, with mpinit and without; both return the losses.
+train = functools.partial(models.train, loss_of=nn.functional.mse_loss)
+train_plainly = functools.partial(models.train_plainly, loss_of=nn.functional.mse_loss)
 
 
 class HandWritten:

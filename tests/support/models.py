@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,31 +190,23 @@ def prepared(case: Case) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]
     return case.build(), x, lambda output: case.loss(output, y)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch], loss_of: Loss) -> list[float]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], loss_of: Loss, scale: Any = None
+) -> list[float]:
     """The loop mpinit is made for; returns the losses."""
     losses = []
     for x, y in batches:
         optimizer.zero_grad()
         loss = loss_of(model(x), y)
-        with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+        with (scale or mpinit.scale_loss)(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses
 
 
-def train_plainly(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch], loss_of: Loss
-) -> list[float]:
-    """The same loop in plain torch."""
-    losses = []
-    for x, y in batches:
-        optimizer.zero_grad()
-        loss = loss_of(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+# The same loop in plain torch.
+train_plainly = functools.partial(train, scale=lambda loss, optimizer: contextlib.nullcontext(loss))
 
 
 def cast_by_hand(model: nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> nn.Module:
