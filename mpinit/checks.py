@@ -59,8 +59,16 @@ def as_optimizers(given: Any) -> list[Any]:
     return as_list(items, Optimizer, "optimizers")
 
 
-def check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: Properties, plan: Plan) -> None:
-    """Raise a ValueError for whatever cannot be initialised; issue the warnings."""
+def check(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: Properties, plan: Plan, awaits: bool = False
+) -> None:
+    """Raise a ValueError for whatever cannot be initialised; issue the warnings.
+
+    Args:
+        models, optimizers: what was given.
+        props, plan: what was asked for.
+        awaits: whether other optimizers come later.
+    """
     check_free(models, optimizers)
     for model in models:
         _check_not_prepared(model)
@@ -77,7 +85,7 @@ def check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: P
     reshard(models)
     if plan.patch_functions:
         _warn_of_16_bit_weights(models)
-    if plan.masters in (Masters.FULL, Masters.SPLIT):
+    if plan.masters in (Masters.FULL, Masters.SPLIT) and not awaits:
         warn_of_target_networks(models, optimizers)
     belonging = {id(t) for model in models for module in modules_of(model) for t in module._parameters.values()}
     for optimizer in optimizers if models else ():

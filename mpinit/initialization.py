@@ -121,7 +121,7 @@ def _set_up(
 ) -> None:
     level, props = resolved
     plan = make_plan(props)
-    checks.check(models, optimizers, props, plan)
+    checks.check(models, optimizers, props, plan, await_optimizers)
     check_process_group(process_group, models, plan)
     check_split_shards(models, plan)
     came_in_16_bit = checks.names_in_16_bit(models)
