@@ -119,7 +119,10 @@ class Gradients:
         found_inf = self.found_inf
         if found_inf is None or (is_read_freely(found_inf.device) and found_inf.item() == 0):
             return
-        self.found_inf = torch.minimum(found_inf, any_nonzero(left, found_inf.device))
+        if self._are_others(left):
+            self.forget_overflow()
+        else:
+            self.found_inf = torch.minimum(found_inf, any_nonzero(left, found_inf.device))
 
     @torch.no_grad()
     def unscale(self, scaler: LossScaler, done: Done) -> torch.Tensor | None:
