@@ -27,7 +27,7 @@ MOST_LINES = {"mpinit": 22_900, "tests": 29_900}
 NOT_IMPORTED = ("mpinit.__main__",)
 
 # What tells devices apart by name, and is not of torch_internals. An entry goes with what it names, and none comes.
-TELLS_DEVICES_APART = {"compat/apex/parallel/sync_batchnorm.py"}
+TELLS_DEVICES_APART: set[str] = set()
 
 
 def classes() -> Iterator[type]:
