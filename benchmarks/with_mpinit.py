@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .case import Unavailable
-from .contenders import Contender, torch_optimizer
+from .contenders import Contender
 from .tasks import Task
 
 
@@ -18,7 +16,6 @@ class Mpinit(Contender):
     """``initialize`` once, ``scale_loss`` around backward; leaving that block counts as settling."""
 
     def __init__(self, task: Task, opt_level: str, **properties: Any) -> None:
-        self.is_released = bool(properties.get("gradient_release", False))
         super().__init__(task)
         try:
             import mpinit
@@ -28,19 +25,9 @@ class Mpinit(Contender):
         self.scaling: AbstractContextManager[Tensor]
         self.mpinit.initialize(self.model, self.optimizer, opt_level, verbosity=0, **properties)
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch_optimizer(self.task.rule, self.model.parameters())
-
     def backward(self, loss: Tensor) -> None:
         self.scaling = self.mpinit.scale_loss(loss, self.optimizer)
         self.scaling.__enter__().backward()  # type: ignore[no-untyped-call]
 
     def settle(self) -> None:
         self.scaling.__exit__(None, None, None)
-
-    def gradient_carriers(self) -> Iterable[Tensor]:
-        if self.is_released:
-            # Which none are left for; to look at them is refused.
-            return super().gradient_carriers()
-        carriers: Iterable[Tensor] = self.mpinit.master_params(self.optimizer)
-        return carriers

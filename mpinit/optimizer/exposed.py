@@ -7,10 +7,11 @@ from typing import final
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..distributed.sharding import local
 from ..masters.full import FullMasters, Given
-from ..masters.law import is_rounding
+from ..masters.law import is_rounding, round_into
 from ..torch_internals.devices import is_read_freely
 from .members import Members
 
@@ -98,7 +99,14 @@ class ExposedMasters:
         if is_written and may_be and not bool(is_rounding(here, there).all()):
             raise RuntimeError(_BOTH.format(self._members.names.of(weight), "written to"))
         if may_be and not is_written:
-            self._members.table.load(given.master, parameter.detach())
+            if given.before is not None or parameter._version != given.version:
+                self._members.table.load(given.master, parameter.detach())
+            else:
+                # Not known to be written to: as through its data, which torch does not count and nothing waits for.
+                with _unsafe_preserve_version_counter(weight):
+                    round_into(weight, parameter, given.master.clamps)
+        elif is_written:
+            self._members.table.values(given.master)
         mine, theirs = parameter.grad, weight.grad
         if mine is not theirs and mine is not given.gradient:
             if given.gradient is None and theirs is not None and mine is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, final
 
 import torch
@@ -99,8 +100,9 @@ class Gradients:
         if not is_empty:
             left = self.present()
             self._look_for_overflow(left)
-            factor = scaler.scale_now()
-            self._multiply([gradient for gradient in left if id(gradient) not in done], factor)
+            with self._dropped_if_it_fails():
+                factor = scaler.scale_now()
+                self._multiply([gradient for gradient in left if id(gradient) not in done], factor)
             done.update(map(id, self.present()))
 
     def scale_until_unscaled(self, scaler: LossScaler) -> None:
@@ -141,6 +143,10 @@ class Gradients:
         self.was_reached |= have_grads(self.weights)
         if scaler.is_identity:
             return None
+        with self._dropped_if_it_fails():
+            return self._unscale(scaler, done)
+
+    def _unscale(self, scaler: LossScaler, done: Done) -> torch.Tensor | None:
         fresh = self._held()
         both = [gradient for gradient in fresh if id(gradient) in done] if done else []
         fresh = [gradient for gradient in fresh if id(gradient) not in done] if done else fresh
@@ -163,6 +169,18 @@ class Gradients:
         # What overflowed before is in the sums, and none of this loss's fault.
         return found_inf * (before == 0)
 
+    @contextmanager
+    def _dropped_if_it_fails(self) -> Iterator[None]:
+        """Gradients of which some are scaled and others are not are of no use."""
+        try:
+            yield
+        except BaseException:
+            for weight in self.weights:
+                weight.grad = None
+            self.scaled_by = None
+            self.forget_overflow()
+            raise
+
     def _held(self) -> list[torch.Tensor]:
         """The gradients in the type in which they are kept, from here on on the weights."""
         arrived = grads_of(self.weights)
@@ -183,7 +201,7 @@ class Gradients:
     def note(self, found_inf: torch.Tensor | None) -> None:
         """Add the outcome of one check."""
         self.found_inf = any_of([self.found_inf, found_inf])
-        self.is_agreed = self._was_skipped = False
+        self.is_agreed = False
 
     def agree(self, found_inf: torch.Tensor) -> None:
         """Take what all ranks together found."""

@@ -29,10 +29,10 @@ BYTES = {
     "hand_fp16": (2, 4, 6, 8),
     "o2_fp16": (2, 4, 4, 8),
     "o2_bf16": (2, 4, 4, 8),
-    "o2_split": (2, 2.1, 2, 8),
-    "o2_split_bf16": (2, 2.1, 2, 4),
-    "o2_int8": (2, 2.1, 2, 2.1),
-    "o2_released": (2, 2.1, 0, 2.1),
+    "o2_split": (2, 2, 2, 8),
+    "o2_split_bf16": (2, 2, 2, 4),
+    "o2_int8": (2, 2, 2, 2.1),
+    "o2_released": (2, 2, 0, 2.1),
     "o3_bf16": (2, 0, 2, 4),
 }
 
@@ -60,7 +60,8 @@ def test_bytes_held_after_backward_are_what_arithmetic_says(name: str, monkeypat
 
     monkeypatch.setattr(footprint, "_live", new)
     monkeypatch.setattr(footprint, "give_back_what_is_freed", lambda: None)  # of the tests' own process
-    case = Holding("memory", name, {"tensors": 4, "side": 384}, "cpu")
+    # Of this size the buffer of one tensor does not stay from step to step.
+    case = Holding("memory", name, {"tensors": 2, "side": 1536}, "cpu")
     case.prepare()
     facts = case.bytes_after_backward()
     training = case.training

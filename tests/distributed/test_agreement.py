@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from typing import Any
 from unittest import mock
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from encoders import CASE, backward, sgd, sharded
 from engines import assert_one, mesh, mine, on_all_ranks, refused
-from models import LEVELS
 from processes import ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,31 +37,6 @@ def test_a_cycle_takes_one_round_and_replicas_none(engine: str) -> None:
         optimizer.step()
     assert sent.call_count == (0 if engine == "ddp" else 1), sent.call_count
     assert mpinit.step_counts(optimizer) == (2, 0)
-
-
-@ranks(2, ("fsdp", "O1", "scaler"), long=[("ddp", "O2"), ("ddp", "split"), ("fsdp", "O2")])
-def test_random_overflows_leave_all_ranks_one(engine: str, level: str, loop: str = "") -> None:
-    model = CASE.build() if engine == "ddp" else sharded()
-    optimizer = sgd(model)
-    mpinit.initialize(model, optimizer, **LEVELS[level] | {"loss_scale": "dynamic"}, verbosity=0)
-    wrapped = DistributedDataParallel(model) if engine == "ddp" else model
-    chance = random.Random(dist.get_rank())
-    scaler = mpinit.GradScaler(optimizer) if loop else mock.Mock()
-    for batch in map(mine, CASE.batches(12)):
-        optimizer.zero_grad()
-        factor = float("inf") if chance.random() < 0.3 else 1.0
-        if loop == "scaler":
-            scaler.scale(CASE.loss(wrapped(batch[0]), batch[1]) * factor).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            backward(wrapped, optimizer, batch, factor)
-            optimizer.step()
-        known = mpinit.loss_scale(optimizer), mpinit.step_counts(optimizer), mpinit.step_was_skipped(optimizer)
-        assert_one((known[0], known[1], bool(known[2])))
-        if engine == "ddp":
-            assert_one(model)
-    assert 0 < mpinit.step_counts(optimizer)[1] < 12
 
 
 class Experts(nn.Module):

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from encoders import BF16, CASE, F16, F32, TOLERANCE, sgd
-from engines import State, assert_close, assert_one, assert_same, mesh, mine, refused, whole
-from models import LEVELS, level_arguments, train
+from encoders import BF16, CASE, sgd
+from engines import State, assert_close, assert_one, mesh, mine, refused, whole
+from models import LEVELS, train
 from processes import ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -19,72 +19,35 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpinit
 
-MASTERS = [("O2",), ("O5",), ("split",)]
-
-
 # -- one process with the large batch ---------------------------------------------------------------------------------
 
 
-def trained(arguments: dict[str, Any], loop: str, wraps: bool, late: bool = False, views: bool = False) -> State:
-    """Six batches: a step for each (plain), or for two of them, by scale_loss or by a GradScaler that clips.
+def trained(arguments: dict[str, Any], wraps: bool, late: bool = False, views: bool = False) -> State:
+    """Six batches, a step by a GradScaler that clips for two of them.
 
     Args:
         late: the optimizer comes when the model is wrapped already.
     """
     model: nn.Module = CASE.build()
-    if late:
-        mpinit.initialize(model, await_optimizers=True, **arguments)
     optimizer: Any = sgd(model)
-    if not late:
-        mpinit.initialize(model, optimizer, **arguments)
+    mpinit.initialize(model, None if late else optimizer, await_optimizers=late, **arguments)
     runs: Any = DistributedDataParallel(model, gradient_as_bucket_view=views) if wraps else model
     if late:
         mpinit.add_optimizers(optimizer)
-    scaler = mpinit.GradScaler(optimizer) if loop == "scaler" else None
+    scaler = mpinit.GradScaler(optimizer)
     for index, (x, y) in enumerate(mine(batch) if wraps else batch for batch in CASE.batches(6)):
-        last = index % 2 == 1 or loop == "plain"
-        with contextlib.nullcontext() if last or not wraps else runs.no_sync():
-            loss = CASE.loss(runs(x), y) / (1 if loop == "plain" else 2)
-            if scaler:
-                scaler.scale(loss).backward()
-            else:
-                with mpinit.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
-        if last and scaler:
+        with runs.no_sync() if wraps and index % 2 == 0 else contextlib.nullcontext():
+            scaler.scale(CASE.loss(runs(x), y) / 2).backward()
+        if index % 2:
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
-        elif last:
-            optimizer.step()
-        if last:
             optimizer.zero_grad()
-    if loop != "plain":
-        assert mpinit.step_counts(optimizer) == (3, 0)
+    assert mpinit.step_counts(optimizer) == (3, 0)
     state = whole(model.state_dict())
     mpinit.undo(model)
     return state
-
-
-GRID = [("O0", F32), *((level, dtype) for level in ("O1", "O2", "O3") for dtype in (F16, BF16))]
-
-
-@ranks(
-    2,
-    *[("O0", F32, "plain", False), ("O1", BF16, "plain", True), ("O2", F16, "accumulated", True)],
-    long=[
-        (*row, loop, (place + turn) % 2 == 1)
-        for place, row in enumerate(GRID)
-        for turn, loop in enumerate(("plain", "accumulated"))
-    ],
-)
-def test_ddp_equals_one_process(level: str, dtype: torch.dtype, loop: str, views: bool) -> None:
-    arguments = level_arguments(level, dtype)
-    if loop == "accumulated" and level != "O0":
-        arguments |= {"loss_scale": "dynamic", "init_loss_scale": 1024.0}
-    both = trained(arguments, loop, wraps=True, views=views)
-    assert_one(list(both.values()))
-    assert_close(both, trained(arguments, loop, wraps=False), TOLERANCE[dtype])
 
 
 @ranks(
@@ -95,9 +58,9 @@ def test_ddp_equals_one_process(level: str, dtype: torch.dtype, loop: str, views
 def test_ddp_by_a_grad_scaler_equals_one_process(level: str, late: bool) -> None:
     dynamic = {"loss_scale": "dynamic", "init_loss_scale": 1024.0} if level in ("O1", "O2", "O3") else {}
     arguments = LEVELS[level] | dynamic | ({"cast_model_type": BF16} if level == "O3" else {}) | {"verbosity": 0}
-    both = trained(arguments, "scaler", wraps=True, late=late, views=not late)
+    both = trained(arguments, wraps=True, late=late, views=not late)
     assert_one(list(both.values()))
-    assert_close(both, trained(arguments, "scaler", wraps=False), 1e-5 if level == "O0" else 3e-2)
+    assert_close(both, trained(arguments, wraps=False), 1e-5 if level == "O0" else 3e-2)
 
 
 # -- one model ------------------------------------------------------------
@@ -116,20 +79,6 @@ def build(level: str, seed: int | None = None) -> tuple[nn.Module, torch.optim.O
     return model, optimizer
 
 
-@ranks(2, ("O2",), ("split",), long=[("O5",), ("O5", True)])
-def test_different_seeds_train_the_first_ranks_masters(level: str, compiled: bool = False) -> None:
-    batches = [mine(batch) for batch in CASE.batches(5)]
-    model, optimizer = build(level, seed=0)
-    train(DistributedDataParallel(model), optimizer, batches, CASE.loss)
-    expected = whole(model.state_dict())
-    mpinit.undo(model)
-    model, optimizer = build(level, seed=dist.get_rank())
-    wrapped: Any = DistributedDataParallel(model)
-    train(torch.compile(wrapped, backend="eager") if compiled else wrapped, optimizer, batches, CASE.loss)
-    assert_one(model)
-    assert_same(whole(model.state_dict()), expected)  # rank 0's numbers
-
-
 @ranks(2)
 def test_a_wrapped_part_has_the_first_ranks_masters() -> None:
     model, optimizer = build("O5", seed=dist.get_rank())
@@ -139,37 +88,6 @@ def test_a_wrapped_part_has_the_first_ranks_masters() -> None:
         scaled_loss.backward()
     optimizer.step()
     assert_one(model.layer.module)
-
-
-@ranks(2, ("O2",), long=[("O5",), ("split",)])
-def test_join_with_uneven_inputs_ends_with_one_models_masters(level: str) -> None:
-    model, optimizer = build(level, seed=0)
-    wrapped = DistributedDataParallel(model)
-    batches = [mine(batch) for batch in CASE.batches(6)][: 3 + 2 * dist.get_rank()]
-    with wrapped.join():
-        train(wrapped, optimizer, batches, CASE.loss)
-    masters = [master.detach().clone() for master in mpinit.master_params(optimizer)]
-    assert_one(model)
-    assert_one(masters)
-    mpinit.undo(model)
-    assert "_sync_final_model" not in vars(wrapped)
-
-
-@ranks(2, ("O2",), long=[("O1",), ("O5",), ("split",)])
-def test_a_checkpoint_of_one_rank_reaches_all(level: str) -> None:
-    model, optimizer = build(level, seed=0)
-    wrapped = DistributedDataParallel(model)
-    batches = [mine(batch) for batch in CASE.batches(3)]
-    train(wrapped, optimizer, batches, CASE.loss)
-    state = {name: value + 1e-4 * torch.randn_like(value) for name, value in model.state_dict().items()}
-    if dist.get_rank() == 1:
-        model.load_state_dict(state)
-    mpinit.broadcast_masters(optimizer, src=1)
-    assert_one(model)
-    if dist.get_rank() == 1:
-        assert_same(whole(model.state_dict()), state)  # the sender's numbers stay
-    train(wrapped, optimizer, batches, CASE.loss)
-    assert_one(model)
 
 
 @ranks(2)

@@ -15,7 +15,6 @@ from engines import assert_one, mesh, mine, on_all_ranks, refused, whole
 from models import LEVELS, train
 from processes import ranks
 from torch import Tensor, nn
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +23,6 @@ import mpinit
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own use of TorchScript
-    from torch.distributed.optim import PostLocalSGDOptimizer
 
 SCALED = {"init_loss_scale": 1024.0, "verbosity": 0}
 INF = float("inf")
@@ -286,21 +284,3 @@ def test_other_models_may_be_wrapped_as_before() -> None:
     FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
     DistributedDataParallel(nn.Linear(2, 2 + dist.get_rank() - dist.get_rank()))
     fully_shard(nn.Linear(2, 2), mesh=mesh(2))
-
-
-@ranks(2, ("O2",), ("split",), long=[("O0",), ("O5",), ("model",)])
-def test_local_sgd_averages_masters_and_skips_on_all(level: str) -> None:
-    model = CASE.build()
-    inner = sgd(model)
-    optimizer = PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=2, warmup_steps=0))
-    scaling = {} if level in ("O0", "split", "O5") else {"loss_scale": "dynamic"}
-    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level] | scaling)
-    # The averager's period begins with the first step that is done, and the last one has to be its first.
-    for index, batch in enumerate(map(mine, CASE.batches(8 if scaling else 7))):
-        optimizer.zero_grad()
-        bad = index == 2 and dist.get_rank() == 1 and bool(scaling)
-        backward(model, optimizer, batch, INF if bad else 1.0)
-        optimizer.step()
-    assert_one((mpinit.step_counts(optimizer), mpinit.loss_scale(optimizer)))
-    assert mpinit.step_counts(optimizer)[0] == 7
-    assert_one(model)

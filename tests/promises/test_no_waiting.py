@@ -51,7 +51,10 @@ def test_steps_with_accumulation_and_clipping(level: str, more: dict[str, Any]) 
     for _ in range(3):
         optimizer.zero_grad()
         for _ in range(2):
-            with mpinit.scale_loss(loss_of(model), optimizer) as scaled_loss:
+            loss = loss_of(model)
+            # Looking at masters between a forward and its backward pass writes to no weight.
+            assert len(list(mpinit.master_params(optimizer))) == len(list(model.parameters()))
+            with mpinit.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
         mpinit.clip_grad_norm_(optimizer, 1.0)
         optimizer.step()

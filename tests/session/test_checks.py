@@ -201,16 +201,6 @@ def test_what_is_initialised_cannot_be_disabled_before_it_is_undone() -> None:
     assert model not in registry.disabled
 
 
-def test_a_failing_check_does_not_reshard(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    monkeypatch.setattr("mpinit.checks.reshard", lambda models: calls.append(1))
-    with pytest.raises(ValueError):
-        quietly(net(), keep_fp32="nowhere")
-    assert not calls
-    quietly(net())
-    assert calls
-
-
 @pytest.mark.parametrize("verbosity", [True, False])
 def test_verbosity_as_a_boolean(verbosity: bool, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "mpinit"):

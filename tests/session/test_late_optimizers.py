@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from late_optimizers import SETTINGS, await_optimizers, initialise, with_masters
-from loops import adam, backward, batches, masters, mlp, momentum, mse, poison, same, states, train
+from loops import adam, backward, batches, keywords, masters, mlp, momentum, mse, poison, same, states, train
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, Adam
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import mpinit
 from mpinit import registry
+
+BF16 = torch.bfloat16
+SETTINGS: dict[str, dict[str, Any]] = {
+    "O0": {"opt_level": "O0"},
+    "O1": keywords("O1"),
+    "O2-float16": keywords("O2"),
+    "O2-bfloat16": keywords("O2", BF16),
+    "O2-split": keywords("O2", BF16) | {"master_weights": "split"},
+    "O3": keywords("O3", BF16),
+    "O4": {"opt_level": "O4"},
+    "O5": {"opt_level": "O5"},
+    "O5-split": {"opt_level": "O5", "master_weights": "split"},
+}
+with_masters = pytest.mark.parametrize("setting", ["O2-float16", "O2-split", "O5"])
+
+
+def initialise(model: nn.Module, optimizers: Any, setting: str, **more: Any) -> None:
+    mpinit.initialize(model, optimizers, **SETTINGS[setting] | {"verbosity": 0} | more)
+
+
+def await_optimizers(model: nn.Module, setting: str, **more: Any) -> None:
+    initialise(model, None, setting, await_optimizers=True, **more)
+
 
 each_setting = pytest.mark.parametrize("setting", SETTINGS)
 
@@ -175,13 +199,13 @@ def test_an_empty_list_lets_the_float32_values_go(setting: str) -> None:
     first = mpinit.add_optimizers(momentum(model[0].parameters()))
     assert mpinit.add_optimizers([]) == []
     gc.collect()
-    assert all(reference() is None for reference in kept[2:])
+    assert [reference() is None for reference in kept] == [False, False, True, True][: len(kept)]
     assert [p.grad is None for p in model.parameters()] == [True] * 4
     train(model, first, batches(1))
     model.zero_grad()
     second = mpinit.add_optimizers(momentum(model[-1].parameters()))
-    assert list(second.param_groups[0]["params"]) == list(model[-1].parameters())
-    assert (session.masters.of(model[-1].weight) is not None) == setting.startswith("O2")
+    expected = torch.float32 if setting == "O2-float16" else model[-1].weight.dtype
+    assert {each.dtype for each in mpinit.master_params(second)} == {expected}
     same([model.state_dict()["3.weight"]], [model[-1].weight.float()])
     mpinit.undo(model)
     rounded = plain[-1].weight.to(session.selection.targets.get(model[-1].weight, torch.float32)).float()
@@ -200,26 +224,24 @@ def test_undo_gives_waiting_weights_every_bit_back(setting: str) -> None:
     assert not _global_optimizer_pre_hooks
 
 
+class Interrupted(Adam):
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "load_state_dict":
+            raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("setting", ["O2-split", "O3", "O4", "O5"])
-def test_one_that_fails_leaves_all_as_they_were(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_fails_leaves_all_as_they_were(setting: str) -> None:
     model, twin = mlp(), mlp()
     await_optimizers(model, setting)
     initialise(twin, adam(twin.parameters()), setting)
-    first, second = adam(model[0].parameters()), adam(model[-1].parameters())
+    first, second = adam(model[0].parameters()), Interrupted(model[-1].parameters(), lr=0.01)
     before = [dict(vars(each)) for each in (first, second)]
     groups = [list(each.param_groups[0]["params"]) for each in (first, second)]
-
-    def fail(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patches:
-        patches.setattr(
-            type(second),
-            "__setattr__",
-            lambda each, *what: (fail if each is second else object.__setattr__)(each, *what),
-        )
-        with pytest.raises(KeyboardInterrupt):
-            mpinit.add_optimizers([first, second])
+    with pytest.raises(KeyboardInterrupt):
+        mpinit.add_optimizers([first, second])
+    second.__class__ = Adam
     assert [dict(vars(each)) for each in (first, second)] == before
     same([p for group in groups for p in group], model.parameters())
     assert [list(map(id, each.param_groups[0]["params"])) for each in (first, second)] == [
@@ -240,3 +262,117 @@ def test_an_overflow_skips_a_late_optimizer(setting: str) -> None:
     backward(poison(mse(model, batches(1)[0]), model[0].weight), optimizer)
     optimizer.step()
     assert mpinit.step_was_skipped(optimizer)
+
+
+# -- while a model awaits its optimizers: what is said of it, and what is refused ----------
+
+
+def test_describe_says_how_many_weights_wait() -> None:
+    model = mlp()
+    await_optimizers(model, "O5")
+    assert "4 weights (83 bfloat16 parameters) wait for an optimizer" in mpinit.describe(model)
+    mpinit.add_optimizers(SGD(model[0].parameters(), lr=0.1))
+    assert "2 weights" in mpinit.describe(model)
+    mpinit.add_optimizers([])
+    assert "wait" not in mpinit.describe(model)
+
+
+@pytest.mark.parametrize("box", [lambda *xs: xs[0], lambda *xs: list(xs), lambda *xs: tuple(xs)])
+def test_what_is_given_comes_back(box: Callable[..., Any]) -> None:
+    models = [mlp(), mlp()]
+    mpinit.initialize(models, opt_level="O5", await_optimizers=True, verbosity=0)
+    given = box(*(momentum(model.parameters()) for model in models))
+    assert mpinit.add_optimizers(given) is given
+
+
+def test_scale_loss_before_any_optimizer() -> None:
+    model = mlp()
+    await_optimizers(model, "O2-float16")
+    loss = mse(model, batches(1)[0])
+    with pytest.raises(RuntimeError, match=r"awaits its optimizers: call mpinit\.add_optimizers"):
+        mpinit.scale_loss(loss, [])
+    with pytest.raises(RuntimeError, match=r"or to mpinit\.add_optimizers"):
+        mpinit.scale_loss(loss, momentum(model.parameters()))
+
+
+@with_masters
+def test_a_step_of_an_optimizer_that_nobody_added(setting: str) -> None:
+    model, other = mlp(), mlp(1)
+    await_optimizers(model, setting)
+    optimizer, strange = momentum(model.parameters()), momentum(other.parameters())
+    for each in (model, other):
+        mse(each, batches(1)[0]).backward()
+    strange.step()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match=r"'0\.weight'.*call mpinit\.add_optimizers\(optimizer\) before"):
+        optimizer.step()
+    same(before.values(), model.state_dict().values())
+    model.zero_grad()
+    mpinit.add_optimizers(optimizer)
+    train(model, optimizer, batches(1))
+
+
+def test_an_optimizer_twice() -> None:
+    model = mlp()
+    await_optimizers(model, "O5")
+    optimizer = momentum(model.parameters())
+    with pytest.raises(ValueError, match="holds the same SGD twice"):
+        mpinit.add_optimizers([optimizer, optimizer])
+    mpinit.add_optimizers(optimizer)
+    with pytest.raises(ValueError, match="SGD was initialised already"):
+        mpinit.add_optimizers(optimizer)
+
+
+def test_parameters_of_no_session_and_of_several() -> None:
+    one, two, stranger = mlp(), mlp(), mlp()
+    await_optimizers(one, "O5")
+    await_optimizers(two, "O2-float16")
+    with pytest.raises(RuntimeError, match="none of the parameters of this SGD belongs to an initialised model"):
+        mpinit.add_optimizers(momentum(stranger.parameters()))
+    with pytest.raises(RuntimeError, match="belong to several sessions"):
+        mpinit.add_optimizers(momentum([*one.parameters(), *two.parameters()]))
+    with pytest.raises(RuntimeError, match="which session is meant"):
+        mpinit.add_optimizers([])
+    first, second = mpinit.add_optimizers([momentum(one.parameters()), momentum(two.parameters())])
+    assert registry.of(first) is registry.of(one) and registry.of(second) is registry.of(two)
+    with pytest.raises(TypeError, match="optimizers must be"):
+        mpinit.add_optimizers(one)
+    with pytest.raises(TypeError, match="await_optimizers must be True or False"):
+        mpinit.initialize(stranger, await_optimizers="yes")  # type: ignore[arg-type]
+
+
+def test_disabled() -> None:
+    model = mlp()
+    await_optimizers(model, "O5", enabled=False)
+    optimizer = mpinit.add_optimizers(momentum(model.parameters()))
+    assert optimizer in registry.disabled
+    train(model, optimizer, batches(1))
+    mpinit.undo([model, optimizer])
+
+
+def test_inside_of_scale_loss() -> None:
+    model = mlp()
+    await_optimizers(model, "O2-float16")
+    first = mpinit.add_optimizers(momentum(model[0].parameters()))
+    loss = mse(model, batches(1)[0])
+    with (
+        pytest.raises(RuntimeError, match=r"add_optimizers\(\) was called inside"),
+        mpinit.scale_loss(loss, first),
+    ):
+        mpinit.add_optimizers(momentum(model[-1].parameters()))
+
+
+def test_a_gradient_that_the_loss_of_another_has_left_is_unscaled() -> None:
+    model, usual = mlp(), mlp()
+    await_optimizers(model, "O2-float16")
+    optimizer = momentum(usual.parameters())
+    initialise(usual, optimizer, "O2-float16")
+    first = mpinit.add_optimizers(momentum(model[0].parameters()))
+    backward(mse(model, batches(1)[0]), first)
+    backward(mse(usual, batches(1)[0]), optimizer)
+    second = mpinit.add_optimizers(momentum(model[-1].parameters()))
+    with pytest.warns(UserWarning, match=r"did not come through mpinit\.scale_loss"):
+        second.step()
+    first.step()
+    optimizer.step()
+    same(model.state_dict().values(), usual.state_dict().values())

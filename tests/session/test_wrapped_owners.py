@@ -219,11 +219,3 @@ def test_a_model_that_has_more_than_another_in_it_is_none_of_its_wrappers() -> N
     assert registry.of(student) is not registry.of(teacher)
     mpinit.undo(teacher)
     assert registry.of(student) is not None
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_verbosity_may_be_a_boolean(value: bool) -> None:
-    model = mlp()
-    mpinit.initialize(model, opt_level="O5", verbosity=value)
-    session: Any = registry.of(model)
-    assert session.verbosity == int(value)

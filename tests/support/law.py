@@ -146,6 +146,7 @@ class Run:
         by_hand: a float32 parameter for each weight.
         mastered: names of the weights that have a master.
         overflowed: optimizers whose gradients hold an overflow.
+        is_loose: whether gradients of weights that no optimizer has do.
         skipped: those whose last step was skipped.
         counts: (done, skipped) for each optimizer.
     """
@@ -170,6 +171,7 @@ class Run:
         self.remainders: dict[str, torch.Tensor] = {}
         self.scalers = [Scaler(self.setup.loss_scale) for _ in range(LOSSES)]
         self.overflowed: set[int] = set()
+        self.is_loose = False
         self.skipped: set[int] = set()
         self.counts = [(0, 0) for _ in self.optimizers]
 
@@ -248,17 +250,26 @@ class Run:
             others = index in self.skipped and not self.infinite(self.members(index))
             if others or not any(bool((grad != 0).any()) for grad in left):
                 self.overflowed.discard(index)
+        self.is_loose = self.is_loose and self.infinite(self.loose())
 
     def checked(self, loss_id: int | None) -> None:
         """Gradients were unscaled and checked, all there are; ``loss_id`` is None where an exception came."""
         if not self.scalers[0].dynamic:
             return
+        before, was_loose = set(self.overflowed), self.is_loose
         for index in range(len(self.groups)):
             if self.infinite(self.members(index)):
                 self.overflowed.add(index)
+        self.is_loose = self.infinite(self.loose())
         self.skipped.clear()
         if loss_id is not None and any(number.grad is not None for number in self.by_hand.values()):
-            self.scalers[loss_id].update(self.infinite(SIZES))
+            # What overflowed before is in the sums, and none of this loss's fault.
+            self.scalers[loss_id].update(bool(self.overflowed - before) or (self.is_loose and not was_loose))
+
+    def loose(self) -> list[str]:
+        """The numbers that no optimizer has."""
+        stepped = {name for index in range(len(self.groups)) for name in self.members(index)}
+        return [name for name in self.by_hand if name not in stepped]
 
     def clear_all(self) -> None:
         """All gradients are cleared."""
