@@ -21,7 +21,6 @@ from .checks_of_ranks import check_not_left_behind, check_not_wrapped
 from .distributed.sharding import is_managed_by_fsdp, reshard
 from .model.aliases import named_own_tensors
 from .model.entry_points import check_argument_names
-from .model.lasting_losses import warn_of_target_networks
 from .model.selection import ids_of_tensors, named_tensors, own_tensors
 from .plan import Masters, Plan
 
@@ -77,8 +76,6 @@ def check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: P
     reshard(models)
     if plan.patch_functions:
         _warn_of_16_bit_weights(models)
-    if plan.masters in (Masters.FULL, Masters.SPLIT):
-        warn_of_target_networks(models, optimizers)
     belonging = {id(t) for model in models for module in modules_of(model) for t in module._parameters.values()}
     for optimizer in optimizers if models else ():
         _warn_of_orphans(models, optimizer, belonging)

@@ -31,7 +31,7 @@ from .model.shared_memory import check_memory
 from .optimizer.gradient_release import check_release
 from .optimizer.gradients import Gradients
 from .optimizer.managed import ManagedOptimizer
-from .optimizer.members import Members, Names, places_beside_groups
+from .optimizer.members import Members, Names, check_steps_its_groups
 from .optimizer.per_parameter import steps_per_parameter
 from .optimizer.ranks import OPTIMIZERS, Ranks
 from .optimizer.scaled_loss import ScaledLoss
@@ -124,7 +124,7 @@ class Session:
         """Carry the plan out. If anything raises, everything done so far is undone, newest first."""
         selected = self.selection = selection.select(self.models, self.plan)
         check_memory(self.models, selected.targets)
-        self._check(self.optimizers, {id(t) for t, dtype in selected.targets.items() if is_lower_precision(dtype)})
+        self._check(self.optimizers)
         try:
             self._apply()
         except BaseException:
@@ -133,7 +133,7 @@ class Session:
         self.tensor_ids = selection.ids_of_tensors(self.models)  # after the casts: they replace buffers
         self.is_live = True
 
-    def _check(self, optimizers: Sequence[Optimizer], ids: set[int]) -> None:
+    def _check(self, optimizers: Sequence[Optimizer]) -> None:
         """Whether these optimizers can be stepped as the plan says.
 
         Raises:
@@ -143,7 +143,8 @@ class Session:
             check_release(optimizers, [weight for members in self._members for weight in members.weights])
         for optimizer in optimizers:
             if self._makes_masters:
-                places_beside_groups([optimizer, *wrapped_by(optimizer)], ids)
+                for each in (optimizer, *wrapped_by(optimizer)):
+                    check_steps_its_groups(each)
             if self._states is not None and not steps_per_parameter(optimizer):
                 raise ValueError(
                     f'optimizer_state="{self._states.codec.name}" decodes a bucket of parameters at a time, and '
@@ -263,6 +264,7 @@ class Session:
             if self.plan.masters is MasterKind.IN_MODEL:
                 managed.observers.append(_RenewedCasts())
             undos.push(managed.install(self._states))
+            managed.gradients.take_over(self._loose[1])
         return undos.unwind
 
     def _forget(self, optimizer: Optimizer) -> None:
@@ -334,7 +336,7 @@ class Session:
             ValueError: one of the optimizers cannot be stepped with masters of the session's kind.
         """
         self.check_idle("mpinit.add_optimizers()")
-        self._check(optimizers, {id(p) for p in _parameters_of(optimizers) if is_lower_precision(p.dtype)})
+        self._check(optimizers)
         self.ranks.check_present()
         failed, undos = UndoStack(), UndoStack()
         with failed:

@@ -14,7 +14,7 @@ from ..basics.dtypes import cast_within_range
 from ..basics.gradients import as_float32
 from ..distributed.exchange import arriving_gradient_dtype
 from ..distributed.sharding import is_sharded, local, set_data
-from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, forget_data, note_data
+from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, forget_all_data, forget_data, note_data
 from .law import follow_weight, round_into
 from .masters import Gradients, Master, Masters, OpenMasters
 from .writes import Writes
@@ -55,6 +55,8 @@ class FullMasters(Masters):
     def __init__(self) -> None:
         super().__init__()
         self.accessed: set[int] = set()
+        # Also where a session is dropped without an undo.
+        weakref.finalize(self, forget_all_data, self.accessed).atexit = False
         self.given: dict[int, Given] = {}
         self._open: list[_Open] = []
         self._columns: weakref.WeakSet[_Open] = weakref.WeakSet()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,23 +18,15 @@ from .aliases import is_16_bit, named_own_tensors
 from .forward import patched_forward
 
 
-class Owner(Protocol):
-    """What is asked of a session here."""
-
-    def has_masters(self) -> bool:
-        """Whether any weight has a float32 master."""
-
-    def float32_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The float32 values that stand for a 16-bit tensor, or None."""
-
-    def leave(self, module: nn.Module) -> None:
-        """Take off a copy what was put on the original."""
-
-
 class _OfModule:
-    """Something that stands on a module and knows it; in copies and files it does what the module's class does."""
+    """Something that stands on a module and knows it; in copies and files it does what the module's class does.
 
-    def __init__(self, module: nn.Module, owner: Owner | None) -> None:
+    Args:
+        module: the module.
+        owner: the ``Float32State`` of its session; None in copies and files.
+    """
+
+    def __init__(self, module: nn.Module, owner: Any) -> None:
         self.module = module
         self.owner = owner
 
@@ -124,7 +116,7 @@ def _converted(fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -
         return dtype
 
 
-def put_on(module: nn.Module, owner: Owner) -> None:
+def put_on(module: nn.Module, owner: Any) -> None:
     """Let copies of a module be float32, and conversions of it be refused."""
     attributes = vars(module)
     if "__deepcopy__" not in attributes:
@@ -133,7 +125,7 @@ def put_on(module: nn.Module, owner: Owner) -> None:
         attributes["_apply"] = Conversion(module, owner)
 
 
-def take_off(module: nn.Module, owner: Owner) -> None:
+def take_off(module: nn.Module, owner: Any) -> None:
     """Take off what :func:`put_on` put on, here or on what this is a copy of."""
     for name, kind in (("__deepcopy__", DeepCopy), ("_apply", Conversion)):
         found = vars(module).get(name)

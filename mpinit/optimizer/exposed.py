@@ -105,6 +105,8 @@ class ExposedMasters:
                 # Not known to be written to: as through its data, which torch does not count and nothing waits for.
                 with _unsafe_preserve_version_counter(weight):
                     round_into(weight, parameter, given.master.clamps)
+        elif is_written:
+            self._members.table.values(given.master)
         mine, theirs = parameter.grad, weight.grad
         if mine is not theirs and mine is not given.gradient:
             if given.gradient is None and theirs is not None and mine is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, final
 
 import torch
@@ -99,8 +100,9 @@ class Gradients:
         if not is_empty:
             left = self.present()
             self._look_for_overflow(left)
-            factor = scaler.scale_now()
-            self._multiply([gradient for gradient in left if id(gradient) not in done], factor)
+            with self._dropped_if_it_fails():
+                factor = scaler.scale_now()
+                self._multiply([gradient for gradient in left if id(gradient) not in done], factor)
             done.update(map(id, self.present()))
 
     def scale_until_unscaled(self, scaler: LossScaler) -> None:
@@ -141,6 +143,10 @@ class Gradients:
         self.was_reached |= have_grads(self.weights)
         if scaler.is_identity:
             return None
+        with self._dropped_if_it_fails():
+            return self._unscale(scaler, done)
+
+    def _unscale(self, scaler: LossScaler, done: Done) -> torch.Tensor | None:
         fresh = self._held()
         both = [gradient for gradient in fresh if id(gradient) in done] if done else []
         fresh = [gradient for gradient in fresh if id(gradient) not in done] if done else fresh
@@ -162,6 +168,18 @@ class Gradients:
             return found_inf
         # What overflowed before is in the sums, and none of this loss's fault.
         return found_inf * (before == 0)
+
+    @contextmanager
+    def _dropped_if_it_fails(self) -> Iterator[None]:
+        """Gradients of which some are scaled and others are not are of no use."""
+        try:
+            yield
+        except BaseException:
+            for weight in self.weights:
+                weight.grad = None
+            self.scaled_by = None
+            self.forget_overflow()
+            raise
 
     def _held(self) -> list[torch.Tensor]:
         """The gradients in the type in which they are kept, from here on on the weights."""
@@ -211,6 +229,14 @@ class Gradients:
             self.forget_overflow()
             return False
         return True
+
+    @torch.no_grad()
+    def take_over(self, loose: Gradients) -> None:
+        """These were among the gradients of parameters that no optimizer has, until now."""
+        self._was_scaled = loose._was_scaled
+        left = self._held()
+        if loose.found_inf is not None and left:
+            self.note(unscale_and_check_(left, torch.ones_like(loose.found_inf)))
 
     def _are_others(self, left: list[torch.Tensor]) -> bool:
         """Whether a step was skipped since, and these are finite: a plain backward pass has left them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, final
 
@@ -73,17 +74,25 @@ class ScaledLoss:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for optimizer in self._optimizers:
-            optimizer.after_backward()
         done: Done = set()
-        found = self._unscale(self._mine, done)
-        # An overflow there is of no concern to this loss: it may have been there before.
-        self._unscale(self._others, done)
+        try:
+            for optimizer in self._optimizers:
+                optimizer.after_backward()
+        finally:
+            found = self._unscale([*self._mine, *self._others], done)
         if exc_type is None:
             self._finish(found)
 
     def _unscale(self, gradients: Sequence[Gradients], done: Done) -> list[torch.Tensor]:
-        found = [each.unscale(self._scaler, done) for each in gradients]
+        found: list[torch.Tensor | None] = []
+
+        def unscale(each: Gradients) -> None:
+            found.append(each.unscale(self._scaler, done))
+
+        with ExitStack() as stack:
+            # Each even where another raises.
+            for each in reversed(gradients):
+                stack.callback(unscale, each)
         return [each for each in found if each is not None]
 
     def _finish(self, found: list[torch.Tensor]) -> None:

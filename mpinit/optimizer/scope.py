@@ -203,6 +203,7 @@ class Scope:
         parts = self.parts()
         whole = [part for part in parts if part.masters is not None and not self._reads_parts]
         with UndoStack() as undos:
+            undos.push(self._end)
             undos.push(self._members.show_weights)
             undos.push(self._exchange.leave)
             self.is_open = True
@@ -219,8 +220,10 @@ class Scope:
                 # After a failed step the part at hand is put back here, and not whenever it is collected.
                 steps.close()
             finally:
-                self.is_open = False
                 undos.unwind()
+
+    def _end(self) -> None:
+        self.is_open = False
 
     def _steps(self, parts: Sequence[Part], alone: Part | None) -> Generator[None]:
         present = [part for part in parts if have_grads(part.weights)] if alone is None else [alone]

@@ -83,17 +83,6 @@ def floats() -> torch.Tensor:
     return torch.ones(2)
 
 
-@pytest.mark.parametrize("source", [torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("target", [torch.float16, torch.float32])
-def test_every_floating_dtype_is_cast_and_a_matching_one_is_the_same_tensor(
-    source: torch.dtype, target: torch.dtype
-) -> None:
-    tensor = torch.ones(2, dtype=source)
-    cast = cast_tree(tensor, target)
-    assert cast.dtype is target
-    assert (cast is tensor) == (source is target)
-
-
 LEAVES = [
     torch.ones(2, dtype=torch.int64),
     torch.ones(2, dtype=torch.complex64),

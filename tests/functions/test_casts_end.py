@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from casts import BF16, FP32, HALF, in_thread, o1_plan
-from test_functions import differences, product_dtype, snapshot
+from casts import BF16, FP32, HALF, in_thread, o1_plan, product_dtype
+from test_functions import differences, snapshot
 
 import mpinit
 from mpinit.functions import apply
@@ -33,25 +33,15 @@ def before() -> Iterator[dict[str, object]]:
     assert differences(before, snapshot()) == []
 
 
-@pytest.mark.parametrize("in_a_circle", [False, True])
-def test_casts_go_off_when_the_owner_is_dropped(before: dict[str, object], in_a_circle: bool) -> None:
-    owner = Owner()
-    if in_a_circle:
-        owner.itself = owner  # type: ignore[attr-defined]
-    undo = apply(o1_plan(), owner=owner)
-    assert product_dtype() is HALF
-    del owner, undo
+@pytest.mark.parametrize("scope", ["thread", "model"])
+def test_casts_end_with_a_session_that_is_dropped(scope: str, before: dict[str, object]) -> None:
+    model = mpinit.initialize(torch.nn.Linear(4, 4), opt_level="O1", cast_scope=scope, verbosity=0)
+    model.itself = [model]
+    assert model(torch.ones(1, 4)).dtype is (HALF if scope == "thread" else FP32)
+    del model
     gc.collect()
-    assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype is FP32
+    assert torch.nn.Linear(4, 4)(torch.ones(1, 4)).dtype is FP32
     assert not is_on() and torch.is_autocast_cache_enabled()
-
-
-def test_an_undo_comes_first(before: dict[str, object]) -> None:
-    owner = Owner()
-    apply(o1_plan(), owner=owner)()
-    assert differences(before, snapshot()) == []
-    del owner
-    assert differences(before, snapshot()) == []
 
 
 def test_the_casts_of_another_session_stay(before: dict[str, object]) -> None:
@@ -141,39 +131,3 @@ def test_a_block_of_the_users_around_a_forward_without_casts_counts(live: bool) 
                 assert NONE.run(product_dtype) is FP32
     if undo is not None:
         undo()
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_recomputes_a_forward_without_casts_without_them(reentrant: bool) -> None:
-    undo, seen = apply(o1_plan()), []
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        seen.append((x @ x).dtype)
-        return x @ x
-
-    x = torch.rand(2, 2, requires_grad=True)
-    y = torch.utils.checkpoint.checkpoint(lambda x: NONE.run(forward, x), x, use_reentrant=reentrant)
-    y.sum().backward()
-    assert seen == [FP32, FP32]
-    undo()
-
-
-def test_a_compiled_forward_without_casts_runs_without_those_of_other_sessions() -> None:
-    def product(x: torch.Tensor) -> torch.Tensor:
-        return x @ x
-
-    run = torch.compile(lambda x: NONE.run(product, x), fullgraph=True, backend="aot_eager")
-    mixed = torch.compile(
-        lambda x: ForwardCasts(HALF).run(lambda x: (x @ x, NONE.run(product, x)), x),
-        fullgraph=True,
-        backend="aot_eager",
-    )
-    x = torch.rand(2, 2)
-    assert run(x).dtype is FP32
-    undo = apply(o1_plan())
-    assert (run(x).dtype, [y.dtype for y in mixed(x)]) == (FP32, [HALF, FP32])
-    with ForwardCasts(HALF):
-        assert [product_dtype(), run(x).dtype] == [HALF, FP32]
-    undo()
-    with torch.autocast("cpu", BF16):
-        assert run(x).dtype is BF16

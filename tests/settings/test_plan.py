@@ -14,36 +14,12 @@ from mpinit.settings.resolve import resolve
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
-#           cast_model  model_dtype  patch_functions  function_dtype  masters        dynamic  scale
-EXPECTED = {
-    "O0": (True, F32, False, F16, Masters.NONE, False, 1.0),
-    "O1": (False, F32, True, F16, Masters.NONE, True, 2.0**16),
-    "O2": (True, F16, False, F16, Masters.FULL, True, 2.0**16),
-    "O3": (True, F16, False, F16, Masters.NONE, False, 1.0),
-    "O4": (False, F32, True, BF16, Masters.NONE, False, 1.0),
-    "O5": (True, BF16, False, F16, Masters.FULL, False, 1.0),
-}
-
 
 def plan_of(level: str, **overrides: Any) -> Plan:
     return make_plan(resolve(level, overrides)[1])
 
 
-@pytest.mark.parametrize("level", EXPECTED)
-def test_the_plan_of_each_level(level: str) -> None:
-    plan = make_plan(OPT_LEVELS[level])
-    assert (
-        plan.cast_model,
-        plan.model_dtype,
-        plan.patch_functions,
-        plan.function_dtype,
-        plan.masters,
-        plan.scaling.dynamic,
-        plan.scaling.init_scale,
-    ) == EXPECTED[level]
-
-
-@pytest.mark.parametrize("level", EXPECTED)
+@pytest.mark.parametrize("level", OPT_LEVELS)
 def test_a_plan_holds_no_none_and_no_strings(level: str) -> None:
     plan = make_plan(OPT_LEVELS[level])
     values = [getattr(plan, field.name) for field in dataclasses.fields(plan)]

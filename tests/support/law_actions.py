@@ -172,7 +172,6 @@ def _zero_grad(run: Run, pick: Pick, to_none: bool) -> None:
         number = run.by_hand[name]
         if number.grad is not None:
             number.grad = None if to_none else torch.zeros_like(number.grad)
-    run.look()
     run.calm()
 
 

@@ -29,10 +29,6 @@ class _Scaler(ABC):
     def update_scale(self, overflow: bool) -> None:
         """Move the scale after a step whose gradients overflowed, or did not."""
 
-    def scale_gradient(self, module: Any, grad_in: Any, grad_out: Any) -> tuple[Any, ...]:
-        """A backward hook that multiplies incoming gradients by the scale."""
-        return tuple(None if g is None else self.loss_scale * g for g in grad_in)
-
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Run backward on the scaled loss."""
         (loss.float() * self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]

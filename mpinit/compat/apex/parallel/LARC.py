@@ -10,7 +10,7 @@ import torch
 
 from .... import amp as mp
 from ... import _core
-from ..optimizers._steps import attribute_of, loss_of, without_decay
+from ..optimizers._steps import attribute_of, loss_of
 
 
 class LARC(torch.optim.Optimizer):
@@ -86,14 +86,20 @@ class LARC(torch.optim.Optimizer):
         """
         loss = loss_of(closure)
         # The decay is in the gradients once they are scaled.
-        with without_decay(self.param_groups) as decays:
-            stepped = self._stepped()
-            with torch.no_grad():
-                for group, decay in zip(self.param_groups, decays, strict=True):
-                    for p in islice(stepped, len(group["params"])):
-                        if p.grad is not None:
-                            self._scale_gradient(p, p.grad, group["lr"], decay)
+        decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
+        stepped = self._stepped()
+        with torch.no_grad():
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                for p in islice(stepped, len(group["params"])):
+                    if p.grad is not None:
+                        self._scale_gradient(p, p.grad, group["lr"], decay)
+        try:
+            for group in self.param_groups:
+                group.update({"weight_decay": 0.0} if "weight_decay" in group else {})
             self.optim.step()
+        finally:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                group.update({"weight_decay": decay} if "weight_decay" in group else {})
         return loss
 
     def _stepped(self) -> Iterator[torch.Tensor]:
