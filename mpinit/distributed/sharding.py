@@ -93,11 +93,6 @@ def placed_as(tensor: Any, like: Any) -> torch.Tensor:
     return tensor
 
 
-def locals_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """:func:`local` for many; cheap where there is no process group."""
-    return [local(tensor) for tensor in tensors] if is_distributed() else tensors
-
-
 def set_data(tensor: Any, values: Any) -> None:
     """``tensor.data = values``, whatever class ``tensor`` is of; a sharded tensor's inner part follows.
 

@@ -105,11 +105,11 @@ def at_level(
 
 
 @contextmanager
-def kept_from_running(model: nn.Module, message: str) -> Iterator[None]:
+def kept_from_running(model: nn.Module, tool: str, advice: str) -> Iterator[None]:
     """Raise a ValueError where the original of a copy is called in the block; scripted modules take no such hook."""
 
     def refuse(module: nn.Module, args: Any) -> None:
-        raise ValueError(message)
+        raise ValueError(f"the model given to {tool} ran, and not the copy of it: {advice}. Nothing was changed")
 
     guard = None if isinstance(model, torch.jit.ScriptModule) else model.register_forward_pre_hook(refuse, prepend=True)
     try:

@@ -23,10 +23,8 @@ from .recording import Recording
 
 Loss = Callable[[Any], torch.Tensor]
 
-_RAN_THE_ORIGINAL: Final = (
-    "the model given to mpinit.explain ran, and not its copy: let loss= use nothing but the output, and forward "
-    "nothing but the modules of self. Nothing was changed"
-)
+_TOOL: Final = "mpinit.explain"
+_ADVICE: Final = "let loss= use nothing but the output, and forward nothing but the modules of self"
 
 
 def explain(
@@ -78,7 +76,10 @@ def explain(
     restore_random_numbers = random_numbers()
     try:
         twin, args, kwargs = _copied(model, args, kwargs)
-        with _at_level(model, session, twin, opt_level) as in_force, kept_from_running(model, _RAN_THE_ORIGINAL):
+        with (
+            _at_level(model, session, twin, opt_level) as in_force,
+            kept_from_running(model, _TOOL, _ADVICE),
+        ):
             plan = None if in_force is None else in_force.plan
             modules = () if in_force is None else list(in_force.selection.float32_modules)
             recording = Recording(twin, Reasons(plan, modules))

@@ -28,7 +28,8 @@ _BYTES: Final = (*KINDS, "together")
 _SHOWN: Final = 60
 
 
-@dataclass
+@final
+@dataclass(frozen=True)
 class Row:
     """Operations that agree in module, dtypes and reason.
 

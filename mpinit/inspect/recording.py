@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, final
@@ -38,11 +39,15 @@ class Recording(Watcher):
         self.trace = ModelTrace(model, self)
         self._types = {name: type(module).__name__ for name, module in model.named_modules()}
         self._reasons = reasons
-        self._rows: dict[tuple[object, ...], Row] = {}
+        # Count, casts and bytes cast of every row.
+        self._rows: dict[Row, list[int]] = {}
 
     def rows(self) -> tuple[Row, ...]:
         """What was counted, in the order in which it was first met."""
-        return tuple(self._rows.values())
+        return tuple(
+            dataclasses.replace(row, count=count, casts=casts, cast_bytes=cast_bytes)
+            for row, (count, casts, cast_bytes) in self._rows.items()
+        )
 
     def module_begins(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A reason depends on the module."""
@@ -71,11 +76,11 @@ class Recording(Watcher):
         reason = self._reasons.of_backward(seen, place.node) if is_backward else self._reasons.of_forward(seen)
         module = _NO_MODULE if place.module is None else place.module
         row = Row(module, self._types.get(module, ""), place.phase, seen.name, inputs, seen.outputs, *reason)
-        row = self._rows.setdefault((module, place.phase, seen.name, inputs, seen.outputs, *reason), row)
-        row.count += 1
+        counts = self._rows.setdefault(row, [0, 0, 0])
+        counts[0] += 1
         if seen.cast is not None:
-            row.casts += 1
-            row.cast_bytes += sum(tensor.numel() * tensor.element_size() for tensor in outputs)
+            counts[1] += 1
+            counts[2] += sum(tensor.numel() * tensor.element_size() for tensor in outputs)
         return result
 
 

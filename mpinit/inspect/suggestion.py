@@ -89,14 +89,6 @@ class Suggestion:
         words = ", ".join(f"{name}={value!r}" for name, value in self.keywords.items())
         return f"opt_level={self.level!r}" + (f", {words}" if words else "")
 
-    def to_toml(self) -> str:
-        """The same as a configuration file."""
-        lines = [f'opt_level = "{self.level}"']
-        for name, value in self.keywords.items():
-            shown = str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
-            lines.append(f"{name} = {shown}")
-        return "\n".join(lines) + "\n"
-
     def __str__(self) -> str:
         lines = [self.reason]
         lines += [f"  {finding}" for finding in self.findings]

@@ -18,10 +18,7 @@ from .copies import at_level, copy_of_optimizer, float32_copy, kept_from_running
 from .faults import OverflowWatch
 
 UserStep = Callable[[Any, Any], Any]
-_RAN_THE_ORIGINAL = (
-    "step(model, optimizer) ran the model given to mpinit.suggest and not the copy that it was called with: let it use "
-    "its arguments. Nothing was changed"
-)
+_ADVICE = "let step(model, optimizer) use its arguments"
 # A gradient below this share of the whole gradient's norm is compared as if it had that.
 _NEGLIGIBLE = 0.01
 # A parameter underflows where this share of the elements that should have a gradient has none.
@@ -77,7 +74,7 @@ class Trials:
             watch = OverflowWatch(clone, rounded_to)
             damaged = _damaged(before, dict(clone.named_buffers()))
             self.restore_random_numbers()
-            with kept_from_running(self._model, _RAN_THE_ORIGINAL), watch, torch.enable_grad():
+            with kept_from_running(self._model, "mpinit.suggest", _ADVICE), watch, torch.enable_grad():
                 loss = self._step(clone, twin)
                 if watch.batch is None:
                     raise ValueError(
