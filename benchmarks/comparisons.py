@@ -71,9 +71,6 @@ COMPARISONS: Final = (
             ("split, int8 states", "o2_int8"),
         )
     ),
-    Comparison("compiled step / O2", "loop", "o2_compiled", "o2_fp16", 1.00),
-    Comparison("compiled step / O2", "bandwidth", "o2_compiled", "o2_fp16", 1.00),
-    Comparison("compiled step / O2", "launch", "o2_compiled", "o2_fp16", 1.00),
     Comparison("compiled O4 / torch.amp, bf16", "compiled", "o1_bf16", "amp_bf16", 1.03),
     Comparison("compiled O5 / torch.amp, bf16", "compiled", "o2_bf16", "amp_bf16", 1.00),
     Comparison("compiled O1 / torch.amp, fp16", "compiled", "o1_fp16", "amp_fp16", 1.03),

@@ -18,11 +18,9 @@ from .case import Unavailable
 from .tasks import Rule, Task
 
 
-def torch_optimizer(rule: Rule, params: Iterable[Tensor], *, fused: bool = True) -> torch.optim.Optimizer:
-    """The optimizer that a rule means, in the form that it names, or as it comes, which a compiler can look into."""
-    form: dict[str, Any] = {rule.form: True} if fused and rule.form != "loop" else {}
-    if rule.name == "radam":
-        return torch.optim.RAdam(params, lr=rule.lr, foreach=False)
+def torch_optimizer(rule: Rule, params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """The optimizer that a rule means, in the form that it names."""
+    form: dict[str, Any] = {rule.form: True}
     if rule.name == "adam":
         return torch.optim.Adam(params, lr=rule.lr, **form)
     return torch.optim.SGD(params, lr=rule.lr, momentum=rule.momentum, **form)

@@ -119,16 +119,18 @@ def parts_of(model: Any, optimizer: Any) -> dict[str, int]:
     return {
         "weights": held(model.parameters(), seen),
         "gradients": held((parameter.grad for parameter in stepped if parameter.grad is not None), seen),
-        "masters": held((getattr(pair, "remainder", pair.master_param) for pair in _pairs(model)), seen),
+        "masters": held(_masters(model), seen),
         "optimizer states": held((value for value in states if value.dim()), seen),
     }
 
 
-def _pairs(model: Any) -> list[Any]:
+def _masters(model: Any) -> list[Any]:
+    """Remainders of split masters, full ones themselves."""
     from mpinit import registry
 
     session = registry.of(model)
-    return [] if session is None else list(session._store.pairs)
+    masters = [] if session is None else list(session.masters)
+    return [getattr(master, "remainder", master.parameter) for master in masters]
 
 
 def errors() -> dict[str, float]:

@@ -40,19 +40,22 @@ def _adam(side: int, form: str) -> Work:
 
 
 def _split(side: int, way: str) -> Work:
-    from mpinit.masters.buckets import Bucket
-    from mpinit.masters.split_pair import SplitPair
+    from mpinit.masters.split import SplitMasters
 
-    pairs = [SplitPair(nn.Parameter(torch.randn(side, side))) for _ in range(TENSORS)]
-    for pair in pairs:
-        pair.cast(torch.bfloat16)
-        pair.model_param.grad = torch.randn(side, side, dtype=torch.bfloat16)
-    bucket = Bucket(pairs)
-    into, out = partial(bucket.materialise, torch.empty(2 * bucket.numel)), bucket.write_back
+    masters, weights = SplitMasters(), [nn.Parameter(torch.randn(side, side)) for _ in range(TENSORS)]
+    made = [master for weight in weights if (master := masters.add(weight, torch.bfloat16)) is not None]
+    for master in made:
+        masters.cast(master, torch.bfloat16, clamps=False)
+    gradients = [torch.randn(side, side, dtype=torch.bfloat16) for _ in weights]
+    opened = masters.opened(made, torch.device("cpu"))
+
+    def join() -> None:
+        opened.read()
+        opened.widened(gradients)
+
     if way == "out":
-        return Work(TENSORS * side**2, out, into, is_compiled=True)
-    into()
-    return Work(TENSORS * side**2, into, out, is_compiled=True)
+        return Work(TENSORS * side**2, opened.write, join)
+    return Work(TENSORS * side**2, join, opened.write)
 
 
 def _encoding(side: int, name: str, way: str) -> Work:
@@ -72,7 +75,7 @@ PIECES: Final[Mapping[str, Callable[[int], Work]]] = {
     "fused Adam": partial(_adam, form="fused"),
     "foreach Adam": partial(_adam, form="foreach"),
     "split: masters put together, gradients widened": partial(_split, way="in"),
-    "split: masters taken apart, checksums": partial(_split, way="out"),
+    "split: masters taken apart": partial(_split, way="out"),
     **{
         f"{name} state: {way}": partial(_encoding, name=name, way=way)
         for name in ("bfloat16", "int8")
@@ -83,12 +86,11 @@ PIECES: Final[Mapping[str, Callable[[int], Work]]] = {
 
 @cache
 def compile_kernels() -> bool:
-    """Compile for the CPU what encodes, decodes and splits, which long trainings come to; whether that was possible."""
-    from mpinit.masters import split_kernels
+    """Compile for the CPU what encodes and decodes, which long trainings come to; whether that was possible."""
     from mpinit.masters.codecs import bfloat16, blockwise
     from mpinit.torch_internals.compiled_kernel import CompiledKernel
 
-    found = [value for module in (bfloat16, blockwise, split_kernels) for value in vars(module).values()]
+    found = [value for module in (bfloat16, blockwise) for value in vars(module).values()]
     return all(kernel.compile() for kernel in found if isinstance(kernel, CompiledKernel))
 
 

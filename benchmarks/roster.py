@@ -77,7 +77,6 @@ ROSTER: Final[Mapping[str, Row]] = {
     "hand_fp16": Row("hand-written O2", partial(HandWritten, dtype=FP16)),
     "o1_fp16": Row("mpinit O1", partial(Mpinit, opt_level="O1"), needs_network=True),
     "o2_fp16": Row("mpinit O2", partial(Mpinit, opt_level="O2")),
-    "o2_compiled": Row("mpinit O2, compiled step", partial(Mpinit, opt_level="O2", compile_step=True), compiles=True),
     "o3_fp16": Row("mpinit O3", partial(Mpinit, opt_level="O3")),
 }
 CONTROLS: Final = (("fp32", "fp32_again"), ("fp32", "o0"))
@@ -96,5 +95,5 @@ BY_TYPE: Final[Mapping[str, tuple[str, ...]]] = {
         ),
         *("o3_bf16", "optimi", "torchao", "bitsandbytes", "flashoptim"),
     ),
-    "float16": ("amp_fp16", "amp_norms_fp16", "hand_fp16", "o1_fp16", "o2_fp16", "o2_compiled", "o3_fp16"),
+    "float16": ("amp_fp16", "amp_norms_fp16", "hand_fp16", "o1_fp16", "o2_fp16", "o3_fp16"),
 }

@@ -55,11 +55,11 @@ _CONTROLS: Final = (*_CONTROL, "o0")
 _USUAL: Final = ("amp_bf16", "hand_bf16", "o1_bf16", "o2_bf16", "o2_split", "o3_bf16")
 _LAUNCH: Final = (
     *("amp_bf16", "amp_norms_bf16", "hand_bf16", "plain_bf16", "o1_bf16", "o2_bf16", "o2_split", "o3_bf16"),
-    *("amp_fp16", "amp_norms_fp16", "hand_fp16", "o1_fp16", "o2_fp16", "o2_compiled", "o3_fp16"),
+    *("amp_fp16", "amp_norms_fp16", "hand_fp16", "o1_fp16", "o2_fp16", "o3_fp16"),
 )
 _ENCODED: Final = ("o2_bf16", "o2_split", "o2_split_bf16", "o2_int8")
 _PEERS: Final = ("optimi", "torchao", "bitsandbytes", "flashoptim")
-_BANDWIDTH: Final = ("hand_bf16", *_ENCODED, "o3_bf16", *_PEERS, "hand_fp16", "o2_fp16", "o2_compiled")
+_BANDWIDTH: Final = ("hand_bf16", *_ENCODED, "o3_bf16", *_PEERS, "hand_fp16", "o2_fp16")
 _MEMORY: Final = (
     *("amp_fp16", "hand_fp16", "o2_fp16", "hand_bf16", "o2_bf16", "o2_split", "o2_split_bf16", "o2_int8"),
     *("o2_released", "o3_bf16", *_PEERS),
@@ -138,7 +138,6 @@ def workloads(size: str) -> Mapping[str, Workload]:
         "bandwidth_foreach": _steps("bandwidth_foreach", _ENCODED, 0.9),
         "bandwidth_small": _steps("bandwidth_small", ("hand_bf16", *_ENCODED), 0.5),
         "small_nets": _steps("small_nets", ("hand_bf16", *_ENCODED), 0.5),
-        "loop": _steps("loop", ("o2_fp16", "o2_compiled"), 0.8),
         "o1_linear": _steps("o1_linear", _O1, 0.5),
         "pieces": Workload(
             "pieces of a step on a million numbers in 4 tensors", (*PIECES, "fused Adam again"), _piece,

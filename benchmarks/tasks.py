@@ -23,7 +23,7 @@ _CHARACTERS: Final = 128
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer's rule, so that each contender can build it its own way; ``form``: "fused", "foreach" or "loop"."""
+    """An optimizer's rule, so that each contender can build it its own way; ``form``: "fused" or "foreach"."""
 
     name: str
     lr: float
@@ -86,11 +86,11 @@ def _launch(size: Size, device: torch.device, norms: bool = True, rule: Rule = _
     )  # fmt: skip
 
 
-def _bandwidth(size: Size, device: torch.device, name: str = "adam", form: str = "fused") -> Task:
+def _bandwidth(size: Size, device: torch.device, form: str = "fused") -> Task:
     model = models.GivenGradients(size["tensors"], size["side"]).to(device)
     nothing = torch.zeros((), dtype=torch.long, device=device)
     return Task(
-        model, [(nothing, nothing)], lambda output, target: output, Rule(name, 1e-3, form=form),
+        model, [(nothing, nothing)], lambda output, target: output, Rule("adam", 1e-3, form=form),
         lambda: [model._template, *model.sources.values()],
     )  # fmt: skip
 
@@ -215,16 +215,6 @@ TASKS: Final[Mapping[str, TaskRow]] = {
             "cuda": {"tensors": 40, "side": 64},
         },
         _bandwidth,
-        optimizer_only=True,
-    ),
-    "loop": TaskRow(
-        "the RAdam step, a Python loop over parameters, of 20 tensors of 32 x 32, no network",
-        {
-            "quick": {"tensors": 4, "side": 32},
-            "cpu": {"tensors": 20, "side": 32},
-            "cuda": {"tensors": 20, "side": 32},
-        },
-        partial(_bandwidth, name="radam", form="loop"),
         optimizer_only=True,
     ),
     "o1_linear": TaskRow(

@@ -18,7 +18,6 @@ class Mpinit(Contender):
     """``initialize`` once, ``scale_loss`` around backward; leaving that block counts as settling."""
 
     def __init__(self, task: Task, opt_level: str, **properties: Any) -> None:
-        self.fused = not properties.get("compile_step", False)
         self.is_released = bool(properties.get("gradient_release", False))
         super().__init__(task)
         try:
@@ -30,7 +29,7 @@ class Mpinit(Contender):
         self.mpinit.initialize(self.model, self.optimizer, opt_level, verbosity=0, **properties)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch_optimizer(self.task.rule, self.model.parameters(), fused=self.fused)
+        return torch_optimizer(self.task.rule, self.model.parameters())
 
     def backward(self, loss: Tensor) -> None:
         self.scaling = self.mpinit.scale_loss(loss, self.optimizer)

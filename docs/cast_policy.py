@@ -75,8 +75,10 @@ others.
 
 ## Where casts are on
 
-- In the thread that called `initialize`, losses included, and in any thread inside the forward of an initialised
-  model. With `cast_scope="model"` only the latter.
+- In the thread that called `initialize`, losses included, and in any thread inside the forward of a model initialised
+  at O1. With `cast_scope="model"` only the latter. Until the session ends, or is dropped without `undo`.
+- Off inside the forward of a model of another session that has no casts, but for those of your own `torch.autocast`
+  block around it. Compiled by torch.compile, in a thread where O1 is live, it is off in such a block, too.
 - Off in `backward()`, in `torch.autograd.grad` and in `optimizer.step()` (on again in a closure), in
   `mpinit.disable_casts()`, and in `torch.autocast(..., enabled=False)`.
 - `mpinit.disable_casts()` around `model(x)` always wins. A `torch.autocast(..., enabled=False)` block wins too, except

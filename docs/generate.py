@@ -34,7 +34,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         *("scale_loss", "GradScaler", "master_params", "clip_grad_norm_", "loss_scale", "step_was_skipped"),
         *("step_counts", "scheduler_step", "broadcast_masters"),
     ),
-    "Checkpoints": ("state_dict", "load_state_dict", "TrainState"),
+    "Checkpoints, and weights in float32": ("state_dict", "load_state_dict", "TrainState", "float32_weights"),
     "Casts at O1": (
         *("disable_casts", "half_function", "float_function", "promote_function"),
         *("register_half_function", "register_float_function", "register_promote_function"),

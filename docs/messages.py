@@ -106,22 +106,27 @@ class Names:
     functions: dict[str, ast.FunctionDef]
     constants: dict[str, ast.expr]
     modules: dict[str, Path]
+    origins: dict[str, Path]
     scope: ast.FunctionDef | None = None
     depth: int = 0
 
     @classmethod
     def of(cls, path: Path) -> Names:
         tree = parsed(path)
-        constants, modules = {}, {}
+        constants, modules, origins = {}, {}, {}
         for node in tree.body:
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-                constants[node.target.id] = node.value
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+            if isinstance(node, (ast.AnnAssign, ast.Assign)) and node.value is not None:
+                constants |= {target.id: node.value for target in targets if isinstance(target, ast.Name)}
             elif isinstance(node, ast.ImportFrom):
                 start = path.parents[node.level - 1] if node.level else PACKAGE.parent
                 folder = start.joinpath(*(node.module or "").split("."))
                 paths = {alias.asname or alias.name: folder / f"{alias.name}.py" for alias in node.names}
                 modules |= {name: file for name, file in paths.items() if file.exists()}
-        return cls({node.name: node for node in functions_of(tree)}, constants, modules)
+                origin = folder.with_name(f"{folder.name}.py")
+                origins |= dict.fromkeys((alias.asname or alias.name for alias in node.names), origin)
+        origins = {name: file for name, file in origins.items() if file.exists()}
+        return cls({node.name: node for node in functions_of(tree)}, constants, modules, origins)
 
     def inside(self, scope: ast.FunctionDef | None) -> Names:
         """The same in a function, one call further."""
@@ -138,7 +143,15 @@ class Names:
         for node in _own(self.scope) if self.scope else ():
             if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
                 values.append(node.value)
-        return values or ([self.constants[name]] if name in self.constants else [])
+        if values or name in self.constants:
+            return values or [self.constants[name]]
+        return names_of(self.origins[name]).assigned(name) if name in self.origins else []
+
+    def that_know(self, function: str) -> Names:
+        """These, or those of the first file that something is imported from and that has such a function or method."""
+        others = (names_of(path) for path in dict.fromkeys(self.origins.values()))
+        found = next((each for each in (self, *others) if function in each.functions), self)
+        return replace(found, depth=self.depth)
 
 
 def texts(node: ast.expr, names: Names) -> list[str]:
@@ -151,6 +164,8 @@ def texts(node: ast.expr, names: Names) -> list[str]:
         return texts(node.value, names)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _joined([texts(node.left, names), texts(node.right, names)])
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        return [re.sub(r"\{[^{}]*\}", "...", text) for text in texts(node.func.value, names)]
     if isinstance(node, ast.IfExp):
         return texts(node.body, names) + texts(node.orelse, names)
     return _looked_up(node, names) or ["..."]
@@ -165,11 +180,14 @@ def _looked_up(node: ast.expr, names: Names) -> list[str]:
     if names.depth > 4:
         return []
     if isinstance(node, ast.Call):
-        if name not in names.functions:
+        knows = names.that_know(name)
+        if name not in knows.functions:
             return []
-        inner = names.inside(names.functions[name])
-        returned = [each.value for each in _own(names.functions[name]) if isinstance(each, ast.Return) and each.value]
-        return [text for value in returned for text in texts(value, inner)]
+        inner = knows.inside(knows.functions[name])
+        returned = [each.value for each in _own(knows.functions[name]) if isinstance(each, ast.Return) and each.value]
+        found = [text for value in returned for text in texts(value, inner)]
+        # Of another file what returns whole sentences, and no numbers and names.
+        return found if knows.functions is names.functions else list(filter(_is_sentence, found))
     return [text for value in names.assigned(name) for text in texts(value, names.inside(names.scope))]
 
 
@@ -183,6 +201,10 @@ def _joined(parts: Sequence[list[str]]) -> list[str]:
         choices = part if total <= 4 or len(part) == 1 else ["..."]
         found = [before + text for before in found for text in choices]
     return found
+
+
+def _is_sentence(text: str) -> bool:
+    return len(text) >= 80
 
 
 def says_something(text: str) -> bool:

@@ -122,7 +122,7 @@ def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     own for a bucket of them: at most 4 MiB, however large the model.
     """
     weights = list(model.parameters())
-    masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    masters = list(mpinit.master_params(optimizer))
     found = [*weights, *(parameter.grad for parameter in (*weights, *masters))]
     found += masters
     found += [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.dtype == torch.int16]

@@ -22,8 +22,9 @@ from .functions.registration import (
     register_promote_function,
 )
 from .grad_scaler import GradScaler
+from .in_float32 import float32_weights
 from .initialization import add_optimizers, initialize, undo
-from .optimizer.ranks import copy_from
+from .optimizer.ranks import copy_from, send_state
 from .optimizer.scaled_loss import ScaledLoss, Unscaled
 from .progress import describe, loss_scale, scheduler_step, step_counts, step_was_skipped
 from .torch_internals.native_autocast import disable_casts
@@ -49,6 +50,7 @@ __all__ = [
     "clip_grad_norm_",
     "describe",
     "disable_casts",
+    "float32_weights",
     "float_function",
     "half_function",
     "initialize",
@@ -198,11 +200,12 @@ def clip_grad_norm_(
 
 
 def broadcast_masters(optimizer: Optimizer, src: int = 0, group: Any = None) -> None:
-    """Give all ranks the parameters of one of them, in float32: masters, their 16-bit weights, and what has no master.
+    """Give all ranks what one of them has: parameters in float32 (masters and their weights), and the optimizer.
 
     DistributedDataParallel needs no call: when it is made, and after its ``join()``, masters and loss scales are made
     one by themselves. Call this where ranks part in other ways: a checkpoint was loaded on one rank, or weights were
-    averaged by hand. The loss scales go along. Every rank of the group has to call it.
+    averaged by hand. The optimizer's state, the settings in its groups and the loss scales go along. Every rank of the
+    group has to call it.
 
     Args:
         optimizer: an initialised optimizer; on every rank over the same parameters.
@@ -225,7 +228,9 @@ def broadcast_masters(optimizer: Optimizer, src: int = 0, group: Any = None) -> 
     session = registry.session_meant(optimizer)
     if session is None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        copy_from(parameters, checks_of_ranks.check_broadcast(parameters, src, group), group)
+        source = checks_of_ranks.check_broadcast(parameters, src, group)
+        copy_from(parameters, source, group)
+        send_state(optimizer, source, group)
         return
     members = session.managed(optimizer).members
     members.refresh()
@@ -233,6 +238,7 @@ def broadcast_masters(optimizer: Optimizer, src: int = 0, group: Any = None) -> 
     mastered = {id(master.weight) for master in members.masters}
     plain = [weight for weight in members.weights if id(weight) not in mastered]
     session.ranks.send(members.masters, plain, source, group)
+    send_state(session.managed(optimizer).optimizer, source, group)
 
 
 def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:

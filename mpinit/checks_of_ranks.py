@@ -12,7 +12,14 @@ from torch.optim import Optimizer
 from .basics.dtypes import is_lower_precision
 from .basics.modules import named_modules_of
 from .distributed.agreement import device_for, meshes_of, reach
-from .distributed.sharding import given_memory_since, is_distributed, is_sharded, left_behind, sharded_by_others
+from .distributed.sharding import (
+    flattened,
+    given_memory_since,
+    is_distributed,
+    is_sharded,
+    left_behind,
+    sharded_by_others,
+)
 from .plan import Masters, Plan
 
 _REDUCES: Final = "DistributedDataParallel"
@@ -37,7 +44,7 @@ def check_not_wrapped(models: Sequence[nn.Module], plan: Plan) -> None:
                 wrappers[type(module)] = _wrapper(type(module))
             wrapper = wrappers[type(module)]
             if wrapper == _FLATTENS:
-                raise ValueError(_flattened(f"{name!r}"))
+                raise ValueError(flattened(f"{name!r}"))
             if wrapper == _REDUCES and casts:
                 raise ValueError(
                     f"{name!r} is wrapped in {wrapper} already, which has recorded the parameters' dtypes; call "
@@ -53,7 +60,7 @@ def _check_root(model: nn.Module) -> None:
     wrapper = _wrapper(type(inside))
     compiled = "" if inside is model else ", inside torch.compile,"
     if wrapper == _FLATTENS:
-        raise ValueError(_flattened(f"the model{compiled}"))
+        raise ValueError(flattened(f"the model{compiled}"))
     if wrapper is not None:
         raise ValueError(
             f"the model{compiled} is wrapped in {wrapper} already, which has recorded the parameters' dtypes; "
@@ -63,14 +70,6 @@ def _check_root(model: nn.Module) -> None:
 
 def _wrapper(kind: type[nn.Module]) -> str | None:
     return next((base.__name__ for base in kind.__mro__ if base.__name__ in _WRAPPERS), None)
-
-
-def _flattened(what: str) -> str:
-    return (
-        f"{what} is wrapped in {_FLATTENS} (FSDP1), which puts flat parameters of its own in the places of the "
-        "model's, before or after mpinit.initialize: use FSDP2, torch.distributed.fsdp.fully_shard(model), then make "
-        "the optimizer, then call mpinit.initialize"
-    )
 
 
 def check_not_left_behind(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:

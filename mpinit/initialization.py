@@ -11,7 +11,8 @@ from . import checks, registry
 from .basics.patching import UndoStack
 from .checks_of_ranks import check_process_group, check_split_shards
 from .inspect.describe import announce
-from .plan import make_plan
+from .model.lasting_losses import warn_of_target_networks
+from .plan import Masters, make_plan
 from .session import Request, Session
 from .settings.defaults import DEFAULT_LEVEL, DEFAULT_LIMIT, DEFAULT_ONE, Config, Default
 
@@ -122,6 +123,8 @@ def _set_up(
     level, props = resolved
     plan = make_plan(props)
     checks.check(models, optimizers, props, plan)
+    if not await_optimizers and plan.masters in (Masters.FULL, Masters.SPLIT):
+        warn_of_target_networks(models, optimizers)
     check_process_group(process_group, models, plan)
     check_split_shards(models, plan)
     came_in_16_bit = checks.names_in_16_bit(models)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import enum
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -20,8 +20,7 @@ from .settings.spellings import SMALLEST_SCALE
 
 if TYPE_CHECKING:
     # pydantic, which takes long to import, is for those who call initialize.
-    from .settings.fields import KeepFloat32
-    from .settings.properties import Properties
+    from .settings.properties import KeepFloat32, Properties
 
 KeepPredicate = Callable[[str, torch.nn.Module], bool]
 KeepInputPredicate = Callable[[str, Any], bool]
@@ -34,6 +33,12 @@ class Masters(enum.Enum):
     FULL = enum.auto()
     SPLIT = enum.auto()
     IN_MODEL = enum.auto()
+
+
+_MASTERS: Final[dict[bool | str | None, Masters]] = {
+    **{None: Masters.NONE, False: Masters.NONE, True: Masters.FULL},
+    **{"split": Masters.SPLIT, "model": Masters.IN_MODEL},
+}
 
 
 class OptimizerStates(enum.Enum):
@@ -103,7 +108,6 @@ class Plan:
         allow_banned: whether functions banned in float16 run all the same.
         masters: how float32 masters are kept.
         split_bucket_bytes: float32 bytes materialised at a time by split masters.
-        compile_step: whether the step is compiled.
         optimizer_states: how optimizers' states are kept.
         gradient_release: whether parameters are stepped inside of backward passes.
         scaling: the rule the loss scales follow.
@@ -124,7 +128,6 @@ class Plan:
     allow_banned: bool
     masters: Masters
     split_bucket_bytes: int
-    compile_step: bool
     optimizer_states: OptimizerStates
     gradient_release: bool
     scaling: ScalingRule
@@ -140,14 +143,16 @@ def make_plan(props: Properties) -> Plan:
     """
     lower = props.lower_precision_type
     casts_weights = lower is not None and not props.patch_torch_functions
+    batchnorm: tuple[KeepFloat32, ...] = (_BatchNorm,) if props.keep_batchnorm_fp32 else ()
+    kept = (*props.keep_fp32, *batchnorm) if casts_weights else ()
     model_only = props.patch_torch_functions and props.cast_scope == "model"
     return Plan(
         cast_model=props.cast_model_type is not None,
         model_dtype=props.cast_model_type or torch.float32,
         cast_outputs=props.cast_model_type is not None or props.cast_model_outputs is not None or model_only,
         output_dtype=props.cast_model_outputs or torch.float32,
-        keep_float32=_keep_predicate(props) if casts_weights else _keep_nothing,
-        kept_names=tuple(entry for entry in props.keep_fp32 if isinstance(entry, str)) if casts_weights else (),
+        keep_float32=_keep_predicate(kept),
+        kept_names=tuple(entry for entry in kept if isinstance(entry, str)),
         keep_inputs=tuple(partial(_is_named, e) if isinstance(e, str) else e for e in props.keep_inputs),
         entry_points=props.entry_points,
         patch_functions=props.patch_torch_functions,
@@ -155,21 +160,12 @@ def make_plan(props: Properties) -> Plan:
         cast_policy=CastPolicy[props.cast_policy.upper()],
         cast_scope=CastScope[props.cast_scope.upper()],
         allow_banned=props.allow_banned,
-        masters=_masters(props) if casts_weights else Masters.NONE,
+        masters=_MASTERS[props.master_weights] if casts_weights else Masters.NONE,
         split_bucket_bytes=props.split_bucket_bytes,
-        compile_step=props.compile_step,
         optimizer_states=OptimizerStates[props.optimizer_state.upper()],
         gradient_release=props.gradient_release,
         scaling=_scaling_rule(props),
     )
-
-
-def _masters(props: Properties) -> Masters:
-    if props.master_weights == "split":
-        return Masters.SPLIT
-    if props.master_weights == "model":
-        return Masters.IN_MODEL
-    return Masters.FULL if props.master_weights else Masters.NONE
 
 
 def _scaling_rule(props: Properties) -> ScalingRule:
@@ -189,19 +185,9 @@ def _scaling_rule(props: Properties) -> ScalingRule:
     )
 
 
-def _keep_nothing(name: str, module: torch.nn.Module) -> bool:
-    return False
-
-
-def _keep_predicate(props: Properties) -> KeepPredicate:
-    tests = [_one_test(entry) for entry in props.keep_fp32]
-    if props.keep_batchnorm_fp32:
-        tests.append(lambda name, module: isinstance(module, _BatchNorm))
-
-    def keeps(name: str, module: torch.nn.Module) -> bool:
-        return any(test(name, module) for test in tests)
-
-    return keeps
+def _keep_predicate(entries: Sequence[KeepFloat32]) -> KeepPredicate:
+    tests = [_one_test(entry) for entry in entries]
+    return lambda name, module: any(test(name, module) for test in tests)
 
 
 def _is_named(pattern: str, name: str, value: Any) -> bool:

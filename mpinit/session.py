@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,20 +18,22 @@ from torch.optim import Optimizer
 from . import functions
 from .basics.dtypes import is_lower_precision
 from .basics.patching import Undo, UndoStack
-from .distributed.sharding import gather_in, is_distributed, reshard, set_data
+from .distributed.sharding import gather_in, is_distributed, reshard
 from .masters.codecs.bfloat16 import BFloat16
 from .masters.codecs.blockwise import Blockwise
 from .masters.full import FullMasters
-from .masters.masters import Master, Masters
+from .masters.masters import IN_FLOAT32, Masters
 from .masters.split import SplitMasters
 from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
+from .model.forward_weights import renew_casts
 from .model.shared_memory import check_memory
+from .optimizer.gradient_release import check_release
 from .optimizer.gradients import Gradients
 from .optimizer.managed import ManagedOptimizer
-from .optimizer.members import Members, Names, places_beside_groups
+from .optimizer.members import Members, Names, check_steps_its_groups
 from .optimizer.per_parameter import steps_per_parameter
-from .optimizer.ranks import Ranks
+from .optimizer.ranks import OPTIMIZERS, Ranks
 from .optimizer.scaled_loss import ScaledLoss
 from .optimizer.scope import Scope
 from .optimizer.state import cast_state, cast_states, wrapped_by
@@ -41,13 +42,11 @@ from .plan import OptimizerStates, Plan
 from .scaling.scaler import LossScaler
 from .torch_internals import encoder_fast_path
 from .torch_internals.compiling_with_gradients import hide_gradients
-from .torch_internals.parameter_data import TENSOR_DATA
 from .torch_internals.step_hooks import check_steps
 
 if TYPE_CHECKING:
     from .settings.properties import Properties
 
-_dropped: list[Undo] = []
 _numbers = itertools.count()
 
 
@@ -112,6 +111,7 @@ class Session:
         self._undos = UndoStack()
         self._casts = casting.TensorCasts([], {}, ())
         self._loose: tuple[tuple[int, ...], Gradients] = (-1,), Gradients(_Loose([]), self.masters)
+        self._float32_state: state_dict.Float32State | None = None
         self._is_ending = False
 
     @property
@@ -122,11 +122,9 @@ class Session:
 
     def apply(self) -> None:
         """Carry the plan out. If anything raises, everything done so far is undone, newest first."""
-        while _dropped:
-            _dropped.pop()()
         selected = self.selection = selection.select(self.models, self.plan)
         check_memory(self.models, selected.targets)
-        self._check(self.optimizers, {id(t) for t, dtype in selected.targets.items() if is_lower_precision(dtype)})
+        self._check(self.optimizers)
         try:
             self._apply()
         except BaseException:
@@ -135,15 +133,18 @@ class Session:
         self.tensor_ids = selection.ids_of_tensors(self.models)  # after the casts: they replace buffers
         self.is_live = True
 
-    def _check(self, optimizers: Sequence[Optimizer], ids: set[int]) -> None:
+    def _check(self, optimizers: Sequence[Optimizer]) -> None:
         """Whether these optimizers can be stepped as the plan says.
 
         Raises:
             ValueError: one of them cannot; the message says why and what to do.
         """
+        if self.plan.gradient_release:
+            check_release(optimizers, [weight for members in self._members for weight in members.weights])
         for optimizer in optimizers:
             if self._makes_masters:
-                places_beside_groups([optimizer, *wrapped_by(optimizer)], ids)
+                for each in (optimizer, *wrapped_by(optimizer)):
+                    check_steps_its_groups(each)
             if self._states is not None and not steps_per_parameter(optimizer):
                 raise ValueError(
                     f'optimizer_state="{self._states.codec.name}" decodes a bucket of parameters at a time, and '
@@ -155,28 +156,37 @@ class Session:
     def _apply(self) -> None:
         plan, push, selected = self.plan, self._undos.push, self.selection
         targets = dict(selected.targets)
-        push(forward.patch_forwards(selected, plan, self, self.before_forward))
+        self.forwards = forward.patch_forwards(selected, plan, self, self.before_forward)
+        push(self.forwards.undo)
         if encoder_fast_path.is_bypassed(selected.kept, self.models):
-            encoder_fast_path.keep_off(lambda: True, self._undos)
+            encoder_fast_path.switch_off(self._undos)
         if selected.holds_16_bit:
-            float32_state = state_dict.Float32State(self._find_values, self._load_values, self._has_masters)
+            float32_state = state_dict.Float32State(self.float32_values, self.load_values, self._has_masters)
+            self._float32_state = float32_state
             push(float32_state.remove)
             float32_state.install(self.models)
             push(hide_gradients(self, _weights))
         if plan.patch_functions:
-            push(_undone_when_dropped(self, functions.apply(plan, verbose=self.verbosity > 1)))
+            push(functions.apply(plan, verbose=self.verbosity > 1, owner=self))
         push(functools.partial(casting.rebuild_flat_weights, self.models))
         push(gather_in(self.models, selected.gathered))
         self._make_masters(targets)
-        push(self.ranks.watch(t for t, dtype in targets.items() if t.dtype != dtype))
-        # Last, because it is what cannot be taken back bit for bit where there are no masters.
+        changed = [tensor for tensor, dtype in targets.items() if tensor.dtype != dtype]
+        # Late, because it is what cannot be taken back bit for bit where there are no masters.
         self._cast(targets)
+        push(self.ranks.watch(changed, self._casts, self._words()))
         for optimizer in self.optimizers:
             push(self._manage(optimizer))
         if self._makes_masters:
             push(check_steps(self, Session._check_step))
         self._casts.settle()
         push(self._give_masters_up)  # first to be undone: weights may have got masters later
+
+    def _words(self) -> dict[str, str]:
+        """What was asked for, as it has to be on all ranks."""
+        said = {"opt_level": _said(self.opt_level), **{name: _said(value) for name, value in self.properties}}
+        classes = [type(optimizer).__name__ for optimizer in self.optimizers]
+        return said | {"num_losses": str(len(self.scalers)), OPTIMIZERS: _said(classes)}
 
     def _make_masters(self, targets: Mapping[torch.Tensor, torch.dtype]) -> None:
         """Masters of the weights that are trained, before anything is cast."""
@@ -198,12 +208,12 @@ class Session:
 
         def narrow() -> None:
             for weight, dtype in came_in.items() if not self.is_live else ():
-                _convert(weight, dtype)
+                casting.convert(weight, dtype)
 
         self._undos.push(narrow)
         self._undos.push(self._cast_states_of(came_in))
         for weight in weights:
-            _convert(weight, torch.float32)
+            casting.convert(weight, torch.float32)
 
     def _cast_states_of(self, came_in: Mapping[Any, torch.dtype]) -> Undo:
         """State in the type of 16-bit weights becomes float32, as their masters are; its undo is for failures."""
@@ -243,15 +253,18 @@ class Session:
         casting.rebuild_flat_weights(self.models)
 
     def _manage(self, optimizer: Optimizer) -> Undo:
-        members = Members(optimizer, self.masters, self._casts, self.names, self._makes_masters)
+        members = Members(optimizer, self.masters, self._casts, self.names, self.plan.masters)
         self._members.append(members)
         members.refresh()
-        scope = Scope(members, self._states, self.plan.split_bucket_bytes)
+        scope = Scope(members, self._states, self.plan.split_bucket_bytes, self.plan.gradient_release)
         managed = ManagedOptimizer(optimizer, members, scope, self.plan.scaling, self.ranks)
         with UndoStack() as undos:
             undos.push(functools.partial(self._forget, optimizer))
             self._managed[optimizer] = managed
+            if self.plan.masters is MasterKind.IN_MODEL:
+                managed.observers.append(_RenewedCasts())
             undos.push(managed.install(self._states))
+            managed.gradients.take_over(self._loose[1])
         return undos.unwind
 
     def _forget(self, optimizer: Optimizer) -> None:
@@ -270,8 +283,13 @@ class Session:
     def undo(self) -> None:
         """Take back everything ``apply`` did; the session ends. Interrupted, it can be called again and goes on."""
         if not self._is_ending:
+            if self.masters.are_in_model:
+                raise RuntimeError(IN_FLOAT32.format("mpinit.undo()"))
+            self.take_writes()
             reshard(self.models)
             for managed in self._managed.values():
+                if managed.release is not None:
+                    managed.release.end()
                 managed.exposed.close()
                 managed.gradients.give_up()
             self._is_ending = True
@@ -296,8 +314,14 @@ class Session:
                 for master in self.masters:
                     self.masters.set_gradient_dtype(master)
         self.ranks.before_forward()
-        for managed in self._managed.values():
-            managed.exposed.settle()
+        self.take_writes()
+
+    def take_writes(self) -> None:
+        """Let weights be what was done to masters and to entries of state dicts that were given out."""
+        if self._float32_state is not None:
+            self._float32_state.take_writes()
+        for exposed in tuple(self.masters.exposed):
+            exposed.settle()
 
     # -- optimizers that come later -----------------------------------------------------------------------------
 
@@ -311,9 +335,8 @@ class Session:
             RuntimeError: gradients are scaled at the moment.
             ValueError: one of the optimizers cannot be stepped with masters of the session's kind.
         """
-        for managed in self._managed.values():
-            managed.gradients.check_closed("mpinit.add_optimizers()", "move it before or after the with-block")
-        self._check(optimizers, {id(p) for p in _parameters_of(optimizers) if is_lower_precision(p.dtype)})
+        self.check_idle("mpinit.add_optimizers()")
+        self._check(optimizers)
         self.ranks.check_present()
         failed, undos = UndoStack(), UndoStack()
         with failed:
@@ -375,8 +398,8 @@ class Session:
         Raises:
             RuntimeError: it would.
         """
-        if getattr(vars(optimizer).get("step"), "is_managed", False):
-            return
+        if _is_managed(optimizer) or any(map(_is_managed, wrapped_by(optimizer))):
+            return  # it is one of a session's, or has one inside that steps for it
         for parameter in _parameters_of([optimizer]):
             known = self.masters.of(parameter) is not None or id(parameter) in self.tensor_ids
             if known and parameter.requires_grad and is_lower_precision(parameter.dtype):
@@ -385,6 +408,20 @@ class Session:
                     "cast to 16 bit, and would leave its float32 master behind: give the optimizer to "
                     "mpinit.initialize, or call mpinit.add_optimizers(optimizer) before its first step"
                 )
+
+    def check_idle(self, what: str) -> None:
+        """Refuse what must not happen in the middle of a backward pass or a step, or while weights are float32.
+
+        Raises:
+            RuntimeError: it is in the middle of one.
+        """
+        if self.masters.are_in_model:
+            raise RuntimeError(IN_FLOAT32.format(what))
+        for managed in self._managed.values():
+            if managed.scope.is_open:
+                raise RuntimeError(f"{what} was called inside of optimizer.step(): move it before or after the step")
+            managed.gradients.check_closed(what, "move it before or after the with-block")
+            managed.exposed.close()
 
     # -- looking things up --------------------------------------------------------------------------------------
 
@@ -456,21 +493,20 @@ class Session:
     def _has_masters(self) -> bool:
         return len(self.masters) > 0 or self.plan.masters is MasterKind.IN_MODEL
 
-    def _find_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def float32_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The float32 values that stand for a 16-bit tensor; None where those are its own."""
         master = self.masters.of(tensor)
         if master is None or not self.is_live:
             return self._casts.original_values(tensor)
-        return self.float32_values(master)
-
-    def float32_values(self, master: Master) -> torch.Tensor:
-        """What a weight means, with what was done to its master since it was given out."""
-        for managed in self._managed.values():
-            managed.exposed.settle()
+        for exposed in tuple(self.masters.exposed):
+            exposed.settle()
         return self.masters.values(master)
 
-    def _load_values(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
+    def load_values(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
         """Values have been loaded into a 16-bit tensor; whether it has a master, which has taken them."""
+        if self.masters.of(tensor) is None and tensor.requires_grad:
+            for members in self._members:
+                members.refresh()  # it may be in a group that was just added
         master = self.masters.of(tensor)
         if master is None:
             self._casts.load(tensor, values)
@@ -488,6 +524,17 @@ class Session:
         models = ", ".join(type(model).__name__ for model in self.models) or "no model"
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers) or "no optimizer"
         return f"session {self.number} ({self.opt_level}: {models}; {optimizers})"
+
+
+def _said(value: Any) -> str:
+    """A keyword's value in words, without addresses."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_said, value))}]"
+    return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
+
+
+def _is_managed(optimizer: Optimizer) -> bool:
+    return getattr(vars(optimizer).get("step"), "is_managed", False)
 
 
 def _weights(session: Session) -> Iterator[nn.Parameter]:
@@ -520,24 +567,12 @@ def _states_as_they_are(optimizer: Optimizer) -> Undo:
     return restore
 
 
-def _convert(weight: nn.Parameter, dtype: torch.dtype) -> None:
-    """Give a parameter another type, and its gradient with it."""
-    if weight.dtype != dtype:
-        gradient, weight.grad = weight.grad, None
-        set_data(weight, TENSOR_DATA.__get__(weight).to(dtype))
-        weight.grad = None if gradient is None else gradient.to(dtype)
+class _RenewedCasts:
+    """Casts of weights that an optimizer has stepped inside of a forward are made anew."""
 
+    def backward_ended(self, loss: torch.Tensor, scaler: LossScaler) -> None:
+        """Nothing was written."""
 
-def _undone_when_dropped(session: Session, undo: Undo) -> Undo:
-    """``undo``, which also happens, at the next ``initialize``, where the session is dropped without one.
-
-    Not in the moment it is dropped: the garbage collector comes at any time, in any thread.
-    """
-    finalizer = weakref.finalize(session, _dropped.append, undo)
-    finalizer.atexit = False
-
-    def undo_now() -> None:
-        finalizer.detach()
-        undo()
-
-    return undo_now
+    def step_ended(self, skipped: bool | torch.Tensor) -> None:
+        """Weights were."""
+        renew_casts()

@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 
 from . import checkpoint, checks, registry
 from .checks_of_states import model_faults, optimizer_faults
-from .distributed.sharding import is_distributed
+from .distributed.sharding import is_distributed, shard
+from .in_float32 import float32_weights
+from .model.aliases import storage_of
 from .session import Session
 
 
@@ -111,6 +113,7 @@ class TrainState:
         from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
         options = self._asked()
+        self._take_what_was_written(state_dict)
         sent: list[Any] = [{}, None, None]
         from_rank0 = options.broadcast_from_rank0 and is_distributed()
         if not from_rank0 or torch.distributed.get_rank() == 0:
@@ -126,10 +129,15 @@ class TrainState:
             raise refusal
         for optimizer in self._optimizers:
             part, how = self._part_of(optimizer, state.get("optim", {}), options)
-            set_optimizer_state_dict(self._model, optimizer, part, options=how)
-        # A copy: the names of wrappers are put in.
-        set_model_state_dict(self._model, dict(state.get("model", {})), options=options)
+            with _as_its_first_step_finds_it(optimizer):
+                set_optimizer_state_dict(self._model, optimizer, part, options=how)
         session = self._session()
+        weights = list(self._model.parameters())
+        models = [model for each in registry.live() if each.holds_one_of(weights) for model in each.models]
+        # Of a full state torch copies its part into a shard before anything can see it in float32.
+        with float32_weights(models) if options.full_state_dict else contextlib.nullcontext():
+            # A copy: the names of wrappers are put in.
+            set_model_state_dict(self._model, dict(state.get("model", {})), options=options)
         if scalers is not None and session is not None:
             checkpoint.load_session_state(session, scalers)
 
@@ -149,6 +157,17 @@ class TrainState:
             named = " and ".join(session.describe() for session in sessions)
             raise ValueError(f"the optimizers belong to {named}: make a TrainState for the optimizers of each")
         return sessions[0] if sessions else None
+
+    def _take_what_was_written(self, given: Any) -> None:
+        """``dcp.load`` has written to the masters' own memory: from here on that is what they, and weights, are."""
+        session = self._session()
+        weights = given.get("model") if isinstance(given, Mapping) else None
+        if session is None or not isinstance(weights, Mapping):
+            return
+        memory = {storage_of(shard(each)) for each in weights.values() if isinstance(each, torch.Tensor)} - {0}
+        for master in session.masters:
+            if storage_of(shard(master.parameter)) in memory:
+                session.masters.load(master, master.parameter.detach())
 
     def _named(self, options: Any) -> dict[str, Any]:
         """Weights and optimizers' state by names."""
@@ -170,21 +189,17 @@ class TrainState:
         """An optimizer's state by names; one that has none is left without, for its first step to make."""
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        starts = not optimizer.state
         try:
-            if starts:
-                with _without_decay(optimizer):
-                    get_optimizer_state_dict(self._model, optimizer, options=_as_they_lie(options))
-            state: Any = get_optimizer_state_dict(self._model, optimizer, options=options)
+            with _as_its_first_step_finds_it(optimizer) as starts:
+                state: Any = get_optimizer_state_dict(self._model, optimizer, options=options)
         except KeyError as error:
             raise ValueError(
                 f"this {type(optimizer).__name__} steps parameters that {type(self._model).__name__} does not have, "
                 "and a TrainState knows them by the model's names: give the model that has them all"
             ) from error
-        finally:
-            if starts:
-                optimizer.state.clear()
-        return _unstepped(state) if starts else state
+        if starts:
+            optimizer.state.clear()
+        return state
 
     def _part_of(self, optimizer: Optimizer, optim: Any, options: Any) -> tuple[Any, Any]:
         """What of a state is an optimizer's, and how to load it.
@@ -261,28 +276,44 @@ def _as_they_lie(options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _without_decay(optimizer: Optimizer) -> Iterator[None]:
-    """torch makes state by a step with gradients and a rate of 0; decay would enter moments as a gradient does."""
-    decays = [(group, group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group]
-    for group, _ in decays:
-        group["weight_decay"] = 0.0
+def _as_its_first_step_finds_it(optimizer: Optimizer) -> Iterator[bool]:
+    """Give an optimizer that keeps nothing yet what it is going to start from; yields whether it did.
+
+    torch makes it with gradients in the weights' own type, which a 16-bit weight may not take; it makes none where
+    there are gradients, as there are in here. A failure leaves the optimizer as it was.
+    """
+    if optimizer.state:
+        yield False
+        return
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    gradients = [weight.grad for weight in weights]
     try:
-        yield
+        for weight in weights:
+            dtype = weight.grad_dtype or weight.dtype
+            weight.grad = torch.zeros_like(weight, dtype=dtype) if weight.requires_grad else None
+        _step_without_effect(optimizer)
+        for entries in optimizer.state.values():
+            if isinstance(entries, dict) and "step" in entries:
+                step = entries["step"]
+                entries["step"] = torch.zeros_like(step) if isinstance(step, torch.Tensor) else 0
+        yield True
+    except BaseException:
+        optimizer.state.clear()
+        raise
     finally:
-        for group, decay in decays:
-            group["weight_decay"] = decay
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient
 
 
-def _unstepped(state: Any) -> Any:
-    """An optimizer's state as its first step finds it: torch makes it by a step without effect, which is counted."""
-    for entries in state.get("state", {}).values():
-        if isinstance(entries, dict) and "step" in entries:
-            entries["step"] = _zero(entries["step"])
-    for key in state:
-        if key.startswith("state.") and key.endswith(".step"):
-            state[key] = _zero(state[key])
-    return state
-
-
-def _zero(step: Any) -> Any:
-    return torch.zeros_like(step) if isinstance(step, torch.Tensor) else 0
+def _step_without_effect(optimizer: Optimizer) -> None:
+    # Decay would enter moments as a gradient does.
+    kept = [
+        (group, key, group[key]) for group in optimizer.param_groups for key in ("lr", "weight_decay") if key in group
+    ]
+    try:
+        for group, key, value in kept:
+            group[key] = torch.tensor(0.0, device="cpu") if isinstance(value, torch.Tensor) else 0.0
+        optimizer.step()
+    finally:
+        for group, key, value in kept:
+            group[key] = value

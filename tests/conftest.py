@@ -17,7 +17,7 @@ from torch import nn
 import mpinit
 from mpinit import functions, registry
 from mpinit.basics.patching import Undo
-from mpinit.functions import user_functions
+from mpinit.functions import installation
 from mpinit.torch_internals import native_autocast
 
 hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
@@ -46,15 +46,22 @@ def pytest_collection_finish() -> None:
     quick_process.keep()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collector() -> None:
+    """What earlier files have imported and compiled makes ``gc.collect()`` no slower in this one."""
+    quick_process.keep()
+
+
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
     torch.manual_seed(0)
-    registered = list(user_functions.REGISTERED)
+    registered = list(installation.REGISTERED)
     yield
     for left_over in reversed(registry.live()):
         left_over.undo()
     # The examples in docstrings register functions too, torch.cumsum among them.
-    user_functions.REGISTERED[:] = registered
+    installation.REGISTERED[:] = registered
+    native_autocast.this.thread.follow_ended()
     native_autocast.set_flags(dict.fromkeys(native_autocast.device_types(), False))
 
 

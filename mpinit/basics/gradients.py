@@ -1,8 +1,8 @@
-"""Gradients as lists of tensors: what they are, and their sums."""
+"""Gradients as lists of tensors: what they are."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, Final
 
@@ -31,11 +31,6 @@ def all_dense(gradients: Sequence[torch.Tensor | None]) -> bool:
         return False  # None is among them
 
 
-def are_dense_in(gradients: Sequence[torch.Tensor | None], dtypes: Container[torch.dtype]) -> bool:
-    """Whether all are there, dense, and of these dtypes."""
-    return all_dense(gradients) and all(dtype in dtypes for dtype in set(map(_DTYPE, gradients)))
-
-
 def are_plain(gradients: Sequence[torch.Tensor | None], device: torch.device) -> bool:
     """Whether all are there, dense, float32 and on one device, as they nearly always are: asked on every step."""
     return (
@@ -44,25 +39,3 @@ def are_plain(gradients: Sequence[torch.Tensor | None], device: torch.device) ->
         and set(map(type, gradients)) == _PLAIN
         and set(map(_DEVICE, gradients)) == {device.index if device.index is not None else -1}
     )
-
-
-def add_(onto: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """``onto[i] + gradients[i]``, in place on ``onto`` where the two are dense and of one dtype.
-
-    Returns:
-        The sums, in the order given: the tensors of ``onto`` themselves wherever they could be added to in place.
-    """
-    if not onto:
-        return []
-    if not any(a.is_sparse or b.is_sparse for a, b in zip(onto, gradients, strict=True)):
-        torch._foreach_add_(onto, gradients)
-        return onto
-    return [_add_one(a, b) for a, b in zip(onto, gradients, strict=True)]
-
-
-def _add_one(onto: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    if onto.is_sparse and not gradient.is_sparse:
-        return gradient + onto
-    if onto.is_sparse:
-        return (onto + gradient).coalesce()
-    return onto.add_(gradient)

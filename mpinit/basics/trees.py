@@ -6,13 +6,13 @@ model writes into its copy of one (an entry, an attribute, an element of a tenso
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Final
 
 import torch
-
-from .containers import Container, container_of, converted, rebuilt_mapping, rebuilt_tuple
 
 # Neither walked nor cast.
 _LEAVES: Final = (str, bytes, int, float, complex, torch.nn.Module, type)
@@ -21,10 +21,10 @@ _LEAVES: Final = (str, bytes, int, float, complex, torch.nn.Module, type)
 def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
     """Cast every floating tensor in a nest of containers to ``dtype``; everything else keeps its identity.
 
-    Lists, tuples, named tuples, dicts and their subclasses, other mappings, dataclasses, and objects that are no
-    tensors but have a ``.to`` method (batches of all kinds, torch_geometric's Data among them) are walked; a container
-    none of whose leaves changed is returned as it is, any other as a copy of its own type. Integer, bool and complex
-    tensors, numbers, strings, numpy arrays and modules are left alone. Gradients flow back through the casts.
+    Lists, tuples, named tuples (PackedSequence among them), dicts, UserDict, their subclasses (transformers'
+    ModelOutput and BatchEncoding among them) and dataclasses are walked; one none of whose leaves changed is returned
+    as it is, any other as a copy of its own type. Everything else is left alone: integer, bool and complex tensors,
+    numbers, arrays, modules, objects of other classes. Gradients flow back through the casts.
 
     Args:
         tree: any object.
@@ -41,17 +41,32 @@ def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
     return TreeCast(dtype)(tree)
 
 
-def first_floating_dtype(tree: Any) -> torch.dtype | None:
-    """The dtype of the first floating tensor in lists, tuples and dicts, or None where there is none.
+def floating_dtypes(tree: Any) -> list[torch.dtype]:
+    """The dtypes of the floating tensors in lists, tuples and dicts, in their order.
 
     Example:
-        >>> first_floating_dtype((torch.arange(2), {"x": torch.ones(2)}))
-        torch.float32
+        >>> floating_dtypes((torch.arange(2), {"x": torch.ones(2)}))
+        [torch.float32]
     """
     if isinstance(tree, torch.Tensor):
-        return tree.dtype if tree.is_floating_point() else None
+        return [tree.dtype] if tree.is_floating_point() else []
     values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return next((dtype for dtype in map(first_floating_dtype, values) if dtype is not None), None)
+    return [dtype for value in values for dtype in floating_dtypes(value)]
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """What lists, tuples and dicts hold that is no tensor, number, string or module.
+
+    Example:
+        >>> leaves_of(({"x": 1}, [torch.ones(2), torch.device("cpu")]))
+        [device(type='cpu')]
+    """
+    if tree is None or isinstance(tree, (torch.Tensor, *_LEAVES)):
+        return []
+    if not isinstance(tree, (list, tuple, Mapping)):
+        return [tree]
+    values = tree.values() if isinstance(tree, Mapping) else tree
+    return [leaf for value in values for leaf in leaves_of(value)]
 
 
 class TreeCast:
@@ -103,28 +118,25 @@ class TreeCast:
         if isinstance(tree, tuple):
             leaves = [self(value) for value in tree]
             same = [self._is_same(new, old) for new, old in zip(leaves, tree, strict=True)]
-            return tree if all(same) else rebuilt_tuple(tree, leaves)
+            return tree if all(same) else _rebuilt_tuple(tree, leaves)
         if isinstance(tree, torch.fx.Proxy):
             return tree.to(self._dtype)
         return self._cast_container(tree)
 
     def _cast_container(self, tree: Any) -> Any:
-        container = container_of(tree)
-        if container is None:
-            return rebuilt_mapping(tree, self) if isinstance(tree, Mapping) else tree
-        visit = _Visit(container, tree)
+        if not (isinstance(tree, (list, MutableMapping)) or dataclasses.is_dataclass(tree)):
+            return tree
+        visit = _Visit(tree)
         if self._by_identity:
             known = self._seen.setdefault(id(tree), visit)
             if known is not visit:
                 return known.result if known.is_over else known.copied()
-        before = container.parts(tree)
-        if not before and hasattr(tree, "to"):
-            return converted(tree, self._dtype)
+        before = _parts_of(tree)
         after = {key: self(value) for key, value in before.items()}
         changed = {key: value for key, value in after.items() if not self._is_same(value, before[key])}
         if changed:
-            container.write(visit.copied(), changed, ())
-            after = container.parts(visit.result)
+            _write(visit.copied(), changed, ())
+            after = _parts_of(visit.result)
         visit.is_over = True
         self._walked.append((visit, after))
         return visit.result
@@ -144,12 +156,12 @@ class TreeCast:
             originals |= {id(visit.result): visit.given for visit, _ in self._walked if visit.is_copied}
             self._originals = originals
         for visit, before in self._walked:
-            now = visit.container.parts(visit.result)
+            now = _parts_of(visit.result)
             new = {k: value for k, value in now.items() if k not in before or not self._is_same(before[k], value)}
             dropped = [key for key in before if key not in now] if visit.is_copied else []
             if new or dropped:
                 brought_back = {key: self.back(value, dtype) for key, value in new.items()}
-                visit.container.write(visit.given, brought_back, dropped)
+                _write(visit.given, brought_back, dropped)
 
     def back(self, tree: Any, dtype: torch.dtype) -> Any:
         """A result, cast: what the trees as cast hold is what the trees as given held, to the bit.
@@ -164,10 +176,9 @@ class TreeCast:
 class _Visit:
     """One container on the walk; it is copied when something in it changes, or when it turns out to hold itself."""
 
-    __slots__ = ("container", "given", "is_copied", "is_over", "result")
+    __slots__ = ("given", "is_copied", "is_over", "result")
 
-    def __init__(self, container: Container, given: Any) -> None:
-        self.container = container
+    def __init__(self, given: Any) -> None:
         self.given = given
         self.result = given
         self.is_copied = self.is_over = False
@@ -175,9 +186,67 @@ class _Visit:
     def copied(self) -> Any:
         """The copy, made once."""
         if not self.is_copied:
-            self.result = self.container.copy(self.given)
+            self.result = _copy_of(self.given)
             self.is_copied = True
         return self.result
+
+
+def _parts_of(box: Any) -> dict[Any, Any]:
+    """A new dict of what a container holds, under keys that mean the same in a copy of it."""
+    if isinstance(box, list):
+        return dict(enumerate(box))
+    if isinstance(box, MutableMapping):
+        return dict(box.items())
+    names = [field.name for field in dataclasses.fields(box)]
+    return {name: getattr(box, name) for name in [*names, *getattr(box, "__dict__", ())] if hasattr(box, name)}
+
+
+def _copy_of(box: Any) -> Any:
+    """A shallow copy, of the same type, that is written to without ``box`` noticing."""
+    if type(box) in (dict, list):
+        return box.copy()
+    if isinstance(box, MutableMapping) and dataclasses.is_dataclass(box):
+        # transformers' ModelOutput; torch.compile leaves out what copy.copy takes over.
+        return type(box)(**dict(box.items()))
+    copied = copy.copy(box)
+    # A shallow copy of a UserDict's subclass may share the dict that its items are in.
+    for name, value in vars(copied).items() if isinstance(box, MutableMapping) and hasattr(copied, "__dict__") else ():
+        if isinstance(value, dict) and value is vars(box).get(name):
+            vars(copied)[name] = copy.copy(value)
+    return copied
+
+
+def _write(box: Any, changed: Mapping[Any, Any], dropped: Iterable[Any]) -> None:
+    """Put parts into a container and take others out."""
+    if isinstance(box, list):
+        parts = {**dict(enumerate(box)), **changed}
+        for key in dropped:
+            del parts[key]
+        box[:] = list(parts.values())
+    elif isinstance(box, MutableMapping):
+        for key, value in changed.items():
+            box[key] = value
+        for key in dropped:
+            del box[key]
+    else:
+        for name, value in changed.items():
+            object.__setattr__(box, name, value)  # frozen dataclasses included, and no setter of the user's runs twice
+        for name in dropped:
+            object.__delattr__(box, name)
+
+
+def _rebuilt_tuple(tree: tuple[Any, ...], leaves: list[Any]) -> Any:
+    """A tuple of the type of ``tree`` that holds ``leaves``."""
+    if type(tree) is tuple:
+        return tuple(leaves)
+    try:
+        # Past the subclass's own __new__: its arguments need not be the items.
+        renewed = tuple.__new__(type(tree), leaves)
+    except TypeError:
+        return type(tree)(leaves)  # torch.return_types: classes written in C insist on their own constructor
+    if hasattr(tree, "__dict__"):
+        vars(renewed).update(vars(tree))
+    return renewed
 
 
 def _is_same(one: Any, other: Any) -> bool:

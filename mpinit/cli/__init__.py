@@ -43,7 +43,6 @@ def _describe_run(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT names a module, as in python -m")
     parser.add_argument("target", metavar="SCRIPT", help="path of the script, or a module's dotted name after -m")
-    parser.set_defaults(rest=[])
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -109,8 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         parser.print_help()
         return 0
-    if rest:
-        arguments.rest = rest
+    arguments.rest = rest
     return _in_one_line(command, arguments) if command.says_errors else command.run(arguments)
 
 

@@ -28,7 +28,6 @@ FORMATS: Final = ("mpinit", "apex", "torch")
 _SCALER_KEY: Final = {"mpinit": "mpinit", "apex": "amp", "torch": "scaler"}
 _SCALER_KEYS: Final = ("mpinit", "amp", "scaler", "grad_scaler", "loss_scaler")
 _GRAD_SCALER: Final = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-_FP16_OPTIMIZER: Final = ("loss_scaler", "optimizer_state_dict", "fp32_from_fp16")
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -77,13 +76,10 @@ def _read(source: Path, trusts: bool) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about how it was pickled, which is not the reader's doing
             return torch.load(source, map_location="cpu", weights_only=not trusts)
-    except pickle.UnpicklingError as error:
-        if trusts:
-            raise ValueError(f"{source} is no checkpoint that torch.save wrote: {error}") from None
-        raise ValueError(
-            f"{source} holds more than tensors and plain values; where it is your own, --trust reads it all the same"
-        ) from None
-    except (RuntimeError, EOFError) as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        if isinstance(error, pickle.UnpicklingError) and not trusts:
+            more = "holds more than tensors and plain values; where it is your own, --trust reads it all the same"
+            raise ValueError(f"{source} {more}") from None
         raise ValueError(f"{source} is no checkpoint that torch.save wrote: {error}") from None
 
 
@@ -125,7 +121,7 @@ def converted(checkpoint: Any, to: str, loss_id: int = 0) -> tuple[dict[str, Any
     result, said = dict(checkpoint), list[str]()
     scales = _take_scales(result)
     for name, value in result.items():
-        if isinstance(value, Mapping) and all(key in value for key in _FP16_OPTIMIZER):
+        if isinstance(value, Mapping) and "fp32_from_fp16" in value:
             raise ValueError(
                 f"{name!r} is apex's FP16_Optimizer, whose masters are the model's weights: load the file with "
                 "apex.fp16_utils.FP16_Optimizer, in a script under mpinit run, and save model.state_dict() and "

@@ -64,8 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     for device in devices:
         _show(device)
     show_text("torch.compile's backends: " + "; ".join(f"{name} ({state})" for name, state in backends.items()))
-    print()
-    show_text(f"recommended: {level}, {reason}")
+    show_text(f"\nrecommended: {level}, {reason}")
     return 0
 
 

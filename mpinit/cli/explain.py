@@ -29,7 +29,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """The arguments."""
     parser.description = (
         "Run a model once on random numbers, as it would be at a level, and show which operation runs in which type, "
-        "why, what is cast, and bytes a parameter at every level."
+        "why, what is cast, and bytes a parameter."
     )
     parser.add_argument("factory", metavar="pkg.mod:factory", help="a function without arguments that returns a model")
     parser.add_argument(

@@ -49,13 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         show_json({level: properties.model_dump(mode="json") for level, properties in found.items()})
         return 0
-    names = field_names() if arguments.levels else _TABLE
     given = {name for name in field_names() if name in overrides or name in config}
-    names = tuple(name for name in field_names() if name in names or name in given)
-    rows = [_row(name, found, given) for name in names]
-    head = ["property", *found] + (["from"] if arguments.levels else [])
-    cells = rows if arguments.levels else [row[:-1] for row in rows]
-    show_table("What the levels set" + (", with overrides (*)" if given else ""), head, cells)
+    shown = [name for name in field_names() if arguments.levels or name in _TABLE or name in given]
+    columns = len(found) + 1 + bool(arguments.levels)
+    rows = [_row(name, found, given)[:columns] for name in shown]
+    title = "What the levels set" + (", with overrides (*)" if given else "")
+    show_table(title, ["property", *found, "from"][:columns], rows)
     for why in dict.fromkeys(refused.values()):
         show_text(f"refused at {', '.join(level for level, said in refused.items() if said == why)}: {why}")
     return 0

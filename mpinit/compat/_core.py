@@ -10,7 +10,6 @@ import torch
 from torch.optim import Optimizer
 
 from .. import registry
-from ..plan import ScalingRule
 from ..scaling.scaler import LossScaler as Scaler
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "groups_of",
     "live_sessions",
     "masters_to_weights",
-    "new_scaler",
     "session_of",
     "share_scalers",
 ]
@@ -58,26 +56,6 @@ def groups_of(optimizer: Optimizer) -> list[list[tuple[torch.nn.Parameter, torch
 def masters_to_weights(optimizer: Optimizer) -> None:
     """Round every master that was written to into its weight."""
     registry.session_of(optimizer).managed(optimizer).exposed.settle()
-
-
-def new_scaler(
-    loss_scale: float | str, init_scale: float, scale_factor: float, scale_window: int, limits: tuple[float, float]
-) -> Scaler:
-    """A loss scaler of no session: "dynamic" from ``init_scale`` on, or static."""
-    dynamic = loss_scale == "dynamic"
-    return Scaler(
-        ScalingRule(
-            dynamic=dynamic,
-            init_scale=min(limits[1], init_scale) if dynamic else float(loss_scale),
-            growth_factor=scale_factor,
-            backoff_factor=1 / scale_factor,
-            growth_interval=scale_window,
-            hysteresis=1,
-            min_scale=limits[0],
-            max_scale=limits[1],
-            max_consecutive_skips=64,
-        )
-    )
 
 
 def change_rule(scaler: Scaler, **numbers: Any) -> None:

@@ -21,7 +21,6 @@ MODULES: Final[dict[str, str]] = {
     "apex.parallel": "torch.nn.parallel",
     "apex.parallel.distributed": "torch.nn.parallel",
     "apex.parallel.sync_batchnorm": "torch.nn",
-    "apex.parallel.optimized_sync_batchnorm": "torch.nn",
     "apex.normalization": "torch.nn",
     "apex.normalization.fused_layer_norm": "torch.nn",
     "apex.optimizers": "torch.optim",
@@ -45,7 +44,6 @@ _NAMES: Final[dict[str, dict[str, str]]] = {
         "master_params": "mpinit.master_params | _amp_state",
         "state_dict": "mpinit.state_dict | frontend",
         "load_state_dict": "mpinit.load_state_dict | frontend",
-        "init": f"{_LEVEL_1} | amp",
         "disable_casts": "mpinit.disable_casts | handle",
         "half_function": "mpinit.half_function | amp",
         "float_function": "mpinit.float_function | amp",
@@ -56,7 +54,6 @@ _NAMES: Final[dict[str, dict[str, str]]] = {
         "_amp_state": "mpinit.loss_scale(optimizer) and mpinit.state_dict(optimizer)",
     },
     "apex.amp.frontend": {"Properties": "mpinit.Properties", "opt_levels": "mpinit.OPT_LEVELS"},
-    "apex.amp.handle": {"AmpHandle": _LEVEL_1, "NoOpHandle": "mpinit.initialize(model, optimizer, enabled=False)"},
     "apex.amp.scaler": {"LossScaler": "mpinit.loss_scale(optimizer)"},
     "apex.amp.lists": dict.fromkeys(
         ("functional_overrides", "torch_overrides", "tensor_overrides"), MODULES["apex.amp.lists"]
@@ -65,7 +62,7 @@ _NAMES: Final[dict[str, dict[str, str]]] = {
         "DistributedDataParallel": "torch.nn.parallel.DistributedDataParallel | distributed",
         "Reducer": "torch.distributed.all_reduce | distributed",
         "LARC": "no counterpart; stays apex.parallel.LARC",
-        "SyncBatchNorm": "torch.nn.SyncBatchNorm | sync_batchnorm optimized_sync_batchnorm",
+        "SyncBatchNorm": "torch.nn.SyncBatchNorm | sync_batchnorm",
         "convert_syncbn_model": "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
         "create_syncbn_process_group": "torch.distributed.new_group",
     },
@@ -77,10 +74,8 @@ _NAMES: Final[dict[str, dict[str, str]]] = {
         "MixedFusedRMSNorm": "torch.nn.RMSNorm | fused_layer_norm",
         "fused_layer_norm": "torch.nn.functional.layer_norm | fused_layer_norm",
         "fused_layer_norm_affine": "torch.nn.functional.layer_norm | fused_layer_norm",
-        "mixed_dtype_fused_layer_norm_affine": "torch.nn.functional.layer_norm | fused_layer_norm",
         "fused_rms_norm": "torch.nn.functional.rms_norm | fused_layer_norm",
         "fused_rms_norm_affine": "torch.nn.functional.rms_norm | fused_layer_norm",
-        "mixed_dtype_fused_rms_norm_affine": "torch.nn.functional.rms_norm | fused_layer_norm",
     },
     "apex.optimizers": {
         "FusedAdam": "torch.optim.AdamW(fused=True) | fused_adam",
@@ -124,6 +119,8 @@ COVERED: Final[dict[str, str]] = {"apex.__version__": "mpinit.__version__"} | {
 
 # What apex has and its stand-in has not: what to do instead.
 MISSING: Final[dict[str, str]] = {
+    "apex.amp.init": _LEVEL_1,
+    "apex.amp.amp.init": _LEVEL_1,
     "apex.amp.opt": "amp.scale_loss(loss, optimizer, loss_id=...) for each loss",
     "apex.optimizers.FusedNovoGrad": "FusedLAMB or torch.optim.AdamW",
     "apex.optimizers.fused_novograd": "FusedLAMB or torch.optim.AdamW",
@@ -134,7 +131,5 @@ OPTIMIZER_ATTRIBUTES: Final[dict[str, str]] = {
     "_amp_stash": "mpinit.master_params(optimizer)",
     "_lazy_init_maybe_master_weights": "not needed: masters are made by mpinit.initialize",
     "_amp_lazy_init": "not needed: masters are made by mpinit.initialize",
-    "_prepare_amp_backward": "mpinit.scale_loss",
-    "_post_amp_backward": "mpinit.scale_loss",
     "_master_params_to_model_params": "not needed: optimizer.step() does it",
 }

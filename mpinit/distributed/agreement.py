@@ -1,15 +1,16 @@
-"""One overflow verdict for all ranks."""
+"""What was asked for compared over ranks, and one overflow verdict for all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, cast
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, cast
 
 import torch
 
 from .sharding import is_sharded
 
 Group = Any
+_NAMED: Final = 5
 
 
 def meshes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
@@ -35,6 +36,43 @@ def groups_of(meshes: Iterable[Any], *more: Group | None) -> list[Group]:
                 found[group.group_name] = group
     found |= {group.group_name: group for group in more if group is not None}
     return list(found.values())
+
+
+def check_same(words: Mapping[str, str], parameters: Mapping[str, str], groups: Iterable[Group]) -> None:
+    """Compare what was asked for over all ranks that can be reached over some groups; all of them have to call it.
+
+    Args:
+        words: keywords, and what was given for them.
+        parameters: names, and what they are.
+        groups: process groups, in the same order on all of their ranks.
+
+    Raises:
+        ValueError: ranks differ; on each of them, and the message says where.
+    """
+    distributed: Any = torch.distributed
+    records = {distributed.get_rank(): (dict(words), dict(parameters))}
+    for group in groups:
+        gathered: list[Any] = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(gathered, records, group=group)
+        for each in gathered:
+            records |= each
+    faults = [*_differences({rank: said for rank, (said, _) in records.items()})]
+    faults = faults or [*_differences({rank: found for rank, (_, found) in records.items()})]
+    if faults:
+        more = f"; and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
+        raise ValueError(
+            f"ranks that train one model were given different things: {'; '.join(faults[:_NAMED])}{more}. Call "
+            "mpinit.initialize with the same model and keywords on every rank"
+        )
+
+
+def _differences(said: Mapping[int, Mapping[str, str]]) -> Iterable[str]:
+    for key in dict.fromkeys(key for each in said.values() for key in each):
+        first = {said[rank].get(key, "missing"): rank for rank in sorted(said, reverse=True)}
+        if len(first) > 1:
+            yield f"{key} is " + " and ".join(
+                f"{value} on rank {rank}" for value, rank in sorted(first.items(), key=lambda pair: pair[1])
+            )
 
 
 def agree(verdicts: torch.Tensor, groups: Iterable[Group]) -> torch.Tensor:

@@ -23,6 +23,11 @@ def running_wrapper() -> Any:
     return nn.parallel.DistributedDataParallel._active_ddp_module if is_distributed() else None
 
 
+def is_joining(wrapper: Any) -> bool:
+    """Whether a DistributedDataParallel is in ``join()``, where ranks that have ended follow its own calls alone."""
+    return bool(wrapper._join_config.enable)
+
+
 def reduced_by(wrapper: Any) -> list[nn.Parameter]:
     """The parameters whose gradients a DistributedDataParallel reduces."""
     parameters = getattr(wrapper, "_module_parameters", None)

@@ -35,6 +35,15 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
 
 
+def flattened(what: str) -> str:
+    """Why a model must not be in FullyShardedDataParallel, and what to use."""
+    return (
+        f"{what} is wrapped in FullyShardedDataParallel (FSDP1), which puts flat parameters of its own in the places "
+        "of the model's, before or after mpinit.initialize: use FSDP2, torch.distributed.fsdp.fully_shard(model), then "
+        "make the optimizer, then call mpinit.initialize"
+    )
+
+
 def is_managed_by_fsdp(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was called on a module."""
     return hasattr(type(module), "_get_fsdp_state")

@@ -10,7 +10,8 @@ function is one row here and one row of ``tests/cast_samples.py``.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -97,41 +98,23 @@ def _row(
     return CastRow(name, cast, _names(wraps), _names(reaches), native, arguments, casts_off)
 
 
-def _lower(name: str, wraps: str, reaches: str = "", native: frozenset[str] = _LISTED, arguments: int = 0) -> CastRow:
-    return _row(Cast.LOWER_PRECISION, name, wraps, reaches, native, arguments=arguments)
+def _rows(cast: Cast, prefixes: str, names: str, native: frozenset[str] = _LISTED) -> Iterator[CastRow]:
+    """Rows that are alike: functions by the names they have below each prefix."""
+    return (_row(cast, name, f"{prefixes}:{name}", native=native) for name in names.split())
 
 
-def _fp32(
-    name: str, wraps: str, reaches: str = "", native: frozenset[str] = _LISTED, casts_off: bool = False
-) -> CastRow:
-    return _row(Cast.FP32, name, wraps, reaches, native, casts_off=casts_off)
-
-
-def _promote(
-    name: str, wraps: str, reaches: str = "", native: frozenset[str] = _NOWHERE, casts_off: bool = False
-) -> CastRow:
-    return _row(Cast.PROMOTE, name, wraps, reaches, native, casts_off=casts_off)
-
+_lower: Final = functools.partial(_row, Cast.LOWER_PRECISION)
+_fp32: Final = functools.partial(_row, Cast.FP32)
+_promote: Final = functools.partial(_row, Cast.PROMOTE, native=_NOWHERE)
 
 _LOWER_PRECISION_ROWS: Final = (
-    _lower("conv1d", "tF:conv1d", native=_EVERYWHERE),
-    _lower("conv2d", "tF:conv2d", native=_EVERYWHERE),
-    _lower("conv3d", "tF:conv3d", native=_EVERYWHERE),
-    _lower("conv_transpose1d", "tF:conv_transpose1d", native=_EVERYWHERE),
-    _lower("conv_transpose2d", "tF:conv_transpose2d", native=_EVERYWHERE),
-    _lower("conv_transpose3d", "tF:conv_transpose3d", native=_EVERYWHERE),
-    _lower("conv_tbc", "tF:conv_tbc", native=_EVERYWHERE),
+    *_rows(Cast.LOWER_PRECISION, "tF", "conv1d conv2d conv3d conv_tbc", _EVERYWHERE),
+    *_rows(Cast.LOWER_PRECISION, "tF", "conv_transpose1d conv_transpose2d conv_transpose3d", _EVERYWHERE),
     _lower("convolution", "t:convolution"),
     _lower("linear", "F:linear", native=_EVERYWHERE),
     _lower("matmul", "tT:matmul T:__matmul__ T:__rmatmul__ L:matmul", native=_EVERYWHERE),
-    _lower("mm", "tT:mm", native=_EVERYWHERE),
-    _lower("bmm", "tT:bmm", native=_EVERYWHERE),
-    _lower("addmm", "tT:addmm", native=_EVERYWHERE),
-    _lower("addbmm", "tT:addbmm", native=_EVERYWHERE),
-    _lower("baddbmm", "tT:baddbmm", native=_EVERYWHERE),
-    _lower("mv", "tT:mv"),
-    _lower("addmv", "tT:addmv"),
-    _lower("addr", "tT:addr"),
+    *_rows(Cast.LOWER_PRECISION, "tT", "mm bmm addmm addbmm baddbmm", _EVERYWHERE),
+    *_rows(Cast.LOWER_PRECISION, "tT", "mv addmv addr"),
     _lower("vecdot", "L:vecdot", native=_EVERYWHERE),
     _lower("multi_dot", "L:multi_dot"),
     _lower("chain_matmul", "V:chain_matmul", "t:chain_matmul"),
@@ -159,18 +142,10 @@ _UPSAMPLE: Final = (
 _FP32_ROWS: Final = (
     _fp32("acos", "tT:acos tT:arccos"),
     _fp32("asin", "tT:asin tT:arcsin"),
-    _fp32("cosh", "tT:cosh"),
-    _fp32("erfinv", "tTS:erfinv"),
-    _fp32("exp", "tT:exp"),
-    _fp32("expm1", "tTS:expm1"),
-    _fp32("log", "tT:log"),
-    _fp32("log10", "tT:log10"),
-    _fp32("log2", "tT:log2"),
-    _fp32("log1p", "tTS:log1p"),
+    *_rows(Cast.FP32, "tTS", "erfinv expm1 log1p"),
+    *_rows(Cast.FP32, "tT", "cosh exp log log10 log2"),
     _fp32("reciprocal", "tT:reciprocal", "T:__rtruediv__ T:__rdiv__"),
-    _fp32("rsqrt", "tT:rsqrt"),
-    _fp32("sinh", "tT:sinh"),
-    _fp32("tan", "tT:tan"),
+    *_rows(Cast.FP32, "tT", "rsqrt sinh tan"),
     _fp32("pow", "tT:pow T:__pow__ T:__rpow__ tT:square tT:ldexp"),
     _fp32("softplus", "F:softplus"),
     _fp32("softmax", "tTS:softmax", "F:softmax F:softmin F:gumbel_softmax"),
@@ -178,35 +153,21 @@ _FP32_ROWS: Final = (
     _fp32("logsumexp", "tTS:logsumexp"),
     _fp32("sum", "tT:sum T:sum_to_size t:trapezoid t:trapz t:cumulative_trapezoid tT:mvlgamma S:multigammaln"),
     _fp32("prod", "tT:prod", native=_EVERYWHERE),
-    _fp32("cumsum", "tT:cumsum"),
-    _fp32("cumprod", "tT:cumprod"),
+    *_rows(Cast.FP32, "tT", "cumsum cumprod renorm dist"),
     _fp32("layer_norm", "t:layer_norm t:native_layer_norm", "F:layer_norm"),
     _fp32("group_norm", "t:group_norm", "F:group_norm"),
     _fp32("rms_norm", "t:rms_norm", "F:rms_norm"),
     _fp32(
         "norm", "L:vector_norm L:matrix_norm L:norm t:nuclear_norm t:frobenius_norm F:normalize", "tT:norm", _NOWHERE
     ),
-    _fp32("renorm", "tT:renorm"),
-    _fp32("dist", "tT:dist"),
     _fp32("pdist", "tF:pdist"),
     _fp32("cdist", "V:cdist", "t:cdist", _EVERYWHERE),
     _fp32("cosine_similarity", "tF:cosine_similarity", casts_off=True),
     _fp32("interpolate", _UPSAMPLE, "F:interpolate F:upsample F:upsample_nearest F:upsample_bilinear"),
-    _fp32("cross_entropy", "F:cross_entropy", native=_EVERYWHERE),
-    _fp32("nll_loss", "F:nll_loss", native=_EVERYWHERE),
-    _fp32("kl_div", "tF:kl_div", native=_EVERYWHERE),
-    _fp32("l1_loss", "F:l1_loss", native=_EVERYWHERE),
-    _fp32("mse_loss", "F:mse_loss", native=_EVERYWHERE),
-    _fp32("smooth_l1_loss", "F:smooth_l1_loss", native=_EVERYWHERE),
-    _fp32("huber_loss", "F:huber_loss", native=_EVERYWHERE),
-    _fp32("soft_margin_loss", "F:soft_margin_loss", native=_EVERYWHERE),
-    _fp32("multi_margin_loss", "F:multi_margin_loss", native=_EVERYWHERE),
-    _fp32("multilabel_margin_loss", "F:multilabel_margin_loss", native=_EVERYWHERE),
-    _fp32("cosine_embedding_loss", "tF:cosine_embedding_loss", native=_EVERYWHERE),
-    _fp32("hinge_embedding_loss", "tF:hinge_embedding_loss", native=_EVERYWHERE),
-    _fp32("margin_ranking_loss", "tF:margin_ranking_loss", native=_EVERYWHERE),
-    _fp32("poisson_nll_loss", "tF:poisson_nll_loss", native=_EVERYWHERE),
-    _fp32("triplet_margin_loss", "tF:triplet_margin_loss", native=_EVERYWHERE),
+    *_rows(Cast.FP32, "F", "cross_entropy nll_loss l1_loss mse_loss smooth_l1_loss huber_loss", _EVERYWHERE),
+    *_rows(Cast.FP32, "F", "soft_margin_loss multi_margin_loss multilabel_margin_loss", _EVERYWHERE),
+    *_rows(Cast.FP32, "tF", "poisson_nll_loss triplet_margin_loss", _EVERYWHERE),
+    *_rows(Cast.FP32, "tF", "kl_div cosine_embedding_loss hinge_embedding_loss margin_ranking_loss", _EVERYWHERE),
     _fp32(
         "binary_cross_entropy_with_logits",
         "t:binary_cross_entropy_with_logits",
@@ -219,17 +180,11 @@ _STACKS: Final = "t:concat t:concatenate t:hstack t:vstack t:row_stack t:dstack 
 
 # torch's own promotion raises for tensors of the other 16-bit type; cat and stack need none.
 _PROMOTE_ROWS: Final = (
-    _promote("addcdiv", "tT:addcdiv"),
-    _promote("addcmul", "tT:addcmul"),
+    *_rows(Cast.PROMOTE, "tT", "addcdiv addcmul dot vdot index_put index_copy scatter_add", _NOWHERE),
     _promote("atan2", "tT:atan2 tT:arctan2"),
     _promote("bilinear", "tF:bilinear", casts_off=True),
     _promote("cross", "tT:cross L:cross"),
-    _promote("dot", "tT:dot"),
-    _promote("vdot", "tT:vdot"),
     _promote("inner", "tT:inner", casts_off=True),
-    _promote("index_put", "tT:index_put"),
-    _promote("index_copy", "tT:index_copy"),
-    _promote("scatter_add", "tT:scatter_add"),
     _promote("tensordot", "V:tensordot", "t:tensordot", casts_off=True),
     _promote("grid_sample", "t:grid_sampler", "F:grid_sample", casts_off=True),
     _promote("cat", "t:cat", _STACKS, native=_EVERYWHERE),

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
 
 from ..basics.dtypes import LOWER_PRECISION
-from ..torch_internals.native_autocast import call_without_casts
+from ..basics.trees import cast_tree
+from ..torch_internals.native_autocast import call_without_casts, device_types
 from .cast_lists import Cast, CastRow
 
 Function = Callable[..., Any]
 
 _CASTABLE: Final = (torch.float32, *LOWER_PRECISION)
 _CONTAINERS: Final = (list, tuple)
+_OWNER_PARAMETERS: Final = ("self", "cls", "ctx")
 
 
 def wrapper(row: CastRow, name: str, original: Function, devices: tuple[str, ...], allow_banned: bool) -> Function:
@@ -33,14 +37,15 @@ def wrapper(row: CastRow, name: str, original: Function, devices: tuple[str, ...
     """
     wrapped = _traceable_method(original, name) if name.startswith("torch.Tensor.") else original
     body = functools.partial(call_without_casts, wrapped) if row.casts_off else wrapped
-    make = _MAKERS[row.cast]
     for device in devices:
-        outer = make(row, name, wrapped, body, device, allow_banned)
+        outer = _for_device(row, name, wrapped, body, device)
         # Flags go off in the innermost body only: further out, a device whose turn is still to come would find its
         # own flag off already and cast nothing.
-        body = make(row, name, body, body, device, allow_banned) if row.casts_off else outer
-        wrapped = _named(outer, original, name)
-    return wrapped
+        body = _for_device(row, name, body, body, device) if row.casts_off else outer
+        wrapped = outer
+        if row.cast is Cast.BANNED and not allow_banned:
+            wrapped = _banned(row.name, wrapped, device)
+    return _named(wrapped, original, name) if devices else wrapped
 
 
 def _traceable_method(original: Function, name: str) -> Function:
@@ -68,7 +73,18 @@ def _named(function: Function, original: Function, name: str) -> Function:
     return function
 
 
-def _fp32(row: CastRow, name: str, original: Function, body: Function, device: str, allow_banned: bool) -> Function:
+def _for_device(row: CastRow, name: str, original: Function, body: Function, device: str) -> Function:
+    """``body`` with its arguments cast while the device's casts are on, and ``original`` while they are off."""
+    if row.cast is Cast.LOWER_PRECISION:
+        return _lower(row.arguments, original, body, device)
+    if row.cast is Cast.PROMOTE:
+        return _promote(original, body, device)
+    if row.cast is Cast.REFUSED:
+        return _refused(name, original, device)
+    return _fp32(original, body, device)
+
+
+def _fp32(original: Function, body: Function, device: str) -> Function:
     # Locals instead of globals, and the loop written out: this is the wrapper that stands between small layers.
     is_on, tensor_type, lower_types = torch.is_autocast_enabled, torch.Tensor, LOWER_PRECISION
 
@@ -116,9 +132,7 @@ def _cast(value: Any, dtype: torch.dtype, device: str) -> Any:
     return value
 
 
-def _lower(row: CastRow, name: str, original: Function, body: Function, device: str, allow_banned: bool) -> Function:
-    leading = row.arguments
-
+def _lower(leading: int, original: Function, body: Function, device: str) -> Function:
     def lower_precision_function(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_autocast_enabled(device):
             return original(*args, **kwargs)
@@ -156,7 +170,7 @@ def widest(found: list[torch.dtype]) -> torch.dtype | None:
     return found[0] if len(found) == 1 else torch.float32
 
 
-def _promote(row: CastRow, name: str, original: Function, body: Function, device: str, allow_banned: bool) -> Function:
+def _promote(original: Function, body: Function, device: str) -> Function:
     def promoting_function(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_autocast_enabled(device):
             return original(*args, **kwargs)
@@ -191,16 +205,14 @@ def _is_uniform(args: tuple[Any, ...], lower: torch.dtype) -> bool:
     return dtype is lower or dtype is torch.float32
 
 
-def _banned(row: CastRow, name: str, original: Function, body: Function, device: str, allow_banned: bool) -> Function:
-    run = _fp32(row, name, original, body, device, allow_banned)
-
+def _banned(name: str, run: Function, device: str) -> Function:
     def banned_function(*args: Any, **kwargs: Any) -> Any:
-        if not allow_banned and torch.is_autocast_enabled(device):
+        if torch.is_autocast_enabled(device):
             found: list[torch.dtype] = []
             found_dtypes((*args, *kwargs.values()), device, found)
             if torch.float16 in found:
                 raise NotImplementedError(
-                    f"{row.name} was given float16 tensors: its gradient leaves float16's range where a probability is "
+                    f"{name} was given float16 tensors: its gradient leaves float16's range where a probability is "
                     "near 0 or 1. Use torch.nn.BCEWithLogitsLoss (or binary_cross_entropy_with_logits) and drop the "
                     'sigmoid before it; or mpinit.register_float_function(torch, "sigmoid") before '
                     "mpinit.initialize; or mpinit.initialize(..., allow_banned=True) to run it in float32 on what "
@@ -211,7 +223,7 @@ def _banned(row: CastRow, name: str, original: Function, body: Function, device:
     return banned_function
 
 
-def _refused(row: CastRow, name: str, original: Function, body: Function, device: str, allow_banned: bool) -> Function:
+def _refused(name: str, original: Function, device: str) -> Function:
     def refused_function(*args: Any, **kwargs: Any) -> Any:
         target = args[0] if args else None
         if torch.is_autocast_enabled(device) and to_float(target, device) is not target:
@@ -224,10 +236,60 @@ def _refused(row: CastRow, name: str, original: Function, body: Function, device
     return refused_function
 
 
-_MAKERS: Final = {
-    Cast.FP32: _fp32,
-    Cast.LOWER_PRECISION: _lower,
-    Cast.PROMOTE: _promote,
-    Cast.BANNED: _banned,
-    Cast.REFUSED: _refused,
-}
+def user_wrapper(cast: Cast, function: Function) -> Function:
+    """Wrap a user's function: its arguments, nested containers included, are cast while casts are on.
+
+    A float32 function runs with casts off inside, or the matrix products in its body would go back to 16 bits. A
+    builtin function of torch runs with casts off as well, or its native row would have the last word.
+    """
+    owners = 1 if _takes_owner(function) else 0
+    builtin = not isinstance(function, types.FunctionType) or (function.__module__ or "").partition(".")[0] == "torch"
+    without_casts = cast is Cast.FP32 or builtin
+
+    @functools.wraps(function)
+    def user_function(*args: Any, **kwargs: Any) -> Any:
+        dtype = _dtype_for(cast, args[owners:], kwargs)
+        if dtype is None:
+            return function(*args, **kwargs)
+        args = (*args[:owners], *[cast_tree(value, dtype) for value in args[owners:]])
+        kwargs = {key: cast_tree(value, dtype) for key, value in kwargs.items()}
+        if without_casts:
+            return call_without_casts(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return user_function
+
+
+def _takes_owner(function: Function) -> bool:
+    """Whether the first argument is an object, a class or an autograd context, which is not to be cast."""
+    try:
+        first = next(iter(inspect.signature(function).parameters), "")
+    except (TypeError, ValueError):
+        return False
+    return first in _OWNER_PARAMETERS
+
+
+def _dtype_for(cast: Cast, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+    """What the arguments are to be cast to now; None where casts are off or nothing is to be cast."""
+    on = [device for device in device_types() if torch.is_autocast_enabled(device)]
+    if not on:
+        return None
+    if cast is Cast.LOWER_PRECISION:
+        return torch.get_autocast_dtype(on[-1])
+    if cast is Cast.FP32:
+        return torch.float32
+    found: list[torch.dtype] = []
+    for leaf in _leaves((*args, *kwargs.values())):
+        for device in on:
+            found_dtypes(leaf, device, found)
+    return widest(found)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, Mapping):
+        tree = tuple(tree.values())
+    if isinstance(tree, (list, tuple)):
+        for branch in tree:
+            yield from _leaves(branch)
+    else:
+        yield tree

@@ -1,10 +1,13 @@
-"""The wrappers in torch's namespaces: put in when the first session needs them, taken out after the last one."""
+"""O1 installed: wrappers in torch's namespaces from the first session to the last, and casts on where a session is."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,18 +15,33 @@ from typing import Any, Final
 import torch
 
 from ..basics.interrupts import InterruptsHeld
-from ..basics.patching import UndoStack
-from ..plan import CastPolicy, Plan
+from ..basics.patching import Undo, UndoStack
+from ..plan import CastPolicy, CastScope, Plan
 from ..torch_internals import cpu_autocast_list, encoder_fast_path
-from ..torch_internals.native_autocast import device_types, is_on
-from .cast_lists import APEX_POLICY, TORCH_POLICY, wrapped_on
-from .casters import wrapper
+from ..torch_internals.native_autocast import ThreadCasts, call_without_casts, device_types, is_on
+from .cast_lists import APEX_POLICY, TORCH_POLICY, Cast, wrapped_on
+from .casters import user_wrapper, wrapper
 from .earlier_imports import warn_of_torch_names
-from .engine import keep_casts_out_of_backward
 from .observing import log_counts, observer
-from .user_functions import REGISTERED, Registration, user_wrapper
+
+_log: Final = logging.getLogger("mpinit")
 
 _MARK: Final = "+mpinit"
+
+# Where torch.autograd.backward and .grad, however they were imported, enter the engine; themselves where it is not.
+_ENGINE: Final = ("_engine_run_backward",) if hasattr(torch.autograd, "_engine_run_backward") else ("backward", "grad")
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A function registered by name: where it stands and what happens to its arguments."""
+
+    owner: Any
+    name: str
+    cast: Cast
+
+
+REGISTERED: Final[list[Registration]] = []
 
 
 @dataclass(frozen=True)
@@ -33,15 +51,6 @@ class _Needs:
     policy: CastPolicy
     allow_banned: bool
     verbose: bool
-
-    def joined(self, other: _Needs) -> _Needs:
-        """What serves both: the namespaces are one, so the stricter policy and the wider permission hold for all."""
-        apex = CastPolicy.APEX in (self.policy, other.policy)
-        return _Needs(
-            CastPolicy.APEX if apex else CastPolicy.TORCH,
-            self.allow_banned or other.allow_banned,
-            self.verbose or other.verbose,
-        )
 
 
 class Installation:
@@ -90,24 +99,30 @@ class Installation:
 
     def _refresh(self) -> None:
         """Make what stands in torch's namespaces what the live sessions need; begun anew after an interrupt."""
-        needs: _Needs | None = None
-        for session in self._sessions.values():
-            needs = session if needs is None else needs.joined(session)
-        if needs == self._installed and (needs is not None or not self._undos):
+        sessions = self._sessions.values()
+        # The namespaces are one: the stricter policy and the wider permission hold for all.
+        apex = any(each.policy is CastPolicy.APEX for each in sessions)
+        needs = _Needs(
+            CastPolicy.APEX if apex else CastPolicy.TORCH,
+            any(each.allow_banned for each in sessions),
+            any(each.verbose for each in sessions),
+        )
+        stands = needs == self._installed if sessions else not self._undos
+        if stands:
             return
         self._installed = None
         self._undos.unwind()
         self._originals.clear()
-        if needs is None or not needs.verbose:
+        if not needs.verbose:
             log_counts()
-        if needs is not None:
+        if sessions:
             self._install(needs)
             self._installed = needs
 
     def _install(self, needs: _Needs) -> None:
         """Put everything in; what an interrupt leaves half done, the next :meth:`_refresh` takes out."""
         _mark_compile_caches(self._undos)
-        keep_casts_out_of_backward(self._undos)
+        _keep_casts_out_of_backward(self._undos)
         encoder_fast_path.keep_off(is_on, self._undos)
         cpu_autocast_list.follow_cuda(self._undos)
         for registration in REGISTERED:
@@ -182,6 +197,24 @@ def _standing(owner: Any, name: str) -> Any:
     return getattr(owner, name)
 
 
+def _keep_casts_out_of_backward(undos: UndoStack) -> None:
+    """Switch casts off while autograd's engine runs, for ``backward()`` and ``torch.autograd.grad`` alike.
+
+    A backward pass under casts would compute what ran in float32 in 16 bits. A graph made by ``create_graph=True`` is
+    the caller's to use: casts are back on when the call returns.
+    """
+    for name in _ENGINE:
+        undos.set_attribute(torch.autograd, name, _without_casts(getattr(torch.autograd, name)))
+
+
+def _without_casts(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def engine_call(*args: Any, **kwargs: Any) -> Any:
+        return call_without_casts(original, *args, **kwargs)
+
+    return engine_call
+
+
 def _mark_compile_caches(undos: UndoStack) -> None:
     """Tell torch.compile that names mean other functions now.
 
@@ -229,3 +262,75 @@ def _forget_function_tables() -> None:
 
 
 INSTALLATION: Final = Installation()
+
+# What sessions that were dropped without undo have left in the namespaces: taken out by the next one.
+_dropped: Final[list[Undo]] = []
+
+
+def apply(plan: Plan, verbose: bool = False, owner: object = None) -> Undo:
+    """Make torch's functions follow the cast policy, and switch casts on for this thread where the plan says so.
+
+    The engine is torch's own autocast; wrappers are put only around names that a device present does not have on its
+    own list. They are shared by all live sessions: the namespaces are as they were when the last one is undone. An
+    exception on the way, Ctrl-C at any line included, leaves everything as it was.
+
+    Args:
+        plan: what to do; called only where ``plan.patch_functions``.
+        verbose: log the first cast of each kind, and how many there were, at the level DEBUG.
+        owner: with it the casts end: where it is dropped, they go off, and what is in the namespaces at the next
+            call. None: they end with the undo alone.
+
+    Returns:
+        The undo, to be called in the same thread; calling it again does nothing, or completes what was interrupted.
+
+    Example:
+        >>> from mpinit.settings.opt_levels import OPT_LEVELS
+        >>> from mpinit.plan import make_plan
+        >>> undo = apply(make_plan(OPT_LEVELS["O1"]))
+        >>> undo()
+    """
+    while _dropped:
+        left_over = _dropped[0]
+        left_over()
+        _dropped.remove(left_over)
+    undos = UndoStack()
+    casts = ThreadCasts()
+    try:
+        INSTALLATION.add(plan, verbose, undos)
+        if plan.cast_scope is CastScope.THREAD:
+            undos.push(functools.partial(_end, casts))
+            casts.begin(plan.function_dtype)
+        return undos.unwind if owner is None else _until_dropped(owner, casts, undos.unwind)
+    except BaseException:
+        undos.unwind()
+        raise
+
+
+def _end(casts: ThreadCasts) -> None:
+    if not casts.end():
+        _log.warning(
+            "casts were switched on in another thread (%d) and stay on there until its next backward pass: call "
+            "mpinit.undo in the thread that called mpinit.initialize",
+            casts.thread_id,
+        )
+
+
+def _until_dropped(owner: object, casts: ThreadCasts, undo: Undo) -> Undo:
+    """``undo``; casts go off when ``owner`` is dropped without it.
+
+    Namespaces are left to the next session: the garbage collector comes at any time, in any thread, in the middle of
+    another installation for one.
+    """
+
+    def dropped() -> None:
+        casts.end()
+        _dropped.append(undo)
+
+    finalizer = weakref.finalize(owner, dropped)
+    finalizer.atexit = False
+
+    def undo_now() -> None:
+        finalizer.detach()
+        undo()
+
+    return undo_now

@@ -50,23 +50,18 @@ def observer(row: CastRow, name: str, function: Callable[..., Any], devices: tup
 
 def _look(row: CastRow, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> None:
     found: list[torch.dtype] = []
-    looked_at = args[: row.arguments] if row.arguments else args
-    found_dtypes((*looked_at, *kwargs.values()), device, found)
-    target = _target(row, found, device)
+    found_dtypes((*(args[: row.arguments or None]), *kwargs.values()), device, found)
+    target: torch.dtype | None = torch.float32
+    if row.cast is Cast.LOWER_PRECISION:
+        target = torch.get_autocast_dtype(device)
+    elif row.cast in (Cast.PROMOTE, Cast.REFUSED):
+        target = widest(found) if row.cast is Cast.PROMOTE else None
     for dtype in found:
         if target is not None and dtype is not target:
-            record(name, dtype, target)
+            _record(name, dtype, target)
 
 
-def _target(row: CastRow, found: list[torch.dtype], device: str) -> torch.dtype | None:
-    if row.cast is Cast.LOWER_PRECISION:
-        return torch.get_autocast_dtype(device)
-    if row.cast is Cast.PROMOTE:
-        return widest(found)
-    return None if row.cast is Cast.REFUSED else torch.float32
-
-
-def record(name: str, given: torch.dtype, to: torch.dtype) -> None:
+def _record(name: str, given: torch.dtype, to: torch.dtype) -> None:
     """Count one cast; the first of its kind is logged."""
     cast = (name, dtype_name(given), dtype_name(to))
     _counts[cast] += 1

@@ -8,9 +8,9 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..basics.user_warnings import warn_user
 from .cast_lists import Cast
+from .casters import user_wrapper
 from .earlier_imports import bound_elsewhere
-from .installation import INSTALLATION
-from .user_functions import REGISTERED, Registration, user_wrapper
+from .installation import INSTALLATION, REGISTERED, Registration
 
 __all__ = [
     "float_function",
@@ -160,12 +160,8 @@ def promote_function(function: Callable[P, T]) -> Callable[P, T]:
 def _register(module: Any, name: str, cast: Cast) -> None:
     function = _find(module, name)
     _warn_of_earlier_imports(module, name, function)
-    for index, earlier in enumerate(REGISTERED):
-        if earlier.owner is module and earlier.name == name:
-            REGISTERED[index] = Registration(module, name, cast)
-            break
-    else:
-        REGISTERED.append(Registration(module, name, cast))
+    REGISTERED[:] = [each for each in REGISTERED if each.owner is not module or each.name != name]
+    REGISTERED.append(Registration(module, name, cast))
     INSTALLATION.refresh_registrations()
 
 

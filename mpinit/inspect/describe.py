@@ -13,7 +13,6 @@ from ..basics.logs import log
 from ..basics.tables import counted
 from ..plan import Masters
 from ..session import Session
-from . import access
 
 _TOLD: Final = (
     "cast_model_type",
@@ -44,18 +43,18 @@ def describe(session: Session) -> str:
     for index, model in enumerate(session.models):
         lines.append(f"model {index}, {type(model).__name__}: {_counts(model.parameters())} parameters")
         below = set(model.modules())
-        kept = [name for module, name in access.kept_in_float32(session).items() if module in below]
+        kept = [name for module, name in session.selection.kept.items() if module in below]
         if kept:
             first = ", ".join(name or "the whole model" for name in kept[:5])
             lines.append(f"  float32: {first}" + (f" and {len(kept) - 5} more" if len(kept) > 5 else ""))
     for index, optimizer in enumerate(session.optimizers):
-        counts = access.step_counts_of(session, optimizer)
+        counts = session.managed(optimizer).counts
         masters = _masters_of(session, optimizer)
         lines.append(
             f"optimizer {index}, {type(optimizer).__name__}: {masters}; {counted(counts.good, 'step')} done, "
             f"{counts.skipped} skipped, {counts.consecutive} of them in a row just now"
         )
-    waiting = access.waiting_weights(session)
+    waiting = session.waiting_weights()
     if waiting:
         lines.append(
             f"{counted(len(waiting), 'weight')} ({_counts(waiting)} parameters) "
@@ -72,7 +71,7 @@ def describe(session: Session) -> str:
 def _masters_of(session: Session, optimizer: Optimizer) -> str:
     if session.plan.masters is Masters.IN_MODEL:
         return "steps the model's own float32 parameters, which are 16-bit inside forwards"
-    masters = access.count_masters(session, optimizer)
+    masters = len(session.managed(optimizer).members.masters)
     return counted(masters, "float32 master") if masters else "no masters"
 
 

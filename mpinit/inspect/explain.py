@@ -5,24 +5,28 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..plan import Plan
+from .. import registry
 from ..session import Session
 from ..settings.resolve import resolve
-from . import access
-from .footprint import bytes_per_parameter
+from .copies import at_level, kept_from_running, plain_copy, random_numbers
+from .footprint import bytes_per_parameter, slots_of
 from .numbers import tensors_in
 from .precision_report import PrecisionReport
 from .reasons import Reasons
 from .recording import Recording
-from .restoring import unchanged
 
 Loss = Callable[[Any], torch.Tensor]
+
+_RAN_THE_ORIGINAL: Final = (
+    "the model given to mpinit.explain ran, and not its copy: let loss= use nothing but the output, and forward "
+    "nothing but the modules of self. Nothing was changed"
+)
 
 
 def explain(
@@ -35,18 +39,15 @@ def explain(
 ) -> PrecisionReport:
     """Run a model once and report which operation ran in which type, why, and what precision costs in memory.
 
-    The model may be initialised or not; ``opt_level`` asks what a level would do to one that is not. Afterwards
-    everything is as it was, bit for bit, also where the run raises: weights, buffers (BatchNorm's statistics), inputs,
-    gradients (the same tensors), attributes and modes of the modules, random numbers, loss scale, casts. Nothing stays
-    installed. Hooks that run after a gradient was accumulated, such as those that step an optimizer in the backward
-    pass, wait while this runs; other hooks run.
-
-    With ``opt_level`` it is a deep copy of the model that is initialised and run, because casting a weight and
-    widening it again would put another tensor into its gradient, and a failure half way would be one in your model.
-    For as long as this runs, weights, buffers, gradients and inputs take their memory twice.
+    The model may be initialised or not; ``opt_level`` asks what a level would do to one that is not. It is a copy of
+    the model, with copies of its inputs, that runs: at the model's own level with all that it was initialised with, or
+    at ``opt_level``. Weights, buffers, inputs, gradients, attributes and random numbers are as before, also where the
+    run raises; weights, buffers and inputs take their memory twice while it runs. Hooks on parameters' gradients, such
+    as those that step an optimizer in the backward pass, are not copied and do not run.
 
     Args:
-        model: a module. Of one that is part of an initialised model, give the whole.
+        model: a module; of a compiled one, the model inside is run. Of one that is part of an initialised model, give
+            the whole.
         args, kwargs: what it is called with; any shapes and dtypes that it takes.
         loss: from the output to a 0-dimensional loss, for the backward pass as well. Default: forward only.
         opt_level: "O0" to "O5", for a model that is not initialised. Default: the model as it is.
@@ -70,18 +71,22 @@ def explain(
         torch.float32
     """
     _check(model, loss, opt_level, optimizer)
-    session = access.session_if_any(model)
+    model = getattr(model, "_orig_mod", model)  # of a compiled model, whose copy is one of the model inside
+    session = registry.of(model)
     optimizers = [optimizer] if optimizer is not None else session.optimizers if session is not None else []
-    inputs = list(tensors_in((args, kwargs)))
-    sizes = bytes_per_parameter(model, session, optimizers)
-    with _at_level(model, opt_level) as (target, applied), unchanged([model] if applied is None else [], inputs):
-        in_force = applied or session
-        plan: Plan | None = None if in_force is None else in_force.plan
-        recording = Recording(target, Reasons(plan, access.float32_modules(in_force)))
-        for leaf in (*target.parameters(), *(tensor for tensor in inputs if tensor.is_leaf)):
-            leaf.grad = None
-        with recording.trace:
-            _run(target, args, kwargs, loss)
+    slots = max(map(slots_of, optimizers), default=0.0)
+    restore_random_numbers = random_numbers()
+    try:
+        twin, args, kwargs = _copied(model, args, kwargs)
+        with _at_level(model, session, twin, opt_level) as in_force, kept_from_running(model, _RAN_THE_ORIGINAL):
+            plan = None if in_force is None else in_force.plan
+            modules = () if in_force is None else list(in_force.selection.float32_modules)
+            recording = Recording(twin, Reasons(plan, modules))
+            sizes = bytes_per_parameter(twin, plan, slots)
+            with recording.trace:
+                _run(twin, args, kwargs, loss)
+    finally:
+        restore_random_numbers()
     return PrecisionReport(
         model=type(model).__name__,
         level=in_force.opt_level if in_force is not None else "",
@@ -99,7 +104,7 @@ def _check(model: Any, loss: Any, opt_level: Any, optimizer: Any) -> None:
         raise TypeError(f"loss must be a function from the model's output to a loss, not {type(loss).__name__}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    session = access.session_if_any(model)
+    session = registry.of(model)
     if session is not None and opt_level is not None:
         raise ValueError(
             f"the model was initialised already, in {session.describe()}: leave opt_level={opt_level!r} out to see "
@@ -110,22 +115,41 @@ def _check(model: Any, loss: Any, opt_level: Any, optimizer: Any) -> None:
         raise ValueError(f"{lazy!r} is not initialised yet (a lazy module): run one forward pass on example data first")
 
 
-@contextmanager
-def _at_level(model: nn.Module, opt_level: str | None) -> Iterator[tuple[nn.Module, Session | None]]:
-    """What is to be run, and the session made for it."""
-    if opt_level is None:
-        yield model, None
-        return
-    resolve(opt_level, {})
+def _copied(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    given = tensors_in((args, kwargs))
+    memo: dict[int, Any] = {id(x): x.detach().clone().requires_grad_(x.requires_grad) for x in given}
     try:
-        twin = copy.deepcopy(model)
+        return plain_copy(model), *copy.deepcopy((args, kwargs), memo)
     except Exception as error:
         raise ValueError(
-            f"{type(model).__name__} cannot be copied, which opt_level={opt_level!r} needs ({type(error).__name__}: "
-            f"{error}): call mpinit.initialize on it, explain it without opt_level, and mpinit.undo it"
+            f"{type(model).__name__} or its inputs cannot be copied, and it is a copy that mpinit.explain runs "
+            f"({type(error).__name__}: {error}): explain the part of the model that can be copied"
         ) from error
-    with access.at_level(twin, [], opt_level, {}, quiet=False) as session:
-        yield twin, session
+
+
+@contextmanager
+def _at_level(
+    model: nn.Module, session: Session | None, twin: nn.Module, opt_level: str | None
+) -> Iterator[Session | None]:
+    """Initialise the copy as the model was, or at a level."""
+    if session is not None:
+        level, properties = session.opt_level, session.properties.model_copy(update={"gradient_release": False})
+        copies = dict(zip(model.modules(), twin.modules(), strict=True))
+        # Gradients of weights with masters arrive in float32; any optimizer makes them.
+        stepped = {parameter for each in session.optimizers for parameter in session.managed(each).parameters()}
+        pairs = zip(model.parameters(), twin.parameters(), strict=True)
+        trained = [copied for original, copied in pairs if original in stepped]
+        optimizers: list[Optimizer] = [torch.optim.SGD(trained)] if trained else []
+        models = [copies[each] for each in session.models if each in copies]
+        with at_level(models, optimizers, level, properties, quiet=True, check=False) as applied:
+            yield applied
+    elif opt_level is not None:
+        with at_level([twin], [], *resolve(opt_level, {})) as applied:
+            yield applied
+    else:
+        yield None
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None) -> None:
@@ -136,8 +160,10 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: 
         value = loss(model(*args, **kwargs))
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise TypeError(f"loss must return a tensor with one number, not {_described(value)}")
-        if value.requires_grad:
-            torch.autograd.backward(value.reshape(()) if value.dim() else value)
+        leaves = [leaf for leaf in (*model.parameters(), *tensors_in((args, kwargs))) if leaf.requires_grad]
+        if value.requires_grad and leaves:
+            # No other tensor that the loss may use gets a gradient.
+            torch.autograd.backward(value.reshape(()) if value.dim() else value, inputs=leaves)
 
 
 def _described(value: Any) -> str:

@@ -10,8 +10,9 @@ from typing import Final, final
 import torch
 from torch.optim import Optimizer
 
+from .. import registry
 from ..basics.tables import counted
-from . import access
+from .numbers import dense
 
 # Exponents of the smallest subnormal, the smallest normal and the largest number of each type.
 _RANGES: Final[Mapping[str, tuple[int, int, int]]] = {"float16": (-24, -14, 15), "bfloat16": (-133, -126, 127)}
@@ -126,16 +127,15 @@ def gradient_histogram(optimizer: Optimizer, parameter: str | None = None) -> Gr
         ({0: 1, -30: 1}, 0.5)
         >>> mpinit.undo(model)
     """
-    session = access.session_of(optimizer)
+    session = registry.session_of(optimizer)
     counts: dict[str, dict[int, int]] = {}
     zeros, nonfinite, elements = {}, {}, {}
     known = []
-    for weight in access.parameters_of(session, optimizer):
+    for weight in session.managed(optimizer).parameters():
         name = session.name_of(weight)
         known.append(name)
-        gradient = access.gradient_of(session, weight)
-        if gradient is not None and parameter in (None, name):
-            values = access.dense(gradient)
+        if weight.grad is not None and parameter in (None, name):
+            values = dense(weight.grad)
             counts[name], zeros[name], nonfinite[name] = _count(values)
             elements[name] = values.numel()
     if parameter is not None and parameter not in known:

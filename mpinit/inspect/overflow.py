@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import final
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import registry
 from ..basics.tables import counted
 from ..optimizer.overflow_log import BadGradient, OverflowRecord
-from ..session import Session
-from . import access
-from .faults import Fault, OverflowWatch
-from .restoring import unchanged
+from .faults import OverflowWatch
 
 
 @final
@@ -31,11 +26,9 @@ class OverflowReport:
         parameters: dotted names of the parameters whose gradients hold inf or nan, the largest share of them first.
         gradients: the numbers of each, in the same order.
         module_types: parameter's name -> the type of its module.
-        first_module: the dotted name of the module that the backward pass came to first of those (of the operation's
-            where there was a replay); None where it is no module's.
-        is_certain: whether that order is known, from the graph or a replay, and not guessed from the order of the
-            groups.
-        fault: the operation that began it, where there was a replay.
+        first_module: the dotted name of the module that the backward pass came to first of those; None where it is no
+            module's.
+        is_certain: whether that order is known, from the graph, and not guessed from the order of the groups.
         advice: what to do next, in words.
     """
 
@@ -47,12 +40,11 @@ class OverflowReport:
     module_types: dict[str, str]
     first_module: str | None
     is_certain: bool
-    fault: Fault | None
     advice: str
 
     def __str__(self) -> str:
         if self.loss_id is None and not self.parameters:
-            return self.advice if self.fault is None else str(self.fault)
+            return self.advice
         scale = "unknown" if self.scale is None else f"{self.scale:g}"
         loss = "" if self.loss is None else f", loss {self.loss:g}"
         lines = [
@@ -65,21 +57,18 @@ class OverflowReport:
             )
         if len(self.gradients) > 20:
             lines.append(f"  and {len(self.gradients) - 20} more")
-        lines.append(str(self.fault) if self.fault is not None else self.advice)
-        return "\n".join(lines)
+        return "\n".join([*lines, self.advice])
 
 
-def overflow_report(optimizer: Optimizer, replay: Callable[[], torch.Tensor] | None = None) -> OverflowReport:
+def overflow_report(optimizer: Optimizer) -> OverflowReport:
     """Why the last step of an optimizer was skipped. Good steps pay nothing for it.
 
     Which gradients hold inf or nan is recorded when an overflow is found, with the order in which the backward pass
     came to them, so the report can be had after ``zero_grad()`` too. Gradients do not tell which *operation* began it:
-    for that give ``replay``, or use :func:`watch_overflow`.
+    for that run the batch again in :func:`watch_overflow`.
 
     Args:
         optimizer: an initialised optimizer.
-        replay: computes the loss of the same batch again. It is run once, backward pass included, with every operation
-            looked at; gradients, buffers and random numbers are as before.
 
     Returns:
         The report; printed, it is a few lines of text. Where no step has overflowed, one without parameters.
@@ -100,12 +89,11 @@ def overflow_report(optimizer: Optimizer, replay: Callable[[], torch.Tensor] | N
         ('1', 65536.0)
         >>> mpinit.undo(model)
     """
-    session = access.session_of(optimizer)
-    log = access.overflow_log_of(session, optimizer)
+    session = registry.session_of(optimizer)
+    log = session.managed(optimizer).overflow_log
     record = log.read(None, None, None)
     if log.last is not None and (not record.parameters or _names(log.last) == _names(record)):
         record = log.last
-    fault = None if replay is None else _replayed(session, record, replay)
     worst = record.worst()
     has_overflowed = log.last is not None or bool(worst)
     known = [index for index, scaler in enumerate(session.scalers) if scaler is record.scaler]
@@ -116,9 +104,8 @@ def overflow_report(optimizer: Optimizer, replay: Callable[[], torch.Tensor] | N
         parameters=tuple(bad.name for bad in worst),
         gradients=worst,
         module_types=_types_of_modules(session.models),
-        first_module=record.first_module if fault is None else fault.module,
-        is_certain=fault is not None or record.is_in_backward_order,
-        fault=fault,
+        first_module=record.first_module,
+        is_certain=record.is_in_backward_order,
         advice=record.advice() if has_overflowed else "no step of this optimizer has overflowed",
     )
 
@@ -137,17 +124,6 @@ def _types_of_modules(models: list[nn.Module]) -> dict[str, str]:
         for name, part in model.named_modules()
         for own in part._parameters
     }
-
-
-def _replayed(session: Session, record: OverflowRecord, replay: Callable[[], torch.Tensor]) -> Fault | None:
-    watches = [OverflowWatch(model) for model in session.models]
-    parameters = [p for model in session.models for p in model.parameters() if p.requires_grad]
-    with unchanged(session.models), ExitStack() as stack:
-        for watch in watches:
-            stack.enter_context(watch)
-        loss = replay()
-        torch.autograd.grad(loss.float() * (record.scale or 1.0), parameters, allow_unused=True)
-    return next((watch.first for watch in watches if watch.first is not None), None)
 
 
 def watch_overflow(model: nn.Module) -> OverflowWatch:

@@ -7,7 +7,6 @@ import html
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -24,8 +23,8 @@ _VIEWS: Final = frozenset(
     }
 )
 # The columns of a table of rows, and of one of bytes.
-_COLUMNS: Final = ("module", "operation", "times", "inputs", "outputs", "gradients", "cast", "why")
-_BYTES: Final = ("level", *KINDS, "together")
+_COLUMNS: Final = ("module", "operation", "times", "inputs", "outputs", "cast", "why")
+_BYTES: Final = (*KINDS, "together")
 _SHOWN: Final = 60
 
 
@@ -43,11 +42,9 @@ class Row:
         why: why it runs in the type it does: policy row, weight type, promotion, user's code.
         where: the file and line of a cast in the user's code; "" elsewhere.
         flagged: whether it ran in 16 bits though the cast policy calls for float32.
-        gradients: of a forward operation, the dtypes of the gradients that its backward returned.
         count: how often it ran.
         casts: how many of these were casts of floating numbers.
         cast_bytes: the bytes that those casts wrote.
-        elements: how many numbers were returned.
     """
 
     module: str
@@ -59,11 +56,9 @@ class Row:
     why: str
     where: str
     flagged: bool
-    gradients: tuple[str, ...] = ()
     count: int = 0
     casts: int = 0
     cast_bytes: int = 0
-    elements: int = 0
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -86,7 +81,7 @@ class Row:
             self.module_name,
             self.op if self.phase == FORWARD else f"{self.op} (backward)",
             f"{self.count:,}",
-            *(", ".join(dtypes) for dtypes in (self.inputs, self.outputs, self.gradients)),
+            *(", ".join(dtypes) for dtypes in (self.inputs, self.outputs)),
             bytes_text(self.cast_bytes) if self.casts else "",
             f"{'! ' if self.flagged else ''}{self.why}" + (f" ({Path(self.where).name})" if self.where else ""),
         ]
@@ -101,8 +96,7 @@ class PrecisionReport:
         model: the model's class.
         level: its opt_level; "" where it is not initialised.
         rows: every operation, in the order in which it was first met.
-        bytes_per_parameter: "now" and every level -> "weights", "masters", "gradients", "optimizer state" -> mean
-            bytes.
+        bytes_per_parameter: "weights", "masters", "gradients", "optimizer state" -> mean bytes in training.
         parameters: how many numbers the parameters hold.
         notes: what a reader has to know besides.
 
@@ -111,14 +105,14 @@ class PrecisionReport:
         >>> report = mpinit.explain(torch.nn.Linear(4, 2), torch.ones(1, 4), opt_level="O1")
         >>> [(row.op, row.outputs) for row in report.rows if row.op == "addmm"]
         [('addmm', ('float16',))]
-        >>> report.bytes_per_parameter["O2"]["masters"]
+        >>> report.bytes_per_parameter["weights"]
         4.0
     """
 
     model: str
     level: str
     rows: tuple[Row, ...]
-    bytes_per_parameter: Mapping[str, Mapping[str, float]]
+    bytes_per_parameter: Mapping[str, float]
     parameters: int
     notes: tuple[str, ...] = ()
 
@@ -149,12 +143,10 @@ class PrecisionReport:
             "policy calls for float32"
         )
 
-    def bytes_rows(self) -> list[list[str]]:
-        """``bytes_per_parameter`` as a table: level, each kind, and all together."""
-        return [
-            [level, *(f"{kinds[kind]:.2f}" for kind in KINDS), f"{sum(kinds.values()):.2f}"]
-            for level, kinds in self.bytes_per_parameter.items()
-        ]
+    def bytes_row(self) -> list[str]:
+        """``bytes_per_parameter`` as the row of a table: each kind, and all together."""
+        kinds = self.bytes_per_parameter
+        return [*(f"{kinds[kind]:.2f}" for kind in KINDS), f"{sum(kinds.values()):.2f}"]
 
     def __str__(self) -> str:
         rows = [row for row in self.rows if row.computes]
@@ -168,7 +160,7 @@ class PrecisionReport:
                 f"{f'{hidden} more rows, ' if hidden else ''}views and operations without floating point: see .rows or "
                 ".to_html()",
                 *("", "bytes a parameter"),
-                plain_table(_BYTES, self.bytes_rows(), numbers=range(1, 6)),
+                plain_table(_BYTES, [self.bytes_row()], numbers=range(5)),
                 *self.notes,
             ]
         )
@@ -199,13 +191,6 @@ class PrecisionReport:
         """
         return _written(_page(self), path)
 
-    def _repr_html_(self) -> str:
-        # A frame of its own, so that a notebook's styles and the page's leave each other alone.
-        return (
-            f'<iframe title="{html.escape(self.title())}" srcdoc="{html.escape(self.to_html())}" '
-            'style="width:100%;height:36em;border:0"></iframe>'
-        )
-
 
 def _written(text: str, path: str | Path | None) -> str:
     if path is not None:
@@ -222,17 +207,7 @@ h1{font-size:1.6rem;overflow-wrap:anywhere}h2{font-size:1.1rem;margin-top:2rem}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.9em}
 th,td{padding:.25rem .8rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
 .number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.flagged,.bad{color:var(--bad)}
-input[type=search]{width:min(100%,24rem);padding:.4rem;margin-right:1rem;font:inherit}
-details{border:1px solid var(--line);border-radius:.5rem;margin:.4rem 0}
-summary{padding:.4rem .8rem;cursor:pointer;overflow-wrap:anywhere}summary small{opacity:.7;margin-left:.6em}
-body:has(#views:not(:checked)) .view,[hidden]{display:none}
-"""
-_SCRIPT: Final = """
-document.getElementById('find').addEventListener('input',event=>{
-const wanted=event.target.value.trim().toLowerCase();
-for(const part of document.querySelectorAll('details'))
-part.hidden=!part.textContent.toLowerCase().includes(wanted)});
+.flagged{color:var(--bad)}
 """
 
 
@@ -243,39 +218,19 @@ def _page(report: PrecisionReport) -> str:
     parts += [f"<p>{html.escape(note)}</p>" for note in report.notes]
     if report.flagged:
         parts += ["<h2>In 16 bits though the cast policy calls for float32</h2>", _operations(report.flagged)]
-    parts += ["<h2>Bytes a parameter</h2>", _table(_BYTES, ((row, "") for row in report.bytes_rows()))]
-    parts.append(
-        "<h2>Modules</h2><p><input id=find type=search placeholder='module, operation or reason' aria-label=Filter>"
-        "<label><input id=views type=checkbox> views and integers</label></p>"
-    )
-    order = {row.module: index for index, row in reversed(list(enumerate(report.rows)))}
-    rows = sorted(report.rows, key=lambda row: order[row.module])
-    parts += [_module(list(group)) for _, group in groupby(rows, key=lambda row: row.module)]
+    parts += ["<h2>Bytes a parameter</h2>", _table(_BYTES, [(report.bytes_row(), "")])]
+    parts += ["<h2>Operations</h2>", _operations(row for row in report.rows if row.computes)]
     return (
         "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
         '<meta name=viewport content="width=device-width, initial-scale=1">\n'
         f"<title>{title}: precision</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         + "\n".join(parts)
-        + f"\n<script>{_SCRIPT}</script>\n</body>\n</html>\n"
-    )
-
-
-def _module(rows: Sequence[Row]) -> str:
-    first, casts = rows[0], sum(row.cast_bytes for row in rows)
-    flagged = sum(row.count for row in rows if row.flagged)
-    counts = [f"{sum(row.count for row in rows):,} operations"]
-    counts += [f"{bytes_text(casts)} cast"] if casts else []
-    shown = f"<small>{html.escape(first.module_type)}</small>" if first.module and first.module_type else ""
-    bad = f"<small class=bad>{flagged:,} flagged</small>" if flagged else ""
-    return (
-        f"<details><summary>{html.escape(first.module_name)}{shown}<small>{', '.join(counts)}</small>{bad}</summary>"
-        f"{_operations(rows)}</details>"
+        + "\n</body>\n</html>\n"
     )
 
 
 def _operations(rows: Iterable[Row]) -> str:
-    kinds = ((row, "flagged" if row.flagged else "" if row.computes else "view") for row in rows)
-    return _table(_COLUMNS, ((row.cells(), kind) for row, kind in kinds))
+    return _table(_COLUMNS, ((row.cells(), "flagged" if row.flagged else "") for row in rows))
 
 
 def _table(head: Sequence[str], rows: Iterable[tuple[list[str], str]]) -> str:

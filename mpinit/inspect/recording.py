@@ -39,7 +39,6 @@ class Recording(Watcher):
         self._types = {name: type(module).__name__ for name, module in model.named_modules()}
         self._reasons = reasons
         self._rows: dict[tuple[object, ...], Row] = {}
-        self._numbered: dict[int, Row] = {}
 
     def rows(self) -> tuple[Row, ...]:
         """What was counted, in the order in which it was first met."""
@@ -74,14 +73,9 @@ class Recording(Watcher):
         row = Row(module, self._types.get(module, ""), place.phase, seen.name, inputs, seen.outputs, *reason)
         row = self._rows.setdefault((module, place.phase, seen.name, inputs, seen.outputs, *reason), row)
         row.count += 1
-        row.elements += sum(tensor.numel() for tensor in outputs)
         if seen.cast is not None:
             row.casts += 1
             row.cast_bytes += sum(tensor.numel() * tensor.element_size() for tensor in outputs)
-        if not is_backward:
-            self._numbered.setdefault(place.number, row)
-        elif (forward := self._numbered.get(place.number)) is not None:
-            forward.gradients = tuple(dict.fromkeys((*forward.gradients, *seen.outputs)))
         return result
 
 

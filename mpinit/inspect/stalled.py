@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import registry
 from ..basics.dtypes import dtype_name
 from ..basics.tables import counted
 from ..session import Session
-from . import access
+from .numbers import dense
 
 # Above this share a parameter is called stalled as a whole.
 _MOST = 0.9
@@ -93,7 +94,7 @@ class _Movement:
         self._session = session
         self._steps: list[bool | torch.Tensor] = []
         self._rows: dict[nn.Parameter, _Parameter] = {}
-        for weight in access.parameters_of(session, optimizer):
+        for weight in session.managed(optimizer).parameters():
             if weight.requires_grad:
                 values = self._now(weight)
                 nothing = torch.zeros_like(values, dtype=torch.bool)
@@ -101,8 +102,9 @@ class _Movement:
                 self._rows[weight] = row
 
     def _now(self, weight: nn.Parameter) -> torch.Tensor:
-        values = access.master_values(self._session, weight)
-        return access.dense(weight.detach() if values is None else values)
+        master = self._session.masters.of(weight)
+        values = None if master is None else self._session.float32_values(weight)
+        return dense(weight.detach() if values is None else values)
 
     def backward_ended(self, loss: torch.Tensor, scaler: Any) -> None:
         return
@@ -111,9 +113,9 @@ class _Movement:
     def step_ended(self, skipped: bool | torch.Tensor) -> None:
         self._steps.append(skipped)
         for weight, row in self._rows.items():
-            gradient = access.gradient_of(self._session, weight)
+            gradient = weight.grad
             if gradient is not None:
-                there = access.dense(gradient.to_dense() if gradient.is_sparse else gradient) != 0
+                there = dense(gradient.to_dense() if gradient.is_sparse else gradient) != 0
                 done = ~(skipped > 0) if isinstance(skipped, torch.Tensor) else torch.tensor(not skipped)
                 row.has_gradient |= there & done.to(there.device)
             row.moved |= self._now(weight) != row.start
@@ -162,8 +164,8 @@ def stalled(optimizer: Optimizer, start: bool = False) -> Stalled | None:
         1.0
         >>> mpinit.undo(model)
     """
-    session = access.session_of(optimizer)
-    observers = access.observers_of(session, optimizer)
+    session = registry.session_of(optimizer)
+    observers = session.managed(optimizer).observers
     running = [observer for observer in observers if isinstance(observer, _Movement)]
     if start:
         fresh = _Movement(session, optimizer)

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import registry
 from ..session import Session
 from ..settings.opt_levels import OPT_LEVELS
 from ..settings.resolve import resolve
-from . import access
 from .suggestion import Finding, Run, Suggestion
 from .trial import Comparison, Trial, Trials, UserStep, compare
 
@@ -84,7 +84,7 @@ def suggest(
         resolve(level, keywords)
     trials = Trials(model, optimizer, step)
     try:
-        return _Doctor(trials, steps, tolerance, keywords, access.session_if_any(optimizer)).examine(levels)
+        return _Doctor(trials, steps, tolerance, keywords, registry.of(optimizer)).examine(levels)
     finally:
         trials.restore_random_numbers()
 

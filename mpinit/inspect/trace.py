@@ -28,13 +28,11 @@ class Place(NamedTuple):
         phase: "forward" or "backward".
         module: the dotted name of the module; "" is the model itself, None what is outside of it.
         node: the name of the node of the backward graph that runs; "" in a forward.
-        number: that node's number; in a forward that of the node made last.
     """
 
     phase: str
     module: str | None
     node: str
-    number: int
 
 
 class Watcher(ABC):
@@ -125,8 +123,8 @@ class ModelTrace:
         node = running_node()
         # While a forward is computed again in the backward pass, modules run.
         if self._running or node is None:
-            return Place(FORWARD, self._running[-1] if self._running else OUTSIDE, "", next_number() - 1)
+            return Place(FORWARD, self._running[-1] if self._running else OUTSIDE, "")
         if node.leaf is not None:
-            return Place(BACKWARD, self._owners.get(node.leaf, OUTSIDE), node.name, node.number)
+            return Place(BACKWARD, self._owners.get(node.leaf, OUTSIDE), node.name)
         index = bisect_right(self._numbers, node.number) - 1
-        return Place(BACKWARD, self._ran[index] if index >= 0 else OUTSIDE, node.name, node.number)
+        return Place(BACKWARD, self._ran[index] if index >= 0 else OUTSIDE, node.name)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import types
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -16,14 +12,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..basics.dtypes import is_lower_precision
-from ..session import Session
+from ..settings.resolve import resolve
 from ..torch_internals.native_autocast import CastsOff
-from . import access
+from .copies import at_level, copy_of_optimizer, float32_copy, kept_from_running, random_numbers
 from .faults import OverflowWatch
-from .restoring import random_numbers
 
 UserStep = Callable[[Any, Any], Any]
-_HOOKS = "_hooks"
+_RAN_THE_ORIGINAL = (
+    "step(model, optimizer) ran the model given to mpinit.suggest and not the copy that it was called with: let it use "
+    "its arguments. Nothing was changed"
+)
 # A gradient below this share of the whole gradient's norm is compared as if it had that.
 _NEGLIGIBLE = 0.01
 # A parameter underflows where this share of the elements that should have a gradient has none.
@@ -72,13 +70,14 @@ class Trials:
         clone = float32_copy(self._model)
         twin = copy_of_optimizer(self._optimizer, self._model, clone)
         before = {name: buffer.detach().clone() for name, buffer in clone.named_buffers()}
-        with CastsOff(), access.at_level(clone, [twin], level, keywords, quiet=True) as session:
-            gradients = _Gradients(clone, session)
-            access.observers_of(session, twin).append(gradients)
+        name, properties = resolve(level, keywords)
+        with CastsOff(), at_level([clone], [twin], name, properties, quiet=True) as session:
+            gradients = _Gradients(clone)
+            session.managed(twin).observers.append(gradients)
             watch = OverflowWatch(clone, rounded_to)
             damaged = _damaged(before, dict(clone.named_buffers()))
             self.restore_random_numbers()
-            with _kept_from_running(self._model), watch, torch.enable_grad():
+            with kept_from_running(self._model, _RAN_THE_ORIGINAL), watch, torch.enable_grad():
                 loss = self._step(clone, twin)
                 if watch.batch is None:
                     raise ValueError(
@@ -100,10 +99,9 @@ class Trials:
 class _Gradients:
     """The gradients of the last backward pass: a step may clear them."""
 
-    def __init__(self, model: nn.Module, session: Session) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.found: dict[str, torch.Tensor] = {}
         self._names = dict(model.named_parameters())
-        self._session = session
 
     def backward_ended(self, loss: torch.Tensor, scaler: Any) -> None:
         self.copy()
@@ -114,25 +112,10 @@ class _Gradients:
     def copy(self) -> None:
         """Copy what the next step would use."""
         for name, parameter in self._names.items():
-            gradient = access.gradient_of(self._session, parameter)
+            gradient = parameter.grad
             if gradient is not None:
                 whole = gradient.to_dense() if gradient.is_sparse else gradient
                 self.found[name] = whole.detach().to(torch.float32, copy=True)
-
-
-@contextmanager
-def _kept_from_running(model: nn.Module) -> Iterator[None]:
-    def refuse(module: nn.Module, args: Any) -> None:
-        raise ValueError(
-            "step(model, optimizer) ran the model given to mpinit.suggest and not the copy that it was called with: "
-            "let it use its arguments. Nothing was changed"
-        )
-
-    guard = model.register_forward_pre_hook(refuse, prepend=True)
-    try:
-        yield
-    finally:
-        guard.remove()
 
 
 def _damaged(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
@@ -146,47 +129,6 @@ def _damaged(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tenso
         if bool((difference > 0.01 * old.double()[finite].abs()).any()):
             damaged.append(name)
     return damaged
-
-
-def float32_copy(model: nn.Module) -> nn.Module:
-    """A copy with float32 parameters: the masters' numbers where there are masters."""
-    clone = access.plain_copy(model)
-    for parameter in clone.parameters():
-        parameter.grad = None
-    # torch's own way in, on a copy of ours alone.
-    convert: Any = nn.Module._apply
-    convert(clone, lambda tensor: tensor.float() if is_lower_precision(tensor.dtype) else tensor)
-    return clone
-
-
-def copy_of_optimizer(optimizer: Optimizer, model: nn.Module, clone: nn.Module) -> Optimizer:
-    """The same optimizer with the same state over a copy's parameters, without what ``initialize`` put on it.
-
-    Raises:
-        ValueError: it has parameters that are not the model's.
-    """
-    twin: Optimizer = type(optimizer).__new__(type(optimizer))
-    copies = dict(zip(model.parameters(), clone.parameters(), strict=True))
-    memo: dict[int, Any] = {id(optimizer): twin}
-    session = access.session_if_any(optimizer)
-    entries = [entry for group in optimizer.param_groups for entry in group["params"]]
-    weights = entries if session is None else access.parameters_of(session, optimizer)
-    for entry, weight in zip(entries, weights, strict=True):
-        if weight not in copies:
-            raise ValueError(
-                "the optimizer has a parameter that is not the model's: mpinit.suggest needs a model that holds "
-                "all parameters, a Module around model and loss for instance"
-            )
-        memo[id(entry)] = memo[id(weight)] = copies[weight]
-    for name, value in vars(optimizer).items():
-        if isinstance(value, types.MethodType) or hasattr(value, "__wrapped__"):
-            continue  # what initialize or a scheduler put there
-        setattr(twin, name, OrderedDict() if name.endswith(_HOOKS) else copy.deepcopy(value, memo))
-    for parameter, state in twin.state.items():
-        for key, value in state.items() if isinstance(state, dict) else ():
-            if isinstance(value, torch.Tensor) and is_lower_precision(value.dtype) and value.shape == parameter.shape:
-                state[key] = value.float()
-    return twin
 
 
 # -- two runs compared ------------------------------------------------------------------------------------------------

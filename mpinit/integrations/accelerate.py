@@ -90,11 +90,10 @@ class LossScaling:
         return SimpleNamespace(backward=partial(self._backward, loss))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """A step, which Accelerate takes for skipped where ``optimizer.step`` is not what is called."""
+        """A step, which Accelerate takes for skipped where ``optimizer.step`` was not called."""
         session = registry.of(optimizer)
-        if session is not None and session.managed(optimizer).overflowed():
-            return session.managed(optimizer).step(*args, **kwargs)
-        return optimizer.step(*args, **kwargs)
+        skips = session is not None and session.managed(optimizer).skips_step()
+        return None if skips else optimizer.step(*args, **kwargs)
 
     def update(self) -> None:
         """``backward`` has moved the scale."""

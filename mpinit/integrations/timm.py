@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, final
 
 import torch
@@ -12,15 +12,16 @@ from torch.optim import Optimizer
 from .. import amp, registry
 from . import require
 
-dispatch_clip_grad: Any = require("timm").utils.dispatch_clip_grad
+NativeScaler: Any = require("timm").utils.NativeScaler
 
 
 @final
-class Scaler:
+class Scaler(NativeScaler):  # type: ignore[misc]
     """Stands for ``timm.utils.NativeScaler`` in loops, resumed runs and ``CheckpointSaver(amp_scaler=...)``.
 
-    ``ModelEmaV3`` and the other averages of timm need no help: copied from an initialised model they are float32, and
-    average its masters.
+    ``ModelEmaV3`` and the other averages of timm are float32, copied from an initialised model, and average its state
+    dict, which holds the masters; ``ModelEmaV3(exclude_buffers=True)`` reads the parameters, which are 16-bit: update
+    it inside of ``mpinit.float32_weights(model)``.
 
     Args:
         optimizer: initialised.
@@ -41,10 +42,8 @@ class Scaler:
         >>> mpinit.undo(model)
     """
 
-    state_dict_key = "amp_scaler"
-
     def __init__(self, optimizer: Optimizer) -> None:
-        self._scaler = amp.GradScaler(optimizer)
+        self._scaler = amp.GradScaler(optimizer)  # timm's own makes torch's
 
     def __call__(
         self,
@@ -70,24 +69,12 @@ class Scaler:
         Raises:
             RuntimeError: ``optimizer`` is not initialised.
         """
-        with amp.scale_loss(loss, optimizer, delay_unscale=not need_update) as scaled_loss:
-            scaled_loss.backward(create_graph=create_graph)
-        if not need_update:
-            return
-        if clip_grad is not None:
-            dispatch_clip_grad(_gradient_holders(optimizer, parameters), clip_grad, mode=clip_mode)
-        optimizer.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """As :meth:`mpinit.GradScaler.state_dict`, and timm's own."""
-        return self._scaler.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state of :meth:`state_dict`, or of timm's own scaler."""
-        self._scaler.load_state_dict(state_dict)
+        masters = _masters(optimizer, parameters)
+        super().__call__(loss, optimizer, clip_grad, clip_mode, masters, create_graph, need_update)
 
 
-def _gradient_holders(optimizer: Optimizer, parameters: Iterable[nn.Parameter] | None) -> Iterator[nn.Parameter]:
+def _masters(optimizer: Optimizer, parameters: Iterable[nn.Parameter] | None) -> Iterator[nn.Parameter]:
+    """Looked up when gradients are clipped, and unscaled."""
     session = registry.of(optimizer)
     if session is None or parameters is None:
         return amp.master_params(optimizer) if parameters is None else iter(parameters)

@@ -5,36 +5,34 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import final
 
 import torch
 from torch import nn
 
 from ..basics.dtypes import cast_within_range
 from ..basics.gradients import as_float32
-from ..basics.user_warnings import warn_user
 from ..distributed.exchange import arriving_gradient_dtype
 from ..distributed.sharding import is_sharded, local, set_data
-from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, forget_data, note_data
+from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, forget_all_data, forget_data, note_data
 from .law import follow_weight, round_into
 from .masters import Gradients, Master, Masters, OpenMasters
 from .writes import Writes
 
-_WITHOUT_A_TRACE: Final = (
-    "a weight of shape {} was written to in a way that torch does not count: through data of a view of it, or by its "
-    "address. Now that counts, and will at every step from here on; such a write before an earlier step may have been "
-    "lost. Write to the parameter itself, under torch.no_grad()"
-)
-
 
 @dataclass
 class Given:
-    """A master in the user's hands, and what it and its weight were when they were last looked at."""
+    """A master in the user's hands, and what it and its weight were when they were last looked at.
+
+    Attributes:
+        before: the weight's bits, where reading costs no wait for a device.
+    """
 
     master: Master
-    version: int
-    weight_version: int
-    gradient: torch.Tensor | None
+    version: int = -1
+    weight_version: int = -1
+    gradient: torch.Tensor | None = None
+    before: torch.Tensor | None = None
 
 
 @final
@@ -57,15 +55,15 @@ class FullMasters(Masters):
     def __init__(self) -> None:
         super().__init__()
         self.accessed: set[int] = set()
+        # Also where a session is dropped without an undo.
+        weakref.finalize(self, forget_all_data, self.accessed).atexit = False
         self.given: dict[int, Given] = {}
         self._open: list[_Open] = []
         self._columns: weakref.WeakSet[_Open] = weakref.WeakSet()
 
     def _make(self, weight: nn.Parameter) -> Master:
         # Not detach(): that would share the weight's version.
-        master = Master(weight, nn.Parameter(TENSOR_DATA.__get__(weight).to(torch.float32), weight.requires_grad))
-        note_data(weight, self.accessed)
-        return master
+        return Master(weight, nn.Parameter(TENSOR_DATA.__get__(weight).to(torch.float32), weight.requires_grad))
 
     def _forget(self, master: Master) -> None:
         forget_data(master.weight)
@@ -73,6 +71,7 @@ class FullMasters(Masters):
         self.given.pop(id(master), None)
 
     def _cast(self, master: Master, dtype: torch.dtype) -> None:
+        note_data(master.weight, self.accessed)
         values = TENSOR_DATA.__get__(master.weight)
         set_data(master.weight, cast_within_range(values, dtype) if master.clamps else values.to(dtype))
 
@@ -93,20 +92,18 @@ class FullMasters(Masters):
     @torch.no_grad()
     def values(self, master: Master) -> torch.Tensor:
         """The master itself, which follows its weight first."""
-        if not any(id(master) in each.members for each in self._open):
+        if not self.are_in_model and not any(id(master) in each.members for each in self._open):
             self._follow(master)
         values: torch.Tensor = TENSOR_DETACH(master.parameter)
         return values
 
-    def _follow(self, master: Master) -> bool:
-        """Let a master be what its weight means; whether that was written to."""
+    def _follow(self, master: Master) -> None:
         weight, parameter = master.weight, master.parameter
         if parameter.device != weight.device:
             set_data(parameter, TENSOR_DATA.__get__(parameter).to(weight.device))
-        is_written = self.is_cast(master) and follow_weight(local(weight), local(TENSOR_DETACH(parameter)))
-        if is_written:
+        is_cast = self.is_cast(master) and not weight.is_meta
+        if is_cast and follow_weight(local(weight), local(TENSOR_DETACH(parameter))):
             self._changed(master)
-        return is_written
 
     def _changed(self, master: Master) -> None:
         """A master has new numbers: a weight that is what it was at the last step is not its rounding any more."""
@@ -174,15 +171,7 @@ class _Open(OpenMasters):
         else:
             for master in [*self.stale.values(), *(self._masters[place] for place in self._writes.found())]:
                 self._owner._follow(master)
-            for place in self._writes.uncounted():
-                self._look_at(self._masters[place])
         self._owner._open.append(self)
-
-    def _look_at(self, master: Master) -> None:
-        """From here on a weight that was written to without a trace is compared at every step."""
-        if self._owner._follow(master):
-            self._owner.accessed.add(id(master.weight))
-            warn_user(_WITHOUT_A_TRACE.format(tuple(master.weight.shape)))
 
     @torch.no_grad()
     def write(self) -> None:
@@ -204,5 +193,8 @@ class _Open(OpenMasters):
                 other.stale.update((id(master), master) for master in self._masters if id(master) in other.members)
 
     def widened(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        """Weights keep float32 gradients; under DistributedDataParallel they may have been assigned others."""
+        """Weights take float32 gradients and no others, but among other processes."""
+        first = self._weights[0] if self._weights else None
+        if first is None or first.grad_dtype is torch.float32:
+            return list(gradients)
         return self._owner.held(gradients)

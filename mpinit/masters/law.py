@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from ..basics.dtypes import cast_within_range
+from ..torch_internals.devices import is_read_freely
 
 
 def round_into(weight: torch.Tensor, values: torch.Tensor, clamps: bool) -> None:
@@ -38,7 +39,7 @@ def follow_weight(weight: torch.Tensor, values: torch.Tensor) -> bool:
     """Make float32 ``values`` the meaning of the two, in place.
 
     Returns:
-        Whether the weight was written to.
+        Whether the weight was written to; True as well where asking would wait for the device.
 
     Example:
         >>> weight, master = torch.tensor([1.0, 2.0]).bfloat16(), torch.tensor([1.001, 2.001])
@@ -47,7 +48,7 @@ def follow_weight(weight: torch.Tensor, values: torch.Tensor) -> bool:
         (True, tensor([1.0010, 5.0000]))
     """
     same = is_rounding(weight, values)
-    if bool(same.all()):
+    if is_read_freely(weight.device) and bool(same.all()):
         return False
     values.copy_(torch.where(same, values, weight.float()))
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -12,6 +13,11 @@ from ..basics.dtypes import is_lower_precision
 from ..distributed.sharding import set_data
 
 Gradients = Sequence[torch.Tensor | None]
+
+IN_FLOAT32: Final = (
+    "{} was called inside `with mpinit.float32_weights(...)`, where the weights that optimizers know are not up to "
+    "date: move it before or after the with-block"
+)
 
 
 class Master:
@@ -52,10 +58,18 @@ class OpenMasters(ABC):
 
 
 class Masters(ABC):
-    """The masters of a session, one for each weight however many optimizers step it."""
+    """The masters of a session, one for each weight however many optimizers step it.
+
+    Attributes:
+        are_in_model: whether they stand in the models' modules at the moment: what they hold is true, and not the
+            weights.
+        exposed: what has given masters out to users since the last step; each has a ``settle()``.
+    """
 
     def __init__(self) -> None:
         self._of: dict[int, Master] = {}
+        self.are_in_model = False
+        self.exposed: set[Any] = set()
 
     def __iter__(self) -> Iterator[Master]:
         return iter(list(self._of.values()))
@@ -88,6 +102,8 @@ class Masters(ABC):
     def restore(self, master: Master, dtype: torch.dtype) -> None:
         """Give a weight its master's numbers in ``dtype``, and its gradient; harmless where it has them already."""
         weight = master.weight
+        if weight.shape != master.parameter.shape:
+            return  # FSDP1 has taken its memory, and was refused
         if weight.dtype != dtype and self.is_cast(master):
             values, gradient = self.values(master).to(dtype), weight.grad
             weight.grad = None
@@ -105,13 +121,16 @@ class Masters(ABC):
             clamps: whether it holds finite numbers beyond the largest of ``dtype``, which become that largest.
         """
         weight, gradient = master.weight, master.weight.grad
-        if gradient is not None:
-            weight.grad = None
         master.clamps = clamps
-        self._cast(master, dtype)
-        self.set_gradient_dtype(master)
-        if gradient is not None:
-            weight.grad = self.held([gradient])[0]
+        try:
+            weight.grad = None
+            self._cast(master, dtype)
+            self.set_gradient_dtype(master)
+        except BaseException:
+            weight.grad_dtype = None
+            weight.grad = gradient
+            raise
+        weight.grad = self.held([gradient])[0]
 
     @abstractmethod
     def _make(self, weight: nn.Parameter) -> Master:

@@ -22,6 +22,8 @@ from .masters import Gradients, Master, Masters, OpenMasters
 
 # Float32 memory up to this size stays from step to step: for small weights laying it out takes longer than the step.
 _KEPT_BYTES: Final = 16 * 2**20
+# Elements of a float32 tensor that are taken apart at a time.
+_PIECE: Final = 1 << 20
 
 
 @final
@@ -88,7 +90,7 @@ class SplitMasters(Masters):
             return
         weight = torch.empty_like(incoming, dtype=torch.bfloat16)
         remainder = torch.empty(incoming.numel(), dtype=torch.int16, device=incoming.device)
-        _split(incoming.float(), weight, remainder)
+        _split(incoming, weight, remainder)
         # Until both are there, the weight is what it was.
         master.remainder = remainder
         set_data(master.weight, sharded_as(weight, master.weight))
@@ -273,15 +275,14 @@ class _Bucket(OpenMasters):
 
 
 def _split(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Take float32 values apart; all three dense, in the order of the weight's memory."""
-    bits = flat(
-        values.clone()
-        if values.stride() == weight.stride()
-        else torch.empty_like(weight, dtype=torch.float32).copy_(values)
-    )
-    bits = bits.view(torch.int32)
-    take_remainder_(bits, remainder)
-    flat(weight).view(torch.int16).copy_(bits)
+    """Take values apart, a piece at a time; ``weight`` and ``remainder`` dense, in the order of the weight's memory."""
+    if values.stride() != weight.stride():
+        values = torch.empty_like(weight, dtype=torch.float32).copy_(values)
+    pieces = (each.unsafe_split(_PIECE) for each in (flat(values), flat(weight).view(torch.int16), remainder))
+    for piece, half, rest in zip(*pieces, strict=True):
+        bits = piece.to(torch.float32, copy=True).view(torch.int32)
+        take_remainder_(bits, rest)
+        half.copy_(bits)
 
 
 def _check_dense(weight: torch.Tensor) -> None:

@@ -52,7 +52,7 @@ class EncodedStates:
         kept: frozenset[str],
         taken: dict[tuple[int, Any], EncodedState],
     ) -> None:
-        """Put codes in the places of numbers.
+        """Put codes in the places of numbers, unless a parameter's gradient is sparse: most of its state is not used.
 
         Args:
             members: parameters, and what is kept for each.
@@ -62,6 +62,8 @@ class EncodedStates:
         made: dict[int, EncodedState] = {}
         used: set[int] = set()
         for parameter, state in members:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                continue
             for key, value in state.items():
                 if key in kept or not _is_encodable(value, parameter):
                     continue

@@ -1,16 +1,14 @@
-"""Which weights were written to since their masters were rounded into them: any way of writing counts.
+"""Which weights were written to since their masters were rounded into them.
 
 torch counts writes to a tensor in its version, but not those through memory that is shared with it: ``data`` of a view,
 numpy, a kernel that got an address. Where reading costs no wait for a device, weights are therefore compared by their
-bits: small ones with a copy, large ones by sums of short runs of 64-bit words, which a write leaves as they are only
-where it moves words about within a run. Elsewhere versions count, reads of ``parameter.data``, and a look by value
-now and then.
+bits, too: small ones with a copy, large ones by sums of short runs of 64-bit words, which a write leaves as they are
+only where it moves words about within a run. Elsewhere versions count, and reads of ``parameter.data``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
 from typing import Final, final
 
 import torch
@@ -25,8 +23,6 @@ _SMALL: Final = 1 << 12
 # Words that are summed up together, of four numbers each.
 _RUN: Final = 127
 _WORD: Final = 4
-# Steps between looks by value where reading waits: the 1st, 2nd, 4th and so on up to this one, and then as many.
-_LOOKS_EVERY: Final = 1024
 
 
 @final
@@ -51,7 +47,6 @@ class Writes:
         self._weights = list(weights)
         self._accessed = accessed
         self._addresses: list[int] = []
-        self._steps = count(1)
         self._sums: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._is_noted = False
@@ -65,22 +60,16 @@ class Writes:
             self._divide()
         if not self._is_noted:
             return list(range(len(self._weights)))
-        found = [*self._found_in_copy(), *self._gaps]
+        found = {*self._found_in_copy(), *self._gaps}
         for place, words, known in zip(self._large, self._words, self._sums, strict=True):
             if not torch.equal(_sums(words), known):
-                found.append(place)
+                found.add(place)
         if self._counted:
             versions = versions_of([self._weights[place] for place in self._counted])
             for place, version, last in zip(self._counted, versions, self._versions, strict=True):
                 if version != last or id(self._weights[place]) in self._accessed:
-                    found.append(place)
-        return found
-
-    def uncounted(self) -> list[int]:
-        """The places of weights that :meth:`found` cannot see every write to, at steps that are to look for them."""
-        step = next(self._steps) if self._counted else 0
-        looks = step % _LOOKS_EVERY == 0 or (step < _LOOKS_EVERY and step & (step - 1) == 0)
-        return self._counted if looks else []
+                    found.add(place)
+        return sorted(found)
 
     def note(self) -> None:
         """The weights are as they are meant to be."""
@@ -103,10 +92,11 @@ class Writes:
                 self._gaps.append(place)
             else:
                 (self._small if weight.numel() <= _SMALL else self._large).append(place)
+        self._counted += self._large
         self._bits = [self._bits_of(place) for place in self._small]
         self._sizes = [bits.numel() for bits in self._bits]
         self._numel = sum(self._sizes)
-        self._known = torch.zeros(-(-self._numel // _WORD) * _WORD, dtype=torch.int16)
+        self._known = torch.zeros(-(-self._numel // _WORD) * _WORD, dtype=torch.int16, device="cpu")
         self._present = torch.zeros_like(self._known)
         self._words = [self._bits_of(place) for place in self._large]
 

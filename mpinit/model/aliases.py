@@ -49,34 +49,3 @@ def same_view(view: torch.Tensor, owner: torch.Tensor, values_of: Values) -> tor
         return view.float()
     offset = view.storage_offset() - owner.storage_offset() + values.storage_offset()
     return values.as_strided(view.size(), view.stride(), offset)
-
-
-class Aliases:
-    """The 16-bit tensors of some modules, found by any view of them.
-
-    Args:
-        modules: where they are, as they are when asked.
-        values_of: tensor -> the float32 values that stand for it, or None.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], values_of: Values) -> None:
-        self._modules = modules
-        self._values_of = values_of
-        self._owners: dict[int, torch.Tensor] = {}
-        self._misses_left = 0
-
-    def float32_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The float32 values of a 16-bit tensor that is one of them, or a view of one; None where it is neither."""
-        memory = storage_of(tensor)
-        owner = self._owners.get(memory)
-        if owner is None or storage_of(owner) != memory:
-            # Weights move (``.to(device)``): look again, but not for each of many tensors that are nobody's.
-            if self._misses_left > 0 and owner is None:
-                self._misses_left -= 1
-                return None
-            self._owners = owners_of_memory(list(self._modules))
-            self._misses_left = len(self._owners)
-            owner = self._owners.get(memory)
-        if owner is None or not memory:
-            return None
-        return same_view(tensor.detach(), owner, self._values_of)

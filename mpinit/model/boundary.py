@@ -8,16 +8,18 @@ comes from the user.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from ..basics.trees import TreeCast, cast_tree, first_floating_dtype, write_elements
+from ..basics.dtypes import dtype_name, is_lower_precision
+from ..basics.trees import TreeCast, cast_tree, floating_dtypes, leaves_of, write_elements
 from ..plan import KeepInputPredicate
-from ..torch_internals.native_autocast import ForwardCasts
-from ..torch_internals.running import in_backward, is_tracing_symbolically
+from ..torch_internals.forward_casts import ForwardCasts
+from ..torch_internals.running import current_pass, is_tracing_symbolically
 from .arguments import ArgumentNames
 
 
@@ -44,9 +46,12 @@ class Boundary:
         inner_dtype: the type that runs inside: float32 where functions cast for themselves (O1).
         cast_inputs: whether floating inputs are cast to it.
         output_dtype: what floating outputs are cast to for a caller outside of every forward, or None to leave them.
-        casts: switched on around the call, or None.
+        casts: what is on and off around a forward; :meth:`cross` leaves it to its callers.
         keep_inputs: (argument name, value) -> whether it stays as it is; one that says yes is enough.
+
+    Attributes:
         before_forward: called first, where the caller is outside of every forward.
+        targets: tensors of the models -> the type that they were given.
     """
 
     def __init__(
@@ -54,17 +59,19 @@ class Boundary:
         inner_dtype: torch.dtype,
         cast_inputs: bool,
         output_dtype: torch.dtype | None,
-        casts: ForwardCasts | None,
+        casts: ForwardCasts,
         keep_inputs: tuple[KeepInputPredicate, ...] = (),
-        before_forward: Callable[[], None] | None = None,
     ) -> None:
         self.inner_dtype: torch.dtype | None = inner_dtype
         self.cast_inputs = cast_inputs
         self.output_dtype = output_dtype
-        self.casts = casts
+        self.casts: ForwardCasts | None = casts
         self.keep_inputs = keep_inputs
-        self.before_forward = before_forward
+        self.before_forward: Callable[[], None] | None = None
+        self.targets: Mapping[torch.Tensor, torch.dtype] = {}
         self.is_live = True
+        self._float32 = 0
+        self._narrow: torch.dtype | None = inner_dtype
 
     def retire(self) -> None:
         """Cast nothing from now on: what a wrapper of the user's still holds becomes transparent."""
@@ -75,10 +82,52 @@ class Boundary:
         """Compute in float32 from now on: the modules inside were copied into it."""
         self.inner_dtype = torch.float32
 
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Inside the block the modules compute in float32, whose parameters are float32 for as long."""
+        self._float32 += 1
+        if self._float32 == 1:
+            self._narrow, self.inner_dtype = self.inner_dtype, torch.float32
+        try:
+            yield
+        finally:
+            self._float32 -= 1
+            if not self._float32 and self.is_live:
+                self.inner_dtype = self._narrow
+
     def announce(self) -> None:
         """Say that a forward begins that comes from outside of all initialised models."""
         if self.before_forward is not None and not torch.compiler.is_compiling():
             self.before_forward()
+
+    def mixed_types(self, module: nn.Module, inputs: Any) -> str | None:
+        """Why a forward may have failed: a parameter or an input of another type than the model's; None: neither.
+
+        Args:
+            module: whose forward it was.
+            inputs: what it was called with, in containers.
+        """
+        inner = self.inner_dtype
+        if inner is None or not is_lower_precision(inner):
+            return None
+        for name, parameter in module.named_parameters():
+            expected = self.targets.get(parameter, inner)
+            if parameter.is_floating_point() and parameter.dtype is not expected:
+                return (
+                    f"{name!r} is {dtype_name(parameter.dtype)} in {type(module).__name__}, which mpinit.initialize "
+                    f"has cast to {dtype_name(inner)}, and its forward has failed. Write values with copy_() or "
+                    "load_state_dict(), which keep a parameter's type; give what joins the model later its type, with "
+                    f".to({inner}), and to the optimizer with add_param_group; or initialise with "
+                    'master_weights="model", where parameters are float32'
+                )
+        unknown = next((type(value).__name__ for value in leaves_of(inputs) if hasattr(value, "to")), None)
+        if unknown is None:
+            return None
+        return (
+            f"forward of {type(module).__name__} has failed, which was given an object of type {unknown}: mpinit casts "
+            "tensors in lists, tuples, dicts and dataclasses, and passes other objects as they are. Give their tensors "
+            f"as arguments, or convert them to {inner} first"
+        )
 
     def cross(
         self,
@@ -114,7 +163,7 @@ class Boundary:
                 args, kwargs = names.cast(args, kwargs, self.keep_inputs, inputs)
         here.dtype, here.module = self.inner_dtype or dtype, module
         try:
-            output = function(*args, **kwargs) if self.casts is None else self.casts.run(function, *args, **kwargs)
+            output = function(*args, **kwargs)
         finally:
             here.dtype, here.module = dtype, outer
             if inputs is not None and output_dtype is not None:
@@ -123,8 +172,19 @@ class Boundary:
             return output
         return cast_tree(output, output_dtype) if inputs is None else inputs.back(output, output_dtype)
 
+    def stay(
+        self, module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call ``function`` from inside: nothing is cast, and what it calls is inside too."""
+        dtype, outer = here.dtype, here.module
+        here.dtype, here.module = self.inner_dtype, module
+        try:
+            return function(*args, **kwargs)
+        finally:
+            here.dtype, here.module = dtype, outer
+
     def _casts_plainly(self) -> bool:
-        return self.cast_inputs and self.casts is None and not torch.compiler.is_compiling()
+        return self.cast_inputs and not torch.compiler.is_compiling()
 
     def _cross_with_tensor(
         self, module: nn.Module, function: Callable[..., Any], given: torch.Tensor, output_dtype: torch.dtype | None
@@ -151,7 +211,7 @@ class Boundary:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is no part of the session that made the original.
-        return {**self.__dict__, "before_forward": None, "is_live": False}
+        return {**self.__dict__, "before_forward": None, "targets": {}, "is_live": False}
 
 
 def caller_dtype(
@@ -159,12 +219,13 @@ def caller_dtype(
 ) -> torch.dtype | None:
     """The type that the caller of a part computes in; None: outside of every forward.
 
-    In a backward pass (activation checkpointing computes a part again there) and in a replica's thread nobody
-    remembers whether the call comes from inside: the inputs tell.
+    In a backward pass (activation checkpointing computes a part again there) and in a replica's thread it is not
+    remembered whether the call comes from inside: it does where an input is 16-bit, or none is floating.
     """
     if is_tracing_symbolically():
         return inner_dtype
-    if here.dtype is not None or torch.compiler.is_compiling() or not (is_replica or in_backward()):
+    if here.dtype is not None or torch.compiler.is_compiling() or not (is_replica or current_pass() != -1):
         return here.dtype
-    found = first_floating_dtype((args, kwargs)) or inner_dtype
+    dtypes = floating_dtypes((args, kwargs))
+    found = next((dtype for dtype in dtypes if is_lower_precision(dtype)), next(iter(dtypes), inner_dtype))
     return None if found is torch.float32 and inner_dtype is not torch.float32 else found

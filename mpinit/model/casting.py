@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..basics.dtypes import cast_within_range, may_overflow
+from ..basics.dtypes import cast_within_range, is_lower_precision, may_overflow
 from ..basics.modules import modules_of
 from ..basics.user_warnings import warn_user
-from ..distributed.sharding import local, rebuild_groups, set_data
+from ..distributed.sharding import is_sharded, local, rebuild_groups, set_data
 from ..masters.residual import Cast, Residual, decode, encode, unchanged_or_present
-from ..torch_internals.parameter_data import TENSOR_DETACH
+from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH
 from .lasting_losses import warn_of_lasting_losses
 from .selection import is_parameter
 
@@ -104,6 +104,12 @@ class TensorCasts:
         if residual is None or tensor.dtype == self._came_in[tensor]:
             return None
         return _widened(tensor, self._came_in[tensor], residual)
+
+    def with_more_bits(self) -> list[torch.Tensor]:
+        """The tensors whose float32 values are kept beside them: buffers, and parameters that are not trained."""
+        buffers = [cast for cast, entry in self._buffers.items() if entry.original.dtype is torch.float32]
+        frozen = [p for p, dtype in self._came_in.items() if dtype is torch.float32 and p not in self._trained]
+        return [t for t in (*buffers, *frozen) if is_lower_precision(t.dtype) and not t.is_meta and not is_sharded(t)]
 
     def came_in(self, tensor: torch.Tensor) -> torch.dtype:
         """The dtype of a parameter before it was cast."""
@@ -198,6 +204,14 @@ class TensorCasts:
                 if present not in self._restored:
                     self._restored[present] = _unchanged_from(entry, present)
                 module._buffers[name] = self._restored[present]
+
+
+def convert(weight: nn.Parameter, dtype: torch.dtype) -> None:
+    """Give a parameter another type, and its gradient with it."""
+    if weight.dtype != dtype:
+        gradient, weight.grad = weight.grad, None
+        set_data(weight, TENSOR_DATA.__get__(weight).to(dtype))
+        weight.grad = None if gradient is None else gradient.to(dtype)
 
 
 def _cast_to(dtype: torch.dtype, clamps: bool, values: torch.Tensor) -> torch.Tensor:

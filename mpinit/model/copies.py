@@ -8,33 +8,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..distributed.sharding import is_sharded
 from .aliases import is_16_bit, named_own_tensors
-from .forward import PatchedForward
-
-
-class Owner(Protocol):
-    """What is asked of a session here."""
-
-    def has_masters(self) -> bool:
-        """Whether any weight has a float32 master."""
-
-    def float32_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The float32 values that stand for a 16-bit tensor, or None."""
-
-    def leave(self, module: nn.Module) -> None:
-        """Take off a copy what was put on the original."""
+from .forward import patched_forward
 
 
 class _OfModule:
-    """Something that stands on a module and knows it; in copies and files it does what the module's class does."""
+    """Something that stands on a module and knows it; in copies and files it does what the module's class does.
 
-    def __init__(self, module: nn.Module, owner: Owner | None) -> None:
+    Args:
+        module: the module.
+        owner: the ``Float32State`` of its session; None in copies and files.
+    """
+
+    def __init__(self, module: nn.Module, owner: Any) -> None:
         self.module = module
         self.owner = owner
 
@@ -50,8 +42,13 @@ class DeepCopy(_OfModule):
         if owner is None or not owner.has_masters():
             return self._as_it_is(memo)
         for _, tensor in named_own_tensors(self.module):
-            if is_16_bit(tensor) and id(tensor) not in memo and not is_sharded(tensor):
-                memo[id(tensor)] = _float32_copy(tensor, owner.float32_values(tensor))
+            known = memo.get(id(tensor))
+            if is_16_bit(tensor) and not is_sharded(tensor) and (known is None or is_16_bit(known)):
+                copied_tensor = _float32_copy(tensor, owner.float32_values(tensor))
+                if known is None:
+                    memo[id(tensor)] = copied_tensor
+                else:
+                    known.grad, known.data = None, copied_tensor.data  # copied with its optimizer before
         copied = self._as_it_is(memo)
         owner.leave(copied)
         _compute_in_float32(copied)
@@ -74,8 +71,8 @@ def _float32_copy(tensor: torch.Tensor, values: torch.Tensor | None) -> torch.Te
 
 def _compute_in_float32(copied: nn.Module) -> None:
     """What is called across the boundary of a copy is cast to float32, as around a module that keep_fp32 names."""
-    for patched in vars(copied).values():
-        if isinstance(patched, PatchedForward):
+    for patched in map(patched_forward, vars(copied).values()):
+        if patched is not None:
             patched.boundary.become_float32()
 
 
@@ -119,7 +116,7 @@ def _converted(fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -
         return dtype
 
 
-def put_on(module: nn.Module, owner: Owner) -> None:
+def put_on(module: nn.Module, owner: Any) -> None:
     """Let copies of a module be float32, and conversions of it be refused."""
     attributes = vars(module)
     if "__deepcopy__" not in attributes:
@@ -128,7 +125,7 @@ def put_on(module: nn.Module, owner: Owner) -> None:
         attributes["_apply"] = Conversion(module, owner)
 
 
-def take_off(module: nn.Module, owner: Owner) -> None:
+def take_off(module: nn.Module, owner: Any) -> None:
     """Take off what :func:`put_on` put on, here or on what this is a copy of."""
     for name, kind in (("__deepcopy__", DeepCopy), ("_apply", Conversion)):
         found = vars(module).get(name)

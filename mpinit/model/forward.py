@@ -7,10 +7,12 @@ unpickled model then runs its own weights.
 from __future__ import annotations
 
 import copy
+import inspect
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -18,7 +20,8 @@ from torch import nn
 from ..basics.modules import modules_of
 from ..basics.patching import Undo, UndoStack
 from ..plan import Masters, Plan
-from ..torch_internals.native_autocast import ForwardCasts
+from ..torch_internals.forward_casts import ForwardCasts
+from ..torch_internals.native_autocast import is_on
 from ..torch_internals.running import is_tracing_symbolically
 from .arguments import ArgumentNames
 from .boundary import Boundary, caller_dtype, here
@@ -29,12 +32,8 @@ from .selection import Selection
 _ABSENT: Final = object()
 
 
-class _CannotBeScripted(RuntimeError, AttributeError):
-    """Both, so that ``hasattr`` goes on saying no."""
-
-
 class PatchedForward:
-    """A module's method with casts around it; stands at ``module.forward`` (or another name) as a plain attribute.
+    """A module's method with casts around it; its :attr:`run` stands at ``module.forward`` (or another name).
 
     Args:
         module: the module whose method runs inside.
@@ -66,43 +65,50 @@ class PatchedForward:
         self.is_replica = False
         # What stood on the instance before this one; None: the class's own.
         self.inner: Callable[..., Any] | None = _beneath_dead_patches(vars(module).get(name))
-        self.names = ArgumentNames(self.__wrapped__) if boundary.keep_inputs else None
+        self.names = ArgumentNames(self._inner()) if boundary.keep_inputs else None
         self.owner: object = None
         self.weights = weights
         # Whether calls that need no cast go to the class's own forward.
         self.is_direct = is_part and weights is None and self.inner is None and name == "forward"
 
-    def __call__(self, first: Any = _ABSENT, /, *args: Any, **kwargs: Any) -> Any:
-        # Every module of a model comes through here, with one argument nearly always.
-        if self.is_direct and here.dtype is self.boundary.inner_dtype and not args and not kwargs:
-            module = self.module
-            if first is not _ABSENT:
-                return type(module).forward(module, first)
-        if (
-            here.dtype is self.boundary.inner_dtype
-            and (self.is_part or here.module is self.module)
-            and (self.weights is None or self.weights.are_in)
-        ):
-            if args or kwargs or first is _ABSENT or self.inner is not None:
-                args = args if first is _ABSENT else (first, *args)
-                return self._inside()(*args, **kwargs)
-            module = self.module
-            return getattr(type(module), self.name)(module, first)
-        return self._from_outside(args if first is _ABSENT else (first, *args), kwargs)
+    @property
+    def run(self) -> types.MethodType:
+        """What is called: a method, as torch.compile takes those of all modules of a class for one."""
+        run = types.FunctionType(_run.__code__, globals(), "run", _run.__defaults__)
+        run.__doc__ = self._inner().__doc__
+        if self.inner is None:
+            run.__wrapped__ = getattr(type(self.module), self.name)  # type: ignore[attr-defined]
+        else:
+            signature = _signature_of(self.inner)
+            if signature is not None:
+                run.__signature__ = signature  # type: ignore[attr-defined]
+        return types.MethodType(run, self)
 
     def _from_outside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         boundary, output_dtype = self.boundary, self.boundary.output_dtype
         if boundary.inner_dtype is None:
-            return self._inside()(*args, **kwargs)
-        is_inside = False
+            return self._inner()(*args, **kwargs)
+        caller = None
         if self.is_part:
             caller = caller_dtype(boundary.inner_dtype, args, kwargs, self.is_replica)
-            is_inside = caller is boundary.inner_dtype
             output_dtype = caller or output_dtype
-        if not is_inside and here.dtype is None and not self.is_replica:
-            boundary.announce()
+        is_inside = caller is boundary.inner_dtype
+        if is_inside or here.dtype is not None or self.is_replica or torch.compiler.is_compiling():
+            return self._with_weights(is_inside, args, kwargs, output_dtype)
+        boundary.announce()
+        try:
+            return self._with_weights(is_inside, args, kwargs, output_dtype)
+        except RuntimeError as error:
+            reason = None if self.weights is not None else boundary.mixed_types(self.module, (args, kwargs))
+            if reason is None:
+                raise
+            raise RuntimeError(reason) from error
+
+    def _with_weights(
+        self, is_inside: bool, args: tuple[Any, ...], kwargs: dict[str, Any], output_dtype: torch.dtype | None
+    ) -> Any:
         # What torch.fx records are the float32 weights: casts of them it would take for constants.
-        if self.weights is None or self.weights.dtype is not boundary.inner_dtype or is_tracing_symbolically():
+        if self.weights is None or self.weights.dtype is not self.boundary.inner_dtype or is_tracing_symbolically():
             return self._run(is_inside, args, kwargs, output_dtype)
         if self.is_replica:
             self.weights.cast_replica(self.module)
@@ -113,50 +119,80 @@ class PatchedForward:
     def _run(
         self, is_inside: bool, args: tuple[Any, ...], kwargs: dict[str, Any], output_dtype: torch.dtype | None
     ) -> Any:
-        run = self._inside()
+        run, casts = self._inner(), self.boundary.casts
         if is_inside:
-            return run(*args, **kwargs)
+            return self.boundary.stay(self.module, run, args, kwargs)
+        # Inside of its model a part has the casts that its model has. Without casts of its own a model runs without
+        # those of other sessions.
+        is_outermost = here.dtype is None or not self.is_part
+        if casts is not None and is_outermost and (casts.dtype is not None or is_on() or torch.compiler.is_compiling()):
+            run = partial(casts.run, run)
         return self.boundary.cross(self.module, run, self.names, args, kwargs, output_dtype)
 
-    def _inside(self) -> Callable[..., Any]:
+    def _inner(self) -> Callable[..., Any]:
         # Not bound by __get__, which torch.compile of torch 2.11 and 2.12 does not know for methods of torch's modules.
         return self.inner or partial(getattr(type(self.module), self.name), self.module)
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """What runs inside; ``inspect.signature`` asks it too."""
-        if self.inner is not None:
-            return self.inner
-        method: Callable[..., Any] = getattr(type(self.module), self.name).__get__(self.module)
-        return method
-
-    @property
-    def __code__(self) -> types.CodeType:
-        """That of what runs inside: torch.export names its inputs' source by it."""
-        code: types.CodeType = self.__wrapped__.__code__
-        return code
-
-    @property
-    def __globals__(self) -> dict[str, Any]:
-        # torch.jit.script asks for these first of all.
-        raise _CannotBeScripted(
-            f"torch.jit.script compiles source, and would leave out the casts around {type(self.module).__name__}."
-            f"{self.name}, which mpinit.initialize put there: use torch.jit.trace or torch.export.export, which record "
-            "them, or call mpinit.undo on the model first"
-        )
 
     def for_replica(self, replica: nn.Module) -> PatchedForward:
         """The same on a replica that DataParallel makes of the module."""
         patched = copy.copy(self)
         patched.module, patched.is_replica = replica, True
-        if isinstance(self.inner, PatchedForward):
-            patched.inner = self.inner.for_replica(replica)
+        beneath = patched_forward(self.inner)
+        if beneath is not None:
+            patched.inner = beneath.for_replica(replica).run
         return patched
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         # A copy is no part of the session that owns the original.
         state = {name: getattr(self, name) for name in self.__slots__ if name != "__weakref__"}
         return None, {**state, "owner": None}
+
+
+def _run(self: PatchedForward, first: Any = _ABSENT, /, *args: Any, **kwargs: Any) -> Any:
+    # Every module of a model comes through here, with one argument nearly always.
+    if self.is_direct and here.dtype is self.boundary.inner_dtype and not args and not kwargs:
+        module = self.module
+        if first is not _ABSENT:
+            return type(module).forward(module, first)
+    if (
+        here.dtype is self.boundary.inner_dtype
+        and (self.is_part or here.module is self.module)
+        and (self.weights is None or self.weights.are_in)
+    ):
+        return self._inner()(*(args if first is _ABSENT else (first, *args)), **kwargs)
+    return self._from_outside(args if first is _ABSENT else (first, *args), kwargs)
+
+
+def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """A function's signature, with an argument in front of it that a method does not show."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    return signature.replace(parameters=[first, *signature.parameters.values()])
+
+
+def patched_forward(method: Any) -> PatchedForward | None:
+    """What :attr:`PatchedForward.run` is bound to; None of anything else."""
+    owner = method.__self__ if type(method) is types.MethodType else None
+    return owner if isinstance(owner, PatchedForward) else None
+
+
+class RefusesScripting:
+    """``__prepare_scriptable__`` for patched modules: torch.jit.script asks for it first of all."""
+
+    __slots__ = ("module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self) -> nn.Module:
+        raise RuntimeError(
+            f"torch.jit.script compiles source, and would leave out the casts around {type(self.module).__name__}."
+            "forward, which mpinit.initialize put there: use torch.jit.trace or torch.export.export, which record "
+            "them, or call mpinit.undo on the model first"
+        )
 
 
 class PatchedReplicate:
@@ -171,17 +207,28 @@ class PatchedReplicate:
         module = self.module
         replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
         for name, value in vars(module).items():
-            if isinstance(value, PatchedForward):
-                replica.__dict__[name] = value.for_replica(replica)
+            patched = patched_forward(value)
+            if patched is not None:
+                replica.__dict__[name] = patched.for_replica(replica).run
         return replica
 
 
+@final
+class Forwards:
+    """The patched forwards of a session."""
+
+    def __init__(self, kept: Boundary, cast: Boundary, undo: Undo) -> None:
+        self._kept, self._cast = kept, cast
+        self.undo = undo
+
+    def in_float32(self) -> AbstractContextManager[None]:
+        """Inside the block all forwards compute in float32, for models whose parameters are float32 there."""
+        return self._cast.in_float32()
+
+
 def patch_forwards(
-    selection: Selection,
-    plan: Plan,
-    owner: object,
-    before_forward: Callable[[], None] | None = None,
-) -> Undo:
+    selection: Selection, plan: Plan, owner: object, before_forward: Callable[[], None] | None = None
+) -> Forwards:
     """Put casts around the models' forwards and entry points, and around whatever of them can be called by itself.
 
     Args:
@@ -192,23 +239,28 @@ def patch_forwards(
             in compiled code.
 
     Returns:
-        The undo. A wrapper that was put around a patched forward later is left where it is, and casts no longer.
+        The patched forwards. A wrapper that was put around one later is left where it is by their undo, and casts no
+        longer.
     """
-    casts = ForwardCasts(plan.function_dtype) if plan.patch_functions else None
+    casts = ForwardCasts(plan.function_dtype if plan.patch_functions else None)
     output_dtype = plan.output_dtype if plan.cast_outputs else None
 
     def boundary(dtype: torch.dtype) -> Boundary:
-        return Boundary(dtype, plan.cast_model, output_dtype, casts, plan.keep_inputs, before_forward)
+        made = Boundary(dtype, plan.cast_model, output_dtype, casts, plan.keep_inputs)
+        made.before_forward, made.targets = before_forward, selection.targets
+        return made
 
     kept, cast = boundary(torch.float32), boundary(plan.model_dtype)
     within = {module for model in selection.models for module in modules_of(model)[1:]}
+    casts_weights = plan.masters is Masters.IN_MODEL
     with UndoStack() as undos:
         undos.push(kept.retire)
         undos.push(cast.retire)
 
         def patch(module: nn.Module, is_kept: bool, name: str, is_part: bool) -> PatchedForward:
-            casts_weights = plan.masters is Masters.IN_MODEL and not is_kept
-            weights = ForwardWeights(module, plan.model_dtype, selection.float32_modules) if casts_weights else None
+            weights = None
+            if casts_weights and not is_kept:
+                weights = ForwardWeights(module, plan.model_dtype, selection.float32_modules)
             forward = PatchedForward(module, kept if is_kept else cast, name, is_part, weights)
             _patch_forward(forward, undos)
             return forward
@@ -220,38 +272,38 @@ def patch_forwards(
         for model in selection.models:
             is_part = bool(selection.parts) and model in within
             patch(model, model in selection.kept, "forward", is_part).owner = owner
-    return undos.unwind
+    return Forwards(kept, cast, undos.unwind)
 
 
 def _patch_forward(forward: PatchedForward, undos: UndoStack) -> None:
-    attributes = vars(forward.module)
-    replicate = PatchedReplicate(forward.module)
-    undos.push(_Reversion(attributes, forward, replicate))
-    attributes[forward.name] = forward
-    attributes["_replicate_for_data_parallel"] = replicate
+    attributes, module = vars(forward.module), forward.module
+    ours = {
+        forward.name: forward.run,
+        "_replicate_for_data_parallel": PatchedReplicate(module),
+        "__prepare_scriptable__": RefusesScripting(module),
+    }
+    undos.push(_Reversion(forward, ours))
+    attributes.update(ours)
 
 
 class _Reversion:
-    """Puts back what stood in a module before, unless somebody else has put something there since."""
+    """Puts back what stood in a module before, unless something else has been put there since."""
 
-    __slots__ = ("_attributes", "_before", "_forward", "_replicate")
+    __slots__ = ("_before", "_forward", "_ours")
 
-    def __init__(self, attributes: dict[str, Any], forward: PatchedForward, replicate: PatchedReplicate) -> None:
-        self._attributes, self._forward, self._replicate = attributes, forward, replicate
-        self._before = attributes.get(forward.name), attributes.get("_replicate_for_data_parallel")
+    def __init__(self, forward: PatchedForward, ours: dict[str, Any]) -> None:
+        attributes = vars(forward.module)
+        self._forward, self._ours = forward, ours
+        self._before = {name: attributes[name] for name in ours if name in attributes}
 
     def __call__(self) -> None:
         self._forward.owner = None
-        self._put_back(self._forward.name, self._forward, self._before[0])
-        self._put_back("_replicate_for_data_parallel", self._replicate, self._before[1])
-
-    def _put_back(self, name: str, ours: Any, before: Any) -> None:
-        if self._attributes.get(name) is not ours:
-            return
-        if before is None:
-            del self._attributes[name]
-        else:
-            self._attributes[name] = before
+        attributes = vars(self._forward.module)
+        for name, ours in self._ours.items():
+            if attributes.get(name) is ours:
+                del attributes[name]
+                if name in self._before:
+                    attributes[name] = self._before[name]
 
 
 def take_off_copy(copied: nn.Module) -> None:
@@ -259,7 +311,7 @@ def take_off_copy(copied: nn.Module) -> None:
     for module in copied.modules():
         attributes = vars(module)
         for name, value in list(attributes.items()):
-            if isinstance(value, PatchedForward):
+            if patched_forward(value) is not None:
                 beneath = _beneath_dead_patches(value)
                 if beneath is None:
                     del attributes[name]
@@ -269,6 +321,8 @@ def take_off_copy(copied: nn.Module) -> None:
 
 def _beneath_dead_patches(forward: Any) -> Any:
     """What a forward's patches run inside that belong to no session: those of a copy, or ones that were undone."""
-    while isinstance(forward, PatchedForward) and not forward.boundary.is_live:
-        forward = forward.inner
+    patched = patched_forward(forward)
+    while patched is not None and not patched.boundary.is_live:
+        forward = patched.inner
+        patched = patched_forward(forward)
     return forward

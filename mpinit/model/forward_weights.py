@@ -9,9 +9,9 @@ forward makes its casts anew, as autocast does.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, Final, final
 
 import torch
@@ -25,6 +25,7 @@ from ..torch_internals.running import computes_at_once
 _TENSOR_DATA: Final[Any] = torch.Tensor.data
 _TENSOR_DETACH: Final[Any] = torch.Tensor.detach
 _COMPUTING: Final = (WeightNorm, SpectralNorm)
+_VERSION: Final[Any] = attrgetter("_version")
 _FLAT_WEIGHTS: Final = ("_flat_weights", "_flat_weight_refs")
 
 
@@ -65,14 +66,15 @@ class _Standing:
         forwards: those that run inside the module or around it, in all threads.
     """
 
-    __slots__ = ("_flat_outside", "_versions", "forwards", "inside", "module", "outside")
+    __slots__ = ("_flat_outside", "_versions", "_versions_outside", "forwards", "inside", "module", "outside")
 
     def __init__(self, module: nn.Module, outside: dict[str, nn.Parameter], forwards: set[object]) -> None:
         self.module = module
         self.outside = outside
         self.forwards = forwards
         self.inside: dict[str, torch.Tensor] = {}
-        self._versions: dict[str, tuple[int, int]] = {}
+        self._versions: list[int] = []
+        self._versions_outside: list[int] = []
         self._flat_outside: dict[str, Any] = {}
 
     def put_in(self, casts: Mapping[int, torch.Tensor]) -> None:
@@ -89,15 +91,19 @@ class _Standing:
             module._parameters.update(self.inside)  # type: ignore[arg-type]
 
     def _remember_versions(self) -> None:
-        self._versions = {name: _versions_of(self.outside[name], cast) for name, cast in self.inside.items()}
+        self._versions = _versions(self.inside.values())
+        self._versions_outside = _versions(self.outside.values())
 
     def bring_back(self) -> None:
         """Write to the parameters what was written to their casts; one that was written itself counts as it is."""
-        for name, cast in self.inside.items():
-            parameter, before = self.outside[name], self._versions[name]
-            now = _versions_of(parameter, cast)
-            if now[0] == before[0] and (now[1] != before[1] or getattr(cast, "handed_out", False)):
-                _write_back(parameter, cast)
+        casts = self.inside.values()
+        written = [now != before for now, before in zip(_versions(casts), self._versions, strict=False)]
+        if not any(written) and not any(getattr(cast, "handed_out", False) for cast in casts):
+            return
+        outside = zip(_versions(self.outside.values()), self._versions_outside, strict=False)
+        for (name, cast), (now, before) in zip(self.inside.items(), outside, strict=False):
+            if now == before:
+                _write_back(self.outside[name], cast)
 
     def take_out(self) -> None:
         """Put the parameters back in their places."""
@@ -150,7 +156,8 @@ class ForwardWeights:
     @property
     def are_in(self) -> bool:
         """Whether this thread's forwards have put casts in the places of the module's parameters."""
-        return self.module in _thread.inside
+        # Compiled code looks at the parameters themselves, in cast_traced, and finds nothing to cast.
+        return not torch.compiler.is_compiling() and self.module in _thread.inside
 
     @contextmanager
     def cast(self) -> Iterator[None]:
@@ -297,9 +304,12 @@ def _is_ordinary(parameter: torch.Tensor) -> bool:
     return type(parameter) is nn.Parameter and parameter.is_leaf and not parameter.is_inference()
 
 
-def _versions_of(parameter: torch.Tensor, cast: torch.Tensor) -> tuple[int, int]:
-    """What tells whether a parameter and its cast have been written to in place."""
-    return 0 if parameter.is_inference() else parameter._version, 0 if cast.is_inference() else cast._version
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """What tells whether tensors have been written to in place."""
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:  # those of inference mode count nothing
+        return []
 
 
 @torch.no_grad()

@@ -9,17 +9,17 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..basics.dtypes import is_lower_precision
 from ..basics.modules import modules_of
 from ..basics.tables import counted
 from ..basics.user_warnings import warn_user
+from ..distributed.sharding import is_sharded
 from . import copies
 from .aliases import Values, is_16_bit, named_own_tensors, owners_of_memory, same_view, storage_of
-from .custom_state import custom_methods, put_around, take_from_custom_methods
 from .forward_weights import CastParameter
-from .newcomers import follow_newcomers
 
 Load = Callable[[torch.Tensor, torch.Tensor], bool]
 
@@ -31,29 +31,32 @@ class Float32State:
     later. With ``keep_vars=True`` the caller wants the parameters themselves, which are what they are.
 
     Args:
-        find_master: 16-bit tensor -> the float32 values that stand for it, or None.
-        load_master: (16-bit tensor, values just loaded into it) -> whether it has a master: takes over what it cannot
+        find_values: 16-bit tensor -> the float32 values that stand for it, or None.
+        load_values: (16-bit tensor, values just loaded into it) -> whether it has a master: takes over what it cannot
             hold itself.
-        has_masters: whether any weight has a master. Copies of the models are float32 then.
+        has_masters: whether any tensor has a master. Copies of the models are float32 then.
     """
 
-    def __init__(self, find_master: Values, load_master: Load, has_masters: Callable[[], bool]) -> None:
-        self._find_master: Values | None = find_master
-        self._load_master: Load | None = load_master
+    def __init__(self, find_values: Values, load_values: Load, has_masters: Callable[[], bool]) -> None:
+        self._find_values: Values | None = find_values
+        self._load_values: Load | None = load_values
+        self._has_masters: Callable[[], bool] | None = has_masters
         self._modules: MutableSet[nn.Module] = weakref.WeakSet()
         self._newcomers: RemovableHandle | None = None
-        self._has_masters: Callable[[], bool] | None = has_masters
         # Its negative is the other hook's key, which a process's first handle, 0, has not.
-        self._key = RemovableHandle(OrderedDict()).id or RemovableHandle(OrderedDict()).id
+        self.key = RemovableHandle(OrderedDict()).id or RemovableHandle(OrderedDict()).id
         self._outermost_load: object = None
         self._arriving: dict[int, tuple[str, dict[str, torch.Tensor]]] = {}
         self._rebuilt: list[str] = []
+        self._saved: list[_Saved] = []
 
     def install(self, models: Sequence[nn.Module]) -> None:
         """Hook every module of the models."""
-        self._newcomers = follow_newcomers(self)
+        self._newcomers = register_module_module_registration_hook(_TakeIn(self))
+        weakref.finalize(self, self._newcomers.remove).atexit = False
         for model in models:
             self.take_in(model)
+            cast(OrderedDict[int, Any], model._state_dict_pre_hooks)[self.key] = _Hook(self, "take_writes")
 
     def remove(self) -> None:
         """Take the hooks away, however many there are by now."""
@@ -66,9 +69,8 @@ class Float32State:
     def take_in(self, tree: nn.Module) -> None:
         """Hook a module and everything below it, where it is not hooked yet."""
         # Straight into the dicts: torch's methods make a handle for each hook, which takes many times as long.
-        key, modules = self._key, modules_of(tree)
+        key, modules = self.key, modules_of(tree)
         export, export_rest, settle = (_Hook(self, verb) for verb in ("export", "export_rest", "settle"))
-        custom = {kind: custom_methods(kind) for kind in {*map(type, modules)}}
         for module in modules:
             hooks = cast(OrderedDict[int, Any], module._state_dict_hooks)
             if key in hooks:
@@ -81,21 +83,15 @@ class Float32State:
             hooks[key] = export_rest
             module._load_state_dict_pre_hooks[key] = _Arrival(self, module)
             module._load_state_dict_post_hooks[key] = settle
-            for name in custom[type(module)]:
-                put_around(module, name, self)
             copies.put_on(module, self)
-
-    def holds(self, module: nn.Module) -> bool:
-        """Whether a module is hooked."""
-        return self._key in module._state_dict_hooks
 
     def leave(self, module: nn.Module) -> None:
         """Take everything off a module again, or off a copy of it."""
         copies.take_off(module, self)
-        take_from_custom_methods(module, self)
-        for hooks in (module._load_state_dict_post_hooks, module._load_state_dict_pre_hooks, module._state_dict_hooks):
-            hooks.pop(self._key, None)
-            hooks.pop(-self._key, None)
+        saving: tuple[Any, ...] = (module._state_dict_hooks, module._state_dict_pre_hooks)
+        for hooks in (*saving, module._load_state_dict_post_hooks, module._load_state_dict_pre_hooks):
+            hooks.pop(self.key, None)
+            hooks.pop(-self.key, None)
 
     def has_masters(self) -> bool:
         """Whether any tensor has a master."""
@@ -105,9 +101,9 @@ class Float32State:
         """The float32 values that stand for a 16-bit tensor; None where those are its own, or it is not 16-bit."""
         if isinstance(tensor, CastParameter):
             return tensor.parameter.detach()  # saved inside of a forward
-        if self._find_master is None or not is_lower_precision(tensor.dtype):
+        if self._find_values is None or not is_lower_precision(tensor.dtype):
             return None
-        return self._find_master(tensor)
+        return self._find_values(tensor)
 
     # -- saving -------------------------------------------------------------------------------------------------
 
@@ -117,7 +113,11 @@ class Float32State:
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor) and value is not tensor and _is_16_bit_alias(value, tensor):
                 values = self.float32_values(tensor)
-                state_dict[prefix + name] = value.float() if values is None else values.float()
+                # A copy, for the caller to write to: what is written to a master's memory does not come to its weight.
+                wide = (value if values is None else values).to(torch.float32, copy=True)
+                state_dict[prefix + name] = wide
+                if self._load_values is not None and not isinstance(tensor, CastParameter):
+                    self._saved.append(_Saved(wide, tensor))
 
     def export_rest(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """After the outermost ``state_dict()``: the same for what modules or hooks saved in their own way."""
@@ -135,17 +135,31 @@ class Float32State:
             if owner is not value:
                 state_dict[key] = value.float() if owner is None else same_view(value, owner, self.float32_values)
 
+    @torch.no_grad()
+    def take_writes(self, *_: Any) -> None:
+        """Load what was written to the tensors of a state dict: in a float32 model they are the model's own.
+
+        To be called before tensors are read. A state dict that is dropped is known until the next call.
+        """
+        for saved in self._saved:
+            if saved.values._version != saved.version and self._load_values is not None:
+                saved.tensor.copy_(saved.values)
+                self._load_values(saved.tensor, saved.values)
+                saved.version = saved.values._version
+        self._saved = [saved for saved in self._saved if saved.given() is not None]
+
     # -- loading ------------------------------------------------------------------------------------------------
 
     def arrive(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *lists: Any) -> None:
         """Before loading: remember the values that are to arrive."""
-        if self._find_master is None:
+        if self._find_values is None:
             return
         # One list collects the errors of one load_state_dict.
         if lists[-1] is not self._outermost_load:
             self._outermost_load = lists[-1]
             self._arriving.clear()
             self._rebuilt.clear()
+            self.take_writes()
             _check_way_of_loading(module, metadata)
             self.take_in(module)
         arriving = {
@@ -161,22 +175,18 @@ class Float32State:
         tensors = dict(named_own_tensors(module)) if arrived else {}
         for name, value in arrived.items():
             tensor = tensors.get(name)
-            if tensor is None or self._load_master is None or tensor.shape != value.shape:
+            if tensor is None or self._load_values is None or tensor.shape != value.shape:
                 continue
-            if self._load_master(tensor, value) and is_lower_precision(value.dtype):
+            # torch fills a partial state up with the tensors themselves; shards it may have written to before.
+            if value.dtype == tensor.dtype and storage_of(value) == storage_of(tensor) and not is_sharded(tensor):
+                continue
+            if self._load_values(tensor, value) and is_lower_precision(value.dtype):
                 self._rebuilt.append(prefix + name)
         # The outermost module settles last, and speaks for all.
         if not self._arriving:
             self._outermost_load = None
             if self._rebuilt:
                 self._say_what_was_rebuilt()
-
-    def load(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Write ``values`` to a 16-bit tensor, and to its master."""
-        with torch.no_grad():
-            tensor.copy_(values)
-        if self._load_master is not None:
-            self._load_master(tensor, values)
 
     def _say_what_was_rebuilt(self) -> None:
         names, self._rebuilt = self._rebuilt, []
@@ -189,16 +199,44 @@ class Float32State:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no masters: it exports its own weights.
-        names = ("_find_master", "_load_master", "_has_masters", "_newcomers")
-        nothing = dict.fromkeys(names)
-        ours: dict[str, Any] = {
-            "_key": self._key,
-            "_outermost_load": None,
+        nothing = ("_find_values", "_load_values", "_has_masters", "_newcomers", "_outermost_load")
+        return dict.fromkeys(nothing) | {
+            "key": self.key,
             "_modules": set(),
             "_arriving": {},
             "_rebuilt": [],
+            "_saved": [],
         }
-        return nothing | ours
+
+
+class _TakeIn:
+    """torch calls it for every module that becomes a part of another: adapters, parametrisations, a new head."""
+
+    def __init__(self, state: Float32State) -> None:
+        self._state = weakref.ref(state)
+        self._key = state.key
+
+    def __call__(self, module: nn.Module, name: str, newcomer: nn.Module | None) -> None:
+        state = self._state() if newcomer is not None and self._key in module._state_dict_hooks else None
+        if state is not None and newcomer is not None:
+            state.take_in(newcomer)
+
+
+class _Saved:
+    """An entry of a state dict.
+
+    Attributes:
+        given: the entry, known weakly.
+        values: the same memory, with the same version.
+        version: what that was when the entry was made, or written to last.
+        tensor: the 16-bit tensor that it stands for.
+    """
+
+    __slots__ = ("given", "tensor", "values", "version")
+
+    def __init__(self, given: torch.Tensor, tensor: torch.Tensor) -> None:
+        self.given = weakref.ref(given)
+        self.values, self.version, self.tensor = given.detach(), given._version, tensor
 
 
 class _Hook:

@@ -8,8 +8,10 @@ from typing import final
 import torch
 from torch import nn
 
+from ..distributed.sharding import local
 from ..masters.full import FullMasters, Given
 from ..masters.law import is_rounding
+from ..torch_internals.devices import is_read_freely
 from .members import Members
 
 
@@ -47,10 +49,11 @@ class ExposedMasters:
         if not isinstance(table, FullMasters):
             yield from asked
             return
+        table.exposed.add(self)
         for master in members.masters:
             if id(master) not in table.given:
                 table.values(master)
-                table.given[id(master)] = Given(master, -1, -1, None)
+                table.given[id(master)] = Given(master)
         self.bind()
         yield from map(members.inside, asked)
         self.settle()
@@ -69,6 +72,8 @@ class ExposedMasters:
         parameter.grad = gradient
         given.gradient = gradient
         given.version, given.weight_version = parameter._version, weight._version
+        here = local(weight.detach())
+        given.before = here.clone() if is_read_freely(here.device) and not here.is_meta else None
 
     def settle(self) -> None:
         """Let weights be what was done to their masters.
@@ -82,11 +87,20 @@ class ExposedMasters:
     @torch.no_grad()
     def _settle(self, given: Given) -> None:
         weight, parameter = given.master.weight, given.master.parameter
-        if parameter._version != given.version:
-            both = weight._version != given.weight_version
-            if both and not bool(is_rounding(weight.detach(), parameter.detach()).all()):
-                raise RuntimeError(_BOTH.format(self._members.names.of(weight), "written to"))
-            self._members.table.load(given.master, parameter.detach().clone())
+        here, there = local(weight.detach()), local(parameter.detach())
+        # Without a look at the numbers a master may have been written to at any time, through its data.
+        is_written, may_be = weight._version != given.weight_version, True
+        if given.before is not None:
+            is_written = not torch.equal(here.view(torch.int16), given.before.view(torch.int16))
+            may_be = parameter._version != given.version or not bool(is_rounding(given.before, there).all())
+        elif is_written:
+            may_be = parameter._version != given.version
+        if is_written and may_be and not bool(is_rounding(here, there).all()):
+            raise RuntimeError(_BOTH.format(self._members.names.of(weight), "written to"))
+        if may_be and not is_written:
+            self._members.table.load(given.master, parameter.detach())
+        elif is_written:
+            self._members.table.values(given.master)
         mine, theirs = parameter.grad, weight.grad
         if mine is not theirs and mine is not given.gradient:
             if given.gradient is None and theirs is not None and mine is not None:
@@ -104,6 +118,7 @@ class ExposedMasters:
             assert isinstance(table, FullMasters)
             given.master.parameter.grad = None
             del table.given[id(given.master)]
+        table.exposed.discard(self)
 
 
 _BOTH = (

@@ -15,7 +15,7 @@ from ..basics.gradients import are_plain
 from ..distributed.sharding import is_sharded
 from ..masters.masters import Masters
 from ..scaling.scaler import LossScaler
-from ..scaling.unscaling import any_nonzero, unscale_, unscale_and_check_
+from ..scaling.unscaling import largest, unscale_, unscale_and_check_
 from ..torch_internals.columns import grads_of, have_grads
 from ..torch_internals.devices import is_read_freely
 
@@ -46,8 +46,7 @@ class Gradients:
             nan; None where none was made.
         is_agreed: whether that is what all ranks together found.
         scaled_by: what the gradients are scaled by now; None where they are not.
-        came_through_scaling: whether gradients were unscaled since the last step.
-        was_reached: whether there were any.
+        was_reached: whether a scaled backward pass has left any since they were last cleared.
     """
 
     def __init__(self, holder: HoldsWeights, masters: Masters) -> None:
@@ -55,11 +54,14 @@ class Gradients:
         self.found_inf: torch.Tensor | None = None
         self.is_agreed = False
         self.scaled_by: LossScaler | None = None
-        self.came_through_scaling = self.was_reached = False
+        self.was_reached = self._was_scaled = self._was_stepped = False
+        self._used: weakref.ref[torch.Tensor] | None = None
         self._masters = masters
-        self._was_skipped = False
         self._block: weakref.ref[object] | None = None
         self._inverse: torch.Tensor | None = None
+        # Of an overflow found before the block that is open: whether the gradients were finite again, clipped, say.
+        self._is_hidden: torch.Tensor | None = None
+        self._was_skipped_for = False
 
     @property
     def weights(self) -> Sequence[nn.Parameter]:
@@ -87,15 +89,20 @@ class Gradients:
             done: gradients that are scaled already; gets these.
         """
         self._block = weakref.ref(block)
-        self.came_through_scaling = True
-        left = self.present()
-        if not left:
+        self._was_scaled, self._was_stepped = True, False
+        if self._was_skipped_for:
+            # An overflow that a step was skipped for counts no more; what is left of it is found again.
+            self.forget_overflow()
+        is_empty = not have_grads(self.weights)
+        if is_empty:
+            self.was_reached = False
             self.forget_overflow()
         if scaler.is_identity:
             return
         self.scaled_by = scaler
-        if left:
-            self._forget_cleared_overflow(left)
+        if not is_empty:
+            left = self.present()
+            self._look_for_overflow(left)
             with self._dropped_if_it_fails():
                 factor = scaler.scale_now()
                 self._multiply([gradient for gradient in left if id(gradient) not in done], factor)
@@ -114,15 +121,14 @@ class Gradients:
             if weight.grad is not None and not is_sharded(weight):
                 weight.grad = weight.grad.to(weight.dtype)
 
-    def _forget_cleared_overflow(self, left: Sequence[torch.Tensor]) -> None:
+    def _look_for_overflow(self, left: Sequence[torch.Tensor]) -> None:
         """Gradients may have been cleared to 0, and an overflow with them; clipped ones were not."""
         found_inf = self.found_inf
         if found_inf is None or (is_read_freely(found_inf.device) and found_inf.item() == 0):
             return
-        if self._are_others(left):
-            self.forget_overflow()
-        else:
-            self.found_inf = torch.minimum(found_inf, any_nonzero(left, found_inf.device))
+        magnitude = largest(left, found_inf.device)
+        self.found_inf = torch.minimum(found_inf, (magnitude != 0).float())
+        self._is_hidden = magnitude.isfinite()
 
     @torch.no_grad()
     def unscale(self, scaler: LossScaler, done: Done) -> torch.Tensor | None:
@@ -133,10 +139,10 @@ class Gradients:
             done: gradients that are unscaled already; gets these.
 
         Returns:
-            What the check found; None where there is nothing to find.
+            What the check found beside earlier overflows; None where there is nothing to find.
         """
         self._block = self.scaled_by = None
-        self.came_through_scaling = True
+        self._was_scaled, self._was_stepped = True, False
         self.was_reached |= have_grads(self.weights)
         if scaler.is_identity:
             return None
@@ -156,8 +162,15 @@ class Gradients:
         if both:
             # Unscaled together with others that are not this optimizer's, and checked once more for it alone.
             found_inf = any_of([found_inf, unscale_and_check_(both, torch.ones_like(self._inverse))])
+        before, is_hidden, self._is_hidden = self.found_inf, self._is_hidden, None
+        if before is not None and is_hidden is not None and found_inf is not None:
+            # What gradients showed when the block began they show now, unless they were cleared in it.
+            self.found_inf = before * is_hidden
         self.note(found_inf)
-        return found_inf
+        if before is None or found_inf is None:
+            return found_inf
+        # What overflowed before is in the sums, and none of this loss's fault.
+        return found_inf * (before == 0)
 
     @contextmanager
     def _dropped_if_it_fails(self) -> Iterator[None]:
@@ -178,9 +191,8 @@ class Gradients:
             return [gradient for gradient in arrived if gradient is not None]
         held = self._masters.held(arrived)
         for weight, before, now in zip(self.weights, arrived, held, strict=True):
-            if now is not before and before is not None and now is not None and weight.grad is before:
-                # Without a master a weight takes gradients of its own type alone.
-                weight.grad = now if weight.grad_dtype in (None, now.dtype) else now.to(before.dtype)
+            if now is not None and now is not before and weight.grad_dtype in (None, now.dtype):
+                weight.grad = now
         return self.present()
 
     def last_scale(self) -> float | None:
@@ -192,7 +204,7 @@ class Gradients:
     def note(self, found_inf: torch.Tensor | None) -> None:
         """Add the outcome of one check."""
         self.found_inf = any_of([self.found_inf, found_inf])
-        self.is_agreed = self._was_skipped = False
+        self.is_agreed = False
 
     def agree(self, found_inf: torch.Tensor) -> None:
         """Take what all ranks together found."""
@@ -200,7 +212,7 @@ class Gradients:
 
     def forget_overflow(self) -> None:
         """The gradients that overflowed are gone."""
-        self.found_inf, self.is_agreed = None, False
+        self.found_inf, self.is_agreed, self._was_skipped_for = None, False, False
 
     @torch.no_grad()
     def overflowed(self) -> bool:
@@ -211,22 +223,38 @@ class Gradients:
             return True
         left = self.present()
         # Cleared since, or set to 0: only looked at where there was an overflow.
-        if not left or any_nonzero(left, self.found_inf.device).item() == 0 or self._are_others(left):
+        if not left or largest(left, self.found_inf.device).item() == 0 or self._are_others(left):
             self.forget_overflow()
             return False
         return True
 
+    @torch.no_grad()
+    def take_over(self, loose: Gradients) -> None:
+        """These were among the gradients of parameters that no optimizer has, until now."""
+        self._was_scaled = loose._was_scaled
+        left = self._held()
+        if loose.found_inf is not None and left:
+            self.note(unscale_and_check_(left, torch.ones_like(loose.found_inf)))
+
     def _are_others(self, left: list[torch.Tensor]) -> bool:
-        """Whether a step was skipped, and no scaled pass has left these, which are finite."""
-        if not self._was_skipped:
+        """Whether a step was skipped since, and these are finite: a plain backward pass has left them."""
+        if not self._was_skipped_for:
             return False
         found_inf = unscale_and_check_(left, torch.ones((), device=left[0].device))
         return found_inf is None or found_inf.item() == 0
 
-    def stepped(self, skipped: bool = False) -> None:
-        """A step has used the gradients, or was skipped because of them."""
-        self._was_skipped = skipped
-        self.came_through_scaling = self.was_reached = False
+    def stepped(self) -> None:
+        """A step has used the gradients, or was skipped because of them; another one may use them again."""
+        left = next((weight.grad for weight in self.weights if weight.grad is not None), None)
+        self._used = None if left is None else weakref.ref(left)
+        self._was_stepped = self._was_skipped_for = True
+
+    def came_through_scaling(self) -> bool:
+        """Whether the gradients that are there have been unscaled, and are not new since the last step."""
+        if not self._was_stepped:
+            return self._was_scaled
+        used = None if self._used is None else self._used()
+        return self._was_scaled and used is not None and any(used is weight.grad for weight in self.weights)
 
     # -- refusing -------------------------------------------------------------------------------------------------
 

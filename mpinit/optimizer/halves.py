@@ -6,13 +6,10 @@ Skipped alone, either half would leave the climb, or inf, in the weights.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 from ..torch_internals.native_autocast import CastsOff
 from .snapshot import Snapshot
-
-if TYPE_CHECKING:
-    from .managed import ManagedOptimizer
 
 # What sharpness-aware optimizers call them.
 FIRST: Final = "first_step"
@@ -27,7 +24,7 @@ class Halves:
         managed: the optimizer.
     """
 
-    def __init__(self, managed: ManagedOptimizer) -> None:
+    def __init__(self, managed: Any) -> None:
         self._managed = managed
         self._before: Snapshot | None = None
         self._is_skipping = False

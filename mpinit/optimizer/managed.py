@@ -18,19 +18,21 @@ from ..masters.full import FullMasters
 from ..masters.states import EncodedStates, decode, shown
 from ..plan import ScalingRule
 from ..scaling.scaler import LossScaler
+from ..scaling.unscaling import largest
 from ..torch_internals.compiling_with_gradients import follow_dynamo
 from ..torch_internals.devices import is_capturing, is_read_freely
 from ..torch_internals.fused_sgd import unfused
 from ..torch_internals.native_autocast import CastsAs, CastsOff, flags, is_on
 from ..torch_internals.step_hooks import StepHooks, has_step_hooks
 from .exposed import ExposedMasters
+from .gradient_release import GradientRelease
 from .gradients import Done, Gradients
 from .halves import FIRST, SECOND, Halves
 from .members import Members
 from .overflow_log import OverflowLog
 from .per_parameter import steps_per_parameter
 from .ranks import Ranks
-from .scope import Scope
+from .scope import Part, Scope
 from .snapshot import Snapshot
 from .step_counts import StepCounter, StepCounts
 
@@ -57,6 +59,7 @@ class ManagedOptimizer:
 
     Attributes:
         gradients: its gradients.
+        release: what its steps have done ahead; None where they do nothing ahead.
         exposed: the masters that ``master_params`` has given out since the last step.
         observers: objects with ``backward_ended(loss, scaler)`` and ``step_ended(skipped)``, which are told.
         overflow_log: what is known of its last overflow.
@@ -76,12 +79,13 @@ class ManagedOptimizer:
         self._pending: dict[LossScaler, None] = {}
         self._inner: Callable[..., Any] = optimizer.step
         self._halves = Halves(self)
+        self.release = GradientRelease(self) if scope.releases else None
         self._is_active = False
         self._is_stepping = False
         self._has_agreed = False
+        self._was_named = False
         self._skipped: bool | torch.Tensor = False
         self._last_scaler: LossScaler | None = None
-        self._makes_state = False
         self._warned: set[str] = set()
         self._since_look = 0
 
@@ -128,6 +132,9 @@ class ManagedOptimizer:
                 name = function.__name__
                 undos.push(_revert_if_ours(optimizer, name, method, set_attribute(optimizer, name, method)))
             self._is_active = True
+            if self.release is not None:
+                undos.push(self.release.end)
+                self.release.follow()
         return undos.unwind
 
     def _hold_states(self) -> None:
@@ -159,6 +166,8 @@ class ManagedOptimizer:
                 return inner(*args, **kwargs)
             if half is not None:
                 return half(inner, *args, **kwargs)
+            if managed.release is not None and name == "load_state_dict":
+                managed.release.forget()
             managed.exposed.settle()
             try:
                 with CastsOff(), managed.scope.open():
@@ -179,6 +188,7 @@ class ManagedOptimizer:
         """
         self.members.refresh()
         self.exposed.settle()
+        self._was_named = True
         follow_dynamo()
 
     def after_backward(self) -> None:
@@ -253,7 +263,10 @@ class ManagedOptimizer:
         Args:
             weights: only what stands for these, in their order.
         """
-        self.check_gradients("mpinit.master_params()")
+        if self.release is not None:
+            self.release.check_looking("mpinit.master_params() or clip_grad_norm_()")
+        # Steps warn of gradients that were never scaled; here they may be those that the last one has used.
+        self.gradients.check_closed("mpinit.master_params()", "move it after the with-block")
         yield from self.exposed.give_out(weights)
 
     # -- a step ---------------------------------------------------------------------------------------------------
@@ -263,6 +276,10 @@ class ManagedOptimizer:
         given = (closure, *args) if closure is not None else args
         if not self._is_active or self.scope.is_open:
             return self._inner(*given, **kwargs)
+        if closure is None and self._makes_state():
+            return self._with_hooks(self.run, args, kwargs)
+        if self.release is not None:
+            self.release.before_step(given, kwargs)
         self.prepare(_STEP)
         if not has_step_hooks(self.optimizer):
             result = self._step(closure, *args, **kwargs)
@@ -270,8 +287,10 @@ class ManagedOptimizer:
             result = None
             self.skip()
         else:
-            result = self._with_hooks(given, kwargs)
-        self.gradients.stepped(self._skipped is True)
+            result = self._with_hooks(self._step, given or (None,), kwargs)
+        if self.release is not None:
+            self.release.after_step()
+        self.gradients.stepped()
         self.tell_observers()
         return result
 
@@ -302,7 +321,7 @@ class ManagedOptimizer:
             return False
         self.prepare(_STEP)
         self.skip()
-        self.gradients.stepped(skipped=True)
+        self.gradients.stepped()
         self.tell_observers()
         return True
 
@@ -318,13 +337,27 @@ class ManagedOptimizer:
     def _is_to_be_skipped(self) -> bool:
         return self.gradients.found_inf is not None and not self._skips_in_kernel() and self.gradients.overflowed()
 
-    def _with_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _makes_state(self) -> bool:
+        """Whether the first step is to have no effect, as one by which torch's checkpoints make an optimizer's state.
+
+        Its rates and gradients are 0. It is not counted, and no other rank need take part.
+        """
+        if self.optimizer.state or not all(_is_zero(group.get("lr")) for group in self.optimizer.param_groups):
+            return False
+        gradients = self.gradients.present()
+        if not gradients or largest(gradients, gradients[0].device).item() != 0:
+            return False
+        self.gradients.check_closed(_STEP, "move it after the with-block")
+        self.exposed.close()
+        return True
+
+    def _with_hooks(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hooks are the user's code: they run once around all of a step, with the weights in the groups."""
         hooks = StepHooks(self.optimizer)
         args, kwargs = hooks.before(args, kwargs)
         with hooks:
             self.members.refresh()
-            result = self._step(*(args or (None,)), **kwargs)
+            result = step(*args, **kwargs)
         hooks.after(args, kwargs)
         return result
 
@@ -343,10 +376,10 @@ class ManagedOptimizer:
         self.count_done()
         return result
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, alone: Part | None = None, **kwargs: Any) -> Any:
         """The optimizer's own step on float32 masters: not checked, skipped or counted."""
         result = None
-        with CastsOff(), self.scope.in_parts() as parts:
+        with CastsOff(), self.scope.in_parts(alone) as parts:
             for _ in parts:
                 result = self._inner_step(*args, **kwargs)
         return result
@@ -358,9 +391,7 @@ class ManagedOptimizer:
             return self._inner(*args, **kwargs)
 
     def count_done(self) -> None:
-        """Count a step that was done, unless it has only made the optimizer's state, as torch's checkpoints do."""
-        if self._makes_state:
-            return
+        """Count a step that was done."""
         self._counter.count(skipped=False)
         self._since_look += 1
         if self._since_look == _LOOKS_EVERY:
@@ -393,18 +424,15 @@ class ManagedOptimizer:
         """
         gradients = self.gradients
         gradients.check_closed(what, "move it after the with-block")
-        self._makes_state = False
         if not self._is_active:
             return
-        if gradients.came_through_scaling:
-            if not gradients.was_reached and what == _STEP and not gradients.present():
+        if gradients.came_through_scaling():
+            if self._was_named and not gradients.was_reached and what == _STEP and not gradients.present():
                 self._notice_no_gradient()
             return
         if not self.scales or not gradients.present():
             return
-        if not self.optimizer.state and all(group.get("lr") == 0 for group in self.optimizer.param_groups):
-            self._makes_state = True
-        elif "unscaled" not in self._warned:
+        if "unscaled" not in self._warned:
             self._warned.add("unscaled")
             warn_user(
                 f"{what} uses gradients that did not come through mpinit.scale_loss: they were not scaled "
@@ -532,6 +560,11 @@ class ManagedOptimizer:
             raise _EvaluationOverflow
 
         return evaluate
+
+
+def _is_zero(rate: Any) -> bool:
+    """Whether a rate is 0; without a wait for a device."""
+    return not (isinstance(rate, torch.Tensor) and not is_read_freely(rate.device)) and bool(rate == 0)
 
 
 def _methods_of_its_own(optimizer: Optimizer) -> list[str]:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from ..basics.dtypes import is_lower_precision
 from ..masters.masters import Master, Masters
-from ..model.casting import TensorCasts
+from ..model.casting import TensorCasts, convert
+from ..plan import Masters as Kind
 from ..torch_internals.columns import are_same
 from ..torch_internals.fused_sgd import stepped_wrongly
+from .per_parameter import is_known
 from .state import wrapped_by
 
 # What torch keeps there is dealt with by name.
 _KNOWN: Final = frozenset({"param_groups", "state", "defaults"})
 _DEEPEST: Final = 4
 _DICTS: Final = (dict, defaultdict, OrderedDict)
+_CONTAINERS: Final = (*_DICTS, list, tuple, set, frozenset)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Members:
         masters: the session's.
         casts: knows what was cut off of weights that had no master until now.
         names: of the session's models.
-        adopts: whether a trainable 16-bit weight gets a master when it is found in a group.
+        kind: what a trainable 16-bit weight gets when it is found in a group.
 
     Attributes:
         weights: the members as they are between steps: the model's own parameters.
@@ -60,7 +64,7 @@ class Members:
         unsound: groups that must not be stepped by a fused kernel.
     """
 
-    def __init__(self, optimizer: Optimizer, masters: Masters, casts: TensorCasts, names: Names, adopts: bool) -> None:
+    def __init__(self, optimizer: Optimizer, masters: Masters, casts: TensorCasts, names: Names, kind: Kind) -> None:
         self.optimizer = optimizer
         self.table = masters
         self.names = names
@@ -70,10 +74,10 @@ class Members:
         self.generation = 0
         self.unsound: list[dict[str, Any]] = []
         self._casts = casts
-        self._adopts = adopts
+        self._kind = kind
         self._lists: list[tuple[list[Any], list[Any], list[Any]]] = []
-        self._entries: list[tuple[dict[Any, Any], Any, Any]] = []
-        self._count = 0
+        self._private: list[Optimizer] = []
+        self._groups: list[dict[str, Any]] = []
         self._is_alone = True
         self._frozen: list[nn.Parameter] = []
         self._of_weight: dict[int, nn.Parameter] = {}
@@ -90,13 +94,13 @@ class Members:
 
     def are_as_seen(self) -> bool:
         """Whether the groups hold the same parameters as at the last look."""
-        groups, seen = self.optimizer.param_groups, self._lists
-        if self.generation == 0 or len(groups) > len(seen):
+        groups = self.optimizer.param_groups
+        if self.generation == 0 or not are_same(groups, self._groups):
             return False
-        for group, (known, weights, _) in zip(groups, seen, strict=False):
+        for group, (known, weights, _) in zip(groups, self._lists, strict=False):
             if group["params"] is not known or not are_same(known, weights):
                 return False
-        return len(groups) == self._count
+        return True
 
     def _look(self) -> None:
         holders = self.holders()
@@ -107,15 +111,13 @@ class Members:
         self.inner = [w if m is None else m.parameter for w, m in zip(weights, found, strict=True)]
         self._of_weight = {id(master.weight): master.parameter for master in self.masters}
         self._of_inner = {id(master.parameter): master.weight for master in self.masters}
-        own = places_beside_groups(holders, set(self._of_weight)) if self.masters else Places({}, [])
-        everything = [*lists, *own.lists.values()]
-        self._lists = [(each, list(each), list(map(self.inside, each))) for each in everything]
-        self._entries = [(owner, key, owner[key]) for owner, key in own.entries]
-        self._count, self._is_alone = len(self.optimizer.param_groups), len(holders) == 1
+        self._lists = [(each, list(each), list(map(self.inside, each))) for each in lists]
+        self._private = holders if self.masters and not all(map(is_known, holders)) else []
+        self._groups, self._is_alone = list(self.optimizer.param_groups), len(holders) == 1
         self._frozen = [
             weight
             for weight, master in zip(weights, found, strict=True)
-            if master is None and self._adopts and not weight.requires_grad and is_lower_precision(weight.dtype)
+            if master is None and not weight.requires_grad and is_lower_precision(weight.dtype)
         ]
         as_stepped: dict[torch.Tensor, torch.dtype] = {master.weight: torch.float32 for master in self.masters}
         groups = [group for each in holders for group in each.param_groups]
@@ -124,14 +126,20 @@ class Members:
 
     def _master_of(self, weight: nn.Parameter) -> Master | None:
         master = self.table.of(weight)
-        if master is not None or not self._adopts or not weight.requires_grad:
+        if master is not None or self._kind is Kind.NONE or not weight.requires_grad:
             return master
+        if self._kind is Kind.IN_MODEL:
+            if is_lower_precision(weight.dtype):
+                convert(weight, torch.float32)
+            return None
         master = self.table.add(weight, weight.dtype)
         if master is not None:
             original = self._casts.original_values(weight)
             self.table.cast(master, weight.dtype, clamps=False)
             if original is not None:
-                self.table.load(master, original)
+                # A forward pass may have saved the weight for its backward pass; its numbers stay what they are.
+                with _unsafe_preserve_version_counter(weight):
+                    self.table.load(master, original)
             self._casts.leave_to_optimizers([weight])
         return master
 
@@ -149,8 +157,8 @@ class Members:
         """Put masters into all lists, which stay the objects they are."""
         for each, _, inner in self._lists:
             each[:] = inner
-        for owner, key, weight in self._entries:
-            owner[key] = self.inside(weight)
+        for holder in self._private:
+            exchange_beside_groups(holder, self._of_weight)
 
     def show_weights(self) -> None:
         """Put the weights back, also into groups that the optimizer's code has made or changed."""
@@ -161,66 +169,59 @@ class Members:
         for each in lists:
             weights, inner = known.get(id(each), ([], None))
             each[:] = weights if inner is not None and are_same(each, inner) else list(map(self.outside, each))
-        for owner, key, _ in self._entries:
-            if key in owner:
-                owner[key] = self.outside(owner[key])
+        for holder in self._private:
+            exchange_beside_groups(holder, self._of_inner)
 
 
-@dataclass
-class Places:
-    """Where optimizers hold parameters beside their groups.
-
-    Attributes:
-        lists: by id.
-        entries: dicts (also the one of an object's attributes), and keys in them.
-    """
-
-    lists: dict[int, list[Any]]
-    entries: list[tuple[dict[Any, Any], Any]]
-
-
-def places_beside_groups(holders: Sequence[Optimizer], ids: set[int]) -> Places:
-    """Where optimizers hold some of these parameters in attributes, lists and dicts of their own.
+def exchange_beside_groups(optimizer: Optimizer, others: Mapping[int, torch.Tensor]) -> None:
+    """Put others in the places of parameters that an optimizer holds beside its groups: in attributes, lists, tuples,
+    sets and dicts of its own, and under what is no parameter in its state; and their ids in the places of ids.
 
     Args:
-        holders: an optimizer and those that it wraps.
-        ids: of the parameters.
+        optimizer: the optimizer.
+        others: what comes in the place of a parameter, by its id.
 
-    Raises:
-        ValueError: one is held where it cannot be exchanged: in a tuple or set, as a dict's key or by its id; or the
-            optimizer steps copies of the parameters in its groups.
+    Example:
+        >>> weight, master = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.SGD([weight])
+        >>> optimizer.speeds = {id(weight): 0.1}
+        >>> exchange_beside_groups(optimizer, {id(weight): master})
+        >>> optimizer.speeds == {id(master): 0.1}
+        True
     """
-    places = Places({}, [])
-    for holder in holders:
-        _check_steps_its_groups(holder)
-        for name, value in vars(holder).items():
-            if name not in _KNOWN and not isinstance(value, Optimizer):
-                _find((vars(holder), name), value, ids, _DEEPEST, f"{type(holder).__name__}.{name}", places)
-    for group in (group for each in holders for group in each.param_groups):
-        places.lists.pop(id(group["params"]), None)
-    return places
+    attributes = vars(optimizer)
+    for name, value in list(attributes.items()):
+        if name not in _KNOWN:
+            attributes[name] = _exchanged(value, others, _DEEPEST)
+    for key, value in attributes.get("state", {}).items():
+        if not isinstance(key, torch.Tensor):
+            _exchanged(value, others, _DEEPEST)
 
 
-def _find(at: Any, value: Any, ids: set[int], depth: int, where: str, places: Places) -> None:
+def _exchanged(value: Any, others: Mapping[int, torch.Tensor], depth: int) -> Any:
+    """The value with others in it; dicts and lists stay the objects they are."""
+    kind = type(value)
+    if kind is int:
+        return id(others[value]) if value in others else value
     if isinstance(value, torch.Tensor):
-        if id(value) in ids:
-            if at is None:
-                raise ValueError(_CANNOT_EXCHANGE.format(f"{where}, a tuple or set, holds a parameter of the model"))
-            places.entries.append(at)
-    elif depth > 0 and type(value) in _DICTS:
-        for key, item in value.items():
-            if id(key) in ids or (type(key) is int and key in ids):
-                raise ValueError(_CANNOT_EXCHANGE.format(f"{where} has a parameter of the model, or its id, as a key"))
-            _find((value, key), item, ids, depth - 1, f"{where}[{key!r}]", places)
-    elif depth > 0 and type(value) in (list, tuple, set, frozenset) and id(value) not in places.lists:
-        if type(value) is list and any(id(item) in ids for item in value):
-            places.lists[id(value)] = value
-            value = [item for item in value if id(item) not in ids]
-        for item in value:
-            _find(None, item, ids, depth - 1, where, places)
+        return others.get(id(value), value)
+    if depth == 0 or kind not in _CONTAINERS:
+        return value
+    before = [part for item in value.items() for part in item] if kind in _DICTS else list(value)
+    now = [_exchanged(part, others, depth - 1) for part in before]
+    if are_same(before, now):
+        return value
+    if kind in _DICTS:
+        value.clear()
+        value.update(zip(now[::2], now[1::2], strict=True))
+        return value
+    if kind is list:
+        value[:] = now
+        return value
+    return kind(now)
 
 
-def _check_steps_its_groups(optimizer: Optimizer) -> None:
+def check_steps_its_groups(optimizer: Optimizer) -> None:
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
         raise ValueError(
             "ZeroRedundancyOptimizer steps an optimizer of its own over the model's 16-bit weights, and would leave "
@@ -229,10 +230,3 @@ def _check_steps_its_groups(optimizer: Optimizer) -> None:
             'ZeroRedundancyOptimizer; or keep that, over float32 parameters, with master_weights="model" or '
             "opt_level='O1'"
         )
-
-
-_CANNOT_EXCHANGE: Final = (
-    "{}, beside the optimizer's groups. mpinit puts float32 masters into the groups while a step runs, and cannot put "
-    'one there: keep such parameters in a list or dict under names of their own, or use master_weights="model", where '
-    "the model's own parameters are float32"
-)

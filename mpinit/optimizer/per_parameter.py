@@ -18,8 +18,8 @@ _PER_PARAMETER: Final = (
     *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon"),
     *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
 )
-# State of theirs that is a copy of the weights, whose low bits count like a master's.
-_COPIES: Final = {"ASGD": frozenset({"ax"})}
+# State of theirs that stays float32: copies of weights, whose low bits count like a master's; that of sparse gradients.
+_KEPT: Final = {"ASGD": frozenset({"ax"}), "SparseAdam": frozenset({"exp_avg", "exp_avg_sq"})}
 # What a class may do in a way of its own without touching its step, which is compared by itself.
 _BESIDE_STEPS: Final = ("step", "add_param_group", "load_state_dict", "state_dict", "zero_grad")
 # Where functions come from that may stand around an object's own step: schedulers' and compilers'.
@@ -45,13 +45,13 @@ def is_known(optimizer: Optimizer) -> bool:
 
 
 def kept_states(optimizer: Optimizer) -> frozenset[str]:
-    """Names of an optimizer's states that are copies of weights.
+    """Names of an optimizer's states that are never encoded.
 
     Example:
         >>> sorted(kept_states(torch.optim.ASGD([torch.ones(2)])))
         ['ax']
     """
-    return _COPIES.get(_known(optimizer) or "", frozenset())
+    return _KEPT.get(_known(optimizer) or "", frozenset())
 
 
 def _steps_as_its_class(optimizer: Optimizer) -> bool:
@@ -116,6 +116,11 @@ class StepNumbers:
                     owner[key].copy_(value)
                 else:
                     owner[key] = value
+
+    def changed(self) -> list[str]:
+        """The names of the groups' numbers that are not what they were. Waits for the device where they are tensors."""
+        groups = self._before[1:]
+        return [key for group, numbers in groups for key in numbers if bool(group.get(key) != numbers[key])]
 
 
 def _is_number(value: Any) -> bool:

@@ -1,39 +1,53 @@
-"""What a session's steps have to be one in over all ranks: the masters, whether a step is done, and the scales."""
+"""What several processes must agree on: what was asked for, float32 values, whether a step is done, and loss scales."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim import Optimizer
 
-from ..distributed.agreement import Group, agree, device_for, groups_of, meshes_of
+from ..basics.user_warnings import warn_user
+from ..distributed.agreement import Group, agree, check_same, device_for, groups_of, meshes_of
 from ..distributed.replicas import (
     after_join,
     broadcast,
+    is_joining,
     no_longer_after_join,
     outdate,
     reduced_by,
     running_wrapper,
 )
-from ..distributed.sharding import given_memory_since, is_distributed, is_sharded, left_behind
+from ..distributed.sharding import flattened, given_memory_since, is_distributed, is_sharded, left_behind
 from ..masters.masters import Master, Masters
+from ..model.casting import TensorCasts
 from ..scaling.scaler import LossScaler
 from .gradients import Gradients
 from .members import Members
+
+# The word for what no keyword says.
+OPTIMIZERS: Final = "the optimizer's class"
+# Under what name a wrapper takes a model in.
+_INSIDE_FSDP1: Final = "_fsdp_wrapped_module"
+_INSIDE: Final = frozenset({"module", _INSIDE_FSDP1})
+# What stages of a pipeline may be given differently.
+_OF_A_STAGE: Final = frozenset({"keep_fp32", "keep_inputs", "entry_points", "keep_batchnorm_fp32", OPTIMIZERS})
 
 
 @final
 class Ranks:
     """A session among those of other processes.
 
-    DistributedDataParallel broadcasts what it sees when it is made, the 16-bit weights: rank 0's masters are broadcast
-    before the first step that follows, and after ``join()`` those of the rank whose weights all have taken, and its
-    loss scales.
+    They agree once, when DistributedDataParallel is made around a model (or at the end of ``initialize``, where
+    parameters are sharded or a ``process_group`` was given): that the same was asked for, on one set of float32 values
+    beyond what the wrapper itself broadcasts, the 16-bit ones, and on loss scales; and again after ``join()``. In every
+    step they agree on overflow, where gradients may differ by rank.
 
     Args:
         models: the session's models.
@@ -57,31 +71,95 @@ class Ranks:
         self._members = members
         self._process_group = process_group
         self._groups: tuple[tuple[int, ...], list[Group]] | None = None
-        # Wrappers made while the session lives; those whose ranks have the same masters; and the parameters' dtypes
-        # before it began, for wrappers that are older.
-        self._new: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Wrappers whose ranks are one; those that are older than the session and have not been stepped under; and the
+        # parameters whose dtype the session has changed.
         self._wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._new: weakref.WeakSet[Any] = weakref.WeakSet()
         self._changed: set[int] = set()
+        self._casts: TensorCasts | None = None
+        self._words: Mapping[str, str] = {}
+        self._passes = [0] * len(scalers)
+        self._has_warned = False
         # What has not happened yet, and is checked when it does for the first time.
         self._to_be_checked = {"forward", "step"}
 
-    # -- replicas -----------------------------------------------------------------------------------------------
+    # -- set-up -------------------------------------------------------------------------------------------------
 
-    def watch(self, changed: Iterable[torch.Tensor]) -> Callable[[], None]:
-        """Know from here on of wrappers as they are made; returns the undo.
+    def watch(
+        self, changed: Iterable[torch.Tensor], casts: TensorCasts, words: Mapping[str, str]
+    ) -> Callable[[], None]:
+        """Agree with the other ranks from here on; returns the undo.
 
         Args:
-            changed: parameters whose dtype the session changes, which a wrapper that is older does not know.
+            changed: parameters whose dtype the session has changed, which a wrapper that is older does not know.
+            casts: what has no masters.
+            words: what was asked for, which has to be the same on all ranks.
+
+        Raises:
+            ValueError: ranks that share parameters or a process group were asked for different things.
         """
-        self._changed = set(map(id, changed))
-        known = weakref.ref(self._new)
+        self._changed, self._casts, self._words = set(map(id, changed)), casts, words
+        known = weakref.ref(self)
 
         def note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-            new = known()
-            if new is not None and isinstance(module, nn.parallel.DistributedDataParallel):
-                new.add(module)
+            ranks = known()
+            if ranks is not None and submodule is not None and name in _INSIDE and is_distributed():
+                ranks._on_wrapping(module, name, submodule)
 
-        return register_module_module_registration_hook(note).remove
+        remove = register_module_module_registration_hook(note).remove
+        weakref.finalize(self, remove).atexit = False
+        try:
+            if is_distributed():
+                check_same(words, {}, groups_of(meshes_of(self._parameters())))
+                alike = {word: said for word, said in words.items() if word not in _OF_A_STAGE}
+                check_same(alike, {}, groups_of([], self._process_group))
+        except BaseException:
+            remove()
+            raise
+        return remove
+
+    def _on_wrapping(self, wrapper: nn.Module, name: str, module: nn.Module) -> None:
+        if name == _INSIDE_FSDP1:
+            own = {id(part) for model in self._models for part in model.modules()}
+            if any(id(part) in own for part in module.modules()):
+                raise RuntimeError(flattened("a model of mpinit.initialize"))
+        elif isinstance(wrapper, nn.parallel.DistributedDataParallel):
+            ids = {id(parameter) for parameter in self._parameters()}
+            if any(id(parameter) in ids for parameter in reduced_by(wrapper)):
+                self.check_present()
+                self._make_one(wrapper, module)
+
+    def _make_one(self, wrapper: Any, module: nn.Module) -> None:
+        self._check_same_under(wrapper)
+        self._wrappers.add(wrapper)
+        self._groups = None
+        after_join(wrapper, self._send_under)
+        self._send_under(wrapper, 0)
+        if self._casts is not None:
+            inside = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+            self._send_cut_off([t for t in self._casts.with_more_bits() if id(t) in inside], wrapper.process_group)
+
+    def _check_same_under(self, wrapper: Any) -> None:
+        names = {id(parameter): name for model in self._models for name, parameter in model.named_parameters()}
+        parameters = {
+            names.get(id(p), f"parameter {index}"): f"{tuple(p.shape)} {p.dtype}"
+            + (" with a float32 master" if self._masters.of(p) is not None else "")
+            for index, p in enumerate(reduced_by(wrapper))
+        }
+        check_same(self._words, parameters, [wrapper.process_group])
+
+    @torch.no_grad()
+    def _send_cut_off(self, tensors: Sequence[torch.Tensor], group: Group) -> None:
+        """Rank 0's float32 values of frozen weights and of buffers that are 16-bit in the model."""
+        assert self._casts is not None
+        values = [functools.partial(self._values_of, tensor) for tensor in tensors]
+        for index, sent in broadcast(values, 0, group):
+            tensors[index].copy_(sent)
+            self._casts.load(tensors[index], sent)
+
+    def _values_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        values = None if self._casts is None else self._casts.original_values(tensor)
+        return (tensor if values is None else values).detach().float()
 
     def before_forward(self) -> None:
         """A model is about to be run, perhaps inside a wrapper.
@@ -100,21 +178,16 @@ class Ranks:
                 "reduce the gradients of 16-bit weights, and every rank would train by itself. Call mpinit.initialize "
                 f"first and wrap the model in {name} afterwards"
             )
-        self._new.add(wrapper)
+        ids = {id(parameter) for parameter in self._parameters()}
+        if any(id(parameter) in ids for parameter in reduced_by(wrapper)):
+            self._new.add(wrapper)
 
     def before_step(self) -> None:
-        """Make masters one under wrappers that are new: all ranks are about to step."""
+        """All ranks are about to step: make them one under wrappers that are older than the session."""
         self._check_at_first("step")
-        if not self._new or not is_distributed():
-            return
-        ids = {id(parameter) for parameter in self._parameters()}
-        for wrapper in sorted(self._new, key=lambda each: [id(p) in ids for p in reduced_by(each)].count(True)):
-            if any(id(parameter) in ids for parameter in reduced_by(wrapper)):
-                self._wrappers.add(wrapper)
-                after_join(wrapper, self._send_under)
-                self._send_under(wrapper, 0)
-        self._new.clear()
-        self._groups = None
+        for wrapper in sorted((each for each in self._new if not is_joining(each)), key=lambda w: len(reduced_by(w))):
+            self._make_one(wrapper, wrapper.module)
+            self._new.discard(wrapper)
 
     def _check_at_first(self, what: str) -> None:
         if what in self._to_be_checked:
@@ -196,45 +269,143 @@ class Ranks:
     def agree(self, gradients: Gradients, pending: list[LossScaler]) -> None:
         """Make what the checks of gradients found one over all ranks, in one round, and move the scales.
 
-        Where gradients are the same on all ranks, under DistributedDataParallel, nothing is sent.
+        Where gradients are the same on all ranks, under DistributedDataParallel with one loss, nothing is sent.
 
         Args:
             gradients: of the optimizer that is about to step.
             pending: scalers whose update was put off until now.
+
+        Raises:
+            RuntimeError: ranks that reduce gradients together have scaled them for different losses.
         """
-        groups = self._over() if is_distributed() and self._scalers[0].rule.dynamic else []
-        if groups:
-            if gradients.found_inf is not None and not gradients.present():
-                gradients.forget_overflow()
-            found_inf = gradients.found_inf
-            device = found_inf.device if found_inf is not None else self._scalers[0].device
-            none, nothing = torch.full((), -1.0, device=device), torch.zeros((), device=device)
-            # By 2 more where the scale is to move at this step, and not when a GradScaler says so.
-            noted = [(scaler.noted, 2.0 * (scaler in pending)) for scaler in self._scalers]
-            found = [nothing if found_inf is None else found_inf]
-            found += [none if note is None else note.to(device) + more for note, more in noted]
-            verdict, *rest = agree(torch.stack(found), groups).unbind()
-            gradients.agree(verdict.clone())
-            for scaler, (note, more), agreed in zip(self._scalers, noted, rest, strict=True):
-                if note is not None:
-                    scaler.settle(agreed - more)
-                # Waits for the device, for a loss that this rank has not scaled.
-                elif agreed.item() >= 2:
-                    scaler.settle(agreed - 2)
-                    pending.append(scaler)
+        if is_distributed() and self._scalers[0].rule.dynamic:
+            groups = self._over()
+            if groups:
+                self._agree_over(groups, gradients, pending)
+            elif not self._wrappers:
+                self._warn_of_other_processes()
         for scaler in pending:
             scaler.update()
 
+    def _agree_over(self, groups: Sequence[Group], gradients: Gradients, pending: list[LossScaler]) -> None:
+        if gradients.found_inf is not None and not gradients.present():
+            gradients.forget_overflow()
+        found_inf, scalers = gradients.found_inf, self._scalers
+        device = found_inf.device if found_inf is not None else scalers[0].device
+        none, nothing = torch.full((), -1.0, device=device), torch.zeros((), device=device)
+        # By 2 more where the scale is to move at this step, and not when a GradScaler says so.
+        noted = [(scaler.noted, 2.0 * (scaler in pending)) for scaler in scalers]
+        found = [nothing if found_inf is None else found_inf]
+        found += [none if note is None else note.to(device) + more for note, more in noted]
+        passes = self._passes_since()
+        same = torch.cat([torch.stack([scaler.scale_now().to(device) for scaler in scalers]), passes.to(device)])
+        agreed_on = agree(torch.cat([torch.stack(found), same, -same]), groups)
+        verdicts, most, least = torch.split(agreed_on, [len(found), len(same), len(same)])
+        parted = most != -least
+        if len(passes) > 0:
+            _check_passes(parted[len(scalers) :].tolist())
+        # A scale that was loaded on one rank alone: what was reduced is the sum of numbers of two scales.
+        verdict = torch.maximum(verdicts[0], parted[: len(scalers)].any().float())
+        gradients.agree(verdict)
+        for scaler, (note, more), agreed, scale in zip(scalers, noted, verdicts[1:], -least, strict=False):
+            scaler.take_scale(scale)
+            if note is not None:
+                scaler.settle(agreed - more)
+            # Waits for the device, for a loss that this rank has not scaled.
+            elif agreed.item() >= 2:
+                scaler.settle(agreed - 2)
+                pending.append(scaler)
+
+    def _passes_since(self) -> torch.Tensor:
+        """How often each of several losses was scaled since the last step, where ranks have to do it alike.
+
+        The stages of a pipeline, which share a process group, need not: they reduce nothing together.
+        """
+        before, self._passes = self._passes, [scaler.passes for scaler in self._scalers]
+        counts = [now - then for now, then in zip(self._passes, before, strict=True)]
+        return torch.tensor(counts if len(counts) > 1 and self._process_group is None else [], dtype=torch.float32)
+
+    def _warn_of_other_processes(self) -> None:
+        others = torch.distributed.get_world_size() - 1
+        if others and not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                f"there {'is another process' if others == 1 else f'are {others} other processes'}, and nothing says "
+                "that they train one model with this one: it is in no DistributedDataParallel, and not sharded. Where "
+                "gradients are averaged by hand, an overflow on one rank would be skipped there alone, and the scales "
+                "would part: give mpinit.initialize process_group=torch.distributed.group.WORLD. Where every process "
+                "trains a model of its own all is well"
+            )
+
     def _over(self) -> list[Group]:
         """The groups over which overflow is agreed on: by all parameters, whichever have gradients at the moment."""
-        key = tuple(members.generation for members in self._members)
+        wrappers = [wrapper for wrapper in self._wrappers if not is_joining(wrapper)]
+        key = (*(members.generation for members in self._members), len(wrappers))
         if self._groups is None or self._groups[0] != key:
             stepped = self._stepped()
-            reduced = {id(parameter) for wrapper in self._wrappers for parameter in reduced_by(wrapper)}
-            alone = self._wrappers and any(id(p) not in reduced and not is_sharded(p) for p in stepped)
-            outside = [wrapper.process_group for wrapper in self._wrappers] if alone else []
-            self._groups = key, groups_of(meshes_of(stepped), self._process_group, *outside)
+            reduced = {id(parameter) for wrapper in wrappers for parameter in reduced_by(wrapper)}
+            differ = len(self._scalers) > 1 or any(id(p) not in reduced and not is_sharded(p) for p in stepped)
+            found = [wrapper.process_group for wrapper in wrappers] if differ else []
+            # PostLocalSGDOptimizer counts its steps on every rank.
+            averagers: list[Any] = [getattr(members.optimizer, "averager", None) for members in self._members]
+            found += [each.process_group for each in averagers if hasattr(each, "process_group")]
+            found.sort(key=lambda group: str(group.group_name))
+            self._groups = key, groups_of(meshes_of(stepped), self._process_group, *found)
         return self._groups[1]
+
+
+def _check_passes(parted: Sequence[bool]) -> None:
+    if any(parted):
+        losses = " and ".join(f"loss_id={index}" for index, differs in enumerate(parted) if differs)
+        raise RuntimeError(
+            f"in this step ranks have scaled {losses} a different number of times, and the gradients that they reduce "
+            "together would carry different scales: call mpinit.scale_loss with the same loss_id on all ranks. Where "
+            "every rank trains a task of its own, use one loss scale for all (num_losses=1)"
+        )
+
+
+def send_state(optimizer: Optimizer, src: int, group: Group | None) -> None:
+    """Give all ranks an optimizer's state, and the settings in its groups, of one of them.
+
+    Args:
+        optimizer: on all ranks over the same parameters.
+        src: whose, its rank within ``group``.
+        group: a process group; None: the default one.
+    """
+    distributed: Any = torch.distributed
+    receives = distributed.get_rank(group) != src
+    group = group or distributed.group.WORLD
+    tensors: list[torch.Tensor] = []
+
+    def taken_out(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.numel() > 1:
+            tensors.append(value.detach())
+            return _Sent(tuple(value.shape), value.dtype)
+        if isinstance(value, torch.Tensor):
+            return value.detach().cpu()
+        return {key: taken_out(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+    def put_in(value: Any) -> Any:
+        if isinstance(value, _Sent):
+            tensors.append(torch.empty(value.shape, dtype=value.dtype, device=device))
+            return tensors[-1]
+        return {key: put_in(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+    state: list[Any] = [None if receives else taken_out(optimizer.state_dict())]
+    distributed.broadcast_object_list(state, group=group, group_src=src)
+    device = next((p.device for each in optimizer.param_groups for p in each["params"]), torch.device("cpu"))
+    loaded = put_in(state[0]) if receives else None
+    copy_from(tensors, src, group)
+    if loaded is not None:
+        optimizer.load_state_dict(loaded)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """In the place of a tensor that is sent by itself."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import torch
 
 from ..basics.logs import log
 from ..distributed.sharding import is_distributed
+from ..masters.masters import IN_FLOAT32
 from ..scaling.scaler import LossScaler
 from ..torch_internals.devices import is_read_freely
 from .gradients import Done, Gradients
@@ -43,11 +44,14 @@ class ScaledLoss:
         self._loss = loss
         self._scaler = scaler
         self._optimizers = optimizers
-        self._gradients = [*(each.gradients for each in optimizers), *others]
+        self._mine = [each.gradients for each in optimizers]
+        self._others = others
         self._delay_update = delay_update
 
     def __enter__(self) -> torch.Tensor:
-        for gradients in self._gradients:
+        if any(each.members.table.are_in_model for each in self._optimizers):
+            raise RuntimeError(IN_FLOAT32.format("mpinit.scale_loss"))
+        for gradients in (*self._mine, *self._others):
             if gradients.is_open and gradients.scaled_by is not None:
                 raise RuntimeError(
                     "mpinit.scale_loss was entered inside another block for the same optimizer, whose gradients are "
@@ -59,27 +63,27 @@ class ScaledLoss:
         done: Done = set()
         begun: list[Gradients] = []
         try:
-            for gradients in self._gradients:
+            for gradients in (*self._mine, *self._others):
                 begun.append(gradients)
                 gradients.scale(self, self._scaler, done)
             return self._scaler.scale(self._loss)
         except BaseException:
-            self._unscale(begun)
+            self._unscale(begun, set())
             raise
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        done: Done = set()
         try:
             for optimizer in self._optimizers:
                 optimizer.after_backward()
         finally:
-            found = self._unscale(self._gradients)
+            found = self._unscale([*self._mine, *self._others], done)
         if exc_type is None:
             self._finish(found)
 
-    def _unscale(self, gradients: Sequence[Gradients]) -> list[torch.Tensor]:
-        done: Done = set()
+    def _unscale(self, gradients: Sequence[Gradients], done: Done) -> list[torch.Tensor]:
         found: list[torch.Tensor | None] = []
 
         def unscale(each: Gradients) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, Final, final
 
@@ -14,30 +14,32 @@ from torch.optim import Optimizer
 
 from ..basics.patching import UndoStack
 from ..distributed.sharding import shard
-from ..masters.masters import Gradients, Master, OpenMasters
+from ..masters.masters import IN_FLOAT32, Gradients, Master, OpenMasters
 from ..masters.states import EncodedStates, states_of
-from ..torch_internals.columns import are_same, grads_of, set_grads
+from ..torch_internals.columns import are_same, grads_of, have_grads, set_grads
 from ..torch_internals.devices import bucket_bytes_at_most
 from .members import Members
 from .per_parameter import StepNumbers, kept_states, steps_per_parameter
 
 
 @dataclass(eq=False)
-class _Part:
+class Part:
     """Members of one optimizer that are in float32 together: with masters of one device, or without any.
 
     Attributes:
         weights, inner: the members, and what stands for each inside.
         masters: their columns; None: these members have none.
         given: the gradients that the masters were given, while they have them.
+        versions: of those that are copies of the weights', to notice writes to them; empty where none is.
         is_read: whether the masters hold numbers that are to be rounded into the weights.
     """
 
     weights: list[Any]
     inner: list[Any]
     masters: OpenMasters | None
-    given: Gradients | None = None
-    is_read: bool = False
+    given: Gradients | None = field(default=None, init=False)
+    versions: Sequence[int | None] = field(default=(), init=False)
+    is_read: bool = field(default=False, init=False)
 
     def read(self, with_gradients: bool = True) -> None:
         """Masters get their numbers, and the gradients of their weights."""
@@ -50,11 +52,16 @@ class _Part:
     def give_gradients(self) -> None:
         """Masters get the gradients of their weights, in float32."""
         if self.masters is not None:
-            self.given = self.masters.widened(grads_of(self.weights))
-            set_grads(self.inner, self.given)
+            theirs = grads_of(self.weights)
+            given = self.given = self.masters.widened(theirs)
+            set_grads(self.inner, given)
+            if not are_same(given, theirs):
+                pairs = zip(given, theirs, strict=True)
+                self.versions = [None if mine is None or mine is its else mine._version for mine, its in pairs]
 
+    @torch.no_grad()
     def take_gradients(self) -> None:
-        """Weights get what the optimizer's code has made of their gradients: some may be cleared or replaced."""
+        """Weights get what the optimizer's code has made of their gradients: cleared, replaced or written to."""
         if self.given is None:
             return
         left = grads_of(self.inner)
@@ -62,8 +69,12 @@ class _Part:
             for weight, mine, given in zip(self.weights, left, self.given, strict=True):
                 if mine is not given:
                     weight.grad = None if mine is None else mine.to(weight.grad_dtype or weight.dtype)
+        for weight, mine, given, version in zip(self.weights, left, self.given, self.versions, strict=False):
+            was_written = version is not None and given is not None and mine is given and given._version != version
+            if was_written and weight.grad is not None:
+                weight.grad.copy_(given)
         set_grads(self.inner, repeat(None))
-        self.given = None
+        self.given, self.versions = None, ()
 
     def write(self) -> None:
         """Masters are rounded into their weights."""
@@ -80,18 +91,23 @@ class Scope:
         members: the optimizer's parameters.
         states: how its state is kept; None: in float32, as it is.
         bucket_bytes: float32 bytes at a time where a step is done in parts.
+        releases: whether parts are stepped alone, inside of backward passes.
 
     Attributes:
         is_open: whether the groups hold masters at the moment.
+        releases: as given.
     """
 
-    def __init__(self, members: Members, states: EncodedStates | None, bucket_bytes: int) -> None:
+    def __init__(self, members: Members, states: EncodedStates | None, bucket_bytes: int, releases: bool) -> None:
         self.is_open = False
         self._members = members
         self._states = states
         self._bucket_bytes = bucket_bytes
+        self.releases = releases
+        # Whether masters are put together a part at a time, not all before the first.
+        self._reads_parts = releases or members.table.steps_in_parts
         self._key: tuple[int, bool] = (-1, False)
-        self._parts: list[_Part] = []
+        self._parts: list[Part] = []
         self._exchange = _StateExchange(members)
         self._taken: Any = {}
 
@@ -99,7 +115,7 @@ class Scope:
     def steps_in_parts(self) -> bool:
         """Whether a step is done a few parameters at a time."""
         wants = (self._members.table.steps_in_parts and bool(self._members.masters)) or self._states is not None
-        return wants and steps_per_parameter(self._members.optimizer)
+        return (wants or self.releases) and steps_per_parameter(self._members.optimizer)
 
     # -- as a whole -----------------------------------------------------------------------------------------------
 
@@ -124,9 +140,14 @@ class Scope:
         finally:
             self._enter()
 
+    def _check_not_in_model(self) -> None:
+        if self._members.table.are_in_model:
+            raise RuntimeError(IN_FLOAT32.format(f"{type(self._members.optimizer).__name__}.step()"))
+
     def _enter(self) -> None:
+        self._check_not_in_model()
         self._members.refresh()
-        parts = self._divided()
+        parts = self.parts()
         with UndoStack() as undos:
             undos.push(self._leave)
             self.is_open = True
@@ -166,19 +187,21 @@ class Scope:
     # -- in parts -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def in_parts(self) -> Iterator[Iterator[None]]:
+    def in_parts(self, alone: Part | None = None) -> Iterator[Iterator[None]]:
         """:meth:`open` for a step: iterate over the inside, one step of the optimizer's an iteration.
 
         Each iteration sees the gradients of its own part alone. An optimizer that does not update each parameter by
-        itself gets one part.
+        itself gets one part. With ``alone`` only that part is stepped, in the middle of a backward pass.
         """
         if not self.steps_in_parts:
             with self.open():
                 yield iter((None,))
             return
-        self._members.refresh()
-        parts = self._divided()
-        whole = [part for part in parts if part.masters is not None and not self._members.table.steps_in_parts]
+        self._check_not_in_model()
+        if alone is None:
+            self._members.refresh()
+        parts = self.parts()
+        whole = [part for part in parts if part.masters is not None and not self._reads_parts]
         with UndoStack() as undos:
             undos.push(self._end)
             undos.push(self._members.show_weights)
@@ -189,7 +212,7 @@ class Scope:
                 part.read(with_gradients=False)
             self._members.show_masters()
             self._exchange.enter()
-        steps = self._steps(parts)
+        steps = self._steps(parts, alone)
         try:
             yield steps
         finally:
@@ -202,14 +225,15 @@ class Scope:
     def _end(self) -> None:
         self.is_open = False
 
-    def _steps(self, parts: Sequence[_Part]) -> Generator[None]:
-        present = [part for part in parts if any(grad is not None for grad in grads_of(part.weights))]
+    def _steps(self, parts: Sequence[Part], alone: Part | None) -> Generator[None]:
+        present = [part for part in parts if have_grads(part.weights)] if alone is None else [alone]
         plain = [part for part in parts if part.masters is None]
         if not present:
             yield
             return
         numbers = StepNumbers(self._members.optimizer) if len(present) > 1 else None
-        hidden = {id(part): grads_of(part.weights) for part in plain} if len(present) > 1 else {}
+        hides = len(present) > 1 or alone is not None
+        hidden = {id(part): grads_of(part.weights) for part in plain} if hides else {}
         try:
             for part in plain if hidden else ():
                 set_grads(part.weights, [None] * len(part.weights))
@@ -226,10 +250,9 @@ class Scope:
             for part in plain if hidden else ():
                 set_grads(part.weights, hidden[id(part)])
 
-    def _step_of(self, part: _Part) -> Generator[None]:
-        in_parts = self._members.table.steps_in_parts
+    def _step_of(self, part: Part) -> Generator[None]:
         try:
-            if in_parts:
+            if self._reads_parts:
                 part.read()
             else:
                 part.give_gradients()
@@ -247,10 +270,10 @@ class Scope:
             try:
                 part.take_gradients()
             finally:
-                if in_parts:
+                if self._reads_parts:
                     part.write()
 
-    def _divided(self) -> list[_Part]:
+    def parts(self) -> list[Part]:
         """The members in parts, as the groups are now."""
         key = (self._members.generation, self.steps_in_parts)
         if key != self._key:
@@ -258,20 +281,20 @@ class Scope:
             self._key = key
         return self._parts
 
-    def _divide(self, in_parts: bool) -> Iterator[_Part]:
+    def _divide(self, in_parts: bool) -> Iterator[Part]:
         members, table = self._members, self._members.table
         of_weight = {id(master.weight): master for master in members.masters}
         plain = [weight for weight in members.weights if id(weight) not in of_weight]
-        alone = in_parts and self._states is not None
+        alone = in_parts and (self._states is not None or self.releases)
         for group in self._grouped(plain) if alone else [plain]:
             if group:
-                yield _Part(group, group, None)
+                yield Part(group, group, None)
         mastered: list[Any] = [master.weight for master in members.masters]
         for group in self._grouped(mastered) if in_parts or table.steps_in_parts else [mastered]:
             if group:
                 masters = [of_weight[id(weight)] for weight in group]
                 columns = table.opened(masters, group[0].device)
-                yield _Part(group, _parameters(masters), columns)
+                yield Part(group, _parameters(masters), columns)
 
     def _grouped(self, weights: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """By device, in order, as many together as the float32 bytes allow for, at least one."""

@@ -24,6 +24,9 @@ class LossScaler:
     Args:
         rule: how the scale moves.
 
+    Attributes:
+        passes: how often something was scaled.
+
     Example:
         >>> rule = ScalingRule(True, 8.0, 2.0, 0.5, 2000, 1, 2.0**-126, 2.0**24, 64)
         >>> scaler = LossScaler(rule)
@@ -41,6 +44,7 @@ class LossScaler:
             tolerance=torch.tensor(rule.hysteresis, dtype=torch.int32, device="cpu"),
         )
         self._noted: torch.Tensor | None = None
+        self.passes = 0
 
     @property
     def rule(self) -> ScalingRule:
@@ -80,6 +84,7 @@ class LossScaler:
         Returns:
             A float32 tensor of the same shape (float64 stays float64).
         """
+        self.passes += 1
         loss = loss if loss.dtype == torch.float64 else loss.float()
         if not self.is_identity:
             self.to(loss.device)
@@ -104,6 +109,10 @@ class LossScaler:
             ValueError: ``scale`` is 0, negative, inf or nan, or it or its reciprocal leaves float32's range.
         """
         self._state.scale.fill_(check_scale(scale))
+
+    def take_scale(self, scale: torch.Tensor) -> None:
+        """Go on with the scale of other ranks, 0-dimensional, without a wait for its device."""
+        self._state.scale.copy_(scale)
 
     @property
     def unskipped(self) -> int:

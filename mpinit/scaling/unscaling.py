@@ -65,10 +65,10 @@ def _unscale_double_(tensors: list[torch.Tensor], inverse_scale: torch.Tensor, f
         found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(tensor)).any().float()))
 
 
-def any_nonzero(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Whether anything in the gradients is not 0: 1 or 0, 0-dimensional float32; of shards, in this process."""
-    found = [(dense_view(gradient) != 0).any().float() for gradient in gradients]
-    return _combine(found, device)
+def largest(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The largest magnitude in the gradients: 0-dimensional float32, nan where one is; of shards, in this process."""
+    dense = [dense_view(gradient) for gradient in gradients]
+    return _combine([(each.abs().max() if each.numel() else each.sum()).float() for each in dense], device)
 
 
 def _combine(found: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

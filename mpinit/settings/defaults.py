@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 DEFAULT_INIT_SCALE: Final = 2.0**16
 DEFAULT_MAX_SCALE: Final = 2.0**24
 
+T = TypeVar("T")
 Config = str | Path | Mapping[str, Any] | None
 
 
@@ -18,18 +19,12 @@ class Default:
     __slots__ = ()
 
 
-class _DefaultStr(str, Default):
-    __slots__ = ()
+def _unsaid(value: T) -> T:
+    """``value``, in a class of its own that is a :class:`Default` besides."""
+    marked: T = type("_Default", (type(value), Default), {"__slots__": ()})(value)
+    return marked
 
 
-class _DefaultInt(int, Default):
-    __slots__ = ()
-
-
-class _DefaultFloat(float, Default):
-    __slots__ = ()
-
-
-DEFAULT_LEVEL: Final = _DefaultStr("O1")
-DEFAULT_ONE: Final = _DefaultInt(1)
-DEFAULT_LIMIT: Final = _DefaultFloat(DEFAULT_MAX_SCALE)
+DEFAULT_LEVEL: Final = _unsaid("O1")
+DEFAULT_ONE: Final = _unsaid(1)
+DEFAULT_LIMIT: Final = _unsaid(DEFAULT_MAX_SCALE)

@@ -2,41 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
-from ..basics.dtypes import is_lower_precision
+from ..basics.dtypes import dtype_name, is_lower_precision
+from . import spellings
 from .defaults import DEFAULT_INIT_SCALE, DEFAULT_MAX_SCALE
-from .fields import (
-    Boolean,
-    Bytes,
-    Count,
-    EntryPoints,
-    KeepFloat32List,
-    KeepInputs,
-    LossScale,
-    MasterWeights,
-    OptimizerState,
-    OptionalBoolean,
-    OptionalDtype,
-    OptionalScale,
-    Scale,
-)
-from .spellings import is_nothing
 
-_NOTHING_IS_A_VALUE = (
-    "cast_model_type",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "cast_model_outputs",
-    "keep_fp32",
-    "keep_inputs",
-    "entry_points",
-    "min_loss_scale",
+_DTYPE_SCHEMA = WithJsonSchema(
+    {"anyOf": [{"enum": ["float16", "bfloat16", "float32"], "type": "string"}, {"type": "null"}]}
 )
+OptionalDtype = Annotated[
+    torch.dtype | None,
+    BeforeValidator(spellings.parse_optional_dtype),
+    PlainSerializer(lambda value: None if value is None else dtype_name(value), when_used="json"),
+    _DTYPE_SCHEMA,
+]
+Boolean = Annotated[bool, BeforeValidator(spellings.parse_bool)]
+OptionalBoolean = Annotated[bool | None, BeforeValidator(spellings.parse_optional_bool)]
+MasterWeights = Annotated[bool | Literal["split", "model"] | None, BeforeValidator(spellings.parse_master_weights)]
+OptimizerState = Annotated[Literal["float32", "bfloat16", "int8"], BeforeValidator(spellings.parse_optimizer_state)]
+LossScale = Annotated[float | Literal["dynamic"], BeforeValidator(spellings.parse_loss_scale)]
+Scale = Annotated[float, BeforeValidator(spellings.parse_scale)]
+OptionalScale = Annotated[float | None, BeforeValidator(spellings.parse_optional_scale)]
+Count = Annotated[int, BeforeValidator(spellings.parse_count)]
+Bytes = Annotated[int, BeforeValidator(spellings.parse_bytes)]
+KeepFloat32 = type[torch.nn.Module] | str | Callable[[str, torch.nn.Module], bool]
+KeepFloat32List = Annotated[tuple[KeepFloat32, ...], BeforeValidator(spellings.parse_keep_fp32)]
+KeepInput = str | Callable[[str, Any], bool]
+KeepInputs = Annotated[tuple[KeepInput, ...], BeforeValidator(spellings.parse_keep_inputs)]
+EntryPoints = Annotated[tuple[str, ...], BeforeValidator(spellings.parse_entry_points)]
 
 
 def is_given(name: str, value: Any) -> bool:
@@ -49,7 +57,8 @@ def is_given(name: str, value: Any) -> bool:
         >>> is_given("keep_batchnorm_fp32", "None"), is_given("loss_scale", "None")
         (True, False)
     """
-    return value is not None and (name in _NOTHING_IS_A_VALUE or not is_nothing(value))
+    can_be_nothing = name in Properties.model_fields and Properties.model_fields[name].default in (None, ())
+    return value is not None and (can_be_nothing or not spellings.is_nothing(value))
 
 
 class Properties(BaseModel):
@@ -89,14 +98,13 @@ class Properties(BaseModel):
         min_loss_scale: dynamic scaling goes no lower. Default None: no limit.
         max_loss_scale: dynamic scaling goes no higher. Default 2**24.
         max_consecutive_skips: skipped steps in a row after which ``step()`` raises. Default 64.
-        compile_step: compile the optimizer's update and the rounding into the weights into one graph. For optimizers
-            that loop over parameters (``foreach=False``); in the benchmarks' launch-bound step it costs time.
         optimizer_state: what the optimizer's state is between steps: "float32" (default, the optimizer's own),
             "bfloat16" or "int8" (1 byte a number and 4 for 128), rounded stochastically. For optimizers that update
             each parameter by itself. Formats and when to use which: docs/explanation/optimizer-states.md.
         gradient_release: step parameters inside of ``backward()``, a bucket at a time, as soon as their gradients are
-            final, and free these. One ``backward()`` a step, a loss scale fixed at 1, no clipping by a norm, one
-            process, optimizers that update each parameter by itself: docs/explanation/gradient-release.md.
+            final, and free these. One ``backward()`` a step, a loss scale fixed at 1, one process, optimizers that
+            update each parameter by itself. Clip nothing: until ``step()`` is over, ``weight.grad`` is a stand-in that
+            raises when it is used, and then None: docs/explanation/gradient-release.md.
         split_bucket_bytes: float32 bytes materialised at a time by ``master_weights="split"`` and ``optimizer_state``,
             and stepped at a time by ``gradient_release``. Default 64 MiB; on a CPU at most 16 MiB, where larger buckets
             are slower.
@@ -129,7 +137,6 @@ class Properties(BaseModel):
     min_loss_scale: OptionalScale = None
     max_loss_scale: Scale = DEFAULT_MAX_SCALE
     max_consecutive_skips: Count = 64
-    compile_step: Boolean = False
     optimizer_state: OptimizerState = "float32"
     gradient_release: Boolean = False
     split_bucket_bytes: Bytes = 64 * 2**20
@@ -146,8 +153,8 @@ class Properties(BaseModel):
 
     @model_validator(mode="after")
     def _sides_agree(self) -> Properties:
-        for rule in _RULES:
-            rule(self)
+        _check_casts(self)
+        _check_release(self)
         return self
 
     @property
@@ -160,8 +167,9 @@ class Properties(BaseModel):
         return None
 
 
-def _weights_or_functions(props: Properties) -> None:
-    cast = props.cast_model_type
+def _check_casts(props: Properties) -> None:
+    """Refuse casts, masters and limits of the scale that contradict one another."""
+    cast, low, high = props.cast_model_type, props.min_loss_scale, props.max_loss_scale
     if props.patch_torch_functions and cast is not None and is_lower_precision(cast):
         raise ValueError(
             f"cast_model_type={cast} contradicts patch_torch_functions=True (O1): patched functions cast float32 "
@@ -169,37 +177,23 @@ def _weights_or_functions(props: Properties) -> None:
             "'O3' without patch_torch_functions; for 16-bit functions use opt_level='O1' without cast_model_type and "
             f"give patch_torch_functions_type={cast}"
         )
-
-
-def _masters_of_16_bit_weights(props: Properties) -> None:
     if props.patch_torch_functions and props.master_weights:
         raise ValueError(
             f"master_weights={props.master_weights!r} contradicts patch_torch_functions=True (O1): there the weights "
             "are float32 already and need no masters. Drop master_weights, or use opt_level='O2' for 16-bit weights "
             "with float32 masters"
         )
-
-
-def _split_masters_need_bfloat16(props: Properties) -> None:
     if props.master_weights == "split" and props.cast_model_type is not torch.bfloat16:
         raise ValueError(
             f'master_weights="split" contradicts cast_model_type={props.cast_model_type}: only a bfloat16 weight is '
             "the upper half of its float32 master, so only there does a 16-bit remainder complete it. Give "
             "cast_model_type=torch.bfloat16 (or opt_level='O5'), or master_weights=True for full float32 masters"
         )
-
-
-def _casts_in_forwards_need_a_type(props: Properties) -> None:
-    cast = props.cast_model_type
     if props.master_weights == "model" and (cast is None or not is_lower_precision(cast)):
         raise ValueError(
             f'master_weights="model" contradicts cast_model_type={cast}: float32 parameters are cast inside forwards '
             "to a 16-bit type, and none is given. Use opt_level='O2' or 'O5', or give cast_model_type=torch.bfloat16"
         )
-
-
-def _limits_in_order(props: Properties) -> None:
-    low, high = props.min_loss_scale, props.max_loss_scale
     if low is not None and low > high:
         raise ValueError(
             f"min_loss_scale={low} is above max_loss_scale={high}: lower the one or raise the other so that "
@@ -207,50 +201,14 @@ def _limits_in_order(props: Properties) -> None:
         )
 
 
-def _one_step_to_compile(props: Properties) -> None:
-    if props.compile_step and props.master_weights == "split":
-        raise ValueError(
-            'compile_step=True contradicts master_weights="split": split masters are stepped a bucket at a time, so '
-            "there is no one step to compile. Drop compile_step, or use master_weights=True"
-        )
-
-
-def _nothing_in_parts_to_compile(props: Properties) -> None:
-    if props.compile_step and props.optimizer_state != "float32":
-        raise ValueError(
-            f"compile_step=True contradicts optimizer_state={props.optimizer_state!r}: parameters are stepped a "
-            "few at a time, so there is no one step to compile. Drop one of the two"
-        )
-
-
-def _release_needs_gradients_as_they_are(props: Properties) -> None:
+def _check_release(props: Properties) -> None:
+    """Refuse a loss scale where parameters are stepped as soon as their gradients arrive."""
     if props.gradient_release and props.loss_scale != 1.0:
         raise ValueError(
             f"gradient_release=True contradicts loss_scale={props.loss_scale}: parameters are stepped as soon as their "
             "gradients arrive, before all of them could be checked and unscaled. Give loss_scale=1.0, in bfloat16 "
             "(opt_level='O5', or cast_model_type=torch.bfloat16), or drop gradient_release"
         )
-
-
-def _no_released_step_to_compile(props: Properties) -> None:
-    if props.gradient_release and props.compile_step:
-        raise ValueError(
-            "compile_step=True contradicts gradient_release=True: parameters are stepped a few at a time inside of "
-            "backward(), so there is no one step to compile. Drop one of the two"
-        )
-
-
-_RULES = (
-    _weights_or_functions,
-    _masters_of_16_bit_weights,
-    _split_masters_need_bfloat16,
-    _casts_in_forwards_need_a_type,
-    _one_step_to_compile,
-    _nothing_in_parts_to_compile,
-    _release_needs_gradients_as_they_are,
-    _no_released_step_to_compile,
-    _limits_in_order,
-)
 
 
 def field_names() -> tuple[str, ...]:

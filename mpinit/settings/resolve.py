@@ -18,6 +18,9 @@ from .spellings import LARGEST_COUNT, parse_bool, parse_whole_number
 # initialize()'s keywords that are no properties: a misspelt one shall find its way home too.
 _OTHER_KEYWORDS: Final = ("models", "optimizers", "opt_level", "enabled", "num_losses", "config", "verbosity")
 
+# Properties of versions before, and what does the same.
+_REMOVED: Final = {"compile_step": "torch.compile(optimizer.step) compiles a step"}
+
 # The settings that are no properties, and their limits. Each loss has a scaler of its own, made at once: a million of
 # them is a slip, and would take for ever.
 _SETTINGS: Final = {"num_losses": (1, 2**16), "verbosity": (-LARGEST_COUNT, LARGEST_COUNT)}
@@ -51,7 +54,7 @@ def check_level(opt_level: Any) -> str:
 
 
 def check_names(names: Iterable[Any], allowed: tuple[str, ...], where: str, others: tuple[str, ...] = ()) -> None:
-    """Raise a ValueError for the first unknown name, with the nearest there is.
+    """Raise a ValueError for the first unknown name, with what takes its place, or the nearest there is.
 
     Args:
         names: the names given.
@@ -60,6 +63,8 @@ def check_names(names: Iterable[Any], allowed: tuple[str, ...], where: str, othe
         others: names that are no properties but may have been meant.
     """
     for name in names:
+        if name in _REMOVED:
+            raise ValueError(f"{where}: {name} was removed: {_REMOVED[name]}")
         if name not in allowed:
             near = difflib.get_close_matches(str(name), allowed + others, n=1, cutoff=0.4)
             hint = f"; did you mean {near[0]!r}?" if near else "."

@@ -165,36 +165,35 @@ def parse_bytes(value: Any) -> int:
     return parse_whole_number(value, smallest=4, largest=2**62)
 
 
-def parse_keep_fp32(value: Any) -> Any:
-    """Read modules' types, names or predicates, one or several."""
+def _several(value: Any) -> tuple[Any, ...]:
+    """The entries of a list, of one entry without a list, or of nothing."""
     if is_nothing(value):
         return ()
-    entries = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+    return tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+
+
+def parse_keep_fp32(value: Any) -> Any:
+    """Read modules' types, names or predicates, one or several."""
+    entries = _several(value)
     for entry in entries:
-        _check_keep_fp32_entry(entry)
+        # What pydantic's union would take for a predicate: any class and any module can be called.
+        if isinstance(entry, torch.nn.Module):
+            raise ValueError(
+                f"a module itself ({type(entry).__name__}) cannot be an entry; give its dotted name, such as 'head', "
+                "its type, or a predicate (name, module) -> bool"
+            )
+        is_right = issubclass(entry, torch.nn.Module) if isinstance(entry, type) else callable(entry)
+        if not (is_right or isinstance(entry, str)):
+            raise ValueError(
+                f"{entry!r} is neither a torch.nn.Module type, nor a dotted name such as 'head' or '*.norm', nor a "
+                "predicate (name, module) -> bool; give one of these, or a list of them"
+            )
     return entries
-
-
-def _check_keep_fp32_entry(entry: Any) -> None:
-    """Refuse what pydantic's union would take for a predicate: any class and any module can be called."""
-    is_module_type = isinstance(entry, type) and issubclass(entry, torch.nn.Module)
-    if isinstance(entry, torch.nn.Module):
-        raise ValueError(
-            f"a module itself ({type(entry).__name__}) cannot be an entry; give its dotted name, such as 'head', its "
-            "type, or a predicate (name, module) -> bool"
-        )
-    if not (is_module_type or isinstance(entry, str) or (callable(entry) and not isinstance(entry, type))):
-        raise ValueError(
-            f"{entry!r} is neither a torch.nn.Module type, nor a dotted name such as 'head' or '*.norm', nor a "
-            "predicate (name, module) -> bool; give one of these, or a list of them"
-        )
 
 
 def parse_keep_inputs(value: Any) -> Any:
     """Read names of arguments or predicates, one or several."""
-    if is_nothing(value):
-        return ()
-    entries = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+    entries = _several(value)
     for entry in entries:
         if not (isinstance(entry, str) or (callable(entry) and not isinstance(entry, (type, torch.nn.Module)))):
             raise ValueError(
@@ -206,9 +205,7 @@ def parse_keep_inputs(value: Any) -> Any:
 
 def parse_entry_points(value: Any) -> Any:
     """Read names of methods, one or several."""
-    if is_nothing(value):
-        return ()
-    entries = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+    entries = _several(value)
     for entry in entries:
         if not isinstance(entry, str) or not all(part.isidentifier() or part.isdigit() for part in entry.split(".")):
             raise ValueError(

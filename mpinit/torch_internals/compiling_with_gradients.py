@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 
 from ..basics.patching import Undo
-from .running import in_backward
+from .running import current_pass
 
 _owners: Final[weakref.WeakKeyDictionary[Any, Callable[[Any], Iterable[torch.Tensor]]]] = weakref.WeakKeyDictionary()
 _hidden: Final[list[tuple[torch.Tensor, torch.Tensor]]] = []
@@ -65,7 +65,7 @@ def _leave_dynamo() -> None:
 
 
 def _hide(_: Any) -> None:
-    if in_backward():
+    if current_pass() != -1:
         return  # gradients are being added to
     for owner, weights_of in list(_owners.items()):
         for weight in weights_of(owner):

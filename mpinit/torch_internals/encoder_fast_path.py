@@ -22,7 +22,7 @@ from torch import nn
 
 from ..basics.patching import UndoStack
 
-__all__ = ["is_bypassed", "keep_off"]
+__all__ = ["is_bypassed", "keep_off", "switch_off"]
 
 _FUSED: Final = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
@@ -57,6 +57,27 @@ def keep_off(when: Callable[[], bool], undos: UndoStack) -> None:
     _reasons[reason] = when
     if not len(_patch):
         _patch.set_attribute(torch.backends.mha, "get_fastpath_enabled", _asking(torch.backends.mha))
+
+
+def switch_off(undos: UndoStack) -> None:
+    """Keep the fast path off by torch's own switch until the undo, for every layer of the process.
+
+    Args:
+        undos: gets the undo; those of several callers may come in any order.
+    """
+    token = object()
+
+    def undo() -> None:
+        if _switched.pop(token, None) is not None and not _switched:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+    undos.push(undo)
+    if torch.backends.mha.get_fastpath_enabled() or _switched:
+        _switched[token] = True
+        torch.backends.mha.set_fastpath_enabled(False)
+
+
+_switched: Final[dict[object, bool]] = {}
 
 
 def _asking(module: object) -> Callable[[], bool]:

@@ -11,15 +11,14 @@ threads) carries both halves.
 from __future__ import annotations
 
 import contextlib
-import sys
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["CastsAs", "CastsOff", "ForwardCasts", "device_types", "disable_casts", "flags", "is_on", "set_flags"]
+__all__ = ["CastsAs", "CastsOff", "ThreadCasts", "device_types", "disable_casts", "flags", "is_on", "set_flags"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,7 +54,159 @@ def is_on() -> bool:
     return any(torch.is_autocast_enabled(device) for device in device_types())
 
 
-class CastsOff:
+# What torch keeps for a thread: (device type, flag, dtype) for each device present; whether weight casts are cached.
+State = tuple[list[tuple[str, bool, torch.dtype]], bool]
+
+
+class Thread:
+    """What one thread's forwards and sessions have to put back.
+
+    Attributes:
+        forwards: what each open ``ForwardCasts`` found, and how many autocast blocks are open outside of it and inside.
+        asked: the sessions that have casts on in this thread, oldest first, and their dtypes.
+        base: what stood before the first of them.
+        has_ended: whether one has ended since then: a block that it ended in puts back what it had switched on.
+    """
+
+    def __init__(self) -> None:
+        self.forwards: list[tuple[State, int, int]] = []
+        self.asked: dict[ThreadCasts, torch.dtype] = {}
+        self.base: State | None = None
+        self.has_ended = False
+
+    def begin(self, casts: ThreadCasts, dtype: torch.dtype) -> None:
+        """Switch casts on for one more session."""
+        if not self.asked:
+            self.follow_ended()
+            self.base, self.has_ended = present_state(), False
+        self.asked[casts] = dtype
+        self._set()
+
+    def follow_ended(self) -> None:
+        """Switch casts off that are on outside of every block although their session has ended."""
+        if self.has_ended and is_on() and not open_autocast_blocks():
+            self._set()
+
+    def _set(self) -> None:
+        dtypes = list(self.asked.values())
+        if dtypes:
+            put_back(([(device, True, dtypes[-1]) for device in device_types()], False))
+        elif self.base is not None:
+            put_back(self.base)
+
+
+class _This(threading.local):
+    """What the calling thread has, at ``this.thread``."""
+
+    def __init__(self) -> None:
+        self.thread = Thread()
+
+
+this: Final = _This()
+
+
+def present_state() -> State:
+    """The calling thread's state."""
+    on = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in device_types()]
+    return on, torch.is_autocast_cache_enabled()
+
+
+def put_back(state: State) -> None:
+    """Make this the calling thread's state. As long as anything is not as it was, a flag is on."""
+    for device, on, dtype in state[0]:
+        if on:
+            torch.set_autocast_enabled(device, True)
+        torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_cache_enabled(state[1])
+    for device, on, _ in state[0]:
+        if not on:
+            torch.set_autocast_enabled(device, False)
+
+
+def open_autocast_blocks() -> int:
+    """How many ``torch.autocast`` blocks, and forwards with casts, are open in this thread."""
+    # torch tells it only as it changes it; Ctrl-C cannot come between two calls that one builtin function makes.
+    return list(map(operator.call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)))[-1]
+
+
+class ThreadCasts:
+    """A session's casts in the thread that makes this, with the weight-cast cache off, until the session ends.
+
+    The cache stays off because outside a forward nothing says when the weights change. Of several the latest one that
+    has not ended says the dtype; they may end in any order.
+
+    Example:
+        >>> casts = ThreadCasts()
+        >>> casts.begin(torch.bfloat16); is_on()
+        True
+        >>> casts.end(), is_on()
+        (True, False)
+    """
+
+    def __init__(self) -> None:
+        self.thread_id = threading.get_ident()
+        self._thread = this.thread
+        self._has_ended = False
+
+    def begin(self, dtype: torch.dtype) -> None:
+        """Switch casts on. If this is interrupted, :meth:`end` takes it back."""
+        self._thread.begin(self, dtype)
+
+    def end(self) -> bool:
+        """Take it back; called again it completes what was interrupted.
+
+        Inside a block of this thread the flags follow when it ends; in another thread, and in a block of
+        ``torch.autocast``, when the thread next ends a backward pass, a step or the forward of an initialised model.
+
+        Returns:
+            False where casts stay on in another thread for now.
+        """
+        if self._has_ended:
+            return True
+        self._thread.asked.pop(self, None)
+        self._thread.has_ended = True
+        is_here = self._thread is this.thread
+        if is_here:
+            self._thread.follow_ended()
+        self._has_ended = True
+        return is_here
+
+
+class CastsAs:
+    """Puts every autocast flag of this thread to a remembered state inside the block and back on exit.
+
+    Args:
+        state: device type -> flag, of :func:`flags`.
+        caching: whether weight casts are cached inside; None: as they are.
+
+    Example:
+        >>> with CastsAs({"cpu": True}):
+        ...     torch.is_autocast_enabled("cpu")
+        True
+    """
+
+    __slots__ = ("_before", "_caching", "_flags")
+
+    def __init__(self, state: Mapping[str, bool], caching: bool | None = None) -> None:
+        self._flags = state
+        self._caching = caching
+        self._before: list[tuple[dict[str, bool], bool]] = []
+
+    def __enter__(self) -> None:
+        caching = torch.is_autocast_cache_enabled()
+        self._before.append((flags(), caching))
+        set_flags(self._flags)
+        torch.set_autocast_cache_enabled(caching if self._caching is None else self._caching)
+
+    def __exit__(self, *_: object) -> None:
+        state, caching = self._before.pop()
+        set_flags(state)
+        torch.set_autocast_cache_enabled(caching)
+        if this.thread.has_ended:
+            this.thread.follow_ended()
+
+
+class CastsOff(CastsAs):
     """Switches every autocast flag of this thread off inside the block and back on exit, whatever they were.
 
     Example:
@@ -64,49 +215,10 @@ class CastsOff:
         False
     """
 
-    __slots__ = ("_were_on",)
+    __slots__ = ()
 
-    def __init__(self) -> None:
-        self._were_on: list[tuple[str, ...]] = []
-
-    def __enter__(self) -> CastsOff:
-        were_on = tuple(device for device in device_types() if torch.is_autocast_enabled(device))
-        self._were_on.append(were_on)
-        for device in were_on:
-            torch.set_autocast_enabled(device, False)
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for device in self._were_on.pop():
-            torch.set_autocast_enabled(device, True)
-
-
-class CastsAs:
-    """Puts every autocast flag of this thread to a remembered state inside the block and back on exit.
-
-    Example:
-        >>> with CastsAs({"cpu": True}):
-        ...     torch.is_autocast_enabled("cpu")
-        True
-    """
-
-    __slots__ = ("_before", "_state")
-
-    def __init__(self, state: Mapping[str, bool]) -> None:
-        self._state = state
-        self._before: list[dict[str, bool]] = []
-
-    def __enter__(self) -> CastsAs:
-        self._before.append(flags())
-        set_flags(self._state)
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        set_flags(self._before.pop())
+    def __init__(self, caching: bool | None = None) -> None:
+        super().__init__(dict.fromkeys(device_types(), False), caching)
 
 
 def flags() -> dict[str, bool]:
@@ -120,37 +232,20 @@ def set_flags(state: Mapping[str, bool]) -> None:
         torch.set_autocast_enabled(device, on)
 
 
-class _CastsDisabled:
-    """Flags off and cache off: casts that were switched off on purpose, which a model's forward leaves off."""
-
-    __slots__ = ("_before",)
-
-    def __init__(self) -> None:
-        self._before: list[tuple[dict[str, bool], bool]] = []
-
-    def __enter__(self) -> None:
-        self._before.append((flags(), torch.is_autocast_cache_enabled()))
-        set_flags(dict.fromkeys(device_types(), False))
-        torch.set_autocast_cache_enabled(False)
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        state, cache = self._before.pop()
-        set_flags(state)
-        torch.set_autocast_cache_enabled(cache)
-
-
 @contextlib.contextmanager
-def _traced_casts_disabled() -> Iterator[None]:
-    """The same, written with the one context manager of torch's that torch.compile can trace."""
+def traced(on: Mapping[str, bool], dtype: torch.dtype | None, caching: bool) -> Iterator[None]:
+    """A block with these flags, written with the one context manager of torch's that torch.compile can trace."""
     devices = device_types()
     first, last = devices[0], devices[-1]
     with (
-        torch.autocast(first, enabled=False, cache_enabled=False),
-        torch.autocast(last, enabled=False, cache_enabled=False),
+        torch.autocast(first, dtype=dtype, enabled=on[first], cache_enabled=caching),
+        torch.autocast(last, dtype=dtype, enabled=on[last], cache_enabled=caching),
     ):
         yield
+
+
+def _traced_off() -> contextlib.AbstractContextManager[None]:
+    return traced(dict.fromkeys(device_types(), False), None, caching=False)
 
 
 def disable_casts() -> contextlib.AbstractContextManager[None]:
@@ -170,138 +265,11 @@ def disable_casts() -> contextlib.AbstractContextManager[None]:
         torch.float32
         >>> mpinit.undo(model)
     """
-    return _traced_casts_disabled() if torch.compiler.is_compiling() else _CastsDisabled()
+    # The cache goes off as well: by that a model's forward tells casts that were switched off on purpose.
+    return _traced_off() if torch.compiler.is_compiling() else CastsOff(caching=False)
 
 
 def call_without_casts(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function with every cast off, also where torch.compile traces the call."""
-    if torch.compiler.is_compiling():
-        with _traced_casts_disabled():
-            return function(*args, **kwargs)
-    with CastsOff():
+    with _traced_off() if torch.compiler.is_compiling() else CastsOff():
         return function(*args, **kwargs)
-
-
-class _Thread(threading.local):
-    """What this thread's open :class:`ForwardCasts` blocks have to put back, outermost first."""
-
-    def __init__(self) -> None:
-        self.open: list[tuple[list[tuple[str, bool, torch.dtype]], bool]] = []
-
-
-_thread: Final = _Thread()
-
-
-class ForwardCasts:
-    """Casts on around the forward of an initialised model, in any thread, weight casts cached until it ends.
-
-    One object serves any number of models, threads and nested calls. For each device present, on entering:
-
-    - flag on: it stays on, with this dtype;
-    - flag off and weight-cast cache off: switched off on purpose, stays off;
-    - flag off inside an open ``torch.autocast`` block of this thread: that block switched it off, it stays off,
-      unless torch itself opened the block to carry state into a checkpoint's recomputation or a replica's thread;
-    - flag off otherwise (a thread, or ``cast_scope="model"``, in which nobody switched it on): on, with this dtype.
-
-    The cached weight casts are dropped when the thread's outermost block ends, so they never outlive a weight change
-    made between two forwards. On exit everything is put back, after an exception too. torch.compile cannot trace a
-    context manager that was made outside the compiled function: use :meth:`run` where the forward may be traced.
-
-    Args:
-        dtype: the 16-bit dtype.
-
-    Example:
-        >>> with ForwardCasts(torch.bfloat16):
-        ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-        torch.bfloat16
-    """
-
-    __slots__ = ("_dtype",)
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def __reduce__(self) -> tuple[type[ForwardCasts], tuple[torch.dtype]]:
-        return (ForwardCasts, (self._dtype,))
-
-    def __enter__(self) -> ForwardCasts:
-        dtype = self._dtype
-        caching = torch.is_autocast_cache_enabled()
-        nested = torch.autocast_increment_nesting() > 1
-        before = []
-        any_on = False
-        for device in _devices or device_types():
-            on, dtype_before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-            before.append((device, on, dtype_before))
-            if not on and caching and (not nested or _carried_by_torch()):
-                torch.set_autocast_enabled(device, True)
-                on = True
-            any_on = any_on or on
-            if dtype_before is not dtype:
-                torch.set_autocast_dtype(device, dtype)
-                if nested:
-                    torch.clear_autocast_cache()  # torch looks a cached cast up by weight alone, not by dtype
-        torch.set_autocast_cache_enabled(any_on)
-        _thread.open.append((before, caching))
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        before, caching = _thread.open.pop()
-        nesting = torch.autocast_decrement_nesting()
-        clear = nesting == 0 or not _thread.open
-        for device, on, dtype_before in before:
-            torch.set_autocast_enabled(device, on)
-            if dtype_before is not self._dtype:
-                torch.set_autocast_dtype(device, dtype_before)
-                clear = True
-        if clear:
-            torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(caching)
-
-    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``function`` inside this block; torch.compile(fullgraph=True) traces it.
-
-        Example:
-            >>> ForwardCasts(torch.float16).run(torch.mm, torch.ones(2, 2), torch.ones(2, 2)).dtype
-            torch.float16
-        """
-        if torch.compiler.is_compiling():
-            return _traced_run(self._dtype, function, *args, **kwargs)
-        with self:
-            return function(*args, **kwargs)
-
-
-def _traced_run(dtype: torch.dtype, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """:meth:`ForwardCasts.run` under torch.compile, where the nesting of torch.autocast blocks cannot be read.
-
-    The cache is off inside: the compiler merges equal casts by itself, and a block inside the graph that switches
-    the flag off then counts as on purpose.
-    """
-    caching = torch.is_autocast_cache_enabled()
-    devices = device_types()
-    first, last = devices[0], devices[-1]
-    first_on = caching or torch.is_autocast_enabled(first)
-    last_on = caching or torch.is_autocast_enabled(last)
-    with (
-        torch.autocast(first, dtype=dtype, enabled=first_on, cache_enabled=False),
-        torch.autocast(last, dtype=dtype, enabled=last_on, cache_enabled=False),
-    ):
-        return function(*args, **kwargs)
-
-
-_CARRIERS: Final = ("torch/utils/checkpoint.py", "torch/nn/parallel/parallel_apply.py")
-
-
-def _carried_by_torch() -> bool:
-    """Whether torch opened an autocast block on this stack to carry another place's state here.
-
-    Only asked in the rare case of an off flag inside an open block, so a walk up the stack is cheap enough.
-    """
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_filename.replace("\\", "/").endswith(_CARRIERS):
-            return True
-        frame = frame.f_back
-    return False

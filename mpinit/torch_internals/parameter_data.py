@@ -43,6 +43,14 @@ def forget_data(parameter: torch.Tensor) -> None:
         del nn.Parameter.data
 
 
+def forget_all_data(accessed: set[int]) -> None:
+    """:func:`forget_data` for every parameter whose reads ``accessed`` gets."""
+    for key in [key for key, noted_in in list(_noted_in.items()) if noted_in is accessed]:
+        _noted_in.pop(key, None)
+    if not _noted_in and "data" in vars(nn.Parameter):
+        del nn.Parameter.data
+
+
 def _get(parameter: torch.Tensor) -> torch.Tensor:
     accessed = _noted_in.get(id(parameter))
     if accessed is not None:

@@ -22,14 +22,14 @@ def is_tracing_symbolically() -> bool:
     return not torch.compiler.is_compiling() and _symbolic_trace.is_fx_symbolic_tracing()
 
 
-def in_backward() -> bool:
-    """Whether this thread is inside a backward pass: activation checkpointing runs forwards again there.
+def current_pass() -> int:
+    """The number of the backward pass that this thread is inside of: activation checkpointing runs forwards there.
 
     Example:
-        >>> in_backward()
-        False
+        >>> current_pass()  # in none
+        -1
     """
-    return torch._C._current_graph_task_id() != -1
+    return int(torch._C._current_graph_task_id())
 
 
 def computes_at_once() -> bool:

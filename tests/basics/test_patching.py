@@ -13,23 +13,6 @@ from interruptions import Interrupted, count_lines, interrupt_at
 from mpinit.basics.patching import UndoStack, set_attribute
 
 
-def test_an_own_attribute_comes_back_as_the_same_object() -> None:
-    before = object()
-    box = types.SimpleNamespace(a=before)
-    revert = set_attribute(box, "a", 2)
-    assert box.a == 2
-    revert()
-    assert box.a is before
-
-
-def test_an_absent_attribute_is_deleted_again() -> None:
-    box = types.SimpleNamespace()
-    revert = set_attribute(box, "a", None)
-    assert box.a is None
-    revert()
-    assert not hasattr(box, "a")
-
-
 def test_an_inherited_attribute_is_not_copied_down() -> None:
     class Base:
         def forward(self) -> str:
@@ -63,12 +46,6 @@ def test_descriptors_of_a_class_come_back_unbound() -> None:
         assert vars(Owner)[name] is before
 
 
-def test_none_is_a_value_like_any_other() -> None:
-    box = types.SimpleNamespace(a=None)
-    set_attribute(box, "a", 1)()
-    assert vars(box) == {"a": None}
-
-
 def test_reverting_after_somebody_deleted_it_does_not_raise() -> None:
     module = torch.nn.Linear(1, 1)
     revert = set_attribute(module, "forward", lambda x: x)
@@ -77,26 +54,18 @@ def test_reverting_after_somebody_deleted_it_does_not_raise() -> None:
     assert "forward" not in vars(module)
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers()), max_size=20))
-def test_any_sequence_of_patches_unwinds_to_the_start(patches: list[tuple[str, int]]) -> None:
-    box = types.SimpleNamespace(a=0)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.none() | st.integers()), max_size=20))
+def test_any_sequence_of_patches_unwinds_to_the_start(patches: list[tuple[str, int | None]]) -> None:
+    """The ``a`` that is there is itself again, whatever it is; the ``b`` and ``c`` that are not are deleted."""
+    before = object()
+    box = types.SimpleNamespace(a=before)
     stack = UndoStack()
     for name, value in patches:
         stack.push(set_attribute(box, name, value))
     assert len(stack) == len(patches)
     stack.unwind()
-    assert vars(box) == {"a": 0}
+    assert vars(box) == {"a": before}
     assert len(stack) == 0
-
-
-def test_undos_run_last_in_first_out_and_only_once() -> None:
-    order: list[int] = []
-    stack = UndoStack()
-    for number in range(3):
-        stack.push(lambda number=number: order.append(number))  # type: ignore[misc]
-    stack.unwind()
-    stack.unwind()
-    assert order == [2, 1, 0]
 
 
 def test_every_undo_runs_and_the_first_error_is_the_one_raised() -> None:
@@ -134,23 +103,6 @@ def test_an_undo_that_failed_runs_again_when_asked_again() -> None:
     assert len(stack) == 0
 
 
-def test_an_interruption_that_comes_once_leaves_nothing_behind() -> None:
-    interruptions, order = iter([True, False]), []
-
-    def interrupted() -> None:
-        if next(interruptions):
-            raise KeyboardInterrupt
-        order.append("interrupted")
-
-    stack = UndoStack()
-    stack.push(lambda: order.append("old"))
-    stack.push(interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        stack.unwind()
-    assert order == ["interrupted", "old"]
-    assert len(stack) == 0
-
-
 def test_unwinding_interrupted_at_any_line_goes_on_where_it_was() -> None:
     def boxes() -> tuple[UndoStack, types.SimpleNamespace]:
         stack, box = UndoStack(), types.SimpleNamespace(a=0)
@@ -167,14 +119,6 @@ def test_unwinding_interrupted_at_any_line_goes_on_where_it_was() -> None:
             interrupt_at(line, stack.unwind)
         stack.unwind()
         assert vars(box) == {"a": 0}, f"interrupted at line {line}"
-
-
-def test_a_patch_interrupted_at_any_line_is_either_undone_or_returned() -> None:
-    for line in range(count_lines(lambda: set_attribute(types.SimpleNamespace(a=1), "a", 2))):
-        box = types.SimpleNamespace(a=1)
-        with pytest.raises(Interrupted):
-            interrupt_at(line, lambda box=box: set_attribute(box, "a", 2))
-        assert vars(box) == {"a": 1}, f"interrupted at line {line}"
 
 
 def test_the_way_back_is_on_the_stack_before_anything_changes() -> None:

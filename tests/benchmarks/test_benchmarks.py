@@ -31,7 +31,7 @@ from benchmarks.training import Training  # noqa: E402
 from benchmarks.with_mpinit import Mpinit  # noqa: E402
 
 # Peers are others' to test, and what compiles takes too long to build here.
-FAST = [name for name in ROSTER if name not in ("o2_compiled", "optimi", "torchao", "bitsandbytes", "flashoptim")]
+FAST = [name for name in ROSTER if name not in ("optimi", "torchao", "bitsandbytes", "flashoptim")]
 CPU = torch.device("cpu")
 
 

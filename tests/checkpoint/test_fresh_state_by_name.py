@@ -16,6 +16,8 @@ from torch.optim import SGD, Adam, Optimizer
 
 import mpinit
 
+pytestmark = pytest.mark.usefixtures("group_of_one")
+
 
 def assert_entered(optimizer: Optimizer, entered: list[list[nn.Parameter]]) -> None:
     assert [[*map(id, group["params"])] for group in optimizer.param_groups] == [[*map(id, group)] for group in entered]
@@ -79,18 +81,18 @@ class Failing(Adam):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_failure_while_state_is_made_leaves_everything_as_it_was(level: str) -> None:
+def test_a_failure_while_a_train_state_makes_it_leaves_everything_as_it_was(level: str) -> None:
     model = Net()
     optimizer = Failing(groups(model), lr=0.01)
     mpinit.initialize(model, optimizer, **LEVELS[level])
     before = copy.deepcopy(model.state_dict())
     entered = [list(group["params"]) for group in optimizer.param_groups]
     with pytest.raises(ArithmeticError):
-        get_optimizer_state_dict(model, optimizer)
+        mpinit.TrainState(model, optimizer).state_dict()
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.02]
     assert not optimizer.state
     assert all(p.grad is None for p in [*model.parameters(), *itertools.chain(*entered)])
     assert_entered(optimizer, entered)
     same(model.state_dict().values(), before.values())
     optimizer.fails = False
-    get_optimizer_state_dict(model, optimizer)
+    mpinit.TrainState(model, optimizer).state_dict()

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from forked_runs import run_code
 from loops import backward, batches, masters, mlp, momentum, mse, same, train, train_plainly
 from states_by_name import LEVELS, OPTIMIZERS, OPTIONS, WITH_MASTERS, assert_same, build, entries, load, saved
 from torch import nn
-from torch.distributed.checkpoint import state_dict as by_name
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -26,6 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Adam, Optimizer
 
 import mpinit
+
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 # -- what is saved, and where it loads ------------------------------------------------------------------------------
 
@@ -165,47 +164,3 @@ def test_a_state_that_does_not_fit_is_refused_as_in_torch(level: str) -> None:
     assert_same(saved(model, optimizer), before)
     same(masters(optimizer), entered)
     train(model, optimizer, batches(1))
-
-
-# -- the patches ------------------------------------------------------------------------------------------------------
-
-
-def test_torch_is_patched_while_an_optimizer_needs_it() -> None:
-    names = (
-        *("_get_optim_state_dict", "_load_optim_state_dict", "_init_optim_state"),
-        *("_broadcast_state_dict", "_distribute_state_dict"),
-    )
-    before, finders = [getattr(by_name, name) for name in names], list(sys.meta_path)
-    model, _ = build("O2")
-    other, _ = build("O2")
-    assert all(getattr(by_name, name).__wrapped__ is inner for name, inner in zip(names, before, strict=True))
-    mpinit.undo(model)
-    assert by_name._init_optim_state is not before[2]
-    mpinit.undo(other)
-    assert [getattr(by_name, name) for name in names] == before
-    assert sys.meta_path == finders
-
-
-LATER = """
-import sys, torch, mpinit
-module = "torch.distributed.checkpoint"
-before = list(sys.meta_path)
-def pair():
-    model = torch.nn.Linear(2, 2)
-    return mpinit.initialize(model, torch.optim.Adam(model.parameters()), opt_level="O5", verbosity=0)
-model, optimizer = pair()
-mpinit.undo(model)
-assert sys.meta_path == before
-model, optimizer = pair()
-assert module not in sys.modules
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-assert list(get_optimizer_state_dict(model, optimizer)["state"]) == ["weight", "bias"]
-mpinit.undo(model)
-assert sys.meta_path == before
-assert not hasattr(sys.modules[module + ".state_dict"]._init_optim_state, "__wrapped__")
-"""
-
-
-def test_whoever_imports_the_module_later_finds_it_patched() -> None:
-    done = run_code(LATER)
-    assert done.returncode == 0, done.stderr

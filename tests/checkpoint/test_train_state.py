@@ -123,6 +123,31 @@ def test_a_state_goes_through_every_level_and_back() -> None:
     assert_same(without_scalers(copied(theirs)), without_scalers(first))
 
 
+@pytest.mark.parametrize("level", ["O2", "split"])
+def test_outside_of_a_process_group_torch_refuses_what_a_train_state_does(level: str) -> None:
+    """To make an optimizer's state torch assigns 16-bit gradients."""
+    model, optimizer = build(level)
+    if level == "O2":
+        with pytest.raises(RuntimeError, match="grad_dtype"):
+            get_state_dict(model, optimizer)
+    state = copied(TrainState(model, optimizer))
+    train(model, optimizer, batches(2))
+    assert state["optim"]["state"].keys() == get_state_dict(model, optimizer)[1]["state"].keys()
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "split"])
+def test_gradients_and_given_out_masters_outlive_a_look(level: str) -> None:
+    model, optimizer = build(level)
+    backward(mse(model, batches(1)[0]), optimizer)
+    list(mpinit.master_params(optimizer))
+    before = [weight.grad for weight in model.parameters()]
+    TrainState(model, optimizer).state_dict()
+    assert all(weight.grad is gradient for weight, gradient in zip(model.parameters(), before, strict=True))
+    optimizer.step()
+    assert mpinit.step_counts(optimizer) == (1, 0)
+    assert {float(each["step"]) for each in optimizer.state.values()} == {1.0}
+
+
 # -- loss scales ------------------------------------------------------------------------------------------------------
 
 

@@ -128,7 +128,7 @@ def test_explain_takes_whole_numbers_and_counts_an_optimizers_state(said: Said) 
     status, out, _ = said("explain", *words)
     assert status == 0
     report = json.loads(out)
-    assert report["bytes_per_parameter"]["O2"]["optimizer state"] == 8.0
+    assert report["bytes_per_parameter"]["optimizer state"] == 8.0
     assert {row["module"] for row in report["rows"]} >= {"0", "1"}
 
 

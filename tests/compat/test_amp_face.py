@@ -165,12 +165,17 @@ def test_sparse_scalar_and_empty_gradients_take_part() -> None:
         mpinit.undo(models)
 
 
-def test_an_exception_in_the_block_is_the_users_and_leaves_gradients_alone() -> None:
+def test_an_exception_in_the_block_is_the_users_and_spreads_no_overflow() -> None:
     models, optimizers = pair("O2")
-    with pytest.raises(KeyError, match="mine"), face.scale_loss(mean(models[0]), optimizers) as scaled:
+    with (
+        pytest.raises(KeyError, match="mine"),
+        face.scale_loss(INF * mean(models[0]) + mean(models[1]), optimizers) as scaled,
+    ):
         scaled.backward()
         raise KeyError("mine")
-    assert all(p.grad is None for optimizer in optimizers for p in mpinit.master_params(optimizer))
+    (weight, bias), after = models[1].parameters(), [p.grad for p in mpinit.master_params(optimizers[1])]
+    expected = torch.autograd.grad(mean(models[1]), [weight, bias])
+    assert all(torch.equal(grad, wanted) for grad, wanted in zip(after, expected, strict=True))
     with face.scale_loss(mean(models[0]) + mean(models[1]), optimizers) as scaled:
         scaled.backward()
 

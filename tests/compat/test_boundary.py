@@ -75,8 +75,7 @@ SHORT_LIST = {
 # And these, which one module takes for all of them.
 CORE = {
     "registry": "which session an object belongs to",
-    "plan": "the rule of a scaler that a script makes by itself",
-    "scaling.scaler": "that scaler",
+    "scaling.scaler": "what its scalers are",
 }
 
 

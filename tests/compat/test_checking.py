@@ -80,8 +80,8 @@ def test_report_and_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_our_own_recipes_are_covered(capsys: pytest.CaptureFixture[str]) -> None:
-    scripts = Path(__file__).with_name("scripts")
-    assert main(["check-apex", *map(str, sorted(scripts.glob("*.py")))]) == 0, capsys.readouterr().out
+    scripts = [path for path in Path(__file__).with_name("scripts").glob("*.py") if path.stem != "old_interface"]
+    assert main(["check-apex", *map(str, sorted(scripts))]) == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -87,46 +87,37 @@ def test_adam_is_torchs_own_bit_for_bit_and_fused() -> None:
     assert all(map(torch.equal, got, train(lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.05, fused=True))))
 
 
-def sgd(lr: float, momentum: float, wd: float, nesterov: bool, after: bool) -> Step:
+def sgd(lr: float, momentum: float, wd: float, nesterov: bool) -> Step:
     def step(w: torch.Tensor, g: torch.Tensor, s: dict[str, Any]) -> torch.Tensor:
-        g = g if after else g + wd * w
+        g = g + wd * w
         s["buffer"] = momentum * s["buffer"] + g if "buffer" in s else g
         update = g + momentum * s["buffer"] if nesterov else s["buffer"]
-        return w - lr * (update + wd * w if after else update)
+        return w - lr * update
 
     return step
 
 
-@pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_sgd(nesterov: bool, after: bool) -> None:
-    got = train(lambda p: FusedSGD(p, 0.1, momentum=0.9, weight_decay=0.05, nesterov=nesterov, wd_after_momentum=after))
-    torch.testing.assert_close(got, expect(sgd(0.1, 0.9, 0.05, nesterov, after)), rtol=1e-5, atol=1e-6)
+def test_sgd(nesterov: bool) -> None:
+    got = train(lambda p: FusedSGD(p, 0.1, momentum=0.9, weight_decay=0.05, nesterov=nesterov))
+    torch.testing.assert_close(got, expect(sgd(0.1, 0.9, 0.05, nesterov)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_adagrad(decoupled: bool) -> None:
+def test_adagrad() -> None:
     def step(w: torch.Tensor, g: torch.Tensor, s: dict[str, Any]) -> torch.Tensor:
-        g = g if decoupled else g + 0.05 * w
+        g = g + 0.05 * w
         s["h"] = s.get("h", 0) + g * g
-        return w - 0.1 * (g / (s["h"].sqrt() + 1e-10) + (0.05 * w if decoupled else 0))
+        return w - 0.1 * g / (s["h"].sqrt() + 1e-10)
 
-    got = train(lambda p: FusedAdagrad(p, lr=0.1, weight_decay=0.05, adagrad_w_mode=decoupled))
+    got = train(lambda p: FusedAdagrad(p, lr=0.1, weight_decay=0.05))
     torch.testing.assert_close(got, expect(step), rtol=1e-5, atol=1e-6)
 
 
-def test_decoupled_decay_leaves_the_groups_options_and_runs_hooks_once() -> None:
-    params = weights()
-    optimizer = FusedSGD(params, lr=0.1, weight_decay=0.5, wd_after_momentum=True)
-    calls: list[str] = []
-    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-    for p in params:
-        p.grad = torch.zeros_like(p)
-    before = [p.detach().clone() for p in params]
-    assert optimizer.step(lambda: torch.tensor(3.0)) == torch.tensor(3.0)
-    assert optimizer.param_groups[0]["weight_decay"] == 0.5
-    assert calls == ["post"]
-    torch.testing.assert_close([p.detach() for p in params], [w * 0.95 for w in before])
+def test_decoupled_decay_is_refused_where_torch_has_none() -> None:
+    with pytest.raises(RuntimeError, match="wd_after_momentum=True: leave it out"):
+        FusedSGD(weights(), lr=0.1, wd_after_momentum=True)
+    with pytest.raises(RuntimeError, match="adagrad_w_mode=True: leave it out"):
+        FusedAdagrad(weights(), adagrad_w_mode=True)
 
 
 def lamb(wd: float, *, l2: bool = False, average: bool = True, nv: bool = False, fix: bool = True) -> Step:

@@ -95,6 +95,22 @@ def test_larc_may_be_initialised(level: str) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_larc_around_an_initialised_optimizer_scales_what_that_steps(level: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    before = [p.detach().clone() for p in model.parameters()]
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01)
+    mpinit.initialize(model, inner, opt_level=level, loss_scale=128.0, verbosity=0)
+    optimizer = LARC(inner)
+    with mpinit.scale_loss(model(torch.randn(2, 4)).square().mean(), inner) as scaled:
+        scaled.backward()
+    grads = [p.grad.clone().float() for p in mpinit.master_params(inner)]
+    optimizer.step()
+    after = [p.detach().clone() for p in mpinit.master_params(inner)]
+    torch.testing.assert_close(after, larc_step(before, grads, 0.1, 0.01, clip=True))
+
+
 def test_converting_batchnorm_keeps_parameters_statistics_and_mode() -> None:
     model = nn.Sequential(
         nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2, eps=1e-3, momentum=0.3), nn.Sequential(nn.BatchNorm2d(2))

@@ -74,9 +74,13 @@ def test_as_by_hand(name: str, level: str) -> None:
     by_hand = trained_by_hand(engine, level, STEPS)
     start = dict(engine.network().named_parameters())
     assert {value.dtype for value in state.values()} == {torch.float32}
+    # With "model" gradients arrive together, so that DDP's buckets, and the hook's sums in float16, have another order.
+    tolerance = 1e-4 if (name, level) == ("ddp hook fp16", "model") else 0
     for key, value in by_hand.items():
         assert not torch.equal(value, start[key]), f"{key} is not trained at all"
-        torch.testing.assert_close(state[key], value, atol=0, rtol=0, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            state[key], value, atol=tolerance, rtol=0, msg=lambda text, key=key: f"{key}: {text}"
+        )
     assert_one(list(state.values()))
 
 
@@ -279,18 +283,12 @@ def test_averages_of_masters_are_one(level: str) -> None:
     model = network(seed=0)
     masters = [parameter.detach().clone() for parameter in model.parameters()]
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, inner, **keywords(level))
     optimizer = PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=1, warmup_steps=0))
-    if level == "split":
-        backward(model, inner, parts(1)[0])
-        optimizer.step()
-        with refused(RuntimeError, "hold no numbers between steps", "master_weights=True"):
-            model(parts(1)[0][0])
-        return
+    mpinit.initialize(model, optimizer, **keywords(level))
     for batch in parts(3):
         optimizer.zero_grad()
-        backward(model, inner, batch)
-        gradients = [parameter.grad.float().clone() for parameter in mpinit.master_params(inner)]
+        backward(model, optimizer, batch)
+        gradients = [parameter.grad.float().clone() for parameter in mpinit.master_params(optimizer)]
         optimizer.step()
         for master, gradient in zip(masters, gradients, strict=True):
             master.add_(gradient, alpha=-0.1)
@@ -298,7 +296,7 @@ def test_averages_of_masters_are_one(level: str) -> None:
         dist.all_reduce(flat)
         parts_of_it = torch.split(flat, [master.numel() for master in masters])
         masters = [part.view_as(master).clone() for part, master in zip(parts_of_it, masters, strict=True)]
-        assert_all_one(model, inner)
+        assert_all_one(model, optimizer)
     for (name, ours), master in zip(model.state_dict().items(), masters, strict=True):
         torch.testing.assert_close(ours, master, msg=lambda text, name=name: f"{name}: {text}")
 

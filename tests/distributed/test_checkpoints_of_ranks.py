@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import tempfile
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from encoders import CASE, sharded
-from engines import assert_same, mine, refused, whole
+from engines import assert_close, assert_same, mine, refused, whole
 from models import LEVELS, train
 from processes import ranks
 from torch import nn
@@ -230,7 +231,7 @@ def test_what_is_saved_in_the_background_is_the_state_of_that_moment(words: str)
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
 
 
-@ranks(4, ("fsdp4 O5", "sgd"), long=[("ddp4 split", "adam"), ("tp4 O2", "adam")])
+@ranks(4, ("fsdp4 O5", "sgd"), ("fsdp4 split", "adam"), long=[("ddp4 split", "adam"), ("tp4 O2", "adam")])
 def test_rank_0_has_all_of_it(words: str, name: str) -> None:
     """Gathered once; loaded from rank 0; refused on all ranks where it does not fit."""
     run = Run(words, {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[name])
@@ -259,6 +260,20 @@ def test_rank_0_has_all_of_it(words: str, name: str) -> None:
     assert_same(of(here), before)
     state.load_state_dict(saved)
     assert_same(of(here), expected)
+
+
+@ranks(4, ("fsdp4 split",), ("tp4 O2",))
+def test_torchs_own_function_says_that_shards_get_16_bits(words: str) -> None:
+    run = Run(words)
+    pair, state = run.build()
+    there = {name: value * 1.37 for name, value in of(state).items() if name.startswith("model.")}
+    given = {name.removeprefix("model."): value for name, value in there.items()} if dist.get_rank() == 0 else {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        set_model_state_dict(pair[0], given, options=WHOLE)
+    assert any("masters were rebuilt from these" in str(warning.message) for warning in caught)
+    found = {name: value for name, value in of(state).items() if name in there}
+    assert_close(found, there, 1e-2)
 
 
 def _tensors(state: Any) -> list[torch.Tensor]:

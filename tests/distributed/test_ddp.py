@@ -200,8 +200,10 @@ def test_wrappers_are_found_wherever_they_are() -> None:
 
     inside = CASE.build()
     wrapped = DistributedDataParallel(inside)
-    with refused(ValueError, "DistributedDataParallel around the model", "del"):
-        mpinit.initialize(inside, optimizer_of(inside), "O2", verbosity=0)
+    mpinit.initialize(inside, optimizer_of(inside), "O2", verbosity=0)
+    with refused(RuntimeError, "made before mpinit.initialize", "wrap the model in DistributedDataParallel afterwards"):
+        wrapped(CASE.batches(1)[0][0])
+    mpinit.undo(inside)
     with refused(ValueError, "DistributedDataParallel"):
         mpinit.initialize(torch.compile(wrapped, backend="eager"), optimizer_of(inside), "O5", verbosity=0)
     with refused(ValueError, "torch.compile", "DistributedDataParallel"):

@@ -64,7 +64,7 @@ def test_the_minimal_example_trains_and_resumes(level: str, script) -> None:  # 
 
 def test_the_minimal_example_runs_in_a_process_of_its_own() -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "examples/minimal.py"], cwd=ROOT, capture_output=True, text=True, timeout=240
+        [sys.executable, "-W", "error", "examples/minimal.py"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     check_minimal("O2", done.stdout)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cast_samples import resolve
 
-from mpinit.functions.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow, row_of, wrapped_on
+from mpinit.functions.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
 
 POLICIES = pytest.mark.parametrize("rows", [TORCH_POLICY, APEX_POLICY], ids=["torch", "apex"])
 
@@ -84,25 +84,3 @@ def test_every_in_place_variant_of_a_float32_function_is_refused_by_the_stricter
     floats = {row.name for row in APEX_POLICY if row.cast is Cast.FP32}
     refused = {row.name for row in APEX_POLICY if row.cast is Cast.REFUSED}
     assert {f"{name}_" for name in floats if hasattr(torch.Tensor, f"{name}_")} <= refused | {"sum_"}
-
-
-def test_lookups() -> None:
-    assert row_of("torch.special.softmax").name == "softmax"  # type: ignore[union-attr]
-    assert row_of("torch.nn.functional.gelu") is None
-    assert row_of("torch.nn.functional.gelu", APEX_POLICY).cast is Cast.FP32  # type: ignore[union-attr]
-    linear, exp, banned = (row_of(name) for name in ("torch.nn.functional.linear", "torch.exp", "torch.Tensor.nothing"))
-    assert banned is None
-    assert linear is not None
-    assert exp is not None
-    assert wrapped_on(linear, ("cpu", "cuda")) == ()
-    assert wrapped_on(exp, ("cpu", "cuda", "npu")) == ("cpu", "npu")
-
-
-def test_the_page_has_each_row_once_per_policy_it_differs_in() -> None:
-    page = Path(__file__).parents[2] / "docs" / "reference" / "cast-policy.md"
-    lines = page.read_text(encoding="utf-8").splitlines()
-    for row in TORCH_POLICY:
-        wanted = 2 if row.name == "grid_sample" else 1
-        assert sum(line.startswith(f"| {row.name} |") for line in lines) == wanted
-    softmax = next(line for line in lines if line.startswith("| softmax |"))
-    assert softmax.endswith("| wrapped | native | native |")

@@ -8,20 +8,20 @@ import itertools
 import logging
 import pickle
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from casts import BF16, FP32, HALF, StartCasts, o1_plan
+from casts import BF16, FP32, HALF, StartCasts, in_thread, o1_plan, product_dtype
+from torch.autograd import backward, grad
 from torch.nn import functional as F
 
-from mpinit.functions import apply, installation
+from mpinit.functions import apply
 from mpinit.functions.cast_lists import APEX_POLICY
-from mpinit.functions.installation import INSTALLATION, resolve_owner
-from mpinit.torch_internals.native_autocast import disable_casts, is_on
+from mpinit.functions.installation import resolve_owner
+from mpinit.torch_internals.native_autocast import is_on
 
 
 def snapshot() -> dict[str, Any]:
@@ -37,10 +37,6 @@ def snapshot() -> dict[str, Any]:
     return found
 
 
-def same(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    return not differences(before, after)
-
-
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     plain = {"state", "cache", "tag"}
     changed = [
@@ -49,10 +45,6 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         if (before[key] != after[key] if key in plain else before[key] is not after[key])
     ]
     return changed + sorted(before.keys() ^ after.keys())
-
-
-def product_dtype() -> torch.dtype:
-    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
@@ -64,10 +56,10 @@ def test_everything_is_back_after_the_last_of_several_sessions_in_any_order(orde
         apply(o1_plan(cast_scope="model", allow_banned=True)),
     ]
     for count, index in enumerate(order):
-        assert not same(before, snapshot()), count
+        assert differences(before, snapshot()), count
         undos[index]()
         undos[index]()  # undoing twice does nothing
-    assert same(before, snapshot())
+    assert differences(before, snapshot()) == []
 
 
 def test_the_dtype_in_force_is_that_of_the_latest_session_not_undone(start_casts: StartCasts) -> None:
@@ -79,24 +71,6 @@ def test_the_dtype_in_force_is_that_of_the_latest_session_not_undone(start_casts
     assert product_dtype() is FP32
 
 
-def test_a_failure_while_installing_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = snapshot()
-    made = []
-
-    def failing(*args: Any) -> Any:
-        made.append(args)
-        if len(made) == 30:
-            raise KeyError("half way")
-        return args[2]
-
-    monkeypatch.setattr(installation, "wrapper", failing)
-    with pytest.raises(KeyError, match="half way"):
-        apply(o1_plan())
-    monkeypatch.undo()
-    assert same(before, snapshot())
-    assert not INSTALLATION._sessions
-
-
 def test_wrappers_look_like_what_they_stand_for(start_casts: StartCasts) -> None:
     documentation, signature = torch.exp.__doc__, inspect.signature(torch.autograd.backward)
     start_casts()
@@ -106,31 +80,20 @@ def test_wrappers_look_like_what_they_stand_for(start_casts: StartCasts) -> None
         assert pickle.loads(pickle.dumps(function)) is function
 
 
-def test_thread_scope_covers_the_calling_thread_only(start_casts: StartCasts) -> None:
+def test_thread_scope_covers_the_calling_thread_only_and_model_scope_none(start_casts: StartCasts) -> None:
+    start_casts(cast_scope="model")
+    assert (is_on(), product_dtype(), torch.is_autocast_cache_enabled()) == (False, FP32, True)
     start_casts()
-    seen: list[Any] = []
-    thread = threading.Thread(target=lambda: seen.append((is_on(), product_dtype())))
-    thread.start()
-    thread.join()
-    assert seen == [(False, FP32)]
+    assert in_thread(lambda: (is_on(), product_dtype())) == (False, FP32)
     assert is_on()
     assert not torch.is_autocast_cache_enabled()
-
-
-def test_model_scope_switches_nothing_on(start_casts: StartCasts) -> None:
-    start_casts(cast_scope="model")
-    assert not is_on()
-    assert product_dtype() is FP32
-    assert torch.is_autocast_cache_enabled()
 
 
 def test_undone_in_another_thread_it_says_what_stays(caplog: pytest.LogCaptureFixture) -> None:
     before = snapshot()
     undo = apply(o1_plan())
     with caplog.at_level(logging.WARNING, "mpinit"):
-        thread = threading.Thread(target=undo)
-        thread.start()
-        thread.join()
+        in_thread(undo)
     assert "call mpinit.undo in the thread that called mpinit.initialize" in caplog.text
     assert is_on()
     apply(o1_plan())()  # the next session of this thread, undone, takes the lost one with it
@@ -160,14 +123,6 @@ def test_torch_functions_bound_by_the_users_modules_before_are_named(
     assert (module.exp(x).dtype, module.softmax(x, -1).dtype) == (HALF, FP32)
 
 
-def test_an_engine_function_bound_before_runs_without_casts_all_the_same(start_casts: StartCasts) -> None:
-    from torch.autograd import backward, grad
-
-    start_casts()
-    assert grad_dtype_seen_in_backward(backward) == [False]
-    assert grad_dtype_seen_in_backward(lambda loss: grad(loss, _leaf_of(loss))) == [False]
-
-
 def grad_dtype_seen_in_backward(run: Callable[[torch.Tensor], Any]) -> list[bool]:
     """Whether casts were on in each backward formula that ran."""
     seen = []
@@ -178,9 +133,9 @@ def grad_dtype_seen_in_backward(run: Callable[[torch.Tensor], Any]) -> list[bool
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        def backward(ctx: Any, upstream: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             seen.append(is_on())
-            return grad
+            return upstream
 
     run(Spy.apply(torch.ones(2, requires_grad=True)).sum())
     assert seen
@@ -194,12 +149,17 @@ def grad_dtype_seen_in_backward(run: Callable[[torch.Tensor], Any]) -> list[bool
         lambda loss: torch.autograd.backward(loss),
         lambda loss: torch.autograd.backward([loss], [torch.ones(())]),
         lambda loss: torch.autograd.grad(loss, _leaf_of(loss)),
+        lambda loss: backward(loss),
+        lambda loss: grad(loss, _leaf_of(loss)),
     ],
-    ids=["Tensor.backward", "autograd.backward", "lists", "autograd.grad"],
+    ids=["Tensor.backward", "autograd.backward", "lists", "autograd.grad", "bound before", "grad bound before"],
 )
 def test_casts_are_off_while_the_engine_runs(run: Callable[..., Any], start_casts: StartCasts) -> None:
     start_casts()
     assert grad_dtype_seen_in_backward(run) == [False]
+    assert is_on()
+    with pytest.raises(RuntimeError):
+        torch.ones(2).sum().backward()
     assert is_on()
 
 
@@ -208,38 +168,6 @@ def _leaf_of(loss: torch.Tensor) -> torch.Tensor:
     while not hasattr(node, "variable"):
         node = node.next_functions[0][0]
     return node.variable
-
-
-def test_casts_are_back_on_after_a_backward_that_raises(start_casts: StartCasts) -> None:
-    start_casts()
-    with pytest.raises(RuntimeError):
-        torch.ones(2).sum().backward()
-    assert is_on()
-
-
-def test_a_backward_of_float32_work_stays_in_float32(start_casts: StartCasts) -> None:
-    """Its matrix products would run in 16 bits if casts were on, and 1 + 2**-12 does not fit into float16."""
-    start_casts()
-    weight = torch.full((1, 1), 1 + 2.0**-12)
-    x = torch.ones(1, 1, requires_grad=True)
-    with disable_casts():
-        y = x @ weight
-    y.backward()
-    assert x.grad is not None
-    assert x.grad.item() == 1 + 2.0**-12
-
-
-def test_the_loss_made_of_a_gradient_is_cast(start_casts: StartCasts) -> None:
-    start_casts()
-    x = torch.full((3, 3), 0.1, requires_grad=True)
-    (grad,) = torch.autograd.grad((x @ x).exp().sum(), x, create_graph=True)
-    assert grad.dtype is FP32
-    assert (grad @ grad).dtype is HALF
-    penalty = ((grad @ grad).norm(2) - 1).square()
-    assert penalty.dtype is FP32
-    penalty.backward()
-    assert x.grad is not None
-    assert torch.isfinite(x.grad).all()
 
 
 NO_LONGER_SUPPORTED = pytest.mark.filterwarnings("ignore:`torch.jit.script` is")

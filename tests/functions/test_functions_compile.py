@@ -10,13 +10,13 @@ import torch
 from cast_samples import Make, sample
 from casts import BF16, FP32, HALF, o1_plan
 from torch import nn
-from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import mpinit
 from mpinit.functions import apply
 from mpinit.functions.cast_lists import TORCH_POLICY, Cast, CastRow, row_of
-from mpinit.torch_internals.native_autocast import ForwardCasts, disable_casts
+from mpinit.torch_internals.forward_casts import ForwardCasts
+from mpinit.torch_internals.native_autocast import disable_casts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(deprecated|reduction|size_average|Dynamo detected)")
 
@@ -75,98 +75,6 @@ def test_every_row_compiles_to_what_eager_mode_gives(cast: Cast) -> None:
             assert a.dtype is b.dtype, name
             if name not in MISCOMPILED:
                 torch.testing.assert_close(b, a, rtol=1e-2, atol=1e-2, msg=lambda text, at=name: f"{at}: {text}")
-
-
-class EveryKind(nn.Module):
-    """Uses each kind of row, native and wrapped, and a region without casts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Conv1d(2, 8, 3, padding=1)
-        self.norm = nn.LayerNorm(8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.cell = nn.LSTMCell(8, 4)
-        self.mix = nn.Bilinear(4, 4, 3)
-        self.head = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        embedded = self.embed(x).transpose(1, 2)
-        normed = self.norm(embedded)
-        attended = self.attention(normed, normed, normed, need_weights=False)[0]
-        hidden, state = self.cell(attended[:, 0])
-        mixed = self.mix(hidden, torch.cat([hidden[:, :2], state[:, 2:].float()], dim=1))
-        with mpinit.disable_casts():
-            exact = F.linear(mixed.float(), self.head.weight.float())
-        return {
-            "embedded": embedded,
-            "normed": normed,
-            "attended": attended,
-            "mixed": mixed,
-            "exact": exact,
-            "einsum": torch.einsum("bi,ji->bj", hidden, hidden),
-            "powers": attended**2 + attended.exp(),
-            "logits": self.head(mixed).log_softmax(-1),
-        }
-
-
-DTYPES = {
-    "embedded": HALF,
-    "normed": FP32,
-    "attended": HALF,
-    "mixed": FP32,
-    "exact": FP32,
-    "einsum": HALF,
-    "powers": FP32,
-    "logits": FP32,
-}
-
-
-@pytest.mark.parametrize(
-    ("order", "scope"),
-    [
-        ("initialize first", "thread"),
-        ("compile first", "model"),
-        pytest.param("compile and run first", "thread", marks=pytest.mark.nightly),
-        ("compile and run first", "model"),
-    ],
-)
-def test_a_model_of_every_kind_trains_compiled_as_in_eager_mode_without_recompiling(order: str, scope: str) -> None:
-    """What was compiled before meets casts of either scope; an order where nothing was yet needs one of them."""
-    model, x = EveryKind(), torch.randn(2, 2, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def start() -> None:
-        mpinit.initialize(model, optimizer, opt_level="O1", cast_scope=scope, verbosity=0)
-
-    if order == "initialize first":
-        start()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    if order == "compile and run first":
-        assert {value.dtype for value in compiled(x).values()} == {FP32}
-    if order != "initialize first":
-        start()
-    eager, got = model(x), compiled(x)
-    wanted = DTYPES if scope == "thread" else dict.fromkeys(DTYPES, FP32)
-    assert {name: value.dtype for name, value in eager.items()} == wanted
-    assert {name: value.dtype for name, value in got.items()} == wanted
-    for name, value in eager.items():
-        torch.testing.assert_close(got[name], value, rtol=2e-2, atol=2e-2, msg=lambda text, at=name: f"{at}: {text}")
-    gradients = []
-    for run in (model, compiled):
-        optimizer.zero_grad()
-        with mpinit.scale_loss(sum(out.float().square().mean() for out in run(x).values()), optimizer) as scaled:
-            scaled.backward()
-        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=5e-2)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for _ in range(4):
-            optimizer.zero_grad()
-            with mpinit.scale_loss(compiled(x)["logits"].sum(), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-    mpinit.undo(model)
-    assert {value.dtype for value in compiled(x).values()} == {FP32}
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ from mpinit.functions import apply
 from mpinit.functions.cast_lists import Cast, row_of
 from mpinit.functions.installation import resolve_owner
 from mpinit.torch_internals.cpu_autocast_list import RUNS_AS_GIVEN, listed_on_cpu_only
-from mpinit.torch_internals.native_autocast import ForwardCasts
+from mpinit.torch_internals.forward_casts import ForwardCasts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -11,9 +11,8 @@ from casts import BF16, FP32, HALF, LOWER, StartCasts
 from torch.nn import functional as F
 
 CATS: dict[str, Callable[..., torch.Tensor]] = {
-    **{name: getattr(torch, name) for name in ("cat", "concat", "stack", "hstack", "vstack", "dstack", "column_stack")},
+    **{name: getattr(torch, name) for name in ("cat", "stack", "hstack", "column_stack")},
     "block_diag": lambda tensors: torch.block_diag(*tensors),
-    "cartesian_prod": lambda tensors: torch.cartesian_prod(*[tensor.flatten() for tensor in tensors]),
     "roll": lambda tensors: sum(tensor.roll(1, 0) for tensor in tensors),  # type: ignore[return-value]
     "gradient": lambda tensors: sum(torch.gradient(tensor)[0] for tensor in tensors),  # type: ignore[return-value]
     "index_copy": lambda tensors: tensors[0].index_copy(0, torch.tensor([0, 1]), tensors[-1]),
@@ -29,8 +28,6 @@ def test_what_puts_tensors_together_takes_both_16_bit_types(
     want = {count: CATS[name]([x] * count) for count in (1, 2)}
     start_casts(patch_torch_functions_type=lower)
     for given in [(HALF,), (BF16,), (HALF, FP32), (FP32, BF16), (HALF, BF16), (BF16, HALF), (lower, lower)]:
-        if name == "cartesian_prod" and len(set(given)) > 1:
-            continue  # torch's own does not mix types
         got = CATS[name]([x.to(dtype) for dtype in given])
         assert got.dtype is (given[0] if len(set(given)) == 1 else FP32), given
         assert torch.equal(got.float(), want[len(given)])
@@ -59,14 +56,10 @@ def test_a_0_dimensional_float32_argument_counts(lower: torch.dtype, start_casts
     "norm",
     [
         lambda x, dtype: x.norm(dtype=dtype),
-        lambda x, dtype: torch.norm(x, dtype=dtype),
-        lambda x, dtype: torch.linalg.norm(x, dtype=dtype),
         lambda x, dtype: torch.linalg.vector_norm(x, dtype=dtype),
-        lambda x, dtype: torch.linalg.matrix_norm(x, dtype=dtype),
         lambda x, dtype: torch.masked.norm(x, 2, dtype=dtype),
-        lambda x, dtype: torch.masked.norm(x, 2),
     ],
-    ids=["Tensor.norm", "norm", "linalg.norm", "vector_norm", "matrix_norm", "masked.norm", "masked.norm alone"],
+    ids=["norm", "vector_norm", "masked.norm"],
 )
 def test_norms_answer_in_the_type_asked_for(
     norm: Callable[..., torch.Tensor], lower: torch.dtype, start_casts: StartCasts
@@ -98,45 +91,7 @@ def test_a_call_with_out_runs_as_without_casts(lower: torch.dtype, start_casts: 
         assert call(out) is out
         torch.testing.assert_close(out, expected, rtol=1e-6, atol=0)
     assert torch.equal(F.normalize(a.to(lower), out=torch.empty(3, 3, dtype=lower)), normalized)
-
-
-def test_out_none_is_no_out(start_casts: StartCasts) -> None:
-    start_casts()
-    x = torch.full((2,), 12.0, dtype=HALF)
-    assert torch.exp(x, out=None).dtype is FP32
-    assert torch.isfinite(torch.exp(x, out=None)).all()
-
-
-@LOWER
-def test_the_cpu_follows_cuda_where_its_kernels_take_16_bit_tensors(
-    lower: torch.dtype, start_casts: StartCasts
-) -> None:
-    start_casts(patch_torch_functions_type=lower)
-    flat, cube = torch.rand(1, 2, 4, 4, dtype=lower), torch.rand(1, 2, 4, 4, 4, dtype=lower, requires_grad=True)
-    results = [
-        F.max_pool3d(cube, 2),
-        F.adaptive_avg_pool3d(cube, 2),
-        F.pad(flat, (1, 1, 1, 1), mode="reflect"),
-        F.pad(cube, (1, 1, 1, 1, 1, 1), mode="replicate"),
-    ]
-    assert [result.dtype for result in results] == [lower] * len(results)
-    F.max_pool3d(cube, 2).sum().backward()
-    assert cube.grad is not None
-    assert cube.grad.dtype is lower
-    assert torch.quantile(flat, 0.5).dtype is FP32
-
-
-@LOWER
-def test_a_trace_is_computed_where_there_is_no_16_bit_kernel_too(lower: torch.dtype, start_casts: StartCasts) -> None:
-    matrix = torch.eye(300, dtype=lower)
-    try:
-        kept = matrix.trace().dtype
-    except NotImplementedError:  # torch 2.11
-        kept = FP32
-    start_casts(patch_torch_functions_type=lower)
-    trace = matrix.trace()
-    assert trace.dtype is kept
-    assert trace.item() == pytest.approx(300.0, rel=0.01)
+    assert torch.exp(torch.full((2,), 12.0, dtype=HALF), out=None).isfinite().all()
 
 
 @LOWER

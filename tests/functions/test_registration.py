@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from casts import BF16, FP32, HALF, StartCasts
 
-from mpinit.functions import user_functions
+from mpinit.functions import installation
 from mpinit.functions.registration import (
     float_function,
     half_function,
@@ -144,14 +143,14 @@ def test_promotion_goes_to_the_widest_of_nested_arguments(library: types.ModuleT
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest_one(library: types.ModuleType) -> None:
-    before = list(user_functions.REGISTERED)
+    before = list(installation.REGISTERED)
     with pytest.raises(ValueError, match=r"no function 'sofmax' in torch\.nn\.functional; did you mean 'softmax'\?"):
         register_float_function(torch.nn.functional, "sofmax")
     with pytest.raises(ValueError, match=r"no function 'qqq' in library_of_the_user"):
         register_half_function(library, "qqq")
     with pytest.raises(TypeError, match=r"must be a string, not <function"):
         register_half_function(library, library.seen)
-    assert before == user_functions.REGISTERED
+    assert before == installation.REGISTERED
 
 
 def test_names_imported_earlier_are_warned_of(library: types.ModuleType, start_casts: StartCasts) -> None:
@@ -171,8 +170,6 @@ def test_names_imported_earlier_are_warned_of(library: types.ModuleType, start_c
 
 
 # -- decorators --------------------------------------------------------------------------------------------------
-
-Pair = namedtuple("Pair", ["left", "right"])
 
 
 @half_function
@@ -225,15 +222,9 @@ def test_nothing_happens_without_casts() -> None:
 
 def test_decorated_functions_cast_nested_containers(start_casts: StartCasts) -> None:
     start_casts()
-    tree = OrderedDict(a=[ONES, 1, "text"], b=Pair(ONES, (HALVES, torch.ones(1, dtype=torch.int64))))
-    cast, named = leaves_in_half(tree, named={"deep": [ONES]})
-    assert type(cast) is OrderedDict
-    assert type(cast["b"]) is Pair
-    assert [cast["a"][0].dtype, cast["b"].left.dtype, named["deep"][0].dtype] == [HALF] * 3
-    assert cast["a"][1:] == [1, "text"]
-    assert cast["b"].right[0] is HALVES
-    assert cast["b"].right[1].dtype is torch.int64
-    assert tree["a"][0] is ONES
+    cast, named = leaves_in_half({"a": [ONES, "text"], "b": HALVES}, named={"deep": (ONES,)})
+    assert [cast["a"][0].dtype, named["deep"][0].dtype] == [HALF, HALF]
+    assert cast["a"][1] == "text" and cast["b"] is HALVES
 
 
 def test_decorated_float_and_promote_functions(start_casts: StartCasts) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,35 +48,6 @@ def test_the_oldest_go_and_counts_stay() -> None:
     rows = run(capacity=2)[0].rows()
     assert [row["step"] for row in rows] == [4, 5]
     assert (rows[-1]["good"], rows[-1]["skipped_so_far"]) == (4, 1)
-
-
-def test_csv_and_json(tmp_path: Path) -> None:
-    history, _ = run()
-    history.to_csv(tmp_path / "history.csv")
-    with open(tmp_path / "history.csv", encoding="utf-8") as file:
-        table = list(csv.DictReader(file))
-    parsed = json.loads(history.to_json(tmp_path / "history.json"))
-    assert json.loads((tmp_path / "history.json").read_text(encoding="utf-8")) == parsed
-    assert [float(row["loss"]) for row in table] == [row["loss"] for row in parsed]
-    assert parsed[2]["gradient_norm"] is None and parsed[2]["skipped"] is True
-
-
-class Writer:
-    def __init__(self) -> None:
-        self.scalars: dict[str, list[tuple[int, float]]] = {}
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self.scalars.setdefault(tag, []).append((step, value))
-
-
-@pytest.mark.parametrize("capacity", [2, 100])
-def test_a_writer_gets_every_step_once(capacity: int) -> None:
-    writer = Writer()
-    history, expected = run(capacity=capacity, writer=writer)
-    history.rows()
-    history.close()
-    assert [step for step, _ in writer.scalars["mpinit/loss"]] == [1, 2, 3, 4, 5]
-    assert [value for _, value in writer.scalars["mpinit/scale"]] == [row[1] for row in expected]
 
 
 def test_two_losses_of_one_step_are_averaged_and_a_step_without_any_is_nan() -> None:

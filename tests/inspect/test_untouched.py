@@ -148,11 +148,7 @@ def test_reports_and_histograms_leave_everything(level: str) -> None:
     if level in ("O1", "O2"):
         optimizer.step()
     before = picture(model, optimizer)
-    replays = (lambda: mse(model, batches(1)[0]), failing(lambda: mse(model, batches(1)[0]), 0))
     mpinit.overflow_report(optimizer)
-    mpinit.overflow_report(optimizer, replay=replays[0])
-    with pytest.raises(Stop):
-        mpinit.overflow_report(optimizer, replay=replays[1])
     same(picture(model, optimizer), before)
 
 

@@ -21,7 +21,6 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpinit
-from mpinit.masters import writes
 from mpinit.masters.codecs.encoded import EncodedState
 
 # No 16-bit type holds these; every one holds the gradient.
@@ -224,20 +223,6 @@ def test_a_write_without_a_trace_to_one_number_of_a_large_weight_counts(shape: t
         optimizer.step()
         assert model.weight.view(-1)[place] == 32.0
         assert torch.equal(number(model), expected)
-
-
-def test_where_reading_waits_writes_without_a_trace_are_found_in_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writes, "is_read_freely", lambda device: False)
-    model, optimizer = begin(torch.bfloat16, True)
-    optimizer.step()
-    model.weight.view(-1).data[0] = 4.0
-    with pytest.warns(UserWarning, match="shape \\(2, 3\\) was written to in a way that torch does not count"):
-        optimizer.step()  # the second
-    optimizer.step()
-    model.weight.view(-1).data[0] = 2.0
-    for _ in range(4):
-        optimizer.step()
-        assert number(model)[0, 0] == 2.0
 
 
 # -- memory shared from before ------------------------------------------------------------------------------------

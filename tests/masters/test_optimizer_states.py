@@ -263,9 +263,11 @@ def test_weights_kept_in_a_state_stay_float32() -> None:
     assert all(type(state["ax"]) is torch.Tensor for state in optimizer.state.values())
 
 
-def test_sparse_gradients_have_float32_states() -> None:
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("make", [torch.optim.SparseAdam, torch.optim.Adagrad])
+def test_sparse_gradients_have_float32_states(make: Factory) -> None:
     model = nn.Embedding(200, 64, sparse=True)
-    optimizer = torch.optim.SparseAdam(model.parameters())
+    optimizer = make(model.parameters())
     mpinit.initialize(model, optimizer, "O0", optimizer_state="int8", verbosity=0)
     for _ in range(2):
         with mpinit.scale_loss(model(torch.tensor([1, 5])).sum(), optimizer) as scaled:
@@ -276,15 +278,9 @@ def test_sparse_gradients_have_float32_states() -> None:
 
 def test_what_looks_across_parameters_is_refused() -> None:
     model = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match=r'optimizer_state="int8".*LBFGS looks across'):
+    with pytest.raises(ValueError, match=r'optimizer_state="int8".*how LBFGS updates'):
         mpinit.initialize(model, torch.optim.LBFGS(model.parameters()), "O0", optimizer_state="int8")
     assert registry.of(model) is None
-
-
-def test_a_compiled_step_is_refused() -> None:
-    model = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match="compile_step=True contradicts optimizer_state='int8'"):
-        mpinit.initialize(model, adam(model.parameters()), "O5", optimizer_state="int8", compile_step=True)
 
 
 @pytest.mark.parametrize("given, meant", [("bf16", "bfloat16"), (torch.int8, "int8"), ("fp32", "float32")])
@@ -297,21 +293,46 @@ def test_other_spellings_are_refused() -> None:
         mpinit.Properties(optimizer_state="float16")
 
 
-@pytest.mark.parametrize(("encoding", "most"), [("float32", 14.1), ("bfloat16", 10.1), ("int8", 8.13)])
+@pytest.mark.parametrize(("encoding", "most"), [("float32", 14.0), ("bfloat16", 10.0), ("int8", 8.13)])
 def test_bytes_a_parameter_with_adam_after_backward(encoding: str, most: float) -> None:
-    from test_split_masters import everything_held
-
-    model = nn.Linear(1024, 640, bias=False)
+    # Large enough for the step's buffer, 8 bytes a parameter, to be given back.
+    model = nn.Linear(2048, 1088, bias=False)
     optimizer = torch.optim.Adam(model.parameters())
     mpinit.initialize(model, optimizer, "O5", master_weights="split", optimizer_state=encoding, verbosity=0)
-    for _ in range(3):
-        with mpinit.scale_loss(model(torch.randn(4, 1024)).sum(), optimizer) as scaled:
+    for index in range(4):
+        with mpinit.scale_loss(model(torch.randn(4, 2048)).sum(), optimizer) as scaled:
             scaled.backward()
-        optimizer.step()
-    with mpinit.scale_loss(model(torch.randn(4, 1024)).sum(), optimizer) as scaled:
-        scaled.backward()
-    held = []
-    for tensor in everything_held(model, optimizer):
+        if index < 3:
+            optimizer.step()
+    held: list[torch.Tensor] = []
+    for tensor in everything_held(optimizer):
         held += tensor.codes if isinstance(tensor, EncodedState) else [tensor]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-    assert sum(storages.values()) / model.weight.numel() <= most
+    # Single numbers, such as Adam's count of steps, are tensors, too.
+    assert (most - 0.1) * model.weight.numel() <= sum(storages.values()) - 64 <= most * model.weight.numel()
+
+
+def everything_held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All tensors that can be reached from an optimizer's session: weights, gradients, masters, buffers, states."""
+    found: dict[int, torch.Tensor] = {}
+    seen: dict[int, Any] = {}  # kept, for ids are given to others
+
+    def visit(thing: Any) -> None:
+        if id(thing) in seen or isinstance(thing, (type, str)):
+            return
+        seen[id(thing)] = thing
+        if isinstance(thing, torch.Tensor):
+            found[id(thing)] = thing
+            visit(thing.grad)
+        elif isinstance(thing, dict):
+            visit(list(thing.items()))
+        elif isinstance(thing, (list, tuple, set, frozenset)):
+            for item in thing:
+                visit(item)
+        elif isinstance(thing, (nn.Module, torch.optim.Optimizer)) or type(thing).__module__.startswith("mpinit"):
+            slots = [name for cls in type(thing).__mro__ for name in getattr(cls, "__slots__", ())]
+            visit([getattr(thing, name, None) for name in slots])
+            visit(getattr(thing, "__dict__", {}))
+
+    visit([optimizer, registry.of(optimizer)])
+    return list(found.values())

@@ -22,6 +22,8 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 class Own(torch.optim.Optimizer):
     """Momentum; ``way`` is what else its step does, which makes no difference to a loop that clears gradients."""
 
+    steps_per_parameter = False
+
     def __init__(self, params: Any, lr: float = 0.05, way: str = "") -> None:
         super().__init__(params, {"lr": lr, "way": way})
 
@@ -61,6 +63,7 @@ def trained(kind: str, way: str, clears: bool = True) -> dict[str, torch.Tensor]
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 80), nn.Tanh(), nn.Linear(80, 64))
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = Own(model.parameters(), way=way)
+    optimizer.steps_per_parameter = kind != "split, whole"
     mpinit.initialize(model, optimizer, "O5", verbosity=0, **KINDS[kind])
     for index in range(4):
         if clears:

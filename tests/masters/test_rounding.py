@@ -1,4 +1,7 @@
-"""How a weight is rounded from its master: split masters half away from zero, full ones half to even, by numpy."""
+"""How a weight is rounded from its master: split masters half away from zero, full ones half to even, by numpy.
+
+And that a split master is exact: its weight and remainder put together give it back to the bit.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import mpinit
-from mpinit.masters.float_split import join, split_
+from mpinit.masters import float_split
+from mpinit.masters.float_split import add_remainder_, take_remainder_
 
 # bfloat16 has 8 significant bits, and float32's smallest exponent.
 BITS, SMALLEST = 8, -133
@@ -36,12 +40,54 @@ def half_to_even(values: np.ndarray) -> np.ndarray:
 RULES = {"split": half_away, True: half_to_even}
 
 
+def parts(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    bits, rest = values.clone().view(torch.int32), torch.empty(len(values), dtype=torch.int16)
+    take_remainder_(bits, rest)
+    return bits.to(torch.int16).view(torch.bfloat16), rest
+
+
+def join(weight: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    values = weight.float()
+    add_remainder_(values, rest)
+    return values
+
+
 def rounded(values: np.ndarray) -> np.ndarray:
     taken = torch.from_numpy(values.copy())
-    weight, rest = torch.empty(len(values), dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.int16)
-    split_(taken.clone(), weight, rest)
+    weight, rest = parts(taken)
     assert torch.equal(join(weight, rest), taken), "the master itself is exact"
     return weight.double().numpy()
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=64))
+def test_a_float32_number_comes_back_bit_for_bit(bits: list[int]) -> None:
+    values = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    numbers = values[~values.isnan()]
+    assert torch.equal(join(*parts(numbers)).view(torch.int32), numbers.view(torch.int32))
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-40, 3.4028235e38])
+def test_special_values(value: float) -> None:
+    values = torch.tensor([value])
+    assert torch.equal(join(*parts(values)).view(torch.int32), values.view(torch.int32))
+
+
+def test_long_tensors_are_worked_on_in_chunks() -> None:
+    values = torch.randn(300_001)
+    assert torch.equal(join(*parts(values)), values)
+
+
+@pytest.mark.parametrize("device", ["read freely", "not read"])
+@given(st.lists(st.integers(-(2**15), 2**15 - 1), min_size=1, max_size=64))
+def test_a_written_weight_counts_whatever_its_remainder_was(device: str, rests: list[int]) -> None:
+    rest = torch.tensor(rests, dtype=torch.int16)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(float_split, "is_read_freely", lambda _: device == "read freely")
+        for written in (0.0, -0.0, 0.3, -7e30, float("inf"), -float("inf"), float("nan")):
+            weight = torch.full(rest.shape, written, dtype=torch.bfloat16)
+            assert torch.equal(
+                parts(join(weight, rest))[0].nan_to_num(7.0, 3e38, -3e38), weight.nan_to_num(7.0, 3e38, -3e38)
+            )
 
 
 def test_the_rules_themselves_on_ties() -> None:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from autoencoder import F16, F32, LEVELS, Autoencoder, by_hand
+from casts import in_thread
 from models import quietly, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import mpinit
-from mpinit.model.forward import patch_forwards
-from mpinit.model.selection import select
-from mpinit.plan import make_plan
-from mpinit.settings.opt_levels import OPT_LEVELS
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -71,13 +66,6 @@ def test_inside_of_forward_nothing_is_cast_between_parts() -> None:
     seen.clear()
     model.encoder(torch.randn(3, 4))
     assert seen == [F16] * 6 + [F32, F32]
-
-
-def test_reading_a_parametrized_weight_casts_nothing() -> None:
-    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
-    quietly(model)
-    assert model[0].weight.dtype is F16
-    assert model(torch.ones(1, 4)).dtype is F32
 
 
 class Kept(nn.Module):
@@ -133,23 +121,15 @@ def test_a_part_recomputed_in_the_backward_pass_computes_what_it_did(where: str,
 
 
 def test_threads_do_not_see_one_anothers_forwards() -> None:
-    seen: dict[str, torch.dtype] = {}
-
     class Spawning(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.part = nn.Linear(2, 2)
 
-        def forward(self, x: Tensor) -> Tensor:
-            thread = threading.Thread(target=lambda: seen.update(other=self.part(torch.ones(1, 2)).dtype))
-            thread.start()
-            thread.join()
-            out = self.part(x)
-            seen["own"] = out.dtype
-            return out
+        def forward(self, x: Tensor) -> tuple[torch.dtype, torch.dtype]:
+            return in_thread(lambda: self.part(torch.ones(1, 2)).dtype), self.part(x).dtype
 
-    quietly(Spawning())(torch.ones(1, 2))
-    assert seen == {"other": F32, "own": F16}
+    assert quietly(Spawning())(torch.ones(1, 2)) == (F32, F16)
 
 
 def test_an_exception_in_forward_leaves_no_trace() -> None:
@@ -178,13 +158,6 @@ def test_a_model_that_calls_itself_stays_in_its_type() -> None:
 
     model = quietly(Tree())
     assert model(torch.ones(1, 2)).dtype is F32
-
-
-def test_a_model_and_a_part_of_it_in_one_call() -> None:
-    model = Autoencoder()
-    mpinit.initialize([model, model.encoder], sgd(model), "O2", verbosity=0)
-    x = torch.randn(3, 4)
-    assert model(x).dtype is model.encoder(x).dtype is F32
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -232,23 +205,6 @@ def test_a_graph_break_inside_does_not_make_a_part_believe_it_is_outside() -> No
     assert model.one(torch.ones(1, 2)).dtype is F32
 
 
-def test_undo_leaves_nothing_on_any_module() -> None:
-    model = Autoencoder()
-    before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    quietly(model, keep_fp32="decoder", entry_points="forward_features")
-    mpinit.undo(model)
-    assert {name: set(vars(module)) for name, module in model.named_modules()} == {k: set(v) for k, v in before.items()}
-    x = torch.randn(2, 4, dtype=torch.float64)
-    with pytest.raises(RuntimeError):
-        model.encoder(x)  # nothing is cast any more
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-def test_where_weights_stay_float32_parts_are_left_alone(level: str) -> None:
-    model = quietly(Autoencoder(), level)
-    assert all("forward" not in vars(module) for module in model.modules() if module is not model)
-
-
 def test_symbolic_tracing_records_no_casts_between_parts_and_the_trace_computes_what_the_model_does() -> None:
     model = quietly(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2)))
     traced = torch.fx.symbolic_trace(model)
@@ -257,33 +213,21 @@ def test_symbolic_tracing_records_no_casts_between_parts_and_the_trace_computes_
     assert torch.equal(traced(x), model(x))
 
 
-# -- the hook ---------------------------------------------------------------------------------------------------------
+def test_a_copied_part_works_inside_the_model_it_is_put_into() -> None:
+    model = quietly(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    seen: list[torch.dtype] = []
+    model.append(copy.deepcopy(model[0]))
+    model.append(nn.Linear(4, 4).half())
+    model[2].register_forward_hook(lambda _, args, output: seen.append(output.dtype))
+    assert model(torch.randn(2, 4)).dtype is F32
+    assert seen == [F16]
 
 
-def test_the_hook_comes_before_every_outermost_call_and_only_there() -> None:
-    model = Autoencoder()
-    props = OPT_LEVELS["O2"].model_copy(update={"entry_points": ("forward_features",), "keep_fp32": ("decoder",)})
-    plan = make_plan(props)
-    calls: list[int] = []
-    selection = select([model], plan)
-    undo = patch_forwards(selection, plan, None, before_forward=lambda: calls.append(1))
-    for tensor, dtype in selection.targets.items():
-        tensor.data = tensor.data.to(dtype)
-    x = torch.randn(3, 4)
-    for call in (model, model.encoder, model.encoder[0], model.forward_features, model.decoder):
-        calls.clear()
-        call(x)
-        assert len(calls) == 1
-    calls.clear()
-    model._replicate_for_data_parallel()(x)
-    copy.deepcopy(model)(x)
-    assert not calls
-    torch._dynamo.reset()
-    fast = torch.compile(model, fullgraph=True, backend="eager")
-    fast(x)
-    assert not calls, "nothing of the kind is compiled"
-    kept = model.forward
-    undo()
-    model.float()
-    kept(x)
-    assert not calls
+def test_replicas_of_a_part_run_the_replicas_weights_in_threads_of_their_own() -> None:
+    part = quietly(Autoencoder()).encoder[0]
+    replica = part._replicate_for_data_parallel()
+    for name, parameter in part.named_parameters():
+        setattr(replica, name, torch.zeros_like(parameter))
+    narrow, wide = (in_thread(lambda x=x: replica(x)) for x in (torch.ones(1, 4, dtype=F16), torch.ones(1, 4)))
+    assert (narrow.dtype, wide.dtype) == (F16, F32)
+    assert not narrow.any() and not wide.any()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -89,7 +87,6 @@ def test_only_the_elements_that_were_changed_take_their_present_values() -> None
     [
         (None, None),
         (torch.tensor([1.0, 2.0], dtype=torch.float16), torch.tensor([1.0, 2.0])),
-        (torch.tensor([1 / 3]), torch.tensor([1 / 3])),
         (torch.tensor([1, 2]), torch.tensor([1, 2])),
     ],
 )
@@ -119,36 +116,18 @@ def test_frozen_weights_come_back_bit_for_bit(optimised: bool, level: str) -> No
     assert model[0].bias[3] == 7.0
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_weights_that_no_optimizer_trains_come_back_bit_for_bit(level: str) -> None:
-    model = nn.Linear(70, 50)
-    before = model.weight.clone()
-    mpinit.initialize(model, opt_level=level, verbosity=0)
-    mpinit.undo(model)
-    assert bits(model.weight) == bits(before)
-
-
-def test_nothing_is_kept_of_a_frozen_weight_that_is_a_16_bit_number_anyway() -> None:
-    model = nn.Linear(70, 50).half().float().requires_grad_(False)
-    casts = TensorCasts([model], dict.fromkeys(model.parameters(), torch.float16), ())
-    casts.apply()
-    assert not casts._residuals
-
-
 @pytest.mark.parametrize(("level", "value"), [("O2", -1e9), ("O2", LOWEST), ("O3", 1e38), ("O5", LOWEST)])
 def test_finite_values_stay_finite_and_one_warning_names_them(level: str, value: float) -> None:
     model = nn.ModuleDict({"a": Masked(torch.rand(3), value), "b": Masked(torch.rand(3), value), "c": nn.Linear(2, 2)})
     model["a"].mask[0] = float("-inf")
     model["b"].weight.requires_grad_(False)[1, 1] = value
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns(UserWarning) as caught:
         mpinit.initialize(model, sgd(model), level, verbosity=0)
-    if value == 1e38 or level != "O5" or value == LOWEST:
-        (warning,) = caught
-        assert all(name in str(warning.message) for name in ("a.mask", "b.mask", "b.weight"))
-        assert "constant" not in str(warning.message)
-        assert warning.filename == __file__
+    (warning,) = caught
+    assert all(name in str(warning.message) for name in ("a.mask", "b.mask", "b.weight"))
+    assert "constant" not in str(warning.message)
+    assert warning.filename == __file__
     largest = torch.finfo(model["a"].mask.dtype).max
     assert model["a"].mask[0] == float("-inf"), "what is infinite stays so"
     assert model["a"].mask[1] == model["b"].mask[1] == model["b"].weight[1, 1] == (largest if value > 0 else -largest)
@@ -156,24 +135,6 @@ def test_finite_values_stay_finite_and_one_warning_names_them(level: str, value:
     assert all(bits(state[name]) == bits(before[name]) for name in ("a.mask", "b.mask", "b.weight"))
     mpinit.undo(model)
     assert all(bits(model.state_dict()[name]) == bits(before[name]) for name in ("a.mask", "b.mask", "b.weight"))
-
-
-def test_a_trained_weight_beyond_the_range_comes_back_at_o3() -> None:
-    model = nn.Linear(2, 2)
-    with torch.no_grad():
-        model.weight[0, 0] = 1e6
-    before = model.weight.clone()
-    with pytest.warns(UserWarning, match="weight"):
-        mpinit.initialize(model, sgd(model), "O3", verbosity=0)
-    assert model.weight[0, 0] == 65504
-    mpinit.undo(model)
-    assert bits(model.weight) == bits(before)
-
-
-def test_no_warning_where_every_value_fits() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        quietly(Masked(torch.tensor([65504.0, float("inf"), float("nan")])), "O2")
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -203,7 +164,8 @@ class Casts:
         torch.manual_seed(0)
         self.model = Masked(torch.rand(3), mask=-1e9)
         self.model.frozen = nn.Parameter(torch.randn(70), requires_grad=False)
-        self.model.weight.grad = torch.randn(3, 3)
+        self.gradient = torch.randn(3, 3)
+        self.model.weight.grad = self.gradient.clone()
         self.before = {name: (id(t), t.clone()) for name, t in self.tensors()}
         targets = dict.fromkeys([t for _, t in self.tensors()], torch.float16)
         self.casts = TensorCasts([self.model], targets, [self.model.weight])
@@ -217,12 +179,7 @@ class Casts:
             assert id(tensor) == number, name
             assert bits(tensor) == bits(value), name
         assert self.model.weight.grad is not None
-        torch.manual_seed(0)
-        expected = Casts.__new__(Casts)
-        torch.manual_seed(0)
-        expected.model = Masked(torch.rand(3), mask=-1e9)
-        torch.randn(70)
-        assert bits(self.model.weight.grad) == bits(gradient(torch.randn(3, 3)))
+        assert bits(self.model.weight.grad) == bits(gradient(self.gradient))
 
 
 @pytest.mark.filterwarnings("ignore:finite values")
@@ -259,22 +216,3 @@ def test_undo_interrupted_at_any_line_completes_when_called_again(settled: bool)
             interrupt_at(line, case.casts.undo, "model/", "masters/", "distributed/")
         case.casts.undo()
         case.check(gradient)
-
-
-@pytest.mark.filterwarnings("ignore:finite values")
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_initialize_interrupted_in_this_room_leaves_no_trace(level: str) -> None:
-    def initialize(case: Any) -> None:
-        mpinit.initialize(case.model, sgd(case.model), level, verbosity=0)
-
-    first = Casts()
-    rooms = ("model/casting.py", "model/state_dict.py", "model/custom_state.py")
-    for line in range(count_lines(lambda: initialize(first), *rooms)):
-        case = Casts()
-        with pytest.raises(Interrupted):
-            interrupt_at(line, lambda case=case: initialize(case), *rooms)
-        case.check()
-        assert "forward" not in vars(case.model)
-        assert not case.model._state_dict_hooks
-        assert not case.model._load_state_dict_pre_hooks
-        assert not case.model._load_state_dict_post_hooks

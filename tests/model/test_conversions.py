@@ -18,10 +18,8 @@ import mpinit
     "convert",
     [
         nn.Module.float,
-        nn.Module.double,
         lambda module: module.to(torch.float32),
         lambda module: module.to(device="cpu", dtype=torch.float64),
-        lambda module: module.type(torch.float32),
     ],
 )
 def test_converting_an_initialised_model_is_refused_before_anything_changes(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -20,8 +18,6 @@ class Classifier(nn.Module):
         super().__init__()
         self.backbone = Autoencoder()
         self.offset = nn.Parameter(torch.ones(4))
-
-    size = 3
 
     @staticmethod
     def double(x: Tensor) -> Tensor:
@@ -63,15 +59,6 @@ def test_an_entry_point_called_by_forward_casts_nothing_more() -> None:
     assert model.classify.__wrapped__.__doc__ == "What forward does."
 
 
-def test_entry_points_of_a_copy_run_the_copys_weights() -> None:
-    model = quietly(Classifier(), entry_points="embed")
-    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    nn.init.zeros_(twin.backbone.encoder[2].weight), nn.init.zeros_(twin.backbone.encoder[2].bias)
-    assert torch.equal(twin.embed(torch.randn(1, 4))["embedded"], torch.ones(1, 4))
-    replica = model._replicate_for_data_parallel()
-    assert replica.embed.module is replica
-
-
 def test_casts_are_on_in_entry_points_at_o1_in_the_scope_of_a_model() -> None:
     model = quietly(Classifier(), "O1", cast_scope="model", entry_points="embed")
     seen: list[torch.dtype] = []
@@ -84,12 +71,8 @@ def test_casts_are_on_in_entry_points_at_o1_in_the_scope_of_a_model() -> None:
     ("name", "near"),
     [
         ("embd", "'embed'"),
-        ("backbone.foward_features", "'backbone.forward_features'"),
         ("forward_features", "'backbone.forward_features'"),
-        ("bckbone.forward_features", "'backbone.forward_features'"),
-        ("size", "no method of Classifier"),
         ("double", "no method of Classifier"),
-        ("offset", "no method of Classifier"),
         ("backbone", "no method of Classifier"),
     ],
 )

@@ -61,18 +61,6 @@ def test_a_weight_cast_never_outlives_a_change(
     assert model.weight.grad.tolist() == [[1.0] * 4] * 2
 
 
-def test_a_step_between_two_forwards_is_seen(initialize: Initialize) -> None:
-    model = nn.Linear(4, 1, bias=False)
-    nn.init.constant_(model.weight, 0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    initialize(model, optimizer, loss_scale=1.0)
-    x = torch.ones(1, 4)
-    with mpinit.scale_loss(model(x).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    assert model(x).item() == -2.0
-
-
 def test_a_weight_shared_by_two_models_and_a_model_called_twice(initialize: Initialize) -> None:
     first, second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
     second.weight = first.weight

@@ -121,13 +121,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "weight_norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))),
     "spectral_norm": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4))),
     "kept": lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)),
+    "batchnorm": lambda: nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.BatchNorm1d(8)),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_have_the_bits_of_full_masters(name: str) -> None:
-    kept = {"keep_fp32": [nn.LayerNorm]} if name == "kept" else {}
-    equals_full_masters(MODELS[name], torch.randn(3, 2, 4), **kept)
+    more = {"kept": {"keep_fp32": [nn.LayerNorm]}, "batchnorm": {"keep_batchnorm_fp32": False}}.get(name, {})
+    equals_full_masters(MODELS[name], torch.randn(3, 2, 4), **more)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -135,11 +136,6 @@ def test_models_have_the_bits_of_full_masters(name: str) -> None:
 def test_recomputed_activations_have_the_bits_of_full_masters(how: str, reentrant: bool) -> None:
     # What is recomputed is called from outside: a method that reads weights by itself has to be named.
     equals_full_masters(lambda: Checkpointed(how, reentrant), torch.randn(3, 4), entry_points=["raw"])
-
-
-def test_batchnorm_that_is_cast_too() -> None:
-    build = lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))  # noqa: E731
-    equals_full_masters(build, torch.randn(5, 4), keep_batchnorm_fp32=False)
 
 
 class Counted(TorchDispatchMode):
@@ -276,17 +272,6 @@ def test_what_comes_in_16_bit_is_trained_in_float32() -> None:
     optimizer.step()
     mpinit.undo(model)
     is_float32_outside(model)
-
-
-def test_buffers_are_cast_and_come_back() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
-    model.register_buffer("table", torch.randn(4))
-    before = model.table.clone()
-    start(model)
-    assert model.table.dtype is BF16
-    assert torch.equal(model.state_dict()["table"], before)
-    mpinit.undo(model)
-    assert torch.equal(model.table, before)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")

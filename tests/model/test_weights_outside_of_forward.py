@@ -165,26 +165,6 @@ def test_functional_calls_and_transforms() -> None:
     model(x).sum().backward()
 
 
-def test_threads_share_what_stands_in_the_model() -> None:
-    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
-    start(model)
-    x, wrong = torch.randn(2, 16), []
-    expected = model(x).detach()
-
-    def run() -> None:
-        for index in range(20):
-            with torch.set_grad_enabled(index % 2 == 0):
-                wrong.extend([1] * (not torch.equal(model(x), expected)))
-
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    is_float32_outside(model)
-
-
 class Slow(nn.Linear):
     """Waits inside of its forward."""
 

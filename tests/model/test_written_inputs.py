@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from inputs import F16, F32, Calls, Moving, X, at_o2
+from inputs import F16, F32, Calls, X, at_o2
 from models import quietly
 from torch import Tensor, nn
 
@@ -18,16 +18,6 @@ from torch import Tensor, nn
 class Record:
     x: Tensor
     y: Any = None
-
-
-class Slotted:
-    __slots__ = ("__hidden", "x", "y")
-
-    def __init__(self, x: Tensor) -> None:
-        self.x, self.__hidden = x, x
-
-    def to(self, device: Any) -> Slotted:
-        raise NotImplementedError
 
 
 def set_item(box: Any, value: Any) -> None:
@@ -45,11 +35,8 @@ def append(box: Any, value: Any) -> None:
 WRITABLE: dict[str, tuple[Callable[..., Any], ...]] = {
     "dict": (lambda: {"x": X.clone()}, set_item, lambda b: b["x"], lambda b: b["y"]),
     "list": (lambda: [X.clone()], append, lambda b: b[0], lambda b: b[1]),
-    "OrderedDict": (lambda: collections.OrderedDict(x=X.clone()), set_item, lambda b: b["x"], lambda b: b["y"]),
     "UserDict": (lambda: collections.UserDict(x=X.clone()), set_item, lambda b: b["x"], lambda b: b["y"]),
     "dataclass": (lambda: Record(X.clone()), set_attribute, lambda b: b.x, lambda b: b.y),
-    "a batch that moves": (lambda: Moving(X.clone(), torch.arange(2)), set_attribute, lambda b: b.x, lambda b: b.y),
-    "slots": (lambda: Slotted(X.clone()), set_attribute, lambda b: b.x, lambda b: b.y),
     "deep": (lambda: ({"in": [{"x": X.clone()}]},), lambda b, v: set_item(b[0]["in"][0], v),
              lambda b: b[0]["in"][0]["x"], lambda b: b[0]["in"][0]["y"]),
 }  # fmt: skip
@@ -59,34 +46,40 @@ WRITABLE: dict[str, tuple[Callable[..., Any], ...]] = {
 def test_what_forward_writes_into_a_container_reaches_the_caller(kind: str) -> None:
     make, write, read_x, read_y = WRITABLE[kind]
 
-    def forward(linear: nn.Module, box: Any) -> None:
+    def forward(linear: nn.Module, box: Any) -> Any:
         assert read_x(box).dtype is F16
         write(box, linear(read_x(box)))
-
-    box = make()
-    at_o2(forward)(box)
-    assert read_y(box).dtype is F32
-    assert torch.equal(read_y(box), X.half().float())
-    assert torch.equal(read_x(box), X), "what was given stays as exact as it was"
-
-
-@pytest.mark.parametrize("kind", WRITABLE)
-def test_a_container_given_back_is_the_callers_own(kind: str) -> None:
-    make, write, read_x, _ = WRITABLE[kind]
-
-    def forward(linear: nn.Module, box: Any) -> Any:
-        write(box, 3)
         return box
 
     box = make()
     returned = at_o2(forward)(box)
-    assert type(returned) is type(box)
-    assert torch.equal(read_x(returned), X) and read_x(returned).dtype is F32
-    if kind != "deep":
-        assert returned is box
+    assert read_y(box).dtype is F32
+    assert torch.equal(read_y(box), X.half().float())
+    assert torch.equal(read_x(box), X), "what was given stays as exact as it was"
+    assert type(returned) is type(box) and torch.equal(read_x(returned), X)
+    assert returned is box or kind == "deep"
     box = make()
     assert read_x(quietly(Calls(forward), cast_model_outputs=F16)(box)).dtype is F16
     assert read_x(box).dtype is F32
+
+
+def test_integers_are_never_cast_and_trees_may_hold_themselves() -> None:
+    ids = torch.arange(40_000, 40_004)  # beyond what float16 can hold
+    items: list[Any] = [X.clone(), ids]
+    items.append(items)
+    box: dict[str, Any] = {"items": items, "x": X.clone()}
+    box["box"] = box
+
+    def forward(linear: nn.Module, given: dict[str, Any]) -> Any:
+        assert given["box"] is given and given["items"][2] is given["items"]
+        assert given["x"].dtype is given["box"]["items"][2][0].dtype is F16
+        assert given["items"][1] is ids
+        given["y"] = linear(given["x"])
+        return given
+
+    returned = at_o2(forward)(box)
+    assert box["y"].dtype is F32 and box["box"] is box and box["items"][2] is items
+    assert returned["x"].dtype is F32 and returned["box"] is returned
 
 
 def test_entries_replaced_deleted_renamed_and_shared() -> None:
@@ -164,16 +157,6 @@ def test_what_is_written_in_place_into_a_leaf_that_requires_grad_stays_inside() 
     assert torch.equal(x, torch.ones(1, 2)) and torch.equal(x.grad, torch.full((1, 2), 2.0))
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_writes_without_gradients(mode: Any) -> None:
-    model = at_o2(lambda linear, box: box.update(y=linear(box["x"])) or box["x"].add_(1))
-    with mode():
-        box = {"x": X.clone()}
-        out = model(box)
-    assert box["y"].dtype is F32 and torch.equal(box["y"], X.half().float())
-    assert torch.equal(out, (X.half() + 1).float())
-
-
 def test_gradients_flow_through_what_was_written() -> None:
     x = torch.ones(1, 2, requires_grad=True)
     box: dict[str, Tensor] = {"x": x}
@@ -197,24 +180,6 @@ def test_compiled_code_writes_back_too(backend: str) -> None:
     assert out.dtype is box["y"].dtype is items[1].dtype is F32
     assert torch.equal(out, box["y"]) and torch.equal(items[1], (X.half() + 1).float())
     assert torch.equal(items[0], X)
-
-
-def test_compiled_code_writes_back_into_dicts_inside_of_others() -> None:
-    def forward(linear: nn.Module, box: dict[str, Any]) -> Tensor:
-        box["in"]["y"] = linear(box["in"]["x"])
-        box["replaced"] = {"z": box["in"]["y"] + 1}
-        return box["in"]["y"] + box["left"]["x"]  # type: ignore[no-any-return]
-
-    torch._dynamo.reset()
-    left = {"x": X[:1, :1].clone()}
-    box: dict[str, Any] = {"in": {"x": X.clone()}, "replaced": {"z": X.clone()}, "left": left}
-    inside = box["in"]
-    out = torch.compile(at_o2(forward), fullgraph=True, backend="eager")(box)
-    assert box["in"] is inside and box["left"] is left and list(inside) == ["x", "y"]
-    assert out.dtype is inside["y"].dtype is box["replaced"]["z"].dtype is F32
-    assert torch.equal(out, (inside["y"].half() + X[:1, :1].half()).float())
-    assert torch.equal(box["replaced"]["z"], (inside["y"].half() + 1).float())
-    assert torch.equal(inside["x"], X)
 
 
 def test_a_module_kept_in_float32_writes_back_inside() -> None:

@@ -236,3 +236,19 @@ def test_weights_follow_after_every_cycle() -> None:
         optimizer.step()
         optimizer.zero_grad()
         follow(model, optimizer)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_loop_that_clears_in_the_block_recovers_from_overflows(level: str) -> None:
+    model, data = mlp(), batches(6)
+    optimizer = start(model, level)
+    for index, batch in enumerate(data):
+        loss = mse(model, batch)
+        with mpinit.scale_loss(
+            poison(loss, next(model.parameters())) if index in (1, 2) else loss, optimizer
+        ) as scaled:
+            optimizer.zero_grad(set_to_none=False)
+            scaled.backward()
+        optimizer.step()
+        assert mpinit.step_was_skipped(optimizer) == (index in (1, 2))
+    assert mpinit.loss_scale(optimizer) == 256.0

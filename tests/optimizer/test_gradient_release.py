@@ -4,175 +4,177 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
-import warnings
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from gradient_release import SPLIT, Make, adamw, assert_same, everything, kinds, loss_of, set_up, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mpinit
+from mpinit.optimizer.gradient_release import Released
+
+SPLIT: dict[str, Any] = {"master_weights": "split"}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("O5", {}),
+    "float16": ("O2", {}),
+    "split": ("O5", SPLIT),
+    "full-int8": ("O5", {"optimizer_state": "int8"}),
+    "split-int8": ("O5", SPLIT | {"optimizer_state": "int8"}),
+    "split-bfloat16": ("O5", SPLIT | {"optimizer_state": "bfloat16"}),
+    "model": ("O5", {"master_weights": "model"}),
+    "O0-int8": ("O0", {"optimizer_state": "int8"}),
+    "O0": ("O0", {}),
+    "O1": ("O1", {}),
+}
+Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def run(release: bool, kind: str = "split", make: Make = adamw, loop: Any = train, **more: Any) -> list[Any]:
-    model, optimizer = set_up(kind, make, gradient_release=release, **more)
-    loop(model, optimizer)
-    found = [*everything(model, optimizer), mpinit.step_counts(optimizer)]
-    mpinit.undo(model)
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
-    return found
+class Net(nn.Module):
+    """Tied weights, a layer used twice, one that is frozen and one that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(200, 24)
+        self.twice, self.once = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.frozen = nn.Linear(24, 24).requires_grad_(False)
+        self.unused = nn.Linear(3, 3)
+        self.norm = nn.LayerNorm(24)
+        self.head = nn.Linear(24, 200, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.twice(self.embedding(x)).tanh()
+        hidden = hidden + self.frozen(self.twice(hidden).tanh())
+        return self.head(self.norm(self.once(hidden)))
 
 
-# -- to the bit as without --------------------------------------------------------------------------------------------
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    thin = {"params": [p for p in model.parameters() if p.dim() < 2], "lr": 0.01, "weight_decay": 0.0}
+    wide = {"params": [p for p in model.parameters() if p.dim() > 1]}
+    return torch.optim.AdamW([wide, thin], lr=3e-3, weight_decay=0.1)
 
 
-@kinds
-def test_training_is_the_same_to_the_bit(kind: str) -> None:
-    assert_same(run(True, kind), run(False, kind))
+def set_up(kind: str = "split", make: Make = adamw, **more: Any) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = make(model)
+    level, extra = KINDS[kind]
+    options = {"gradient_release": True, "split_bucket_bytes": 6000, "loss_scale": 1.0, "verbosity": 0}
+    mpinit.initialize(model, optimizer, level, **(options | extra | more))
+    return model, optimizer
+
+
+def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
+    x = torch.randint(200, (4, 6), generator=torch.Generator().manual_seed(seed))
+    return F.cross_entropy(model(x).flatten(0, 1).float(), x.flatten())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) -> None:
+    for index in range(steps):
+        optimizer.zero_grad()
+        if index % 3 == 1:
+            with mpinit.scale_loss(loss_of(model, index), optimizer) as scaled:
+                scaled.backward()
+        elif index % 3 == 2:
+            scaler = mpinit.GradScaler(optimizer)
+            scaler.scale(loss_of(model, index)).backward()
+            scaler.step(optimizer)
+            continue
+        else:
+            loss_of(model, index).backward()
+        optimizer.step()
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Weights, states and options, in an order that does not depend on which was stepped first."""
+    state = optimizer.state_dict()
+    found: list[Any] = [value.clone() for value in model.state_dict().values()]
+    for _, entries in sorted(state["state"].items()):
+        found += [leaf for key in sorted(entries) for leaf in (key, copy.deepcopy(entries[key]))]
+    return [*found, *copy.deepcopy(state["param_groups"]), mpinit.step_counts(optimizer)]
+
+
+def assert_same(one: list[Any], other: list[Any]) -> None:
+    assert len(one) == len(other)
+    for mine, theirs in zip(one, other, strict=True):
+        assert torch.equal(mine, theirs) if isinstance(mine, Tensor) else mine == theirs
+
+
+def check_parity(kind: str = "split", make: Make = adamw, loop: Any = train, **more: Any) -> None:
+    ends = []
+    for release in (True, False):
+        model, optimizer = set_up(kind, make, gradient_release=release, **more)
+        loop(model, optimizer)
+        ends.append(everything(model, optimizer))
+        mpinit.undo(model)
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    assert_same(*ends)
 
 
 OPTIMIZERS: dict[str, Make] = {
-    **{
-        name: lambda model, name=name: getattr(torch.optim, name)(model.parameters(), lr=0.01)
-        for name in ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam")
-    },
-    **{
-        name: lambda model, name=name: getattr(torch.optim, name)(model.parameters(), lr=0.01)
-        for name in ("RMSprop", "Rprop", "SGD")
-    },
-    "SGD momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
+    name: lambda model, name=name: getattr(torch.optim, name)(model.parameters(), lr=0.01)
+    for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+} | {
     "Adam fused": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, fused=True),
     "Adam one by one": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, foreach=False, amsgrad=True),
     "Muon": lambda model: torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.01),
 }
+EVERYWHERE: dict[str, Make] = {
+    "AdamW": adamw,
+    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
+    "SGD momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
+}
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_is_the_same_to_the_bit(kind: str, name: str) -> None:
+    check_parity(kind, EVERYWHERE[name])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_of_torch(name: str) -> None:
-    one, other = (run(release, make=OPTIMIZERS[name]) for release in (True, False))
-    assert_same(one, other)
-
-
-def test_sparse_gradients() -> None:
-    def ends_with(release: bool) -> list[Any]:
-        torch.manual_seed(0)
-        model = nn.Embedding(40, 8, sparse=True)
-        optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.01)
-        mpinit.initialize(model, optimizer, "O0", gradient_release=release, verbosity=0)
-        for index in range(3):
-            optimizer.zero_grad()
-            model(torch.tensor([index, 3, index])).square().sum().backward()
-            optimizer.step()
-        found = everything(model, optimizer)
-        mpinit.undo(model)
-        return found
-
-    assert_same(ends_with(True), ends_with(False))
+    check_parity(make=OPTIMIZERS[name])
 
 
 @pytest.mark.parametrize("kind", ["split", "full", "O0"])
-def test_a_grad_scaler_s_loop(kind: str) -> None:
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        scaler = mpinit.GradScaler(optimizer)
-        for index in range(3):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, index)).backward()
-            scaler.step(optimizer)
-            scaler.update()
+def test_step_does_what_is_left(kind: str) -> None:
+    """Gradients assigned by hand, groups and trainable weights that come later, and backward passes that fail."""
 
-    assert_same(run(True, kind, loop=loop), run(False, kind, loop=loop))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant: bool) -> None:
     def loop(model: Any, optimizer: torch.optim.Optimizer) -> None:
         for index in range(3):
             optimizer.zero_grad()
-            x = torch.randint(200, (4, 6), generator=torch.Generator().manual_seed(index))
-
-            def inside(hidden: Tensor) -> Tensor:
-                return model.once(model.twice(hidden).tanh())
-
-            hidden = checkpoint(inside, model.embedding(x), use_reentrant=reentrant)
-            hidden = checkpoint(inside, hidden, use_reentrant=reentrant)
-            F.cross_entropy(model.norm(hidden).flatten(0, 1).float(), x.flatten() % 24).backward()
+            loss_of(model, index).backward()
+            weight = model.unused.weight
+            weight.grad = torch.full_like(weight, 0.5, dtype=weight.grad_dtype or weight.dtype)
             optimizer.step()
-
-    assert_same(run(True, "O0", loop=loop), run(False, "O0", loop=loop))
-
-
-def test_a_pickled_optimizer_and_a_copied_model_have_no_part_in_it() -> None:
-    model, optimizer = set_up("O0")
-    train(model, optimizer)
-    twin = copy.deepcopy(model)
-    pickle.loads(pickle.dumps(model.state_dict()))
-    loss_of(twin).backward()
-    assert all(parameter.grad is not None for parameter in twin.once.parameters())
-    mpinit.undo(model)
-
-
-# -- what it is for ---------------------------------------------------------------------------------------------------
-
-
-@kinds
-def test_gradients_are_freed_while_the_pass_is_running(kind: str) -> None:
-    model, optimizer = set_up(kind)
-    train(model, optimizer, 1)  # of which it learns that a layer is not used
-    seen: list[bool] = []
-    before = model.once.weight.detach().clone()
-
-    def look(gradient: Tensor) -> None:
-        seen.append(model.once.weight.grad is None and not torch.equal(model.once.weight, before))
-
-    loss = loss_of(model)
-    model.twice.weight.register_hook(look)
-    loss.backward()
-    assert seen[-1]
-    assert all(parameter.grad is None for parameter in model.parameters())
-    optimizer.step()
-    mpinit.undo(model)
-
-
-def bytes_held() -> int:
-    """Of all tensors that are alive."""
-    gc.collect()
-    tensors = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
-    tensors = [each for each in tensors if each.layout is torch.strided and not each.is_meta]
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
-
-
-def test_bytes_a_parameter_with_adam_after_backward() -> None:
-    before = bytes_held()
-    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
-    optimizer = torch.optim.Adam(model.parameters())
-    extra = SPLIT | {"optimizer_state": "int8", "split_bucket_bytes": 2**21}
-    mpinit.initialize(model, optimizer, "O5", gradient_release=True, verbosity=0, **extra)
-    for _ in range(2):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]})
+        model.frozen.requires_grad_(True)
+        train(model, optimizer, 2)
         optimizer.zero_grad()
-        model(torch.ones(1, 512)).sum().backward()
+        middle = model.twice(model.embedding(torch.arange(4)))
+        middle.register_hook(fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            model.once(model.norm(middle)).float().square().sum().backward()
         optimizer.step()
-    model(torch.ones(1, 512)).sum().backward()
-    numbers = sum(parameter.numel() for parameter in model.parameters())
-    # Beside the one bucket in float32 that stays, laid out, where it is small: masters and gradients, and two states.
-    assert (bytes_held() - before - 2 * 2**21) / numbers <= 6.15
-    mpinit.undo(model)
+        train(model, optimizer, 1)
+
+    check_parity(kind, loop=loop, split_bucket_bytes=8)
 
 
-# -- a step is one step -----------------------------------------------------------------------------------------------
+def fail(_: Tensor) -> None:
+    raise ValueError("on purpose")
 
 
 class Counting(torch.optim.SGD):
     """Counts its steps in its groups and for itself, and goes by that."""
 
     steps_per_parameter = True
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, lr=0.1)
-        self.count = 0
+    count = 0
 
     def step(self, closure: Any = None) -> None:
         self.count += 1
@@ -180,50 +182,169 @@ class Counting(torch.optim.SGD):
             group["step"] = group.get("step", 0) + 1
             with torch.no_grad():
                 for parameter in (p for p in group["params"] if p.grad is not None):
-                    parameter.sub_(parameter.grad, alpha=0.1 / group["step"])
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / group["step"])
 
 
-def test_what_an_optimizer_counts_it_counts_once() -> None:
+@pytest.mark.filterwarnings("error")
+def test_optimizers_and_schedulers_count_one_step() -> None:
     def loop(model: nn.Module, optimizer: Any) -> None:
-        train(model, optimizer)
-        assert optimizer.count == 4
-
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        return Counting(model.parameters())
-
-    assert_same(run(True, make=make, loop=loop), run(False, make=make, loop=loop))
-
-
-def test_step_hooks_and_schedulers_see_one_step() -> None:
-    seen: list[str] = []
-    model, optimizer = set_up()
-    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for index in range(3):
-            optimizer.zero_grad()
-            loss_of(model, index).backward()
-            assert seen == ["before", "after"] * index + ["before"]
-            optimizer.step()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for _ in range(3):
+            train(model, optimizer, 1)
             schedule.step()
-    assert seen == ["before", "after"] * 3
-    assert mpinit.step_counts(optimizer) == (3, 0)
-    assert optimizer.param_groups[0]["lr"] == 3e-3 / 8
+        assert optimizer.count == 3 and mpinit.step_counts(optimizer) == (3, 0)
+
+    check_parity(make=lambda model: Counting(model.parameters(), lr=0.1), loop=loop)
+
+
+def bytes_held() -> int:
+    """Of all tensors that are alive."""
+    storages = [thing.untyped_storage() for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize(("kind", "bytes_each"), [("split-int8", 6.15), ("full", 14.05), ("O0", 12.05)])
+def test_bytes_a_parameter_with_adam_in_and_after_backward(kind: str, bytes_each: float) -> None:
+    gc.collect()
+    before, seen = bytes_held(), []
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
+    optimizer = torch.optim.Adam(model.parameters())
+    level, extra = KINDS[kind]
+    mpinit.initialize(model, optimizer, level, gradient_release=True, split_bucket_bytes=2**21, verbosity=0, **extra)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 512)).sum()
+        model[0].weight.register_hook(lambda _: seen.append(bytes_held()))
+        loss.backward()
+        optimizer.step()
+    model(torch.ones(1, 512)).sum().backward()
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    buffers = 2 * 2**21 if kind == "split-int8" else 0  # one bucket, and two states of it, stay laid out
+    assert (bytes_held() - before - buffers) / numbers <= bytes_each
+    assert (seen[1] - before - buffers) / numbers <= bytes_each + 1  # in the pass also one weight's gradient of eight
+    assert {type(parameter.grad) for parameter in model.parameters()} == {Released}
+    optimizer.step()
+    assert all(parameter.grad is None for parameter in model.parameters())
     mpinit.undo(model)
 
 
-@pytest.mark.parametrize("kind", ["split", "full", "O0"])
-def test_step_finishes_what_is_left(kind: str) -> None:
-    def loop(model: Any, optimizer: torch.optim.Optimizer) -> None:
-        for index in range(3):
-            optimizer.zero_grad()
-            loss_of(model, index).backward()
-            model.unused.weight.grad = torch.full_like(model.unused.weight, 0.5)
-            optimizer.step()
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]})
-        model.frozen.requires_grad_(True)
-        train(model, optimizer, 2)
+def unscale_by_torch(_: Any, optimizer: torch.optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
 
-    assert_same(run(True, kind, loop=loop), run(False, kind, loop=loop))
+
+AFTER_BACKWARD: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "backward": (lambda model, _: loss_of(model, 1).backward(), r"there is one backward\(\) a step"),
+    "closure": (lambda _, optimizer: optimizer.step(lambda: 0.0), "closure or arguments"),
+    "clip": (lambda _, optimizer: mpinit.clip_grad_norm_(optimizer, 1.0), "clip_grad_norm_.* between"),
+    "masters": (lambda _, optimizer: list(mpinit.master_params(optimizer)), "master_params.* between"),
+    "torch's clip": (lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1.0), "without clipping"),
+    "norm": (lambda model, _: [p.grad.norm() for p in model.parameters() if p.grad is not None], "was used between"),
+    "zeroed": (lambda _, optimizer: optimizer.zero_grad(set_to_none=False), "a gradient was used between"),
+    "torch's scaler": (unscale_by_torch, "a gradient was used between"),
+}
+
+
+@pytest.mark.parametrize("kind", ["full", "split-int8", "O0"])
+@pytest.mark.parametrize("what", AFTER_BACKWARD)
+def test_refused_between_backward_and_step(what: str, kind: str) -> None:
+    call, message = AFTER_BACKWARD[what]
+
+    def loop(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        if any(type(parameter.grad) is Released for parameter in model.parameters()):
+            with pytest.raises(RuntimeError, match=message):
+                call(model, optimizer)
+        optimizer.step()
+        train(model, optimizer, 1)
+
+    check_parity(kind, loop=loop)
+
+
+def test_a_step_that_is_dropped_is_told_of_and_an_undo_leaves_no_trace() -> None:
+    model, optimizer = set_up(split_bucket_bytes=2**20)
+    for call in (optimizer.step, lambda: loss_of(model).backward()):
+        train(model, optimizer, 1)
+        loss_of(model).backward()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match=r"zero_grad\(\) or a second backward\(\) came before optimizer.step"):
+            call()
+    train(model, optimizer, 1)
+    saved, before = copy.deepcopy((model.state_dict(), optimizer.state_dict())), everything(model, optimizer)
+    loss_of(model).backward()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert_same(everything(model, optimizer), before)
+    train(model, optimizer, 1)
+    loss_of(model).backward()
+    mpinit.undo(model)
+    assert {type(parameter.grad) for parameter in model.parameters()} <= {Tensor, type(None)}
+
+
+def test_options_changed_in_between_step_hooks_and_gradients_of_gradients_are_refused() -> None:
+    model, optimizer = set_up("O0")
+    before = everything(model, optimizer)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        loss_of(model).backward(create_graph=True)
+    optimizer.zero_grad()
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="step hooks and CUDA graphs"):
+        loss_of(model).backward()
+    assert_same(everything(model, optimizer), before)
+    handle.remove()
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    optimizer.param_groups[1]["lr"] = 0.5
+    with pytest.raises(RuntimeError, match="'lr' was changed before step"):
+        optimizer.step()
+    optimizer.param_groups[1]["lr"] = 0.01
+    optimizer.step()
+    mpinit.undo(model)
+
+
+def test_checkpoints_inside_of_backward_are_told_of_where_they_are_reentrant() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer, reentrant: bool = False) -> None:
+        hidden = model.embedding(torch.arange(6))
+        for _ in range(2):
+            hidden = checkpoint(lambda x: model.once(model.twice(x).tanh()), hidden, use_reentrant=reentrant)
+        hidden.float().square().sum().backward()
+        optimizer.step()
+
+    check_parity("O0", loop=loop)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        loop(*set_up("O0", split_bucket_bytes=8), reentrant=True)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"loss_scale": "dynamic"}, "gradient_release=True contradicts loss_scale=dynamic"),
+        ({"loss_scale": 128.0}, "gradient_release=True contradicts loss_scale=128.0"),
+        ({"compile_step": True}, "compile_step=True contradicts gradient_release=True"),
+        ({"make": lambda model: torch.optim.LBFGS(model.once.parameters())}, "nothing is known of how LBFGS"),
+    ],
+)
+def test_contradicting_properties_and_optimizers(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        set_up("full", **more)
+
+
+def test_two_optimizers_of_one_parameter_are_refused_and_none_is_kept_alive() -> None:
+    model = Net()
+    two = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, model.once)]
+    with pytest.raises(ValueError, match="in the groups of two optimizers"):
+        mpinit.initialize(model, two, "O5", gradient_release=True, verbosity=0)
+    assert model.once.weight.dtype == torch.float32
+    mpinit.initialize(model, two[0], "O5", gradient_release=True, verbosity=0)
+    with pytest.raises(ValueError, match="in the groups of two optimizers"):
+        mpinit.add_optimizers(two[1])
+    loss_of(model).backward()
+    known, weight = weakref.ref(two[0]), model.once.weight
+    two[0].step()
+    del model, two
+    gc.collect()
+    assert known() is None
+    weight.sum().backward()
+    assert weight.grad is not None

@@ -224,8 +224,8 @@ def test_an_optimizer_that_is_copied_with_its_model_steps_the_copy(more: dict[st
         assert torch.equal(mine, other) and not torch.equal(mine, old)
 
 
-def test_an_unpickled_optimizer_is_not_taken_for_the_model_s() -> None:
-    """Its float32 parameters belong to no model, which the two ways to go on with it say."""
+def test_an_unpickled_optimizer_has_the_unpickled_model_s_weights() -> None:
+    """It has no session, and can be given to a new one with its model."""
     model = nn.Linear(16, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, "O5", verbosity=0)
@@ -235,5 +235,10 @@ def test_an_unpickled_optimizer_is_not_taken_for_the_model_s() -> None:
         mpinit.scale_loss(twin(torch.ones(2, 16)).square().mean(), trainer),
     ):
         pass
-    with pytest.warns(UserWarning, match="none of the parameters of SGD belongs to the models"):
-        mpinit.initialize(twin, trainer, "O5", verbosity=0)
+    mpinit.initialize(twin, trainer, "O5", verbosity=0)
+    with mpinit.scale_loss(twin(torch.ones(2, 16)).square().mean(), trainer) as loss:
+        loss.backward()
+    before = twin.state_dict()["weight"].clone()
+    trainer.step()
+    assert not torch.equal(twin.state_dict()["weight"], before)
+    assert torch.equal(model.weight, before), "the original does not notice"

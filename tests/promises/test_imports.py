@@ -26,7 +26,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("registry",),
     ("checks_of_ranks", "checks_of_states"),
     ("checks",),
-    ("inspect", "checkpoint"),
+    ("inspect", "checkpoint", "in_float32"),
     ("initialization", "grad_scaler", "train_state", "progress"),
     ("amp",),
     ("", "__main__", "cli", "compat", "integrations"),

@@ -176,17 +176,12 @@ def enter(model: nn.Module, optimizer: torch.optim.Optimizer, loss_id: Any) -> N
         pass
 
 
-def test_forgetting_scale_loss_where_there_are_masters(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_forgetting_scale_loss_while_the_scale_is_not_1(
+    level: str, pair: tuple[nn.Module, torch.optim.Optimizer]
+) -> None:
     model, optimizer = pair
-    mpinit.initialize(model, optimizer, "O2")
-    model(torch.randn(4, 2)).sum().backward()
-    with pytest.raises(RuntimeError, match="scale_loss"):
-        optimizer.step()
-
-
-def test_forgetting_scale_loss_while_the_scale_is_not_1(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
-    model, optimizer = pair
-    mpinit.initialize(model, optimizer, "O1")
+    mpinit.initialize(model, optimizer, level)
     model(torch.randn(4, 2)).sum().backward()
     with pytest.warns(UserWarning, match="scale_loss"):
         optimizer.step()

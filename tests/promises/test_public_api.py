@@ -21,6 +21,7 @@ FUNCTIONS = {
     "add_optimizers",
     "scale_loss",
     "master_params",
+    "float32_weights",
     "state_dict",
     "load_state_dict",
     "loss_scale",

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from mpinit.settings.defaults import DEFAULT_LEVEL
 from mpinit.settings.opt_levels import OPT_LEVELS
@@ -68,9 +67,3 @@ def test_a_variant_is_its_level_with_a_few_overrides(name: str) -> None:
 def test_a_file_begins_with_what_it_is_for(path: Path) -> None:
     first = path.read_text(encoding="utf-8").splitlines()[0]
     assert first.startswith(f"# {read(path)['opt_level']}")
-
-
-def test_a_keyword_still_beats_a_shipped_file() -> None:
-    props = resolve(DEFAULT_LEVEL, {"cast_model_type": "bf16", "loss_scale": 2}, CONFIGS / "o2.toml")[1]
-    assert props.cast_model_type is torch.bfloat16
-    assert props.loss_scale == 2.0

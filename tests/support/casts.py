@@ -37,6 +37,11 @@ def in_thread(run: Callable[[], Any]) -> Any:
     return results[0]
 
 
+def product_dtype() -> torch.dtype:
+    """The type of a product of float32 matrices, here and now."""
+    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+
 class CheckpointEach(nn.Module):
     """Layers whose activations are recomputed while training."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from models import quietly
-from torch import Tensor, nn
+from torch import nn
 
 F16, F32 = torch.float16, torch.float32
 
@@ -27,16 +27,6 @@ class Calls(nn.Module):
 
 def at_o2(function: Callable[..., Any]) -> nn.Module:
     return quietly(Calls(function))
-
-
-class Moving:
-    """A batch that can go to a device, and nowhere else."""
-
-    def __init__(self, x: Tensor, ids: Tensor) -> None:
-        self.x, self.ids = x, ids
-
-    def to(self, device: Any) -> Moving:
-        return Moving(self.x.to(device), self.ids.to(device))
 
 
 X = torch.tensor([[1.0001, 2.0]])  # which float16 cannot represent

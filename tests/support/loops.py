@@ -148,8 +148,10 @@ def as_by_hand(dtype: torch.dtype, make: Callable[..., Optimizer], count: int = 
 
 
 def masters(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Copies of the parameters the optimizer steps."""
-    return [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]]
+    """Copies of the parameters the optimizer steps: masters where it has some."""
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    given = mpinit.master_params(optimizer) if hasattr(optimizer.step, "is_managed") else stepped
+    return [parameter.detach().clone() for parameter in given]
 
 
 def gradients(optimizer: Optimizer) -> list[torch.Tensor | None]:

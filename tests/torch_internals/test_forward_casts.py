@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from casts import BF16, FP32, HALF, StartCasts, in_thread
+from casts import BF16, FP32, HALF, StartCasts, in_thread, product_dtype
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from mpinit.torch_internals import native_autocast
-from mpinit.torch_internals.native_autocast import CastsAs, CastsOff, ForwardCasts, device_types, disable_casts, is_on
+from mpinit.torch_internals.forward_casts import ForwardCasts
+from mpinit.torch_internals.native_autocast import device_types, disable_casts, is_on
 
 
 def state() -> tuple[Any, ...]:
@@ -21,10 +20,6 @@ def state() -> tuple[Any, ...]:
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return (is_on(), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled(), depth)
-
-
-def product_dtype() -> torch.dtype:
-    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
 
 @pytest.mark.parametrize(("present", "expected"), [(False, ("cpu",)), (True, ("cpu", "cuda"))])
@@ -55,29 +50,6 @@ def test_forward_casts_in_any_thread_and_everything_is_put_back(dtype: torch.dty
 
     assert run() == in_thread(run) == ((dtype, True), BF16, dtype, True)
     assert forward.run(lambda a, b: (a @ b).dtype, torch.ones(2, 2), b=torch.ones(2, 2)) is dtype
-
-
-def test_one_object_serves_threads_at_the_same_time() -> None:
-    forward = ForwardCasts(HALF)
-    barrier = threading.Barrier(4, timeout=30)
-
-    def run() -> list[Any]:
-        seen = []
-        for _ in range(20):
-            barrier.wait()
-            with forward:
-                barrier.wait()
-                seen.append(product_dtype())
-            seen.append(is_on())
-        return seen
-
-    results: list[list[Any]] = []
-    threads = [threading.Thread(target=lambda: results.append(run())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [[HALF, False] * 20] * 4
 
 
 @pytest.mark.parametrize("scope", ["thread", "model"])
@@ -112,39 +84,6 @@ def test_a_region_without_casts_around_a_forward_wins(
     assert seen == [FP32, BF16, FP32, FP32, HALF, FP32, FP32, HALF]
 
 
-def test_the_forward_inside_a_user_autocast_region_uses_the_models_dtype() -> None:
-    with torch.autocast("cpu", dtype=BF16):
-        assert product_dtype() is BF16
-        with ForwardCasts(HALF):
-            assert product_dtype() is HALF
-        assert product_dtype() is BF16
-
-
-@pytest.mark.parametrize("scope", ["thread", "model"])
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_a_whole_forward_recomputes_it_with_the_same_casts(
-    scope: str, reentrant: bool, start_casts: StartCasts
-) -> None:
-    start_casts(cast_scope=scope)
-    forward = ForwardCasts(HALF)
-    seen = []
-
-    def model(x: torch.Tensor) -> torch.Tensor:
-        with forward:
-            seen.append(product_dtype())
-            y = x @ x
-            return y.float()
-
-    x = torch.rand(2, 2, requires_grad=True)
-    checkpoint(model, x, use_reentrant=reentrant).sum().backward()
-    assert seen == [HALF, HALF]
-    seen.clear()
-    with disable_casts():
-        y = checkpoint(model, x, use_reentrant=reentrant)
-    y.sum().backward()
-    assert seen == [FP32, FP32]
-
-
 def test_a_replica_thread_that_carries_the_callers_state_follows_it(start_casts: StartCasts) -> None:
     """As torch.nn.parallel.parallel_apply does: it opens an autocast block with the calling thread's flag."""
     forward = ForwardCasts(HALF)
@@ -162,72 +101,7 @@ def test_a_replica_thread_that_carries_the_callers_state_follows_it(start_casts:
     assert in_thread(lambda: replica(here)) is FP32
 
 
-def test_casts_off_and_casts_as_put_back_what_was_there() -> None:
-    with torch.autocast("cpu", dtype=HALF):
-        with CastsOff():
-            assert not is_on()
-            with CastsAs({"cpu": True}):
-                assert is_on()
-            assert not is_on()
-        assert is_on()
-    with CastsOff():
-        assert not is_on()
-    assert not is_on()
-
-
-def test_a_forward_in_a_closure_casts_although_casts_are_off_around_it() -> None:
-    """optimizer.step() switches the flag off and a closure brings it back: model scope has it off in both."""
-    with CastsOff(), CastsAs({"cpu": False}), ForwardCasts(HALF):
-        assert product_dtype() is HALF
-
-
 # -- weight casts ------------------------------------------------------------------------------------------------
-
-
-def test_weight_casts_are_shared_within_a_forward_and_gone_after_it() -> None:
-    weight = torch.nn.Parameter(torch.ones(4, 4))
-    x = torch.ones(1, 4)
-    forward = ForwardCasts(HALF)
-    with forward:
-        first, second = F.linear(x, weight), F.linear(x, weight)
-        casts = {id(y.grad_fn.next_functions[-1][0].next_functions[0][0]) for y in (first, second)}  # type: ignore[union-attr]
-        assert len(casts) == 1
-    with torch.no_grad():
-        weight.fill_(2.0)
-    with forward:
-        assert F.linear(x, weight)[0, 0].item() == 8.0
-
-
-@pytest.mark.parametrize("evaluate", [torch.no_grad, torch.inference_mode])
-def test_a_cast_made_without_grad_mode_is_not_used_with_it(evaluate: Callable[[], Any]) -> None:
-    weight = torch.nn.Parameter(torch.ones(4, 4))
-    x = torch.ones(1, 4)
-    forward = ForwardCasts(HALF)
-    for nested in (True, False):
-        weight.grad = None
-        if nested:
-            with forward:
-                with evaluate():
-                    F.linear(x, weight)
-                y = F.linear(x, weight)
-        else:
-            with evaluate(), forward:
-                F.linear(x, weight)
-            with forward:
-                y = F.linear(x, weight)
-        y.sum().backward()
-        assert weight.grad is not None
-        assert weight.grad.dtype is FP32
-
-
-def test_weights_cast_to_two_dtypes_in_nested_forwards() -> None:
-    weight = torch.nn.Parameter(torch.ones(4, 4))
-    x = torch.ones(1, 4)
-    with ForwardCasts(HALF):
-        assert F.linear(x, weight).dtype is HALF
-        with ForwardCasts(BF16):
-            assert F.linear(x, weight).dtype is BF16
-        assert F.linear(x, weight).dtype is HALF
 
 
 def test_in_a_surrounding_autocast_block_no_weight_cast_outlives_the_forward() -> None:

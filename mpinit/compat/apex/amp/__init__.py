@@ -7,7 +7,7 @@ from ._amp_state import _amp_state, master_params
 from .amp import (
     float_function,
     half_function,
-    init,
+    init,  # noqa: F401 - refused, with what takes its place
     promote_function,
     register_float_function,
     register_half_function,
@@ -21,7 +21,6 @@ __all__ = [
     "disable_casts",
     "float_function",
     "half_function",
-    "init",
     "initialize",
     "lists",
     "load_state_dict",

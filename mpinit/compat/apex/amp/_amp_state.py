@@ -10,7 +10,6 @@ import torch
 
 from .... import amp as mp
 from ... import _core
-from ._handles import AmpHandle, NoOpHandle
 from ._sessions import training_session, unwrapped
 from .scaler import LossScaler
 
@@ -32,7 +31,6 @@ class AmpState:
         hard_override: kept for scripts that set it; nothing here needs overriding.
         allow_incoming_model_not_fp32: let 16-bit models come in without a word.
         disabled: whether the latest ``initialize`` was given ``enabled=False``.
-        init_handle: what ``amp.init`` returned, where that is in force.
     """
 
     def __init__(self) -> None:
@@ -40,12 +38,11 @@ class AmpState:
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
         self.disabled = False
-        self.init_handle: AmpHandle | None = None
 
     @property
     def loss_scalers(self) -> list[LossScaler]:
         """The loss scalers of the latest session that trains, readable and writable; one for each loss."""
-        return [LossScaler.over(scaler) for scaler in training_session().scalers]
+        return [LossScaler(scaler) for scaler in training_session().scalers]
 
     @property
     def opt_properties(self) -> Any:
@@ -57,16 +54,6 @@ class AmpState:
         values = {name: getattr(latest.properties, name) if latest else None for name in _OPTIONS}
         options = {"enabled": latest is not None, "opt_level": latest.opt_level if latest else None, **values}
         return SimpleNamespace(options=options, **options)
-
-    @property
-    def handle(self) -> AmpHandle | NoOpHandle:
-        """The handle of patched functions; one that does nothing where none are patched."""
-        if self.init_handle is not None and self.init_handle.is_active():
-            return self.init_handle
-        latest = None if self.disabled else next(reversed(_core.live_sessions()), None)
-        if latest is None or not latest.models or not latest.properties.patch_torch_functions:
-            return NoOpHandle()
-        return AmpHandle(latest.models[0])
 
 
 _amp_state = AmpState()

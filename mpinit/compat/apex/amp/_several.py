@@ -17,8 +17,8 @@ class SeveralOptimizers(AbstractContextManager[torch.Tensor]):
     """The context around the backward pass of a loss over several optimizers.
 
     mpinit lets each optimizer decide by its own gradients; apex skips them all. Here, one that overflowed puts an inf
-    among the fresh gradients of the others before they are checked, on the device and without waiting for it. An
-    optimizer that gets no gradient from this loss has none to put it in, and goes on.
+    among the gradients of the others before they are checked, on the device and without waiting for it. An
+    optimizer without a gradient has none to put it in, and none to step by.
 
     Args:
         loss: the loss.
@@ -58,7 +58,7 @@ class SeveralOptimizers(AbstractContextManager[torch.Tensor]):
 
     @torch.no_grad()
     def _spread_overflow(self) -> None:
-        gradients = [_fresh_gradients(optimizer) for optimizer in self._optimizers]
+        gradients = [_gradients(optimizer) for optimizer in self._optimizers]
         maxima = [norm for each in gradients if each for norm in torch._foreach_norm(each, float("inf"))]
         if not maxima:
             return
@@ -81,9 +81,9 @@ def _by_shared_scaler(optimizers: Sequence[Any], loss_id: int) -> Iterator[list[
         yield [optimizer for optimizer, own in zip(optimizers, sessions, strict=True) if own is session]
 
 
-def _fresh_gradients(optimizer: Any) -> list[torch.Tensor]:
-    """What the backward pass inside a block has left: dense and real, sharing the gradients' memory, none empty."""
-    weights = (weight for group in _core.groups_of(optimizer) for weight, _ in group)
+def _gradients(optimizer: Any) -> list[torch.Tensor]:
+    """The gradients inside a block: dense and real, sharing the gradients' memory, none empty."""
+    weights = (weight for group in optimizer.param_groups for weight in group["params"])
     found = [_dense(weight.grad) for weight in weights if weight.grad is not None]
     return [gradient for gradient in found if gradient.numel()]
 

@@ -1,4 +1,4 @@
-"""scale_loss and disable_casts; the handles of patched functions are reached here too."""
+"""scale_loss and disable_casts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import torch
 from .... import amp as mp
 from ... import _core
 from ._amp_state import _amp_state
-from ._handles import AmpHandle, NoOpHandle
 from ._sessions import unwrapped
 from ._several import SeveralOptimizers
 
 disable_casts = mp.disable_casts
 
-__all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
+__all__ = ["disable_casts", "scale_loss"]
 
 
 def scale_loss(

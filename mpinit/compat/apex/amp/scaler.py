@@ -18,44 +18,23 @@ def _number_of_rule(name: str, kind: type) -> Any:
 
 
 class LossScaler:
-    """A loss scaler whose private attributes scripts read and write.
+    """One of ``amp._amp_state.loss_scalers``, whose private attributes scripts read and write; nothing is copied.
 
     Args:
-        loss_scale: "dynamic", or the static scale.
-        init_scale: the first dynamic scale.
-        scale_factor: the factor of both moves.
-        scale_window: good steps between growths.
-        min_loss_scale, max_loss_scale: limits of a dynamic scale.
+        core: a session's scaler.
 
-    Example:
-        >>> LossScaler("dynamic").loss_scale()
-        65536.0
+    Raises:
+        TypeError: something else is given: ``amp.initialize`` makes the loss scalers.
     """
 
-    warned_no_fused_kernel = False
-    warned_unscaling_non_fp32_grad = False
-    has_fused_kernel = False
-
-    def __init__(
-        self,
-        loss_scale: float | str,
-        init_scale: float = 2.0**16,
-        scale_factor: float = 2.0,
-        scale_window: int = 2000,
-        min_loss_scale: float | None = None,
-        max_loss_scale: float = 2.0**24,
-    ) -> None:
-        limits = (_core.LOWEST_SCALE if min_loss_scale is None else min_loss_scale, max_loss_scale)
-        self.core = _core.new_scaler(loss_scale, init_scale, scale_factor, scale_window, limits)
+    def __init__(self, core: _core.Scaler) -> None:
+        if not isinstance(core, _core.Scaler):
+            raise TypeError(
+                f"LossScaler({core!r}): amp.initialize makes amp's loss scalers; for a loop by hand take "
+                "apex.fp16_utils.DynamicLossScaler or LossScaler"
+            )
+        self.core = core
         self._overflowed = False
-
-    @classmethod
-    def over(cls, core: _core.Scaler) -> LossScaler:
-        """A view of a session's scaler: nothing is copied."""
-        view = cls.__new__(cls)
-        view.core = core
-        view._overflowed = False
-        return view
 
     _scale_seq_len = _number_of_rule("growth_interval", int)
     _max_loss_scale = _number_of_rule("max_scale", float)

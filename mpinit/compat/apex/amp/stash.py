@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import types
 import weakref
-from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from .... import amp as mp
 from ....basics.dtypes import is_lower_precision
 from ... import _core
-from .scaler import LossScaler
 
 Params = list[torch.nn.Parameter]
 
@@ -32,7 +29,6 @@ class AmpStash:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._backward: AbstractContextManager[torch.Tensor] | None = None
         self.lazy_init_called = False
         self.already_patched = True
         self.params_have_scaled_gradients = False
@@ -84,30 +80,6 @@ class AmpStash:
     # The name that they have where there are no masters at all.
     all_fp32_params = all_fp32_from_fp32_params
 
-    def before_backward(self) -> None:
-        """Begin a backward pass, as ``amp.scale_loss`` does for a loss that is scaled by its first scaler."""
-        if self._backward is None:
-            optimizer = self.optimizer()
-            device = next(p.device for group in optimizer.param_groups for p in group["params"])
-            block = mp.scale_loss(torch.zeros((), device=device), optimizer, delay_overflow_check=True)
-            block.__enter__()
-            self._backward = block
-
-    def after_backward(self, scaler: LossScaler | None) -> None:
-        """End it: fresh gradients are unscaled and checked, onto those there were before."""
-        block, self._backward = self._backward, None
-        if block is None:
-            raise RuntimeError("_post_amp_backward needs a _prepare_amp_backward before the backward pass")
-        first = _core.session_of(self.optimizer()).scalers[0]
-        if scaler is not None and scaler.core is not first:
-            error = RuntimeError(
-                "_post_amp_backward was given another scaler than amp._amp_state.loss_scalers[0], by which gradients "
-                "are unscaled here: use amp.scale_loss(loss, optimizer, loss_id=...) for this loss"
-            )
-            block.__exit__(RuntimeError, error, None)
-            raise error
-        block.__exit__(None, None, None)
-
 
 def attach(optimizer: Optimizer) -> None:
     """Put ``_amp_stash`` and its methods on an optimizer; harmless where they are there already."""
@@ -122,15 +94,6 @@ def _lazy_init(self: Any) -> None:
     self._amp_stash.lazy_init_called = True
 
 
-def _prepare(self: Any) -> None:
-    self._amp_stash.lazy_init_called = True
-    self._amp_stash.before_backward()
-
-
-def _post(self: Any, scaler: LossScaler | None = None) -> None:
-    self._amp_stash.after_backward(scaler)
-
-
 def _copy_back(self: Any) -> None:
     _core.masters_to_weights(self._amp_stash.optimizer())
 
@@ -138,7 +101,5 @@ def _copy_back(self: Any) -> None:
 _METHODS = {
     "_amp_lazy_init": _lazy_init,
     "_lazy_init_maybe_master_weights": lambda self: None,
-    "_prepare_amp_backward": _prepare,
-    "_post_amp_backward": _post,
     "_master_params_to_model_params": _copy_back,
 }

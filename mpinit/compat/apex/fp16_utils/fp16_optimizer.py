@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +15,7 @@ from .loss_scaler import DynamicLossScaler, LossScaler
 
 _LOGGER = logging.getLogger("mpinit")
 
-# From the scaler's first scale down to 1, and some more.
-_MOST_EVALUATIONS = 64
-_SAVED = ("dynamic_loss_scale", "overflow", "first_closure_call_this_step")
+_SAVED = ("dynamic_loss_scale", "overflow")
 
 
 class FP16_Optimizer:
@@ -55,12 +52,11 @@ class FP16_Optimizer:
         self.fp32_from_fp32_groups: list[list[nn.Parameter]] = []
         for group in init_optimizer.param_groups:
             self._take_group(group)
-        self.loss_scaler: LossScaler = (
+        self.loss_scaler: DynamicLossScaler | LossScaler = (
             DynamicLossScaler(**(dynamic_loss_args or {})) if dynamic_loss_scale else LossScaler(static_loss_scale)
         )
         self.dynamic_loss_scale = dynamic_loss_scale
         self.overflow = False
-        self.first_closure_call_this_step = True
 
     def _take_group(self, group: dict[str, Any]) -> None:
         trained = [p for p in group["params"] if p.requires_grad]
@@ -128,51 +124,25 @@ class FP16_Optimizer:
             return -1.0
         return clip_grad_norm(self._stepped_params(), max_norm, norm_type)
 
-    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """The gradients that ``step()`` will use, a list for each group; None after an overflow."""
-        if self.overflow:
-            return None
-        return [[p.grad for p in group["params"]] for group in self.optimizer.param_groups]
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: None = None) -> Any:
         """Step the masters and copy them into the model; after an overflow lower the scale and do nothing else.
 
-        Args:
-            closure: re-evaluates the model, calls :meth:`backward` and returns the loss. Where that overflows, it
-                is evaluated again at a lower scale.
-
-        Returns:
-            What the closure returned, or None.
+        Raises:
+            TypeError: a closure is given.
         """
-        loss: Any
         if closure is not None:
-            loss = self.optimizer.step(self._guarded(closure))
-        else:
-            self.loss_scaler.update_scale(self.overflow)
-            if self.overflow:
-                if self.verbose:
-                    _LOGGER.info("FP16_Optimizer: overflow; step skipped, loss scale now %g", self.loss_scale)
-                return None
-            loss = self.optimizer.step()
-        self._masters_to_model()
-        return loss
-
-    def _guarded(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def evaluate() -> Any:
-            # The optimizer may have moved the masters since the last evaluation.
-            self._masters_to_model()
-            loss = closure()
-            for _ in range(_MOST_EVALUATIONS):
-                if not self.overflow:
-                    return loss
-                self.loss_scaler.update_scale(self.overflow)
-                loss = closure()
-            raise RuntimeError(
-                f"the closure's gradients overflowed {_MOST_EVALUATIONS} times in a row, down to a loss scale of "
-                f"{self.loss_scale:g}: they are inf or nan at any scale; look for the cause in the model or its data"
+            raise TypeError(
+                "FP16_Optimizer.step takes no closure here: mpinit.initialize(model, optimizer, 'O2') steps optimizers "
+                "with closures"
             )
-
-        return evaluate
+        self.loss_scaler.update_scale(self.overflow)
+        if self.overflow:
+            if self.verbose:
+                _LOGGER.info("FP16_Optimizer: overflow; step skipped, loss scale now %g", self.loss_scale)
+            return None
+        result: Any = self.optimizer.step()
+        self._masters_to_model()
+        return result
 
     def _masters_to_model(self) -> None:
         for halves, masters in zip(self.fp16_groups, self.fp32_from_fp16_groups, strict=True):

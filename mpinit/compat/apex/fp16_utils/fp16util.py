@@ -109,76 +109,37 @@ class FP16Model(nn.Module):
         return self.network(*cast_tree(inputs, torch.float16))
 
 
-def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Tensor], list[nn.Parameter]]:
+def prep_param_lists(model: nn.Module) -> tuple[list[Tensor], list[nn.Parameter]]:
     """The trainable parameters of a model and float32 masters of them.
 
-    Args:
-        model: whose parameters are read.
-        flat_master: one flat master instead of one for each parameter; all parameters must share a dtype.
-
-    Returns:
-        Parameters and masters.
-
     Example:
-        >>> params, masters = prep_param_lists(nn.Linear(2, 2).half(), flat_master=True)
+        >>> params, masters = prep_param_lists(nn.Linear(2, 2).half())
         >>> len(params), len(masters), masters[0].dtype
-        (2, 1, torch.float32)
+        (2, 2, torch.float32)
     """
     model_params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-    if flat_master:
-        if len({p.dtype for p in model_params}) > 1:
-            raise ValueError(
-                "prep_param_lists(flat_master=True) needs parameters of one dtype, and the model has several; "
-                "give flat_master=False"
-            )
-        flat = torch.cat([p.detach().float().reshape(-1) for p in model_params])
-        masters = [nn.Parameter(flat)]
-    else:
-        masters = [nn.Parameter(p.detach().clone().float()) for p in model_params]
-    for master in masters:
-        master.grad = torch.zeros_like(master) if flat_master else None
-    return model_params, masters
+    return model_params, [nn.Parameter(p.detach().clone().float()) for p in model_params]
 
 
-def _slices(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    pieces = torch.split(flat, [p.numel() for p in like])
-    return [piece.view_as(p) for piece, p in zip(pieces, like, strict=True)]
-
-
-def model_grads_to_master_grads(
-    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
-) -> None:
+def model_grads_to_master_grads(model_params: Sequence[Tensor], master_params: Sequence[Tensor]) -> None:
     """Copy the model's gradients into the masters', in float32.
 
     Args:
         model_params, master_params: what :func:`prep_param_lists` returned.
-        flat_master: as it was given there.
     """
-    with torch.no_grad():
-        if flat_master:
-            master = master_params[0]
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-            for piece, p in zip(_slices(master.grad, model_params), model_params, strict=True):
-                piece.zero_() if p.grad is None else piece.copy_(p.grad)
-            return
-        for p, master in zip(model_params, master_params, strict=True):
-            master.grad = None if p.grad is None else p.grad.detach().clone().to(master.dtype)
+    for p, master in zip(model_params, master_params, strict=True):
+        master.grad = None if p.grad is None else p.grad.detach().clone().to(master.dtype)
 
 
-def master_params_to_model_params(
-    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
-) -> None:
+def master_params_to_model_params(model_params: Sequence[Tensor], master_params: Sequence[Tensor]) -> None:
     """Copy the masters' values into the model, rounded to its dtype.
 
     Args:
         model_params, master_params: what :func:`prep_param_lists` returned.
-        flat_master: as it was given there.
     """
     with torch.no_grad():
-        sources = _slices(master_params[0], model_params) if flat_master else master_params
-        for p, source in zip(model_params, sources, strict=True):
-            p.copy_(source)
+        for p, master in zip(model_params, master_params, strict=True):
+            p.copy_(master)
 
 
 def to_python_float(t: Any) -> float:

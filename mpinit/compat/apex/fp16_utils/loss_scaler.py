@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,14 +10,10 @@ import torch
 from torch import Tensor
 
 
-class LossScaler:
-    """A loss scale that never moves.
+class _Scaler(ABC):
+    """What the two kinds share: a factor, and what is done with it."""
 
-    Args:
-        scale: the factor.
-    """
-
-    def __init__(self, scale: float = 1.0) -> None:
+    def __init__(self, scale: float) -> None:
         self.cur_scale = float(scale)
 
     @property
@@ -24,16 +21,13 @@ class LossScaler:
         """The factor the loss is multiplied by."""
         return self.cur_scale
 
+    @abstractmethod
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """False: a static scale is not checked."""
-        return False
+        """Whether gradients are found to hold inf or nan."""
 
+    @abstractmethod
     def update_scale(self, overflow: bool) -> None:
-        """A static scale stays."""
-
-    def scale_gradient(self, module: Any, grad_in: Any, grad_out: Any) -> tuple[Any, ...]:
-        """A backward hook that multiplies incoming gradients by the scale."""
-        return tuple(None if g is None else self.loss_scale * g for g in grad_in)
+        """Move the scale after a step whose gradients overflowed, or did not."""
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Run backward on the scaled loss."""
@@ -49,7 +43,25 @@ class LossScaler:
         vars(self).update({name: values[name] for name in vars(self) if name in values})
 
 
-class DynamicLossScaler(LossScaler):
+class LossScaler(_Scaler):
+    """A loss scale that never moves.
+
+    Args:
+        scale: the factor.
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__(scale)
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """False: a static scale is not checked."""
+        return False
+
+    def update_scale(self, overflow: bool) -> None:
+        """A static scale stays."""
+
+
+class DynamicLossScaler(_Scaler):
     """A loss scale that backs off on overflow and grows after a row of good steps.
 
     Args:

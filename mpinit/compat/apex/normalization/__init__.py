@@ -11,8 +11,6 @@ from .fused_layer_norm import (
     fused_layer_norm_affine,
     fused_rms_norm,
     fused_rms_norm_affine,
-    mixed_dtype_fused_layer_norm_affine,
-    mixed_dtype_fused_rms_norm_affine,
 )
 
 __all__ = [
@@ -24,6 +22,4 @@ __all__ = [
     "fused_layer_norm_affine",
     "fused_rms_norm",
     "fused_rms_norm_affine",
-    "mixed_dtype_fused_layer_norm_affine",
-    "mixed_dtype_fused_rms_norm_affine",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,14 +16,19 @@ def _as_shape(normalized_shape: Shape) -> list[int]:
 
 
 def _normalise(
-    function: Callable[..., Tensor], input: Tensor, shape: Shape, affine: Sequence[Tensor | None], eps: float
+    function: Callable[..., Tensor],
+    input: Tensor,
+    shape: Shape,
+    affine: Sequence[Tensor | None],
+    eps: float,
+    is_mixed: bool = False,
 ) -> Tensor:
     """torch's function where all dtypes agree (it accumulates in float32 itself), float32 around it otherwise."""
     given = [tensor for tensor in affine if tensor is not None]
     if all(tensor.dtype == input.dtype for tensor in given):
         return function(input, _as_shape(shape), *affine, eps=eps)
     wide = [None if tensor is None else tensor.float() for tensor in affine]
-    return function(input.float(), _as_shape(shape), *wide, eps=eps).to(input.dtype)
+    return function(input.float(), _as_shape(shape), *wide, eps=eps).to(given[0].dtype if is_mixed else input.dtype)
 
 
 def fused_layer_norm(
@@ -57,27 +62,6 @@ def fused_layer_norm_affine(
     return _normalise(F.layer_norm, input, normalized_shape, (weight, bias), eps)
 
 
-def mixed_dtype_fused_layer_norm_affine(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> Tensor:
-    """Layer normalisation, in the weight's dtype.
-
-    Example:
-        >>> import torch
-        >>> x = torch.ones(2, 3, dtype=torch.float16)
-        >>> mixed_dtype_fused_layer_norm_affine(x, torch.ones(3), torch.zeros(3), 3).dtype
-        torch.float32
-    """
-    return _normalise(F.layer_norm, input.float(), normalized_shape, (weight.float(), bias.float()), eps).to(
-        weight.dtype
-    )
-
-
 def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
     """RMS normalisation without weights.
 
@@ -102,20 +86,6 @@ def fused_rms_norm_affine(
     return _normalise(F.rms_norm, input, normalized_shape, (weight,), eps)
 
 
-def mixed_dtype_fused_rms_norm_affine(
-    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
-) -> Tensor:
-    """RMS normalisation, in the weight's dtype.
-
-    Example:
-        >>> import torch
-        >>> x = torch.ones(2, 3, dtype=torch.float16)
-        >>> mixed_dtype_fused_rms_norm_affine(x, torch.ones(3), 3).dtype
-        torch.float32
-    """
-    return _normalise(F.rms_norm, input.float(), normalized_shape, (weight.float(),), eps).to(weight.dtype)
-
-
 class FusedLayerNorm(nn.LayerNorm):
     """``torch.nn.LayerNorm`` with apex's arguments; input and weight may differ in dtype.
 
@@ -124,15 +94,19 @@ class FusedLayerNorm(nn.LayerNorm):
         memory_efficient: accepted; torch keeps what its backward needs.
     """
 
+    _is_mixed: ClassVar[bool] = False
+
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
     ) -> None:
+        _check_affine(self, self._is_mixed, elementwise_affine)
         super().__init__(normalized_shape, eps, elementwise_affine)
         self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input``; the result has its dtype."""
-        return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
+        """Normalise ``input``; the result has its dtype, a Mixed norm's has the weight's."""
+        affine = (self.weight, self.bias)
+        return _normalise(F.layer_norm, input, self.normalized_shape, affine, self.eps, self._is_mixed)
 
 
 class FusedRMSNorm(nn.RMSNorm):
@@ -143,19 +117,23 @@ class FusedRMSNorm(nn.RMSNorm):
         memory_efficient: accepted; torch keeps what its backward needs.
     """
 
+    _is_mixed: ClassVar[bool] = False
+
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
     ) -> None:
+        _check_affine(self, self._is_mixed, elementwise_affine)
         super().__init__(normalized_shape, eps, elementwise_affine)
         self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input``; the result has its dtype."""
-        return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps or 1e-5)
+        """Normalise ``input``; the result has its dtype, a Mixed norm's has the weight's."""
+        return _normalise(F.rms_norm, input, self.normalized_shape, (self.weight,), self.eps or 1e-5, self._is_mixed)
 
 
-def _check_affine(kind: str, given: dict[str, Any]) -> None:
-    if not given.get("elementwise_affine", True):
+def _check_affine(module: nn.Module, is_mixed: bool, affine: bool) -> None:
+    if is_mixed and not affine:
+        kind = type(module).__name__
         raise RuntimeError(
             f"{kind} has weights; without them use {kind.removeprefix('Mixed')}(elementwise_affine=False)"
         )
@@ -164,22 +142,10 @@ def _check_affine(kind: str, given: dict[str, Any]) -> None:
 class MixedFusedLayerNorm(FusedLayerNorm):
     """:class:`FusedLayerNorm` whose result has the weight's dtype; ``elementwise_affine=False`` is refused."""
 
-    def __init__(self, normalized_shape: Any, eps: float = 1e-5, **kwargs: Any) -> None:
-        _check_affine("MixedFusedLayerNorm", kwargs)
-        super().__init__(normalized_shape, eps, **kwargs)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input``; the result has the weight's dtype."""
-        return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
+    _is_mixed = True
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
     """:class:`FusedRMSNorm` whose result has the weight's dtype; ``elementwise_affine=False`` is refused."""
 
-    def __init__(self, normalized_shape: Any, eps: float = 1e-5, **kwargs: Any) -> None:
-        _check_affine("MixedFusedRMSNorm", kwargs)
-        super().__init__(normalized_shape, eps, **kwargs)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input``; the result has the weight's dtype."""
-        return mixed_dtype_fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps or 1e-5)
+    _is_mixed = True

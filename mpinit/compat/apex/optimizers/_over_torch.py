@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from ._steps import ClearsAsTold, loss_of, without_decay
+from ._steps import ClearsAsTold
 
 
 class OverTorch(ClearsAsTold):
@@ -16,36 +16,6 @@ class OverTorch(ClearsAsTold):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer or of torch's; the options and step counts that apex's lack are filled in."""
         super().load_state_dict(with_missing_options(state_dict, self.param_groups))
-
-
-class DecaysApart(OverTorch):
-    """One whose weight decay may be decoupled (``decays_apart``), which torch's own has no option for."""
-
-    decays_apart: bool
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one step.
-
-        Args:
-            closure: re-evaluates the model and returns the loss.
-
-        Returns:
-            What the closure returned, or None.
-        """
-        function = super().step.__func__  # type: ignore[attr-defined]
-        # Without torch's wrapper: the step around this one carries the hooks, and they must run once.
-        plain_step = function.__wrapped__ if getattr(function, "hooked", False) else function
-        if not self.decays_apart:
-            return plain_step(self, closure)
-        loss = loss_of(closure)
-        with without_decay(self.param_groups) as decays:
-            for group, decay in zip(self.param_groups, decays, strict=True):
-                params = [p for p in group["params"] if p.grad is not None]
-                if decay and params:
-                    with torch.no_grad():
-                        torch._foreach_mul_(params, 1 - group["lr"] * decay)
-            plain_step(self)
-        return loss
 
 
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
@@ -60,12 +30,13 @@ def can_fuse(groups: list[dict[str, Any]], kind: type[torch.optim.Optimizer], bu
     """Whether torch has a fused kernel of this optimizer for the devices of all these parameters."""
     entries = (entry for group in groups for entry in group["params"])
     params = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+    devices = {p.device.type for p in params}
     try:
-        for device in {p.device.type for p in params}:
+        for device in devices:
             kind([torch.zeros(1, device=device)], lr=0.1, fused=True)  # type: ignore[call-arg]
     except RuntimeError:
         return False
-    return all(p.is_floating_point() and p.device.type != but_not_on for p in params)
+    return but_not_on not in devices and all(p.is_floating_point() for p in params)
 
 
 def with_missing_options(saved: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:

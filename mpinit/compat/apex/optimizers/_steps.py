@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,24 +32,3 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
-
-
-@contextmanager
-def without_decay(groups: list[dict[str, Any]]) -> Iterator[list[float]]:
-    """Weight decay taken out of the groups for a step to which the caller applies it itself.
-
-    Args:
-        groups: an optimizer's groups; those without the option stay so.
-
-    Yields:
-        Each group's decay, 0 where it has none.
-    """
-    decays = [group.get("weight_decay", 0.0) for group in groups]
-    decaying = [(group, decay) for group, decay in zip(groups, decays, strict=True) if "weight_decay" in group]
-    try:
-        for group, _ in decaying:
-            group["weight_decay"] = 0.0
-        yield decays
-    finally:
-        for group, decay in decaying:
-            group["weight_decay"] = decay

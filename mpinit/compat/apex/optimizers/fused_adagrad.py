@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ._over_torch import DecaysApart, as_groups, can_fuse
+from ._over_torch import OverTorch, as_groups, can_fuse
 
 
-class FusedAdagrad(DecaysApart, torch.optim.Adagrad):
+class FusedAdagrad(OverTorch, torch.optim.Adagrad):
     """Adagrad, in torch's fused kernel where the device has one.
 
     Args:
@@ -19,7 +19,7 @@ class FusedAdagrad(DecaysApart, torch.optim.Adagrad):
         eps: added to the denominator.
         weight_decay: its strength.
         set_grad_none: what ``zero_grad()`` does when it is not told.
-        adagrad_w_mode: decoupled weight decay rather than L2 regularisation.
+        adagrad_w_mode: refused; torch's weight decay is L2 regularisation.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -35,9 +35,12 @@ class FusedAdagrad(DecaysApart, torch.optim.Adagrad):
         set_grad_none: bool = True,
         adagrad_w_mode: bool = False,
     ) -> None:
+        if adagrad_w_mode:
+            raise RuntimeError(
+                "FusedAdagrad does not support adagrad_w_mode=True: leave it out, so that the weight decay is added to "
+                "the gradient, or install NVIDIA apex for it"
+            )
         groups = as_groups(params)
-        # The fused kernel skips an overflowed step inside, where the decay that goes before it cannot follow.
-        fused = not adagrad_w_mode and can_fuse(groups, torch.optim.Adagrad)
+        fused = can_fuse(groups, torch.optim.Adagrad)
         super().__init__(groups, lr=lr, eps=eps, weight_decay=weight_decay, fused=fused or None)
-        self.adagrad_w_mode = self.decays_apart = adagrad_w_mode
         self.set_grad_none = set_grad_none

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from ._over_torch import DecaysApart, as_groups, can_fuse
+from ._over_torch import OverTorch, as_groups, can_fuse
 
 
-class FusedSGD(DecaysApart, torch.optim.SGD):
+class FusedSGD(OverTorch, torch.optim.SGD):
     """SGD with momentum, in torch's fused kernel where the device has one.
 
     Args:
         params: parameters or groups.
         lr: the learning rate; required.
         momentum, dampening, weight_decay, nesterov: as in ``torch.optim.SGD``.
-        wd_after_momentum: add the weight decay to the update after the momentum and not to the gradient before it.
+        wd_after_momentum: refused; torch adds the weight decay to the gradient, before the momentum.
         materialize_master_grads: accepted; how gradients reach the masters is amp's business.
         set_grad_none: what ``zero_grad()`` does when it is not told.
 
@@ -38,10 +38,14 @@ class FusedSGD(DecaysApart, torch.optim.SGD):
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
     ) -> None:
+        if wd_after_momentum:
+            raise RuntimeError(
+                "FusedSGD does not support wd_after_momentum=True: leave it out, so that the weight decay is added to "
+                "the gradient, or install NVIDIA apex for it"
+            )
         groups = as_groups(params)
-        # The fused kernel skips an overflowed step inside, where the decay that goes before it cannot follow; and on a
-        # CPU it does not update 16-bit parameters rightly, which these may become.
-        fused = not wd_after_momentum and can_fuse(groups, torch.optim.SGD, but_not_on="cpu")
+        # On a CPU the fused kernel does not update 16-bit parameters rightly, which these may become.
+        fused = can_fuse(groups, torch.optim.SGD, but_not_on="cpu")
         super().__init__(
             groups,
             lr=lr,
@@ -51,6 +55,5 @@ class FusedSGD(DecaysApart, torch.optim.SGD):
             nesterov=nesterov,
             fused=fused or None,
         )
-        self.wd_after_momentum = self.decays_apart = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
         self.set_grad_none = set_grad_none

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
 
-from ..optimizers._steps import attribute_of, loss_of, without_decay
+from .... import amp as mp
+from ... import _core
+from ..optimizers._steps import attribute_of, loss_of
 
 
 class LARC(torch.optim.Optimizer):
@@ -83,24 +86,36 @@ class LARC(torch.optim.Optimizer):
         """
         loss = loss_of(closure)
         # The decay is in the gradients once they are scaled.
-        with without_decay(self.param_groups) as decays:
-            with torch.no_grad():
-                for group, decay in zip(self.param_groups, decays, strict=True):
-                    self._scale_gradients(group, decay)
+        decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
+        stepped = self._stepped()
+        with torch.no_grad():
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                for p in islice(stepped, len(group["params"])):
+                    if p.grad is not None:
+                        self._scale_gradient(p, p.grad, group["lr"], decay)
+        try:
+            for group in self.param_groups:
+                group.update({"weight_decay": 0.0} if "weight_decay" in group else {})
             self.optim.step()
+        finally:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                group.update({"weight_decay": decay} if "weight_decay" in group else {})
         return loss
 
-    def _scale_gradients(self, group: dict[str, Any], decay: float) -> None:
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            weight_norm, grad_norm = p.float().norm(), p.grad.float().norm()
-            rate = self.trust_coefficient * weight_norm / (grad_norm + weight_norm * decay + self.eps)
-            if self.clip:
-                rate = torch.clamp(rate / group["lr"], max=1.0)
-            moved = (weight_norm > 0) & (grad_norm > 0)
-            scaled = ((p.grad + decay * p) * rate).to(p.grad.dtype)
-            p.grad.copy_(torch.where(moved, scaled, p.grad))
+    def _stepped(self) -> Iterator[torch.Tensor]:
+        """What the wrapped optimizer steps, in the groups' order: masters, where that was initialised without this."""
+        if _core.session_of(self.optim) is not None:
+            return iter(mp.master_params(self.optim))
+        return (p for group in self.param_groups for p in group["params"])
+
+    def _scale_gradient(self, p: torch.Tensor, grad: torch.Tensor, lr: float, decay: float) -> None:
+        weight_norm, grad_norm = p.float().norm(), grad.float().norm()
+        rate = self.trust_coefficient * weight_norm / (grad_norm + weight_norm * decay + self.eps)
+        if self.clip:
+            rate = torch.clamp(rate / lr, max=1.0)
+        moved = (weight_norm > 0) & (grad_norm > 0)
+        scaled = ((grad + decay * p) * rate).to(grad.dtype)
+        grad.copy_(torch.where(moved, scaled, grad))
 
 
 LARC.LARC = LARC

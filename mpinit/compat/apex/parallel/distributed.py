@@ -57,19 +57,16 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         module: nn.Module,
         message_size: int = 10_000_000,
         delay_allreduce: bool = False,
-        shared_param: Any = None,
-        allreduce_trigger_params: Any = None,
-        retain_allreduce_buffers: bool = False,
+        *,
         allreduce_always_fp32: bool = False,
-        num_allreduce_streams: int = 1,
-        allreduce_communicators: Any = None,
         gradient_average: bool = True,
         gradient_predivide_factor: float = 1.0,
-        gradient_average_split_factor: Any = None,
-        prof: bool = False,
+        **ignored: Any,
     ) -> None:
-        given = locals()
-        _log_ignored_once(tuple(name for name in self._IGNORED if given[name] not in (None, False, 1)))
+        unknown = [name for name in ignored if name not in self._IGNORED]
+        if unknown:
+            raise TypeError(f"DistributedDataParallel takes no {unknown[0]!r}; it ignores {', '.join(self._IGNORED)}")
+        _log_ignored_once(tuple(name for name, value in ignored.items() if value not in (None, False, 1)))
         megabytes = max(message_size * _element_bytes(module) / 2**20, 1e-3)
         super().__init__(
             module,

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's SyncBatchNorm with apex's arguments, which also trains on the CPU.
+    """torch's SyncBatchNorm with apex's arguments. As torch's, it trains on accelerators.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, process_group: as in ``torch.nn.SyncBatchNorm``.
@@ -36,66 +36,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         """Normalise ``input``, add ``z`` where it is given, and apply the ReLU where it was asked for."""
-        output = self._normalise_on_cpu(input) if self._needs_cpu_path(input) else super().forward(input)
+        output = super().forward(input)
         if z is not None:
             output = output + z
         return torch.relu(output) if self.fuse_relu else output
-
-    def _needs_cpu_path(self, input: Tensor) -> bool:
-        """torch's own kernel refuses CPU tensors as soon as there are several processes."""
-        uses_batch = self.training or self.running_mean is None
-        return input.device.type == "cpu" and uses_batch and dist.is_available() and dist.is_initialized()
-
-    def _normalise_on_cpu(self, input: Tensor) -> Tensor:
-        """Statistics summed over the group by a differentiable all_reduce."""
-        x = input.float()
-        axes = [axis for axis in range(x.dim()) if axis != 1]
-        shape = [1, -1, *[1] * (x.dim() - 2)]
-        count = x.new_full((1,), x.numel() / x.size(1))
-        sums = torch.cat([x.sum(axes), count])
-        mean_sum, total = torch.split(_all_reduced(sums, self.process_group), [x.size(1), 1])
-        mean = mean_sum / total
-        centred = x - mean.view(shape)
-        variance = _all_reduced(centred.square().sum(axes), self.process_group) / total
-        if self.training and self.track_running_stats:
-            self._track(mean.detach(), variance.detach() * (total / (total - 1)))
-        output = centred * torch.rsqrt(variance + self.eps).view(shape)
-        if self.affine:
-            output = output * self.weight.float().view(shape) + self.bias.float().view(shape)
-        result: Tensor = output.to(input.dtype)
-        return result
-
-    @torch.no_grad()
-    def _track(self, mean: Tensor, unbiased_variance: Tensor) -> None:
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        share = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(unbiased_variance.to(self.running_var.dtype), share)
-
-
-class _AllReduced(torch.autograd.Function):
-    """The sum over the processes; its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        summed = tensor.clone()
-        dist.all_reduce(summed, group=group)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        summed = grads[0].clone()
-        dist.all_reduce(summed, group=ctx.group)
-        return summed, None
-
-
-def _all_reduced(tensor: Tensor, group: Any) -> Tensor:
-    summed: Tensor = _AllReduced.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return summed
 
 
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:

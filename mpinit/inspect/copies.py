@@ -1,0 +1,149 @@
+"""Copies of a model and its optimizer, to be run instead of them at any level."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import sys
+import types
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import checks, registry
+from ..basics.dtypes import is_lower_precision
+from ..basics.patching import Undo
+from ..model.forward import take_off_copy
+from ..plan import make_plan
+from ..session import Request, Session
+from ..settings.properties import Properties
+from ..torch_internals.native_autocast import device_types
+
+_HOOKS = "_hooks"
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    """A deep copy without what ``initialize`` put on the model."""
+    clone = copy.deepcopy(model)
+    take_off_copy(clone)
+    return clone
+
+
+def float32_copy(model: nn.Module) -> nn.Module:
+    """A copy with float32 parameters: the masters' numbers where there are masters."""
+    clone = plain_copy(model)
+    for parameter in clone.parameters():
+        parameter.grad = None
+    # torch's own way in, on a copy of ours alone.
+    convert: Any = nn.Module._apply
+    convert(clone, lambda tensor: tensor.float() if is_lower_precision(tensor.dtype) else tensor)
+    return clone
+
+
+def copy_of_optimizer(optimizer: Optimizer, model: nn.Module, clone: nn.Module) -> Optimizer:
+    """The same optimizer with the same state over a copy's parameters, without what ``initialize`` put on it.
+
+    Raises:
+        ValueError: it has parameters that are not the model's.
+    """
+    twin: Optimizer = type(optimizer).__new__(type(optimizer))
+    copies = dict(zip(model.parameters(), clone.parameters(), strict=True))
+    memo: dict[int, Any] = {id(optimizer): twin}
+    for weight in (entry for group in optimizer.param_groups for entry in group["params"]):
+        if weight not in copies:
+            raise ValueError(
+                "the optimizer has a parameter that is not the model's: mpinit.suggest needs a model that holds "
+                "all parameters, a Module around model and loss for instance"
+            )
+        memo[id(weight)] = copies[weight]
+    for name, value in vars(optimizer).items():
+        if isinstance(value, types.MethodType) or hasattr(value, "__wrapped__"):
+            continue  # what initialize or a scheduler put there
+        setattr(twin, name, OrderedDict() if name.endswith(_HOOKS) else copy.deepcopy(value, memo))
+    for parameter, state in twin.state.items():
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, torch.Tensor) and is_lower_precision(value.dtype) and value.shape == parameter.shape:
+                state[key] = value.float()
+    return twin
+
+
+@contextmanager
+def at_level(
+    models: list[nn.Module],
+    optimizers: list[Optimizer],
+    level: str,
+    properties: Properties,
+    quiet: bool = False,
+    check: bool = True,
+) -> Iterator[Session]:
+    """Initialise copies of models, and of their optimizers, for the block.
+
+    Args:
+        quiet: whether the warnings that this gives are left out.
+        check: whether what ``initialize`` refuses is refused; not for what was initialised like that before.
+    """
+    plan = make_plan(properties)
+    with warnings.catch_warnings() if quiet else nullcontext():
+        if quiet:
+            warnings.simplefilter("ignore")
+        if check:
+            checks.check(models, optimizers, properties, plan)
+        session = Session(models, optimizers, Request(level, properties, plan, verbosity=0))
+        session.apply()
+    registry.add(session)
+    try:
+        yield session
+    finally:
+        session.undo()
+
+
+@contextmanager
+def kept_from_running(model: nn.Module, message: str) -> Iterator[None]:
+    """Raise a ValueError where the original of a copy is called in the block; scripted modules take no such hook."""
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        raise ValueError(message)
+
+    guard = None if isinstance(model, torch.jit.ScriptModule) else model.register_forward_pre_hook(refuse, prepend=True)
+    try:
+        yield
+    finally:
+        if guard is not None:
+            guard.remove()
+
+
+def random_numbers() -> Undo:
+    """The generators of torch on every device in use, of Python, and of numpy where it is loaded.
+
+    Returns:
+        A function that puts back their present state, as often as it is called.
+
+    Example:
+        >>> again = random_numbers()
+        >>> first = torch.rand(1)
+        >>> again()
+        >>> bool(first == torch.rand(1))
+        True
+    """
+    undos = [functools.partial(random.setstate, random.getstate())]
+    undos.append(functools.partial(torch.set_rng_state, torch.get_rng_state()))
+    for device in device_types()[1:]:
+        module: Any = torch.get_device_module(device)
+        if module.is_initialized():
+            undos.append(functools.partial(module.set_rng_state_all, module.get_rng_state_all()))
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        undos.append(functools.partial(numpy.random.set_state, numpy.random.get_state()))
+
+    def give_back() -> None:
+        for undo in undos:
+            undo()
+
+    return give_back

@@ -1,0 +1,153 @@
+"""What autocast does around the forward of an initialised model, whatever is on around it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any, Final, ParamSpec, TypeVar
+
+import torch
+
+from .native_autocast import State, Thread, flags, is_on, open_autocast_blocks, present_state, put_back, this, traced
+
+__all__ = ["ForwardCasts"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class ForwardCasts:
+    """The casts of an initialised model around its forward, in any thread, weight casts cached until it ends.
+
+    One object serves any number of models, threads and nested calls. Without a dtype the model has no casts: those
+    that other sessions have on are off inside, those of a ``torch.autocast`` block of the user's stay. With a dtype,
+    for each device present, on entering:
+
+    - flag on: it stays on, with this dtype;
+    - flag off and weight-cast cache off: switched off on purpose, stays off;
+    - flag off inside an open ``torch.autocast`` block of this thread: that block switched it off, it stays off,
+      unless torch itself opened the block to carry state into a checkpoint's recomputation or a replica's thread;
+    - flag off otherwise (a thread, or ``cast_scope="model"``, in which nobody switched it on): on, with this dtype.
+
+    The cached weight casts are dropped when the thread's outermost block ends, so they never outlive a weight change
+    made between two forwards. On exit everything is put back, after an exception too. torch.compile cannot trace a
+    context manager that was made outside the compiled function: use :meth:`run` where the forward may be traced.
+
+    Args:
+        dtype: the 16-bit dtype, or None.
+
+    Example:
+        >>> with ForwardCasts(torch.bfloat16):
+        ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+        torch.bfloat16
+    """
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+
+    def __reduce__(self) -> tuple[type[ForwardCasts], tuple[torch.dtype | None]]:
+        return (ForwardCasts, (self.dtype,))
+
+    def __enter__(self) -> None:
+        thread, state, dtype = this.thread, present_state(), self.dtype
+        before, caching = state
+        if dtype is None:
+            depth = open_autocast_blocks()
+            thread.forwards.append((state, depth, depth))
+            put_back(_without_sessions(thread, state, depth))
+            return
+        depth = torch.autocast_increment_nesting()
+        any_on = False
+        for device, on, dtype_before in before:
+            if not on and caching and (depth == 1 or _runs_without_casts(thread, depth - 1) or _carried_by_torch()):
+                torch.set_autocast_enabled(device, True)
+                on = True
+            any_on = any_on or on
+            if dtype_before is not dtype:
+                torch.set_autocast_dtype(device, dtype)
+                if depth > 1:
+                    torch.clear_autocast_cache()  # torch looks a cached cast up by weight alone, not by dtype
+        torch.set_autocast_cache_enabled(any_on)
+        thread.forwards.append((state, depth - 1, depth))
+
+    def __exit__(self, *_: object) -> None:
+        thread = this.thread
+        state = thread.forwards.pop()[0]
+        if self.dtype is not None:
+            depth = torch.autocast_decrement_nesting()
+            if depth == 0 or not thread.forwards or any(found is not self.dtype for _, _, found in state[0]):
+                torch.clear_autocast_cache()
+        put_back(state)
+        if thread.has_ended:
+            thread.follow_ended()
+
+    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call ``function`` inside this block; torch.compile(fullgraph=True) traces it.
+
+        Example:
+            >>> ForwardCasts(torch.float16).run(torch.mm, torch.ones(2, 2), torch.ones(2, 2)).dtype
+            torch.float16
+        """
+        if self.dtype is None and not is_on():
+            return function(*args, **kwargs)
+        with _traced_forward(self.dtype) if torch.compiler.is_compiling() else self:
+            return function(*args, **kwargs)
+
+
+def _runs_without_casts(thread: Thread, depth: int) -> bool:
+    """Whether the innermost block is the forward of a model that has no casts."""
+    return bool(thread.forwards) and thread.forwards[-1][1:] == (depth, depth)
+
+
+def _without_sessions(thread: Thread, state: State, depth: int) -> State:
+    """What would stand here if no session had switched casts on: a ``torch.autocast`` block of the user's, or none.
+
+    Args:
+        thread: the calling thread's.
+        state: what stands here.
+        depth: how many ``torch.autocast`` blocks are open.
+    """
+    for found, outside, inside in reversed(thread.forwards):
+        if inside != depth:
+            break
+        state, depth = found, outside
+    if depth == 0:
+        return thread.base or state
+    if state[1] or not _carried_by_torch():
+        return state
+    # A checkpoint's recomputation, or a replica's thread, has the casts of the thread that it comes from.
+    return thread.base or ([(device, False, dtype) for device, _, dtype in state[0]], True)
+
+
+def _traced_forward(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[None]:
+    """:class:`ForwardCasts` under torch.compile, where the nesting of torch.autocast blocks cannot be read.
+
+    The cache is off inside: the compiler merges equal casts by itself, and a block inside the graph that switches
+    the flag off then counts as on purpose. A flag that is on counts as a session's inside a forward with casts, and
+    while the cache is off: also that of a block of the user's in a thread where a session is live.
+    """
+    caching, on = torch.is_autocast_cache_enabled(), flags()
+    if dtype is not None:
+        return traced({device: caching or on[device] for device in on}, dtype, caching=False)
+    if caching and not this.thread.forwards:
+        return contextlib.nullcontext()
+    return traced(dict.fromkeys(on, False), None, caching=True)
+
+
+_CARRIERS: Final = ("torch/utils/checkpoint.py", "torch/nn/parallel/parallel_apply.py")
+
+
+def _carried_by_torch() -> bool:
+    """Whether torch opened an autocast block on this stack to carry another place's state here.
+
+    Only asked in the rare case of an off flag inside an open block, so a walk up the stack is cheap enough.
+    """
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename.replace("\\", "/").endswith(_CARRIERS):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,306 @@
+"""Ranks that train one model are asked for the same, begin with the same float32 values, and stay one."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from encoders import CASE, backward, sgd, sharded
+from engines import assert_one, mesh, mine, on_all_ranks, refused, whole
+from models import LEVELS, train
+from processes import ranks
+from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import mpinit
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own use of TorchScript
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+SCALED = {"init_loss_scale": 1024.0, "verbosity": 0}
+INF = float("inf")
+
+
+# -- what was asked for -----------------------------------------------------------------------------------------------
+
+MIXED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "scale": ({"loss_scale": 128.0}, {"loss_scale": 64.0}, "loss_scale is 128.0 on rank 0 and 64.0 on rank 1"),
+    "kind": ({"loss_scale": "dynamic"}, {"loss_scale": 64.0}, "loss_scale is 'dynamic' on rank 0 and 64.0 on rank 1"),
+    "interval": ({"growth_interval": 5}, {"growth_interval": 7}, "growth_interval is 5 on rank 0 and 7 on rank 1"),
+    "level": ({"opt_level": "O2"}, {"opt_level": "O1"}, "opt_level is 'O2' on rank 0 and 'O1' on rank 1"),
+    "type": ({"opt_level": "O5"}, {"opt_level": "O2"}, "cast_model_type is torch.bfloat16 on rank 0"),
+    "masters": (
+        {"opt_level": "O5"},
+        {"opt_level": "O5", "master_weights": "split"},
+        "master_weights is True on rank 0",
+    ),
+    "losses": ({"num_losses": 1}, {"num_losses": 2}, "num_losses is 1 on rank 0 and 2 on rank 1"),
+}
+
+
+@ranks(
+    2,
+    *[("ddp", "scale"), ("fsdp", "level"), ("group", "kind")],
+    long=[(engine, case) for engine in ("ddp", "fsdp", "group") for case in MIXED],
+)
+def test_keywords_that_differ_are_refused_on_all_ranks_at_once(engine: str, case: str) -> None:
+    *given, said = MIXED[case]
+    asked = {"opt_level": "O2", "verbosity": 0} | given[dist.get_rank()]
+    model = sharded() if engine == "fsdp" else CASE.build()
+    optimizer = sgd(model)
+    group = {"process_group": dist.group.WORLD} if engine == "group" else {}
+    start = time.monotonic()
+    with refused(ValueError, said, "on every rank"):
+        mpinit.initialize(model, optimizer, **asked, **group)
+        DistributedDataParallel(model)
+    assert time.monotonic() - start < 10
+    if engine != "ddp":
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert on_all_ranks("alive") == ["alive"] * 2
+
+
+@ranks(2)
+def test_models_that_differ_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + dist.get_rank()))
+    mpinit.initialize(model, sgd(model), "O2", **SCALED)
+    with refused(ValueError, "1.weight is (4, 4) torch.float16 with a float32 master on rank 0 and (5, 4)"):
+        DistributedDataParallel(model)
+
+
+@ranks(2)
+def test_words_without_addresses_are_the_same() -> None:
+    model = CASE.build()
+    kept = [nn.LayerNorm, lambda name, module: name == "head"]
+    mpinit.initialize(model, sgd(model), "O2", keep_fp32=kept, **SCALED)
+    DistributedDataParallel(model)
+
+
+# -- float32 values ---------------------------------------------------------------------------------------------------
+
+
+class Frozen(nn.Module):
+    """A frozen layer and a constant buffer, beside what is trained; other numbers on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        self.base = nn.Linear(6, 6).requires_grad_(False)
+        self.head = nn.Linear(6, 3)
+        self.register_buffer("table", torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.base(x).tanh() + self.table)
+        return y
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with mpinit.scale_loss(model(torch.randn(4, 6, generator=generator)).square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+@ranks(2, ("O2",), ("split",), long=[("O5",)])
+def test_unequal_seeds_leave_one_frozen_weight_and_one_buffer(level: str) -> None:
+    model = Frozen()
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = sgd(model.head)
+    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    wrapped = DistributedDataParallel(model)
+    assert_one(model)
+    if dist.get_rank() == 0:
+        assert all(torch.equal(value, first[name]) for name, value in model.state_dict().items())
+    step(wrapped, optimizer)
+    model.base.requires_grad_(True)
+    optimizer.add_param_group({"params": list(model.base.parameters())})
+    del wrapped
+    wrapped = DistributedDataParallel(model)
+    step(wrapped, optimizer)
+    assert_one(model)
+    mpinit.undo(model)
+    assert_one([*model.parameters(), *model.buffers()])
+
+
+@ranks(2, ("O2",), ("split",), long=[("O0",), ("O1",), ("model",)])
+def test_broadcast_masters_sends_the_optimizers_state(level: str) -> None:
+    model = CASE.build()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    wrapped = DistributedDataParallel(model)
+    batches = [mine(batch) for batch in CASE.batches(6)]
+    train(wrapped, optimizer, batches[:2], CASE.loss)
+    saved = {key: value.clone() for key, value in model.state_dict().items()}, optimizer.state_dict()
+    again = CASE.build()
+    resumed = torch.optim.Adam(again.parameters(), lr=0.5)
+    mpinit.initialize(again, resumed, verbosity=0, **LEVELS[level])
+    wrapped = DistributedDataParallel(again)
+    if dist.get_rank() == 1:
+        again.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+    mpinit.broadcast_masters(resumed, src=1)
+    assert_one([value for state in resumed.state.values() for value in state.values()])
+    assert resumed.param_groups[0]["lr"] == 0.01
+    train(wrapped, resumed, batches[2:], CASE.loss)
+    assert_one(again)
+    assert_one([value for state in resumed.state.values() for value in state.values()])
+
+
+@ranks(2, (True,), (False,))
+def test_one_rank_may_look_at_an_optimizer_that_has_made_no_step(by_torch: bool) -> None:
+    model = CASE.build()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    mpinit.initialize(model, optimizer, "O2", num_losses=2, **SCALED)
+    wrapped = DistributedDataParallel(model)
+    if dist.get_rank() == 0 and by_torch:
+        assert len(get_optimizer_state_dict(wrapped, optimizer)["state"]) == len(list(model.parameters()))
+        optimizer.state.clear()
+    elif dist.get_rank() == 0:
+        assert len(mpinit.TrainState(wrapped, optimizer).state_dict()["optim"]["state"]) > 0
+    train(wrapped, optimizer, [mine(batch) for batch in CASE.batches(2)], CASE.loss)
+    assert mpinit.step_counts(optimizer) == (2, 0)
+    assert_one(model)
+
+
+# -- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_replicas_with_one_loss_exchange_nothing_but_gradients() -> None:
+    model = CASE.build()
+    optimizer = sgd(model)
+    mpinit.initialize(model, optimizer, "O2", **SCALED)
+    wrapped = DistributedDataParallel(model)
+    names = ("all_reduce", "broadcast", "all_gather_object", "broadcast_object_list")
+    with contextlib.ExitStack() as patches:
+        sent = [patches.enter_context(mock.patch.object(dist, n, wraps=getattr(dist, n))) for n in names]
+        train(wrapped, optimizer, [mine(batch) for batch in CASE.batches(4)], CASE.loss)
+    assert [each.call_count for each in sent] == [0, 0, 0, 0]
+
+
+@ranks(2)
+def test_an_overflow_of_a_loss_under_no_sync_moves_its_scale_on_all_ranks() -> None:
+    model = CASE.build()
+    optimizer = sgd(model)
+    mpinit.initialize(model, optimizer, "O2", num_losses=2, **SCALED)
+    wrapped = DistributedDataParallel(model)
+    for index, batch in enumerate(map(mine, CASE.batches(6))):
+        optimizer.zero_grad()
+        bad = index == 1 and dist.get_rank() == 1
+        with wrapped.no_sync():
+            backward(wrapped, optimizer, batch, INF if bad else 1.0, loss_id=0)
+        if bad:
+            optimizer.zero_grad()  # as a user's own check may do: what is reduced is finite
+        backward(wrapped, optimizer, batch, loss_id=1)
+        optimizer.step()
+        assert_one((mpinit.loss_scale(optimizer, 0), mpinit.loss_scale(optimizer, 1)))
+        assert_one(mpinit.step_counts(optimizer))
+        assert_one(model)
+    assert mpinit.loss_scale(optimizer, 0) == 512.0
+
+
+@ranks(2, ("ddp",), ("fsdp",))
+def test_losses_that_differ_by_rank_are_refused_on_all(engine: str) -> None:
+    model = sharded() if engine == "fsdp" else CASE.build()
+    optimizer = sgd(model)
+    mpinit.initialize(model, optimizer, "O2", num_losses=2, **SCALED)
+    wrapped = DistributedDataParallel(model) if engine == "ddp" else model
+    backward(wrapped, optimizer, mine(CASE.batches(1)[0]), loss_id=dist.get_rank())
+    with refused(RuntimeError, "loss_id=0 and loss_id=1 a different number of times", "num_losses=1"):
+        optimizer.step()
+
+
+@ranks(2, ("fsdp",), ("group",))
+def test_a_scale_that_was_loaded_on_one_rank_becomes_one(engine: str) -> None:
+    model = sharded() if engine == "fsdp" else CASE.build()
+    optimizer = sgd(model)
+    group = {"process_group": dist.group.WORLD} if engine == "group" else {}
+    mpinit.initialize(model, optimizer, "O2", **SCALED, **group)
+    if dist.get_rank() == 1:
+        mpinit.load_state_dict({"loss_scaler0": {"loss_scale": 64.0, "unskipped": 0}}, optimizer)
+    before = whole(model.state_dict())
+    for index, batch in enumerate(map(mine, CASE.batches(3))):
+        optimizer.zero_grad()
+        backward(model, optimizer, batch)
+        optimizer.step()
+        assert mpinit.step_was_skipped(optimizer) == (index == 0)
+        assert_one(mpinit.loss_scale(optimizer))
+        same = all(torch.equal(value, before[name]) for name, value in whole(model.state_dict()).items())
+        assert same == (index == 0)
+    assert mpinit.step_counts(optimizer) == (2, 1)
+
+
+def averaged(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, factor: float) -> None:
+    """A step with gradients that are averaged by hand."""
+    optimizer.zero_grad()
+    backward(model, optimizer, batch, factor)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad.div_(2)
+    optimizer.step()
+
+
+@ranks(2, (False,), (True,))
+def test_gradients_averaged_by_hand_want_a_process_group(given: bool) -> None:
+    model = CASE.build()
+    optimizer = sgd(model)
+    group = {"process_group": dist.group.WORLD} if given else {}
+    mpinit.initialize(model, optimizer, "O2", **SCALED, **group)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for index, batch in enumerate(map(mine, CASE.batches(3))):
+            bad = given and index == 1 and dist.get_rank() == 1
+            averaged(model, optimizer, batch, INF if bad else 1.0)
+    told = [warning for warning in caught if "averaged by hand" in str(warning.message)]
+    assert len(told) == (0 if given else 1)
+    assert mpinit.step_counts(optimizer) == ((2, 1) if given else (3, 0))
+    assert_one(model)
+    assert all(bool(value.isfinite().all()) for value in model.state_dict().values())
+
+
+# -- what is refused, and what wraps ----------------------------------------------------------------------------------
+
+
+@ranks(2, ("O1", True), ("O2", True), long=[("O1", False), ("split", True)])
+def test_fsdp1_after_initialize_is_refused(level: str, keeps: bool) -> None:
+    model = CASE.build()
+    mpinit.initialize(model, sgd(model), verbosity=0, **LEVELS[level])
+    with refused(RuntimeError, "FSDP1", "fully_shard(model)"):
+        FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=keeps)
+
+
+@ranks(2)
+def test_other_models_may_be_wrapped_as_before() -> None:
+    model = CASE.build()
+    mpinit.initialize(model, sgd(model), "O1", **SCALED)
+    FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+    DistributedDataParallel(nn.Linear(2, 2 + dist.get_rank() - dist.get_rank()))
+    fully_shard(nn.Linear(2, 2), mesh=mesh(2))
+
+
+@ranks(2, ("O2",), ("split",), long=[("O0",), ("O5",), ("model",)])
+def test_local_sgd_averages_masters_and_skips_on_all(level: str) -> None:
+    model = CASE.build()
+    inner = sgd(model)
+    optimizer = PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=2, warmup_steps=0))
+    scaling = {} if level in ("O0", "split", "O5") else {"loss_scale": "dynamic"}
+    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level] | scaling)
+    # The averager's period begins with the first step that is done, and the last one has to be its first.
+    for index, batch in enumerate(map(mine, CASE.batches(8 if scaling else 7))):
+        optimizer.zero_grad()
+        bad = index == 2 and dist.get_rank() == 1 and bool(scaling)
+        backward(model, optimizer, batch, INF if bad else 1.0)
+        optimizer.step()
+    assert_one((mpinit.step_counts(optimizer), mpinit.loss_scale(optimizer)))
+    assert mpinit.step_counts(optimizer)[0] == 7
+    assert_one(model)

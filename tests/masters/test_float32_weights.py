@@ -1,0 +1,132 @@
+"""``float32_weights``: inside, weights read and write as the float32 numbers that they mean; outside as before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpinit
+
+KINDS: dict[str, dict[str, Any]] = {
+    "O0": {"opt_level": "O0"},
+    "O1": {"opt_level": "O1"},
+    "O2": {"opt_level": "O2"},
+    "O3": {"opt_level": "O3", "cast_model_type": torch.bfloat16},
+    "O5": {"opt_level": "O5"},
+    "split": {"opt_level": "O5", "master_weights": "split"},
+    "model": {"opt_level": "O5", "master_weights": "model"},
+}
+
+
+def trained(**keywords: Any) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    """A model after three steps, with a buffer and a frozen part."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2), nn.Linear(2, 2))
+    model[4].requires_grad_(False)
+    model[4].register_buffer("shift", torch.tensor([0.3, 1.0 / 3.0]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    mpinit.initialize(model, optimizer, verbosity=0, loss_scale=1.0, **keywords)
+    batch = torch.randn(16, 6)
+    for _ in range(3):
+        step(model, optimizer, batch)
+    return model, optimizer, batch
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    with mpinit.scale_loss((model(batch) - 1).square().mean(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inside_parameters_and_buffers_are_what_a_state_dict_says(kind: str) -> None:
+    model, _, _ = trained(**KINDS[kind])
+    expected, outside = state(model), [tensor.dtype for tensor in model.state_dict(keep_vars=True).values()]
+    with mpinit.float32_weights(model):
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            assert torch.equal(tensor, expected[name]), name
+            assert tensor.dtype == expected[name].dtype
+    assert [tensor.dtype for tensor in model.state_dict(keep_vars=True).values()] == outside
+    after = state(model)
+    assert all(torch.equal(after[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forwards_inside_are_those_of_a_float32_model(kind: str) -> None:
+    model, _, batch = trained(**KINDS[kind])
+    if kind == "O1":
+        pytest.skip("weights are float32 anyway, and functions go on casting")
+    copied = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2), nn.Linear(2, 2))
+    copied[4].register_buffer("shift", torch.zeros(2))
+    copied.load_state_dict(model.state_dict())
+    model.eval(), copied.eval()
+    with mpinit.float32_weights(model), torch.no_grad():
+        assert torch.equal(model(batch), copied(batch))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("raises", [False, True])
+def test_what_is_written_inside_stays_also_after_an_exception(kind: str, raises: bool) -> None:
+    model, optimizer, batch = trained(**KINDS[kind])
+    target = {name: value * 1.0001 for name, value in model.state_dict().items() if value.is_floating_point()}
+    try:
+        with mpinit.float32_weights(model), mpinit.float32_weights(optimizer), torch.no_grad():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if name in target:
+                    tensor.data.mul_(1.0001)
+            if raises:
+                raise KeyError("stop")
+    except KeyError:
+        pass
+    after = model.state_dict()
+    for name, value in target.items():
+        exact = kind != "O3" and not name.startswith("4") and name in dict(model.named_parameters())
+        torch.testing.assert_close(after[name], value, rtol=0 if exact else 2**-8, atol=0)
+    step(model, optimizer, batch)
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+
+
+@pytest.mark.parametrize("kind", ["O5", "split"])
+def test_training_goes_on_to_the_bit_after_a_look(kind: str) -> None:
+    looked, plain = trained(**KINDS[kind]), trained(**KINDS[kind])
+    for _ in range(3):
+        with mpinit.float32_weights(looked[0]):
+            assert all(parameter.dtype == torch.float32 for parameter in looked[0].parameters())
+        for each in (looked, plain):
+            step(*each)
+    a, b = state(looked[0]), state(plain[0])
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("kind", ["O2", "split"])
+def test_steps_losses_and_undo_are_refused_inside(kind: str) -> None:
+    model, optimizer, batch = trained(**KINDS[kind])
+    step(model, optimizer, batch)
+    loss = torch.ones((), requires_grad=True)
+    for call in (optimizer.step, mpinit.scale_loss(loss, optimizer).__enter__, lambda: mpinit.undo(model)):
+        with mpinit.float32_weights(model), pytest.raises(RuntimeError, match="float32_weights"):
+            call()
+    step(model, optimizer, batch)
+    mpinit.undo(model)
+
+
+def test_a_recurrent_net_and_tied_weights() -> None:
+    model = nn.ModuleDict({"rnn": nn.LSTM(4, 4), "a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    model["b"].weight = model["a"].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    with mpinit.float32_weights(model), torch.no_grad():
+        assert model["a"].weight is model["b"].weight and model["a"].weight.dtype == torch.float32
+        expected = model["rnn"].forward(torch.ones(2, 1, 4))[0].dtype
+        model["rnn"].weight_hh_l0.fill_(0.1001)
+    assert expected == torch.float32
+    assert model["rnn"]._flat_weights[1] is model["rnn"].weight_hh_l0
+    assert model.state_dict()["rnn.weight_hh_l0"][0, 0] == torch.tensor(0.1001)
