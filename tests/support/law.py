@@ -145,14 +145,8 @@ class Run:
     Attributes:
         by_hand: a float32 parameter for each weight.
         mastered: names of the weights that have a master.
-<<<<<<< HEAD
-        overflowed: optimizers whose gradients hold an overflow.
-        is_loose: whether gradients of weights that no optimizer has do.
-        skipped: those whose last step was skipped.
-=======
         overflowed: optimizers whose gradients hold an overflow; -1 for weights that have none.
         used: those that were stepped since a loss was last scaled.
->>>>>>> wt-law
         counts: (done, skipped) for each optimizer.
     """
 
@@ -176,12 +170,7 @@ class Run:
         self.remainders: dict[str, torch.Tensor] = {}
         self.scalers = [Scaler(self.setup.loss_scale) for _ in range(LOSSES)]
         self.overflowed: set[int] = set()
-<<<<<<< HEAD
-        self.is_loose = False
-        self.skipped: set[int] = set()
-=======
         self.used: set[int] = set()
->>>>>>> wt-law
         self.counts = [(0, 0) for _ in self.optimizers]
 
     # -- what there is ------------------------------------------------------------------------------------------
@@ -263,7 +252,6 @@ class Run:
             others = index in self.used and not self.infinite(self.held_by(index))
             if others or not any(bool((grad != 0).any()) for grad in left):
                 self.overflowed.discard(index)
-        self.is_loose = self.is_loose and self.infinite(self.loose())
 
     def begins(self) -> None:
         """A loss is about to be scaled: an overflow that a step was skipped for counts no more."""
@@ -275,28 +263,11 @@ class Run:
         """Gradients were unscaled and checked, all there are; ``loss_id`` is None where an exception came."""
         if not self.scalers[0].dynamic:
             return
-<<<<<<< HEAD
-        before, was_loose = set(self.overflowed), self.is_loose
-        for index in range(len(self.groups)):
-            if self.infinite(self.members(index)):
-                self.overflowed.add(index)
-        self.is_loose = self.infinite(self.loose())
-        self.skipped.clear()
-        if loss_id is not None and any(number.grad is not None for number in self.by_hand.values()):
-            # What overflowed before is in the sums, and none of this loss's fault.
-            self.scalers[loss_id].update(bool(self.overflowed - before) or (self.is_loose and not was_loose))
-
-    def loose(self) -> list[str]:
-        """The numbers that no optimizer has."""
-        stepped = {name for index in range(len(self.groups)) for name in self.members(index)}
-        return [name for name in self.by_hand if name not in stepped]
-=======
         found = {index for index in range(-1, len(self.groups)) if self.infinite(self.held_by(index))}
         if loss_id is not None and any(number.grad is not None for number in self.by_hand.values()):
             # What overflowed before is none of this loss's fault.
             self.scalers[loss_id].update(bool(found - self.overflowed))
         self.overflowed |= found
->>>>>>> wt-law
 
     def clear_all(self) -> None:
         """All gradients are cleared."""
