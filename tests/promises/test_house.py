@@ -26,12 +26,6 @@ MOST_LINES = {"mpinit": 22_900, "tests": 29_900}
 # Stand-ins for apex's modules are packages that only importing scripts load; scripts to run end the process.
 NOT_IMPORTED = ("mpinit.__main__",)
 
-<<<<<<< HEAD
-# What tells devices apart by name, and is not of torch_internals. An entry goes with what it names, and none comes.
-TELLS_DEVICES_APART: set[str] = set()
-
-=======
->>>>>>> wt-t2
 
 def classes() -> Iterator[type]:
     for info in pkgutil.walk_packages(mpinit.__path__, "mpinit."):
