@@ -222,7 +222,7 @@ def _exchanged(value: Any, others: Mapping[int, torch.Tensor], depth: int) -> An
 
 
 def check_steps_its_groups(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that steps copies of the parameters in its groups.
+    """Refuse an optimizer that steps copies of what its groups hold.
 
     Raises:
         ValueError: it does.
