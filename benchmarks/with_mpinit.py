@@ -5,11 +5,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .case import Unavailable
-from .contenders import Contender, torch_optimizer
+from .contenders import Contender
 from .tasks import Task
 
 
@@ -25,9 +24,6 @@ class Mpinit(Contender):
         self.mpinit: Any = mpinit
         self.scaling: AbstractContextManager[Tensor]
         self.mpinit.initialize(self.model, self.optimizer, opt_level, verbosity=0, **properties)
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch_optimizer(self.task.rule, self.model.parameters())
 
     def backward(self, loss: Tensor) -> None:
         self.scaling = self.mpinit.scale_loss(loss, self.optimizer)

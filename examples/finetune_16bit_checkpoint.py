@@ -119,12 +119,14 @@ def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Bytes of weights, gradients and masters of either kind.
 
     Split masters' remainders are the 16-bit integers that are alive before the first step, which takes a buffer of its
-    own for a bucket of them: at most 4 MiB, however large the model.
+    own for a bucket of them: at most 16 MiB, however large the model. Left out, too: beside full masters a copy is kept
+    of weights of up to 4,096 numbers, most of this small network's, and few of a large one's.
     """
     weights = list(model.parameters())
     masters = list(mpinit.master_params(optimizer))
-    found = [*weights, *(parameter.grad for parameter in (*weights, *masters)), *masters]
-    if masters[0] is weights[0]:
+    found = [*weights, *(parameter.grad for parameter in (*weights, *masters))]
+    found += masters
+    if set(map(id, masters)) <= set(map(id, weights)):
         found += [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.dtype == torch.int16]
     storages = [tensor.untyped_storage() for tensor in found if tensor is not None]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -58,8 +58,16 @@ def as_optimizers(given: Any) -> list[Any]:
     return as_list(items, Optimizer, "optimizers")
 
 
-def check(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: Properties, plan: Plan) -> None:
-    """Raise a ValueError for whatever cannot be initialised; issue the warnings."""
+def check(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: Properties, plan: Plan, awaits: bool = False
+) -> None:
+    """Raise a ValueError for whatever cannot be initialised; issue the warnings.
+
+    Args:
+        models, optimizers: what was given.
+        props, plan: what was asked for.
+        awaits: whether other optimizers come later.
+    """
     check_free(models, optimizers)
     for model in models:
         _check_not_prepared(model)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
-from typing import Any, NoReturn, final
+from typing import Any, Final, NoReturn, final
 
 import torch
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from . import registry
@@ -17,15 +17,8 @@ from .checkpoint import in_words_of_ours, warn_of_no_start
 from .scaling.scaler import LossScaler, check_state
 from .session import Session
 
-_NUMBERS = ("growth_factor", "backoff_factor", "growth_interval")
-# What torch's own has where nothing else is said.
-_USUAL: dict[str, Any] = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-
-
-class _Stage(enum.Enum):
-    READY = enum.auto()
-    UNSCALED = enum.auto()
-    STEPPED = enum.auto()
+# The numbers that move a scale, and what torch's own has where nothing else is said.
+_USUAL: Final[dict[str, Any]] = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
 
 @final
@@ -69,14 +62,13 @@ class GradScaler:
         given = [registry.unwrapped(owner) for owner in (owners if isinstance(owners, (list, tuple)) else [owners])]
         if not given:
             raise ValueError("GradScaler needs an initialised optimizer, or a model of the session that is meant")
+        session: Session | None = registry.shared_session(given)
         self._loss_id = loss_id
-        self._session: Session | None = registry.shared_session(given)
-        if self._session is not None:
-            self._session.scaler(loss_id)
-        if not enabled:
-            self._session = None
+        self._scaler: LossScaler | None = None if session is None else session.scaler(loss_id)
+        self._session = session if enabled else None
         self._has_scaled = False
-        self._stages: dict[Optimizer, _Stage] = {}
+        self._stages: dict[Optimizer, OptState] = {}
+        # Optimizers that had gradients to unscale since the last update.
         self._checked: set[Optimizer] = set()
 
     # -- the loop -----------------------------------------------------------------------------------------------
@@ -90,7 +82,7 @@ class GradScaler:
         Returns:
             The same, float32 (float64 stays float64); lists and tuples as such, other iterables as iterators.
         """
-        session = self._live()
+        session, _ = self._live()
         if session is None:
             return outputs
         if isinstance(outputs, torch.Tensor):
@@ -110,22 +102,21 @@ class GradScaler:
         Raises:
             RuntimeError: called twice, or after ``step``; or gradients that are not of a loss that was scaled here.
         """
-        session = self._live()
+        session, _ = self._live("unscale_")
         if session is None:
             return
-        self._check_used("unscale_")
-        optimizer = self._member(session, optimizer)
-        stage = self._stages.get(optimizer, _Stage.READY)
-        if stage is _Stage.UNSCALED:
+        inner = _member(session, optimizer)
+        stage = self._stages.get(inner)
+        if stage is OptState.UNSCALED:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        if stage is _Stage.STEPPED:
+        if stage is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        self._unscale(session, optimizer)
+        self._unscale(session, inner)
 
     def _unscale(self, session: Session, optimizer: Optimizer) -> None:
         if session.unscale(optimizer, self._loss_id):
             self._checked.add(optimizer)
-        self._stages[optimizer] = _Stage.UNSCALED
+        self._stages[optimizer] = OptState.UNSCALED
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step(*args, **kwargs)`` with unscaled gradients, unless one of them is inf or nan.
@@ -141,23 +132,21 @@ class GradScaler:
             RuntimeError: called twice between updates, or with a closure.
             AssertionError: the optimizer has no gradient.
         """
-        session = self._live()
+        if self._session is not None and (kwargs.get("closure") is not None or any(map(callable, args))):
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        session, _ = self._live("step")
         if session is None:
             return optimizer.step(*args, **kwargs)
-        if kwargs.get("closure") is not None or any(map(callable, args)):
-            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        self._check_used("step")
-        inner = self._member(session, optimizer)
-        stage = self._stages.get(inner, _Stage.READY)
-        if stage is _Stage.STEPPED:
+        inner = _member(session, optimizer)
+        if self._stages.get(inner) is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        # A backward pass after unscale_ has left gradients again.
+        # A backward pass after unscale_ may have left gradients again.
         if inner not in self._checked or session.managed(inner).gradients.scaled_by is not None:
             self._unscale(session, inner)
         if inner not in self._checked:
             raise AssertionError("No inf checks were recorded for this optimizer.")
         result = None if session.managed(inner).skips_step() else optimizer.step(*args, **kwargs)
-        self._stages[inner] = _Stage.STEPPED
+        self._stages[inner] = OptState.STEPPED
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -170,22 +159,18 @@ class GradScaler:
             AssertionError: no gradients were unscaled since the last update.
             ValueError: ``new_scale`` is 0, negative, inf or nan.
         """
-        session = self._live()
-        if session is None:
+        _, scaler = self._live("update")
+        if scaler is None:
             return
-        self._check_used("update")
-        scaler = self._scaler(session)
-        if new_scale is not None:
-            scale = _number(new_scale)
-            scaler.forget_notes()
-            if scaler.rule.dynamic:
-                scaler.set_scale(scale)
-            elif scale != scaler.loss_scale():
-                log.info("update(%s): the loss scale is static, and stays %s", scale, scaler.loss_scale())
-        elif self._checked:
+        if new_scale is None:
+            if not self._checked:
+                raise AssertionError("No inf checks were recorded prior to update.")
             scaler.update()
-        else:
-            raise AssertionError("No inf checks were recorded prior to update.")
+        elif scaler.rule.dynamic:
+            scaler.forget_notes()
+            scaler.set_scale(float(new_scale))
+        elif float(new_scale) != scaler.loss_scale():
+            log.info("update(%s): the loss scale is static, and stays %s", float(new_scale), scaler.loss_scale())
         self._stages.clear()
         self._checked.clear()
 
@@ -197,12 +182,12 @@ class GradScaler:
 
     def get_scale(self) -> float:
         """The scale in force; 1.0 where disabled. Waits for the device."""
-        session = self._live()
-        return 1.0 if session is None else self._scaler(session).loss_scale()
+        _, scaler = self._live()
+        return 1.0 if scaler is None else scaler.loss_scale()
 
     def get_growth_factor(self) -> float:
         """What the scale is multiplied by after ``get_growth_interval()`` good updates in a row."""
-        return float(self._get("growth_factor"))
+        return float(self._numbers()["growth_factor"])
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set what the scale is multiplied by after good updates: a finite number above 0."""
@@ -210,7 +195,7 @@ class GradScaler:
 
     def get_backoff_factor(self) -> float:
         """What the scale is multiplied by on overflow."""
-        return float(self._get("backoff_factor"))
+        return float(self._numbers()["backoff_factor"])
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set what the scale is multiplied by on overflow: a finite number above 0."""
@@ -218,7 +203,7 @@ class GradScaler:
 
     def get_growth_interval(self) -> int:
         """After how many good updates in a row the scale grows."""
-        return int(self._get("growth_interval"))
+        return int(self._numbers()["growth_interval"])
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set after how many good updates in a row the scale grows: a whole number above 0."""
@@ -229,12 +214,10 @@ class GradScaler:
 
         Where losses are not scaled at all there is ``scales``, False, too.
         """
-        session = self._live()
-        if session is None:
+        _, scaler = self._live()
+        if scaler is None:
             return {}
-        scaler = self._scaler(session)
-        numbers = {name: getattr(scaler.rule, name) for name in _NUMBERS}
-        state = {"scale": scaler.loss_scale(), **numbers, "_growth_tracker": scaler.unskipped}
+        state = {"scale": scaler.loss_scale(), **self._numbers(), "_growth_tracker": scaler.unskipped}
         return state | ({"scales": False} if scaler.is_identity else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -247,23 +230,20 @@ class GradScaler:
             RuntimeError: the state is empty, as that of a disabled scaler is.
             ValueError: it lacks an entry, or one is not possible.
         """
-        session = self._live()
-        if session is None:
+        _, scaler = self._live()
+        if scaler is None:
             return
         if not state_dict:
             raise RuntimeError(
                 "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
             )
-        faults = [f"has no {key!r}" for key in ("scale", *_NUMBERS, "_growth_tracker") if key not in state_dict]
+        faults = [f"has no {key!r}" for key in ("scale", *_USUAL, "_growth_tracker") if key not in state_dict]
+        faults = faults or check_state(in_words_of_ours(state_dict))
         if faults:
             raise ValueError(f"the state {'; it '.join(faults)}; nothing was loaded")
-        state = in_words_of_ours(state_dict)
-        faults = check_state(state)
-        if faults:
-            raise ValueError(f"the state {'; it '.join(faults)}; nothing was loaded")
-        self._set(**{name: state_dict[name] for name in _NUMBERS})
-        if not self._scaler(session).load_state_dict(state):
-            warn_of_no_start([self._scaler(session)])
+        self._set(**{name: state_dict[name] for name in _USUAL})
+        if not scaler.load_state_dict(in_words_of_ours(state_dict)):
+            warn_of_no_start([scaler])
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -273,36 +253,25 @@ class GradScaler:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _live(self) -> Session | None:
-        if self._session is not None and not self._session.is_live:
+    def _live(self, name: str | None = None) -> tuple[Session, LossScaler] | tuple[None, None]:
+        """The session and its scaler, None where disabled; what is called must come after scale()."""
+        session, scaler = self._session, self._scaler
+        if session is None or scaler is None:
+            return None, None
+        if not session.is_live:
             raise RuntimeError(
-                f"{self._session.describe()} of this GradScaler was undone: make another after mpinit.initialize"
+                f"{session.describe()} of this GradScaler was undone: make another after mpinit.initialize"
             )
-        return self._session
-
-    def _scaler(self, session: Session) -> LossScaler:
-        return session.scaler(self._loss_id)
-
-    def _member(self, session: Session, optimizer: Optimizer) -> Optimizer:
-        owning = registry.session_of(optimizer)
-        if owning is not session:
-            raise ValueError(
-                f"this {type(optimizer).__name__} belongs to {owning.describe()}, and the GradScaler to "
-                f"{session.describe()}: make one for each session"
-            )
-        inner: Optimizer = registry.unwrapped(optimizer)
-        return inner
-
-    def _check_used(self, name: str) -> None:
-        if not self._has_scaled:
+        if name is not None and not self._has_scaled:
             raise AssertionError(
                 f"Attempted {name} but _scale is None.  This may indicate your script did not use scaler.scale(loss or "
                 "outputs) earlier in the iteration."
             )
+        return session, scaler
 
-    def _get(self, name: str) -> Any:
-        session = self._live()
-        return _USUAL[name] if session is None else getattr(self._scaler(session).rule, name)
+    def _numbers(self) -> dict[str, Any]:
+        _, scaler = self._live()
+        return _USUAL if scaler is None else {name: getattr(scaler.rule, name) for name in _USUAL}
 
     def _set(self, **numbers: Any) -> None:
         for name, value in numbers.items():
@@ -310,20 +279,17 @@ class GradScaler:
             is_number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
             if not is_number or not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a {'whole' if whole else 'finite'} number above 0, not {value!r}")
-        session = self._live()
-        if session is not None:
-            scaler = self._scaler(session)
+        _, scaler = self._live()
+        if scaler is not None:
             scaler.rule = dataclasses.replace(scaler.rule, **numbers)
 
 
-def _number(scale: Any) -> float:
-    if isinstance(scale, torch.Tensor):
-        if scale.numel() != 1 or scale.requires_grad:
-            raise AssertionError(
-                "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with "
-                "requires_grad=False."
-            )
-        return float(scale.item())
-    if isinstance(scale, bool) or not isinstance(scale, Real):
-        raise TypeError(f"new_scale must be a number or a tensor with one element, not {scale!r}")
-    return float(scale)
+def _member(session: Session, optimizer: Optimizer) -> Optimizer:
+    owning = registry.session_of(optimizer)
+    if owning is not session:
+        raise ValueError(
+            f"this {type(optimizer).__name__} belongs to {owning.describe()}, and the GradScaler to "
+            f"{session.describe()}: make one for each session"
+        )
+    inner: Optimizer = registry.unwrapped(optimizer)
+    return inner

@@ -90,6 +90,9 @@ class Gradients:
         """
         self._block = weakref.ref(block)
         self._was_scaled, self._was_stepped = True, False
+        if self._was_skipped_for:
+            # An overflow that a step was skipped for counts no more; what is left of it is found again.
+            self.forget_overflow()
         is_empty = not have_grads(self.weights)
         if is_empty:
             self.was_reached = False
@@ -210,11 +213,6 @@ class Gradients:
     def forget_overflow(self) -> None:
         """The gradients that overflowed are gone."""
         self.found_inf, self.is_agreed, self._was_skipped_for = None, False, False
-
-    def forget_skipped_overflow(self) -> None:
-        """A loss is about to be scaled: an overflow that a step was skipped for counts no more, unless it is left."""
-        if self._was_skipped_for:
-            self.forget_overflow()
 
     @torch.no_grad()
     def overflowed(self) -> bool:

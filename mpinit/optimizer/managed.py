@@ -188,7 +188,6 @@ class ManagedOptimizer:
         """
         self.members.refresh()
         self.exposed.settle()
-        self.gradients.forget_skipped_overflow()
         self._was_named = True
         follow_dynamo()
 
@@ -225,7 +224,11 @@ class ManagedOptimizer:
 
         Returns:
             Whether there are any.
+
+        Raises:
+            RuntimeError: gradients are scaled by another scaler.
         """
+        self._check_scaled_by(scaler)
         self.members.refresh()
         self.exposed.settle()
         present = bool(self.gradients.present())
@@ -243,16 +246,18 @@ class ManagedOptimizer:
         gradients = self.gradients
         if gradients.is_open:
             gradients.check_closed("scale() of a GradScaler", "use the one or the other")
-        if gradients.scaled_by not in (None, scaler) and gradients.present():
-            raise RuntimeError(
-                f"the gradients of {type(self.optimizer).__name__} are scaled by the scale of another loss: call "
-                "unscale_(optimizer) of the GradScaler whose scaled loss left them, before scale() of this one"
-            )
+        self._check_scaled_by(scaler)
         if gradients.scaled_by is not scaler:
             self.members.refresh()
             self.exposed.settle()
-            gradients.forget_skipped_overflow()
             gradients.scale_until_unscaled(scaler)
+
+    def _check_scaled_by(self, scaler: LossScaler) -> None:
+        if self.gradients.scaled_by not in (None, scaler) and self.gradients.present():
+            raise RuntimeError(
+                f"the gradients of {type(self.optimizer).__name__} are scaled by the scale of another loss: call "
+                "unscale_(optimizer) of the GradScaler whose scaled loss left them, before anything of this one"
+            )
 
     def parameters(self) -> list[nn.Parameter]:
         """The model's parameters in its groups, each once, in their order."""

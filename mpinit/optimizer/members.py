@@ -222,6 +222,11 @@ def _exchanged(value: Any, others: Mapping[int, torch.Tensor], depth: int) -> An
 
 
 def check_steps_its_groups(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that steps copies of what its groups hold.
+
+    Raises:
+        ValueError: it does.
+    """
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
         raise ValueError(
             "ZeroRedundancyOptimizer steps an optimizer of its own over the model's 16-bit weights, and would leave "

@@ -33,14 +33,12 @@ BYTES = {
 }
 
 
-# In a process of its own, as the benchmarks do: masters are all tensors that are left. Without the 16 MiB of float32
-# memory that may stay from one step to the next, and are little beside a large model.
+# In a process of its own, as the benchmarks do: masters are all tensors that are left. Of this size the
+# buffer of one tensor does not stay from step to step.
 HELD = """
 from benchmarks import footprint
 from benchmarks.training import Holding
-from mpinit.masters import split
-split._KEPT_BYTES = 0
-case = Holding("memory", {name!r}, {{"tensors": 4, "side": 384}}, "cpu")
+case = Holding("memory", {name!r}, {{"tensors": 2, "side": 1536}}, "cpu")
 case.prepare()
 facts = case.bytes_after_backward()
 print(*[round(facts["bytes_" + kind] / case.training.parameters(), 1) for kind in footprint.KINDS])

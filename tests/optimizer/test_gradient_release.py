@@ -322,7 +322,6 @@ def test_checkpoints_inside_of_backward_are_told_of_where_they_are_reentrant() -
     [
         ({"loss_scale": "dynamic"}, "gradient_release=True contradicts loss_scale=dynamic"),
         ({"loss_scale": 128.0}, "gradient_release=True contradicts loss_scale=128.0"),
-        ({"compile_step": True}, "compile_step=True contradicts gradient_release=True"),
         ({"make": lambda model: torch.optim.LBFGS(model.once.parameters())}, "nothing is known of how LBFGS"),
     ],
 )

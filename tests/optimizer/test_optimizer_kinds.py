@@ -228,16 +228,19 @@ def test_training_goes_on_after_undo_at_o3(kind: str) -> None:
         assert all(value.dtype is torch.float32 for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def test_a_group_added_inside_the_block_is_refused_and_changes_nothing() -> None:
-    model, more = nn.Linear(4, 1), nn.Linear(4, 1)
+@pytest.mark.parametrize("when", ["before the backward pass", "after it"])
+def test_gradients_of_a_group_added_inside_the_block_are_unscaled(when: str) -> None:
+    model, more = nn.Linear(4, 1), nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize([model, more], optimizer, "O2", verbosity=0)
-    with (
-        pytest.raises(RuntimeError, match="add_param_group"),
-        mpinit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss,
-    ):
+    mpinit.initialize([model, more], optimizer, "O2", init_loss_scale=64.0, verbosity=0)
+    more.weight.grad = torch.full_like(more.weight, 0.25, dtype=more.weight.grad_dtype or more.weight.dtype)
+    with mpinit.scale_loss(model(torch.ones(1, 4)).sum() + more(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+        if when == "before the backward pass":
+            optimizer.add_param_group({"params": list(more.parameters())})
         scaled_loss.backward()
-        optimizer.add_param_group({"params": list(more.parameters())})
-    assert len(optimizer.param_groups) == 1
-    optimizer.add_param_group({"params": list(more.parameters())})
-    mpinit.undo(model)
+        if when == "after it":
+            optimizer.add_param_group({"params": list(more.parameters())})
+    assert [p.grad.unique().tolist() for p in mpinit.master_params(optimizer)] == [[1.0], [1.0], [1.25], [1.0]]
+    before = model.state_dict()["weight"] - 0.1, more.state_dict()["weight"] - 0.1 * 1.25
+    optimizer.step()
+    torch.testing.assert_close((model.state_dict()["weight"], more.state_dict()["weight"]), before)

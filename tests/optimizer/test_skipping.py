@@ -257,24 +257,10 @@ def test_at_o0_a_step_inside_of_scale_loss_is_plain_torchs() -> None:
     same(model.parameters(), reference.parameters())
 
 
-def test_forgetting_scale_loss_with_masters_is_an_error_that_says_so() -> None:
+@pytest.mark.parametrize("level", SCALING)
+def test_forgetting_scale_loss_is_one_warning(level: str) -> None:
     model, batch = mlp(), batches(1)[0]
-    optimizer = start(model, "O2")
-    before = masters(optimizer)
-    mse(model, batch).backward()
-    with pytest.raises(RuntimeError, match=r"'0\.weight'.*outside of mpinit\.scale_loss.*Use"):
-        optimizer.step()
-    same(masters(optimizer), before)
-    train(model, optimizer, [batch])
-    optimizer.zero_grad()
-    mse(model, batch).backward()
-    with pytest.raises(RuntimeError, match="scale_loss"):
-        optimizer.step()
-
-
-def test_forgetting_scale_loss_without_masters_is_one_warning() -> None:
-    model, batch = mlp(), batches(1)[0]
-    optimizer = start(model, "O1")
+    optimizer = start(model, level)
     mse(model, batch).backward()
     with pytest.warns(UserWarning, match="scale_loss") as caught:
         optimizer.step()

@@ -7,6 +7,9 @@ from frameworks import let_torchvision_load
 from third_party import RUNS, survey
 from third_party_makers import PACKAGES
 
+# Its eval() looks states up by the addresses of parameters, and raises: split masters have others in every step.
+KNOWN = {(name, run): "wrong: KeyError" for name in ("SFAdamW", "MSAMLaProp") for run in RUNS if "split" in run}
+
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
@@ -21,4 +24,5 @@ def test_optimizers_step_masters_as_by_hand(package: str) -> None:
     assert any(outcome == "equal" for outcome in outcomes.values())
     for outcome in sorted(set(outcomes.values())):
         print(outcome, sorted(name for name, other in outcomes.items() if other == outcome))
-    assert not {name: outcome for name, outcome in outcomes.items() if outcome.startswith("wrong")}
+    wrong = {name: outcome for name, outcome in outcomes.items() if outcome.startswith("wrong")}
+    assert not {name: outcome for name, outcome in wrong.items() if not outcome.startswith(KNOWN.get(name, "none"))}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from loops import backward, batches, masters, mlp, mse, poison, same, train, train_plainly
+from masters_by_hand import ByHand
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
@@ -167,14 +168,14 @@ def test_what_an_optimizer_counts_it_counts_once_a_step_and_hooks_run_once() -> 
     mpinit.undo(model)
 
 
-def test_looking_a_weights_state_up_does_not_break_state_dict() -> None:
+def test_a_weights_state_is_its_masters() -> None:
     model = mlp()
     optimizer = Adam(model.parameters())
     mpinit.initialize(model, optimizer, "O5", verbosity=0)
     backward(mse(model, batches(1)[0]), optimizer)
     optimizer.step()
-    assert not optimizer.state[model[0].weight]
-    assert len(optimizer.state_dict()["state"]) == 4
+    assert set(optimizer.state) == set(model.parameters()) and len(optimizer.state_dict()["state"]) == 4
+    assert all(state["exp_avg"].dtype is torch.float32 for state in optimizer.state.values())
     mpinit.undo(model)
 
 
@@ -214,8 +215,45 @@ def test_the_whole_step_of_a_wrapper_that_does_more_is_skipped() -> None:
         assert is_as_before == overflows
 
 
-def test_a_wrapper_that_does_more_is_not_taken_for_what_it_wraps() -> None:
-    model = mlp()
-    optimizer = Decays(SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="Decays is not known to update each parameter by itself"):
-        mpinit.initialize(model, optimizer, "O5", master_weights="split", verbosity=0)
+def test_a_wrapper_that_does_more_steps_split_masters_as_by_hand() -> None:
+    model, data = mlp(), batches(4)
+    optimizer, reference = (
+        Decays(SGD(model.parameters(), lr=0.1)),
+        ByHand(model, "split", lambda p: Decays(SGD(p, 0.1))),
+    )
+    mpinit.initialize(model, optimizer, "O5", master_weights="split", split_bucket_bytes=4, verbosity=0)
+    for batch in data:
+        train(model, optimizer, [batch])
+        reference.clear()
+        reference.backward(batch)
+        reference.step()
+    same(model.state_dict().values(), reference.masters)
+
+
+class Keeper(OwnList):
+    """Finds what it keeps when it steps first: under ids, in its state under a name, in a tuple."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not hasattr(self, "seen"):
+            self.seen = {id(p): (p, 0) for p in self.param_groups[0]["params"]}
+            self.state["kept"] = {p: p.detach().clone() for p in self.param_groups[0]["params"]}
+        for parameter in self.param_groups[0]["params"]:
+            same_one, steps = self.seen[id(parameter)]
+            assert same_one is parameter and self.state["kept"][parameter].dtype is torch.float32
+            self.seen[id(parameter)] = parameter, steps + 1
+        super().step()
+
+
+@pytest.mark.parametrize("masters_kind", [True, "split"])
+def test_what_an_optimizer_keeps_of_parameters_is_of_weights_between_steps(masters_kind: Any) -> None:
+    model, data = mlp(), batches(4)
+    optimizer = Keeper(model.parameters())
+    mpinit.initialize(model, optimizer, "O5", master_weights=masters_kind, verbosity=0)
+    for undone in (False, True):
+        train_plainly(model, optimizer, data[:2])
+        weights = list(model.parameters())
+        assert optimizer.seen == {id(p): (p, 4 if undone else 2) for p in weights}
+        assert list(map(id, optimizer.state["kept"])) == list(map(id, weights)) == list(map(id, optimizer.mine))
+        assert list(map(id, optimizer.by_name["all"])) == list(map(id, weights))
+        if not undone:
+            mpinit.undo(model)

@@ -22,12 +22,9 @@ PACKAGE = Path(mpinit.__file__).parent
 ROOT = Path(__file__).parents[2]
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
 # Lines that there may be; lowered as they go.
-MOST_LINES = {"mpinit": 29_376, "tests": 35_002}
+MOST_LINES = {"mpinit": 22_900, "tests": 29_900}
 # Stand-ins for apex's modules are packages that only importing scripts load; scripts to run end the process.
 NOT_IMPORTED = ("mpinit.__main__",)
-
-# What tells devices apart by name, and is not of torch_internals. An entry goes with what it names, and none comes.
-TELLS_DEVICES_APART = {"compat/apex/parallel/sync_batchnorm.py"}
 
 
 def classes() -> Iterator[type]:
@@ -86,7 +83,7 @@ def test_nothing_asks_the_collector_reference_counts_frames_or_bytecode() -> Non
 def test_only_torch_internals_tells_devices_apart() -> None:
     apart = re.compile(r"device\.type\s*(?:[!=]=|in\b|not in\b)\s*[\"'({\[]")
     found = {name for name, text in SOURCES.items() if not name.startswith("torch_internals/") and apart.search(text)}
-    assert found == TELLS_DEVICES_APART
+    assert not found
 
 
 def code_of(text: str) -> str:

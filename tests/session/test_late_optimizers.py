@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import adam, backward, batches, keywords, masters, mlp, momentum, mse, poison, same, states, train
+from loops import adam, backward, batches, close, keywords, masters, mlp, momentum, mse, poison, same, states, train
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -262,6 +262,22 @@ def test_an_overflow_skips_a_late_optimizer(setting: str) -> None:
     backward(poison(mse(model, batches(1)[0]), model[0].weight), optimizer)
     optimizer.step()
     assert mpinit.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_what_an_earlier_loss_has_left_counts(overflows: bool) -> None:
+    model, plain = mlp(), mlp()
+    await_optimizers(model, "O2-float16")
+    first, reference = mpinit.add_optimizers(momentum(model[0].parameters())), momentum(plain[-1].parameters())
+    loss = mse(model, batches(1)[0])
+    backward(poison(loss, model[-1].weight) if overflows else loss, first)
+    second = mpinit.add_optimizers(momentum(model[-1].parameters()))
+    second.step()
+    if not overflows:
+        mse(plain, batches(1)[0]).backward()
+        reference.step()
+    assert mpinit.step_was_skipped(second) == overflows
+    close(model[-1].state_dict().values(), plain[-1].parameters())
 
 
 # -- while a model awaits its optimizers: what is said of it, and what is refused ----------

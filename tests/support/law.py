@@ -145,8 +145,8 @@ class Run:
     Attributes:
         by_hand: a float32 parameter for each weight.
         mastered: names of the weights that have a master.
-        overflowed: optimizers whose gradients hold an overflow.
-        skipped: those whose last step was skipped.
+        overflowed: optimizers whose gradients hold an overflow; -1 for weights that have none.
+        used: those that were stepped since a loss was last scaled.
         counts: (done, skipped) for each optimizer.
     """
 
@@ -170,7 +170,7 @@ class Run:
         self.remainders: dict[str, torch.Tensor] = {}
         self.scalers = [Scaler(self.setup.loss_scale) for _ in range(LOSSES)]
         self.overflowed: set[int] = set()
-        self.skipped: set[int] = set()
+        self.used: set[int] = set()
         self.counts = [(0, 0) for _ in self.optimizers]
 
     # -- what there is ------------------------------------------------------------------------------------------
@@ -241,24 +241,33 @@ class Run:
         grads = [self.by_hand[name].grad for name in names]
         return any(grad is not None and not bool(grad.isfinite().all()) for grad in grads)
 
+    def held_by(self, index: int) -> list[str]:
+        """The members of an optimizer; of -1, the weights that have none."""
+        return self.members(index) if index >= 0 else [name for name in SIZES if not self.owners(name)]
+
     def look(self) -> None:
         """Gradients that are gone take an overflow with them."""
         for index in list(self.overflowed):
-            left = [grad for name in self.members(index) if (grad := self.by_hand[name].grad) is not None]
-            others = index in self.skipped and not self.infinite(self.members(index))
+            left = [grad for name in self.held_by(index) if (grad := self.by_hand[name].grad) is not None]
+            others = index in self.used and not self.infinite(self.held_by(index))
             if others or not any(bool((grad != 0).any()) for grad in left):
                 self.overflowed.discard(index)
+
+    def begins(self) -> None:
+        """A loss is about to be scaled: an overflow that a step was skipped for counts no more."""
+        self.overflowed -= self.used
+        self.used.clear()
+        self.look()
 
     def checked(self, loss_id: int | None) -> None:
         """Gradients were unscaled and checked, all there are; ``loss_id`` is None where an exception came."""
         if not self.scalers[0].dynamic:
             return
-        for index in range(len(self.groups)):
-            if self.infinite(self.members(index)):
-                self.overflowed.add(index)
-        self.skipped.clear()
+        found = {index for index in range(-1, len(self.groups)) if self.infinite(self.held_by(index))}
         if loss_id is not None and any(number.grad is not None for number in self.by_hand.values()):
-            self.scalers[loss_id].update(self.infinite(SIZES))
+            # What overflowed before is none of this loss's fault.
+            self.scalers[loss_id].update(bool(found - self.overflowed))
+        self.overflowed |= found
 
     def clear_all(self) -> None:
         """All gradients are cleared."""
@@ -271,7 +280,7 @@ class Run:
         """By hand, gradients are only touched without an overflow."""
         if self.overflowed or self.infinite(SIZES):
             found, _ = set(self.overflowed), self.clear_all()
-            for index in found:
+            for index in found - {-1}:
                 # Until a step has looked, gradients may be the ones that overflowed, edited.
                 self.optimizers[index].step()
                 self.step_by_hand(index)
@@ -292,12 +301,11 @@ class Run:
     def step_by_hand(self, index: int) -> None:
         """SGD, or nothing where gradients overflowed."""
         self.look()
+        self.used.add(index)
         done, skipped = self.counts[index]
         if index in self.overflowed:
             self.counts[index] = done, skipped + 1
-            self.skipped.add(index)
             return
-        self.skipped.discard(index)
         self.counts[index] = done + 1, skipped
         if any(self.by_hand[name].grad is not None for name in self.members(index) if name in self.mastered):
             self.remainders = {n: low for n, low in self.remainders.items() if n not in self.members(index)}

@@ -1,0 +1,69 @@
+"""A loop without scaling over float32 masters, written by hand, beside which mpinit's are run."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from loops import Batch, momentum
+from torch import nn
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+SETTINGS: dict[str, dict[str, Any]] = {
+    "O0": {"opt_level": "O0"},
+    "O2": {"opt_level": "O2", "loss_scale": 1.0},
+    "O5": {"opt_level": "O5"},
+    "split": {"opt_level": "O5", "master_weights": "split"},
+}
+WEIGHTS = {"O0": F32, "O2": F16, "O5": BF16, "split": BF16}
+
+
+def rounded(master: torch.Tensor, setting: str) -> torch.Tensor:
+    """A master's weight; that of a split one is rounded half away from zero."""
+    if setting != "split":
+        return master.to(WEIGHTS[setting])
+    return ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(BF16)
+
+
+class ByHand:
+    """Float32 masters, their gradients, and a model that is their rounding."""
+
+    def __init__(self, model: nn.Module, setting: str, make: Any = momentum) -> None:
+        self.setting = setting
+        self.held = BF16 if setting == "split" else F32
+        self.masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+        self.model = copy.deepcopy(model).to(WEIGHTS[setting])
+        self.optimizer = make(self.masters)
+        self.gradients: list[torch.Tensor | None] = [None] * len(self.masters)
+        self.follow()
+
+    def follow(self) -> None:
+        for weight, master in zip(self.model.parameters(), self.masters, strict=True):
+            weight.data = rounded(master.detach(), self.setting)
+
+    def backward(self, batch: Batch) -> torch.Tensor:
+        self.model.zero_grad()
+        output = self.model(batch[0].to(WEIGHTS[self.setting])).float()
+        loss = nn.functional.mse_loss(output, batch[1])
+        loss.backward()
+        for index, weight in enumerate(self.model.parameters()):
+            before = self.gradients[index]
+            fresh = weight.grad.to(self.held)  # type: ignore[union-attr]
+            self.gradients[index] = fresh if before is None else before + fresh
+        return loss.detach()
+
+    def clip(self, norm: float) -> None:
+        holders = [nn.Parameter(torch.zeros_like(g)) for g in self.gradients if g is not None]
+        for holder, gradient in zip(holders, (g for g in self.gradients if g is not None), strict=True):
+            holder.grad = gradient
+        torch.nn.utils.clip_grad_norm_(holders, norm)
+
+    def clear(self) -> None:
+        self.gradients = [None] * len(self.masters)
+
+    def step(self) -> None:
+        for master, gradient in zip(self.masters, self.gradients, strict=True):
+            master.grad = None if gradient is None else gradient.float()
+        self.optimizer.step()
+        self.follow()
