@@ -43,9 +43,9 @@ class ExposedMasters:
         Args:
             weights: only what stands for these. Default: all members.
         """
-        self.settle()
         members, table = self._members, self._members.table
         members.refresh()
+        self.settle()
         asked = members.weights if weights is None else list(weights)
         if not isinstance(table, FullMasters):
             yield from asked

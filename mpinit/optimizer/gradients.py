@@ -90,9 +90,6 @@ class Gradients:
         """
         self._block = weakref.ref(block)
         self._was_scaled, self._was_stepped = True, False
-        if self._was_skipped_for:
-            # An overflow that a step was skipped for counts no more; what is left of it is found again.
-            self.forget_overflow()
         is_empty = not have_grads(self.weights)
         if is_empty:
             self.was_reached = False
@@ -103,6 +100,7 @@ class Gradients:
         if not is_empty:
             left = self.present()
             self._look_for_overflow(left)
+            self._was_skipped_for = False
             with self._dropped_if_it_fails():
                 factor = scaler.scale_now()
                 self._multiply([gradient for gradient in left if id(gradient) not in done], factor)
@@ -122,13 +120,17 @@ class Gradients:
                 weight.grad = weight.grad.to(weight.dtype)
 
     def _look_for_overflow(self, left: Sequence[torch.Tensor]) -> None:
-        """Gradients may have been cleared to 0, and an overflow with them; clipped ones were not."""
+        """Gradients may have been cleared to 0, and an overflow with them; clipped ones were not.
+
+        Where a step was skipped for it, it counts for as long as it is there.
+        """
         found_inf = self.found_inf
         if found_inf is None or (is_read_freely(found_inf.device) and found_inf.item() == 0):
             return
         magnitude = largest(left, found_inf.device)
-        self.found_inf = torch.minimum(found_inf, (magnitude != 0).float())
         self._is_hidden = magnitude.isfinite()
+        remains = ~self._is_hidden if self._was_skipped_for else magnitude != 0
+        self.found_inf = torch.minimum(found_inf, remains.float())
 
     @torch.no_grad()
     def unscale(self, scaler: LossScaler, done: Done) -> torch.Tensor | None:
@@ -213,6 +215,11 @@ class Gradients:
     def forget_overflow(self) -> None:
         """The gradients that overflowed are gone."""
         self.found_inf, self.is_agreed, self._was_skipped_for = None, False, False
+
+    def forget_skipped_overflow(self) -> None:
+        """A loss of this optimizer's is about to be scaled, whose fault is what overflows from here on."""
+        if self._was_skipped_for:
+            self.forget_overflow()
 
     @torch.no_grad()
     def overflowed(self) -> bool:

@@ -188,6 +188,7 @@ class ManagedOptimizer:
         """
         self.members.refresh()
         self.exposed.settle()
+        self.gradients.forget_skipped_overflow()
         self._was_named = True
         follow_dynamo()
 
@@ -250,6 +251,7 @@ class ManagedOptimizer:
         if gradients.scaled_by is not scaler:
             self.members.refresh()
             self.exposed.settle()
+            gradients.forget_skipped_overflow()
             gradients.scale_until_unscaled(scaler)
 
     def _check_scaled_by(self, scaler: LossScaler) -> None:

@@ -93,6 +93,10 @@ ONCE: dict[str, tuple[Setup, list[tuple[str, int]]]] = {
         Setup(loss_scale=8.0, **FULL),
         [("group append", 0), ("grad_scaler", 0)],
     ),
+    "a weight whose master is given out joins another optimizer": (
+        Setup(loss_scale=8.0, **FULL),
+        [("write master", 8379586), ("write copy_", 1757870), ("group append", 0)],
+    ),
     "gradients come unscaled after a skipped step": (
         Setup(loss_scale="dynamic", **FULL),
         [("grad_scaler overflow", 0), ("plain backward", 1098388), ("backward", 6477506), ("step", 0)],

@@ -253,11 +253,11 @@ class Run:
             if others or not any(bool((grad != 0).any()) for grad in left):
                 self.overflowed.discard(index)
 
-    def begins(self) -> None:
-        """A loss is about to be scaled: an overflow that a step was skipped for counts no more."""
-        self.overflowed -= self.used
-        self.used.clear()
+    def begins(self, named: Iterable[int]) -> None:
+        """A loss of some optimizers is about to be scaled, whose fault is what they overflow from here on."""
+        self.overflowed -= self.used.intersection(named)
         self.look()
+        self.used.clear()
 
     def checked(self, loss_id: int | None) -> None:
         """Gradients were unscaled and checked, all there are; ``loss_id`` is None where an exception came."""

@@ -26,7 +26,7 @@ def _scaled(run: Run, pick: Pick, overflows: bool = False, raises: str = "") -> 
     owners = sorted({owner for name in gradients for owner in run.owners(name)}) or [0]
     if pick.of((True, True, False)):
         owners = pick.some(owners)  # a loss may reach parameters of optimizers that were not named
-    run.begins()
+    run.begins(owners)
     real = [run.optimizers[index] for index in owners]
     loss = run.loss(gradients, bad)
     try:
@@ -60,7 +60,7 @@ def _inside(run: Run, pick: Pick) -> None:
         return
     name, factor = pick.of(names), pick.of((None, 0.0, -1.0))
     index = run.owners(name)[0]
-    run.begins()
+    run.begins([index])
     with mpinit.scale_loss(torch.zeros(()), run.optimizers[index]):
         parameter, number = run.weight(name), run.by_hand[name]
         parameter.grad = None if factor is None else parameter.grad * factor
@@ -77,7 +77,7 @@ def _grad_scaler(run: Run, pick: Pick, overflows: bool = False) -> None:
     gradients = run.gradients(pick, run.trained())
     bad = pick.of(list(gradients)) if overflows and run.setup.loss_scale == "dynamic" else None
     scaler = mpinit.GradScaler(run.optimizers, loss_id)
-    run.begins()
+    run.begins(range(len(run.optimizers)))
     scaler.scale(run.loss(gradients, bad)).backward()
     run.add(gradients, bad)
     unscales = pick.of((True, False))
@@ -301,7 +301,7 @@ def _closure(run: Run, pick: Pick) -> None:
         for optimizer in (run.optimizers[index], run.references[index]):
             optimizer.zero_grad()
         loss = run.loss(gradients)
-        run.begins()
+        run.begins([index])
         with mpinit.scale_loss(loss, run.optimizers[index]) as scaled:
             scaled.backward()
         run.add(gradients)
