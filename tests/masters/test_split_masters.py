@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -105,66 +104,6 @@ def test_many_steps_equal_full_masters_bit_for_bit(name: str, steps: int) -> Non
         assert torch.equal(state[parameter], expected), parameter
 
 
-def test_bucket_sizes_do_not_matter() -> None:
-    states = []
-    for size in (4, 4096, 2**26):
-        model, optimizer = initialized(OPTIMIZERS["Adam"], split_bucket_bytes=size)
-        train(model, optimizer, 5)
-        states.append(model.state_dict())
-    for state in states[1:]:
-        assert all(torch.equal(state[key], states[0][key]) for key in state)
-
-
-def test_checkpoints_hold_float32_and_resume_bit_for_bit() -> None:
-    model, optimizer = initialized(OPTIMIZERS["Adam"])
-    train(model, optimizer, 5)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    train(model, optimizer, 5, first=5)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    assert all(t.dtype == torch.float32 for t in saved["model"].values() if t.is_floating_point())
-    other, other_optimizer = initialized(OPTIMIZERS["Adam"])
-    other.load_state_dict(saved["model"])
-    other_optimizer.load_state_dict(saved["optimizer"])
-    assert all(torch.equal(other.state_dict()[key], value) for key, value in saved["model"].items())
-    train(other, other_optimizer, 5, first=5)
-    assert all(torch.equal(other.state_dict()[key], value) for key, value in model.state_dict().items())
-
-
-def test_undo_gives_the_masters_bits() -> None:
-    model, optimizer = initialized(OPTIMIZERS["Adam"])
-    train(model, optimizer, 3)
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    mpinit.undo(model)
-    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
-    assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
-
-
-def test_clipping_reaches_the_gradients_the_step_uses() -> None:
-    model, optimizer = initialized(functools.partial(torch.optim.SGD, lr=1.0))
-    with mpinit.scale_loss(100 * model(batch(0)).square().mean(), optimizer) as scaled:
-        scaled.backward()
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    mpinit.clip_grad_norm_(optimizer, 0.5)
-    optimizer.step()
-    after = model.state_dict()
-    moved = [(after[name] - before[name]).norm() for name, _ in model.named_parameters()]
-    assert torch.stack(moved).norm().item() == pytest.approx(0.5, rel=1e-2)
-
-
-def test_an_overflow_skips_the_step_and_leaves_the_bits() -> None:
-    model, optimizer = initialized(OPTIMIZERS["Adam"], loss_scale="dynamic")
-    train(model, optimizer, 2)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    with mpinit.scale_loss(model(batch(0)).square().mean() * float("inf"), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    assert mpinit.step_was_skipped(optimizer)
-    names = dict(model.named_parameters())
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items() if key in names)
-
-
 def test_a_group_added_later_is_split_too() -> None:
     model, optimizer = initialized(OPTIMIZERS["Adam"])
     extra = nn.Linear(4, 2).bfloat16()
@@ -178,20 +117,3 @@ def test_a_group_added_later_is_split_too() -> None:
     mpinit.undo(model)
     assert extra.weight.dtype == torch.float32
     assert not torch.equal(extra.weight, extra.weight.bfloat16().float()), "with its remainder"
-
-
-def test_writing_zeros_to_a_weight_reaches_its_master() -> None:
-    model, optimizer = initialized(functools.partial(torch.optim.SGD, lr=0.0))
-    train(model, optimizer, 1)
-    weight = model[4].weight  # type: ignore[index]
-    weight.data.zero_()
-    train(model, optimizer, 1)
-    assert not weight.any()
-    # A remainder is kept, where it is of a positive number: of bits below every bfloat16 number.
-    assert model.state_dict()["4.weight"].abs().max() < 2.0**-133
-
-
-def test_float16_is_refused_with_the_reason() -> None:
-    model = net()
-    with pytest.raises(ValueError, match="bfloat16 weight is the upper half"):
-        mpinit.initialize(model, torch.optim.SGD(model.parameters()), "O2", master_weights="split")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from loops import HALVES, backward, batches, gradients, masters, mlp, mse, plain_sgd, poison, same, start, train_plainly
+from loops import HALVES, backward, batches, gradients, masters, mlp, mse, plain_sgd, poison, same, start
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 import mpinit
 
@@ -45,40 +45,35 @@ def test_clipping_equals_float32s(level: str, way: Any, norm_type: float) -> Non
     torch.testing.assert_close(norm.float(), expected, rtol=0.01, atol=0.0)
     for got, parameter in zip(gradients(optimizer), reference.parameters(), strict=True):
         assert got is not None
-        torch.testing.assert_close(got.float(), parameter.grad, rtol=0.02, atol=2e-4)
+        exact = {"rtol": 0.0, "atol": 0.0} if level == "O0" else {"rtol": 0.02, "atol": 2e-4}
+        torch.testing.assert_close(got.float(), parameter.grad, **exact)
     before = masters(optimizer)
     optimizer.step()
     for old, new, parameter in zip(before, masters(optimizer), reference.parameters(), strict=True):
         torch.testing.assert_close((old - new).float(), parameter.grad, rtol=0.02, atol=5e-4)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("level", ["O1", "O2"])
+def by_value(model: nn.Module, optimizer: Optimizer, limit: float) -> None:
+    torch.nn.utils.clip_grad_value_(mpinit.master_params(optimizer), limit)
+
+
+@pytest.mark.parametrize("way", [*WAYS, by_value])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_clipping_after_an_overflow_leaves_the_step_skipped(level: str, way: Any) -> None:
-    model = mlp()
-    optimizer = start(model, level)
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model, level, loss_scale="dynamic", init_loss_scale=4.0)
     before = masters(optimizer)
-    backward(poison(mse(model, batches(1)[0]), next(model.parameters())), optimizer)
-    assert not way(model, optimizer, 0.1).isfinite()
+    backward(poison(mse(model, batch), next(model.parameters())), optimizer)
+    norm = way(model, optimizer, 0.1)
+    assert norm is None or not norm.isfinite()
     optimizer.step()
     assert mpinit.step_was_skipped(optimizer)
     same(masters(optimizer), before)
-
-
-def test_split_masters_clip_what_carries_the_gradients() -> None:
-    model, reference, batch = mlp(), mlp(), batches(1)[0]
-    optimizer = start(model, "O2", torch.bfloat16, plain_sgd, master_weights="split")
-    backward(mse(model, batch), optimizer)
-    mse(reference, batch).backward()
-    assert list(mpinit.master_params(optimizer)) == list(model.parameters())
-    norm = mpinit.clip_grad_norm_(optimizer, 0.1)
-    torch.testing.assert_close(
-        norm.float(), torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1), rtol=0.01, atol=0
-    )
-    old = [value.clone() for value in model.state_dict().values()]
-    optimizer.step()
-    moved = torch.cat([(a - b).flatten() for a, b in zip(old, model.state_dict().values(), strict=True)])
-    assert abs(moved.norm().item() - 0.1) < 0.001
+    if way is by_value:
+        # What is left is finite, and counts with the next loss, as with torch.amp.GradScaler.
+        backward(mse(model, batch), optimizer)
+        optimizer.step()
+        assert mpinit.step_counts(optimizer) == (1, 1)
 
 
 def test_error_if_nonfinite_is_handed_on() -> None:
@@ -93,19 +88,6 @@ def test_error_if_nonfinite_is_handed_on() -> None:
 def test_clipping_without_gradients_is_harmless(way: Any) -> None:
     model = mlp()
     assert way(model, start(model), 1.0).item() == 0.0
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_clip_grad_value_is_right_at_every_level(level: str) -> None:
-    model, reference, batch = mlp(), mlp(), batches(1)[0]
-    optimizer = start(model, level)
-    backward(mse(model, batch), optimizer)
-    mse(reference, batch).backward()
-    torch.nn.utils.clip_grad_value_(mpinit.master_params(optimizer), 0.01)
-    torch.nn.utils.clip_grad_value_(reference.parameters(), 0.01)
-    for got, parameter in zip(gradients(optimizer), reference.parameters(), strict=True):
-        assert got is not None
-        torch.testing.assert_close(got.float(), parameter.grad, rtol=0.02, atol=5e-4)
 
 
 # -- hooks and gradients taken by hand ------------------------------------------------------------------------------
@@ -148,33 +130,3 @@ def test_backward_may_name_its_inputs(level: str) -> None:
     with mpinit.scale_loss(mse(model, batch), optimizer) as scaled:
         scaled.backward(inputs=list(model[3].parameters()))
     assert [gradient is None for gradient in gradients(optimizer)] == [True, True, False, False]
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_gradients_put_on_the_weights_by_hand_are_used(level: str) -> None:
-    model, batch = mlp(), batches(1)[0]
-    optimizer = start(model, level, make=plain_sgd)
-    backward(mse(model, batch), optimizer)
-    before = masters(optimizer)
-    for parameter in model.parameters():
-        parameter.grad = torch.full(parameter.shape, 0.5)
-    optimizer.step()
-    same(masters(optimizer), [value - 0.5 for value in before])
-
-
-def test_a_clipped_loop_at_o0_is_plain_torchs_bit_for_bit() -> None:
-    model, reference, data = mlp(), mlp(), batches(5)
-    optimizer, plain = start(model, "O0"), SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    for batch in data:
-        for net, opt in ((model, optimizer), (reference, plain)):
-            opt.zero_grad()
-            loss = mse(net, batch)
-            if net is model:
-                backward(loss, opt)
-                mpinit.clip_grad_norm_(opt, 0.1)
-            else:
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-            opt.step()
-    same(model.parameters(), reference.parameters())
-    train_plainly(reference, plain, [])

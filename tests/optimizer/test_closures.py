@@ -147,13 +147,10 @@ def test_giving_up_is_bounded_and_leaves_the_parameters_as_before(level: str, na
         backward(poison(loss, next(model.parameters())) if calls > 1 else loss, optimizer)
         return loss
 
-    if name not in ("sgd", "adam"):
-        assert optimizer.step(closure) is None
-        assert calls == 9
-    else:
-        calls = 1
-        assert optimizer.step(closure) is None
-        assert calls == 9
+    # One step of these takes one evaluation: the first overflows.
+    calls = 1 if name in ("sgd", "adam") else 0
+    assert optimizer.step(closure) is None
+    assert calls == 9
     assert mpinit.step_was_skipped(optimizer) and mpinit.step_counts(optimizer) == (1, 1)
     same(masters(optimizer), before)
     same([p.detach() for p in model.parameters()], weights)
@@ -200,15 +197,6 @@ def test_casts_are_off_in_the_step_and_on_again_in_its_closure() -> None:
 
     optimizer.step(closure)
     assert seen == [False, True] and torch.is_autocast_enabled("cpu")
-
-
-def test_forgetting_scale_loss_in_a_closure_is_a_warning() -> None:
-    model, batch = mlp(), batches(1)[0]
-    optimizer = start(model)
-    before = masters(optimizer)
-    with pytest.warns(UserWarning, match="did not come through mpinit.scale_loss"):
-        optimizer.step(closure_of(model, optimizer, batch, scaled=False))
-    assert not torch.equal(before[0], masters(optimizer)[0])
 
 
 @pytest.mark.parametrize("name", ["sam", "lbfgs", "lbfgs strong wolfe"])

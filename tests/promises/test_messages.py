@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any
 
@@ -95,109 +94,8 @@ def test_duplicates_in_one_call() -> None:
     says(caught, "SGD")
 
 
-def test_a_model_wrapped_too_early() -> None:
-    wrapped = nn.DataParallel(net())
-    with pytest.raises(ValueError) as caught:
-        mpinit.initialize(wrapped, sgd(wrapped), "O2")
-    says(caught, "DataParallel", "initialize", "first")
-
-
-def test_an_optimizer_of_parameters_left_over_from_before_a_copy() -> None:
-    model = net()
-    optimizer = sgd(model)
-    model = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match=r"none of .* parameters") as caught:
-        mpinit.initialize(model, optimizer, "O2")
-    text = str(caught[0].message)
-    assert "SGD" in text
-    assert "0.weight" in text or "(2, 2)" in text, "the first parameters are named"
-    mpinit.undo([model, optimizer])
-
-
-def test_16_bit_weights_coming_in_at_o1() -> None:
-    model = nn.Linear(2, 2).half()
-    optimizer = sgd(model)
-    with pytest.warns(UserWarning, match="weight"):
-        mpinit.initialize(model, optimizer, "O1")
-    mpinit.undo([model, optimizer])
-
-
-@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
-def test_16_bit_weights_coming_in_elsewhere_are_fine(level: str) -> None:
-    model = nn.Linear(2, 2).half()
-    optimizer = sgd(model)
-    mpinit.initialize(model, optimizer, level)
-    mpinit.undo([model, optimizer])
-
-
-def test_functions_that_need_a_session_name_the_optimizer_and_the_way_out() -> None:
-    optimizer = sgd(net())
-    calls = {
-        "loss_scale": lambda: mpinit.loss_scale(optimizer),
-        "step_was_skipped": lambda: mpinit.step_was_skipped(optimizer),
-    }
-    for call in calls.values():
-        with pytest.raises(RuntimeError) as caught:
-            call()
-        says(caught, "SGD", "initialize")
-
-
-def test_without_a_session_there_is_no_state() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        mpinit.state_dict()
-    says(caught, "initialize")
-
-
-def test_with_two_sessions_the_error_lists_them() -> None:
-    models = [net(), net()]
-    optimizers = [sgd(models[0]), torch.optim.Adam(models[1].parameters())]
-    for model, optimizer, level in zip(models, optimizers, ("O2", "O0"), strict=True):
-        mpinit.initialize(model, optimizer, level)
-    with pytest.raises(RuntimeError) as caught:
-        mpinit.state_dict()
-    says(caught, "O2", "O0", "SGD", "Adam", "optimizer")
-    with pytest.raises(RuntimeError):
-        mpinit.load_state_dict({})
-    mpinit.undo(models + optimizers)
-
-
-@pytest.mark.parametrize("loss_id", [1, -1, 7, "0"])
-def test_a_loss_id_out_of_range(loss_id: Any, pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
-    model, optimizer = pair
-    mpinit.initialize(model, optimizer, "O2")
-    for use in (lambda: mpinit.loss_scale(optimizer, loss_id), lambda: enter(model, optimizer, loss_id)):
-        with pytest.raises(ValueError) as caught:
-            use()
-        says(caught, repr(loss_id), "num_losses")
-
-
-def enter(model: nn.Module, optimizer: torch.optim.Optimizer, loss_id: Any) -> None:
-    with mpinit.scale_loss(model(torch.randn(4, 2)).sum(), optimizer, loss_id=loss_id):
-        pass
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_forgetting_scale_loss_while_the_scale_is_not_1(
-    level: str, pair: tuple[nn.Module, torch.optim.Optimizer]
-) -> None:
-    model, optimizer = pair
-    mpinit.initialize(model, optimizer, level)
-    model(torch.randn(4, 2)).sum().backward()
-    with pytest.warns(UserWarning, match="scale_loss"):
-        optimizer.step()
-    optimizer.step()  # once is enough
-
-
 @pytest.mark.parametrize("owner", ["model", nn.Linear(1, 1), [nn.Linear(1, 1)]])
 def test_undo_of_what_was_never_initialised(owner: Any) -> None:
     with pytest.raises(ValueError) as caught:
         mpinit.undo(owner)
     says(caught, "Linear" if owner != "model" else "str", "not initialised")
-
-
-def test_undo_twice(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
-    model, optimizer = pair
-    mpinit.initialize(model, optimizer, "O2")
-    mpinit.undo(model)
-    with pytest.raises(ValueError, match="not initialised"):
-        mpinit.undo(optimizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from pathlib import Path
 from typing import Any
@@ -190,27 +189,6 @@ def test_every_property_is_a_keyword(name: str, pair: tuple[nn.Module, torch.opt
     mpinit.initialize(model, optimizer, level, **{name: getattr(OPT_LEVELS[level], name)})
 
 
-@pytest.mark.parametrize("config", [{"opt_level": "O3", "max_loss_scale": 4.0, "loss_scale": "dynamic"}])
-def test_a_configuration_is_not_beaten_by_a_default(
-    config: dict[str, Any], pair: tuple[nn.Module, torch.optim.Optimizer]
-) -> None:
-    model, optimizer = pair
-    mpinit.initialize(model, optimizer, config=config)
-    assert model[0].weight.dtype is torch.float16
-    assert model[1].weight.dtype is torch.float16, "O3 keeps no BatchNorm"
-    assert mpinit.loss_scale(optimizer) == 4.0
-
-
-def test_a_configuration_takes_the_same_keys_as_initialize(
-    pair: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path
-) -> None:
-    model, optimizer = pair
-    path = tmp_path / "mine.toml"
-    path.write_text('opt_level = "O2"\nnum_losses = 3\nverbosity = 0\nloss_scale = 8\n')
-    mpinit.initialize(model, optimizer, config=path)
-    assert [mpinit.loss_scale(optimizer, loss_id) for loss_id in range(3)] == [8.0] * 3
-
-
 def test_a_keyword_beats_a_configuration_even_where_it_is_the_default(
     pair: tuple[nn.Module, torch.optim.Optimizer],
 ) -> None:
@@ -229,31 +207,3 @@ def test_strings_from_a_command_line(pair: tuple[nn.Module, torch.optim.Optimize
     assert model[1].weight.dtype is torch.bfloat16
     assert mpinit.loss_scale(optimizer) == 128.0
     assert isinstance(mpinit.loss_scale(optimizer), float)
-
-
-@pytest.mark.parametrize("level", OPT_LEVELS)
-def test_disabled_everything_does_nothing(level: str) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    plain = copy.deepcopy(model)
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    before = dict(vars(optimizer)), dict(vars(model)), dict(vars(model[0]))
-    result = mpinit.initialize(model, optimizer, level, enabled=False, num_losses=2)
-    assert result == (model, optimizer)
-    for _ in range(3):
-        x = torch.randn(4, 2)
-        plain_optimizer.zero_grad()
-        plain(x).square().sum().backward()
-        plain_optimizer.step()
-        optimizer.zero_grad()
-        loss = model(x).square().sum()
-        with mpinit.scale_loss(loss, optimizer, loss_id=1) as scaled_loss:
-            assert scaled_loss is loss
-            scaled_loss.backward()
-        optimizer.step()
-    assert [id(p) for p in mpinit.master_params(optimizer)] == [id(p) for p in model.parameters()]
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
-    mpinit.load_state_dict(mpinit.state_dict(optimizer), optimizer)
-    mpinit.undo([model, optimizer])
-    assert (dict(vars(optimizer)), dict(vars(model)), dict(vars(model[0]))) == before
-    assert not torch.is_autocast_enabled("cpu")

@@ -170,20 +170,6 @@ def test_a_bad_state_is_refused_whole(key: str, value: Any) -> None:
     assert scaler.state_dict() == before
 
 
-@pytest.mark.parametrize(("key", "value"), BAD_VALUES)
-@pytest.mark.parametrize("bad_one", [0, 1])
-def test_one_bad_scaler_keeps_the_others_from_being_loaded(key: str, value: Any, bad_one: int) -> None:
-    model = mlp()
-    optimizer = momentum(model.parameters())
-    mpinit.initialize(model, optimizer, "O2", num_losses=2, hysteresis=3, verbosity=0)
-    before = mpinit.state_dict(optimizer)
-    states = [{"loss_scale": 8.0, "unskipped": 1, "tolerance": 2} for _ in range(2)]
-    states[bad_one][key] = value
-    with pytest.raises(ValueError, match=f"loss_scaler{bad_one} has {key}"):
-        mpinit.load_state_dict({f"loss_scaler{i}": state for i, state in enumerate(states)}, optimizer)
-    assert mpinit.state_dict(optimizer) == before
-
-
 @pytest.mark.parametrize(("key", "value"), [("scale", "x"), ("scale", 1e300), ("_growth_tracker", 2**40)])
 def test_a_bad_state_of_a_grad_scaler_is_refused_by_the_same_words(key: str, value: Any) -> None:
     optimizer = start(mlp(), "O2")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -69,20 +68,6 @@ def test_16_bit_weights_coming_in_are_accepted_and_mentioned_once(
     optimizer.step()
 
 
-def test_a_loss_functions_own_parameters_are_legitimate() -> None:
-    class Centres(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.points = nn.Parameter(torch.zeros(7, 2))
-
-    model, loss = nn.Linear(2, 2), Centres()
-    optimizers = [sgd(model), sgd(loss)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        mpinit.initialize(model, optimizers, "O2", verbosity=0)
-    assert loss.points.dtype is torch.float32
-
-
 # -- configurations ---------------------------------------------------------------------------------------------------
 
 FILE = """
@@ -119,28 +104,6 @@ def test_a_configuration_beats_the_level(kind: str, tmp_path: Path, caplog: pyte
     assert model.head.weight.dtype is torch.float32
     assert [mpinit.loss_scale(optimizer, i) for i in range(3)] == [64.0] * 3
     assert not caplog.records
-
-
-@pytest.mark.parametrize("kind", ["path", "mapping"])
-def test_keywords_beat_a_configuration(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = CASES["cnn"].build()
-    optimizer = sgd(model)
-    with caplog.at_level(logging.DEBUG, "mpinit"):
-        mpinit.initialize(
-            model,
-            optimizer,
-            "O3",
-            config=configured(tmp_path, kind),
-            cast_model_type="fp16",
-            loss_scale=8.0,
-            keep_fp32="None",
-            num_losses=2,
-            verbosity=2,
-        )
-    assert {p.dtype for p in model.parameters()} == {torch.float16}, "O3 keeps no BatchNorm, and nothing else either"
-    assert set(mpinit.state_dict(optimizer)) == {"loss_scaler0", "loss_scaler1"}
-    assert mpinit.loss_scale(optimizer) == 8.0
-    assert caplog.records
 
 
 # -- logging ----------------------------------------------------------------------------------------------------------

@@ -254,16 +254,6 @@ def test_one_that_fails_leaves_all_as_they_were(setting: str) -> None:
     train(model, first, batches(1))
 
 
-@pytest.mark.parametrize("setting", ["O1", "O2-float16", "O2-split"])
-def test_an_overflow_skips_a_late_optimizer(setting: str) -> None:
-    model = mlp()
-    await_optimizers(model, setting)
-    optimizer = mpinit.add_optimizers(momentum(model.parameters()))
-    backward(poison(mse(model, batches(1)[0]), model[0].weight), optimizer)
-    optimizer.step()
-    assert mpinit.step_was_skipped(optimizer)
-
-
 @pytest.mark.parametrize("overflows", [False, True])
 def test_what_an_earlier_loss_has_left_counts(overflows: bool) -> None:
     model, plain = mlp(), mlp()

@@ -30,31 +30,6 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> l
     return train(model, optimizer, CASES["cnn"].batches(steps), CASES["cnn"].loss)
 
 
-def test_two_sessions_train_as_if_each_were_alone() -> None:
-    alone = []
-    for level in ("O2", "O5"):
-        model, optimizer = pair(opt_level=level)
-        alone.append(run(model, optimizer))
-        mpinit.undo(model)
-    first, second = pair(opt_level="O2"), pair(opt_level="O5")
-    together: list[list[float]] = [[], []]
-    for batch in CASES["cnn"].batches(2):
-        for losses, (model, optimizer) in zip(together, (first, second), strict=True):
-            losses += train(model, optimizer, [batch], CASES["cnn"].loss)
-    assert together == alone
-
-
-def test_an_overflow_in_one_session_leaves_the_other_alone() -> None:
-    (one, first), (_, second) = pair(opt_level="O2"), pair(opt_level="O2")
-    x, y = CASES["cnn"].batches(1)[0]
-    with mpinit.scale_loss(CASES["cnn"].loss(one(x), y) * float("inf"), first) as scaled_loss:
-        scaled_loss.backward()
-    first.step()
-    assert mpinit.step_was_skipped(first)
-    assert not mpinit.step_was_skipped(second)
-    assert mpinit.loss_scale(first) == mpinit.loss_scale(second) / 2
-
-
 def test_states_are_each_sessions_own() -> None:
     (_, first) = pair(opt_level="O2", loss_scale="dynamic", init_loss_scale=4.0)
     (_, second) = pair(opt_level="O2", loss_scale=16.0, num_losses=2)

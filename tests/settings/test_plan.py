@@ -41,17 +41,3 @@ def test_the_first_scale_stays_within_the_limits() -> None:
     assert plan_of("O2", max_loss_scale=8.0).scaling.init_scale == 8.0
     assert plan_of("O2", init_loss_scale=4.0).scaling.init_scale == 4.0
     assert plan_of("O2", loss_scale=2.0**30).scaling.init_scale == 2.0**30, "limits are for dynamic scaling"
-
-
-def test_the_scaling_rule_takes_every_refinement() -> None:
-    refinements = {
-        "growth_factor": 3.0,
-        "backoff_factor": 0.25,
-        "growth_interval": 7,
-        "hysteresis": 2,
-        "max_consecutive_skips": 9,
-    }
-    rule = plan_of("O2", **refinements).scaling
-    assert {name: getattr(rule, name) for name in refinements} == refinements
-    assert plan_of("O2").scaling.growth_interval == 2000
-    assert plan_of("O2").scaling.min_scale > 0

@@ -31,7 +31,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """How a run is set up; ``masters`` is ``master_weights``."""
+    """How a run is set up; ``masters`` is ``master_weights``, or "O1" for that level, where functions cast."""
 
     half: torch.dtype
     masters: Any
@@ -43,9 +43,10 @@ class Setup:
     def keywords(self) -> dict[str, Any]:
         """What ``initialize`` is told."""
         more = {"init_loss_scale": SCALE, "max_loss_scale": SCALE * 4, "min_loss_scale": 0.5, "growth_interval": 2}
+        o2 = {"opt_level": "O2", "cast_model_type": self.half, "master_weights": self.masters, "keep_fp32": ["kept"]}
         return {
-            **{"opt_level": "O2", "cast_model_type": self.half, "master_weights": self.masters, "verbosity": 0},
-            **{"keep_fp32": ["kept"], "loss_scale": self.loss_scale, "num_losses": LOSSES},
+            **({"opt_level": "O1", "patch_torch_functions_type": self.half} if self.masters == "O1" else o2),
+            **{"verbosity": 0, "loss_scale": self.loss_scale, "num_losses": LOSSES},
             **({"max_consecutive_skips": 10**6, **more} if self.loss_scale == "dynamic" else {}),
         }
 
@@ -54,7 +55,7 @@ SETUPS = [
     Setup(half, masters, scale, momentum, optimizers)
     for half, masters in (
         *((torch.float16, True), (torch.bfloat16, True), (torch.bfloat16, "split")),
-        *((torch.float16, "model"), (torch.bfloat16, "model")),
+        *((torch.float16, "model"), (torch.bfloat16, "model"), (torch.float16, "O1"), (torch.bfloat16, "O1")),
     )
     for scale in ("dynamic", 8.0, 1.0)
     for momentum in (False, True)
@@ -181,7 +182,7 @@ class Run:
 
     def casts(self, name: str) -> bool:
         """Whether a weight is 16-bit."""
-        return name != "kept" and self.setup.masters != "model"
+        return name != "kept" and self.setup.masters not in ("model", "O1")
 
     def splits(self, name: str) -> bool:
         """Whether it is split."""

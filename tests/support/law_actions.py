@@ -358,8 +358,8 @@ def _grouped(run: Run, pick: Pick, how: str) -> None:
     if how in ("add", "append") and others:
         name = pick.of(others)
         if how == "add":
-            real.add_param_group({"params": [run.weight(name)], "lr": RATE})
-            by_hand.add_param_group({"params": [run.by_hand[name]], "lr": RATE})
+            real.add_param_group({"params": [run.weight(name)], "lr": 2 * RATE})
+            by_hand.add_param_group({"params": [run.by_hand[name]], "lr": 2 * RATE})
             groups.append([name])
         else:
             real.param_groups[0]["params"].append(run.weight(name))
