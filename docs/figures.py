@@ -5,6 +5,7 @@ Between the marks of a page stands what a run has come to; a test compares, and 
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -156,7 +157,28 @@ def draw(histogram: Any, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-MADE: Final[Mapping[str, Callable[[], str]]] = {"levels": levels, "lost": lost}
+def _measured_by(name: str) -> Any:
+    """What ``python docs/measure.py`` has written."""
+    return json.loads((ROOT / "docs" / "measured" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def audited() -> str:
+    """What an audit foresees, beside what steps did."""
+    found = _measured_by("audit")
+    by_name: dict[str, dict[float, dict[str, Any]]] = {}
+    for row in found["rows"]:
+        by_name.setdefault(row["optimizer"], {})[row["rate"]] = row
+    rates = list(next(iter(by_name.values())))
+    rows = [f"| foreseen / measured | {' | '.join(f'lr {rate:g}' for rate in rates)} |", f"|---{'|---' * len(rates)}|"]
+    for name, at in by_name.items():
+        cells = (f"{at[rate]['foreseen']:.1%} / {at[rate]['measured']:.1%}" for rate in rates)
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    errors = (f"{100 * found[f'{which} error']:.1f}" for which in ("median", "mean", "largest"))
+    rows.append("\nThe two differ by {} points in the median, {} on average and {} at most.".format(*errors))
+    return "\n".join(rows) + "\n"
+
+
+MADE: Final[Mapping[str, Callable[[], str]]] = {"levels": levels, "lost": lost, "audited": audited}
 
 
 def replaced(text: str) -> str:
@@ -166,7 +188,7 @@ def replaced(text: str) -> str:
 
 def main() -> int:
     """Write the pages and the picture."""
-    for path in sorted(EXPLANATION.glob("*.md")):
+    for path in sorted([*EXPLANATION.glob("*.md"), *(ROOT / "docs" / "how-to").glob("*.md"), ROOT / "README.md"]):
         path.write_text(replaced(path.read_text(encoding="utf-8")), encoding="utf-8")
     draw(gradients(), PICTURE)
     return 0

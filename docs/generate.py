@@ -40,14 +40,24 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         *("register_half_function", "register_float_function", "register_promote_function"),
     ),
     "See what precision does": (
-        *("describe", "explain", "overflow_report", "watch_overflow", "stalled", "gradient_histogram", "suggest"),
+        *(
+            "describe",
+            "audit",
+            "explain",
+            "overflow_report",
+            "watch_overflow",
+            "stalled",
+            "gradient_histogram",
+            "suggest",
+        ),
         "History",
     ),
     "What these give": (
         *("inspect.precision_report.PrecisionReport", "inspect.precision_report.Row"),
         *("inspect.overflow.OverflowReport", "inspect.faults.OverflowWatch", "inspect.faults.Fault"),
-        *("inspect.stalled.Stalled", "inspect.exponents.GradientHistogram", "inspect.exponents.Lost"),
-        *("inspect.suggestion.Suggestion", "inspect.suggestion.Finding", "inspect.suggestion.Run"),
+        *("inspect.audit.Audit", "inspect.audit.AuditRow"),
+        *("inspect.exponents.GradientHistogram", "inspect.exponents.Lost"),
+        *("inspect.suggest.Suggestion", "inspect.suggest.Finding", "inspect.suggest.Run"),
     ),
     "In frameworks": (
         *("integrations.transformers.enable", "integrations.pretrained.save_in", "integrations.accelerate.attach"),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     # mypy takes a list that is not spelt out for an empty one; without any, it and others export what they see here.
     from .amp import *  # noqa: F403 - its __all__ spells the names out
+    from .inspect.audit import audit as audit
     from .inspect.explain import explain as explain
     from .inspect.exponents import gradient_histogram as gradient_histogram
     from .inspect.history import History as History
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 else:
     _INSPECTORS = {
         "History": "mpinit.inspect.history",
+        "audit": "mpinit.inspect.audit",
         "explain": "mpinit.inspect.explain",
         "gradient_histogram": "mpinit.inspect.exponents",
         "overflow_report": "mpinit.inspect.overflow",

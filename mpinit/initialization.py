@@ -8,9 +8,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import checks, registry
+from .basics.logs import log
 from .basics.patching import UndoStack
+from .basics.tables import counted
 from .checks_of_ranks import check_process_group, check_split_shards
-from .inspect.describe import announce
 from .model.lasting_losses import warn_of_target_networks
 from .plan import Masters, make_plan
 from .session import Request, Session
@@ -132,7 +133,18 @@ def _set_up(
     session = Session(models, optimizers, request)
     session.apply()
     registry.add(session)
-    announce(session, came_in_16_bit)
+    _announce(session, came_in_16_bit)
+
+
+def _announce(session: Session, came_in_16_bit: list[str]) -> None:
+    """Log in one line what was set up, and in another which weights came in 16-bit already."""
+    if session.verbosity < 1:
+        return
+    words = ", ".join(f"{name}={value}" for name, value in session.settings().items())
+    log.info("%s: %s", session.describe(), words)
+    if came_in_16_bit:
+        first = ", ".join(came_in_16_bit[:3])
+        log.info("%s: %s came in 16-bit, first %s", session.describe(), counted(len(came_in_16_bit), "weight"), first)
 
 
 def add_optimizers(optimizers: Any) -> Any:

@@ -7,7 +7,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from . import registry
-from .inspect.describe import describe as describing
+from .basics.tables import counted
+from .session import Session
 
 
 def loss_scale(optimizer: Optimizer, loss_id: int = 0) -> float:
@@ -121,13 +122,15 @@ def scheduler_step(scheduler: Any, *args: Any) -> None:
 
 
 def describe(owner: Any) -> str:
-    """What mpinit does to a model or optimizer and how it fares: level, dtypes, masters, scales, skipped steps.
+    """What a model or optimizer was initialised with and how it fares: properties, steps done and skipped, scales.
+
+    Where its numbers live, and in which types, :func:`mpinit.audit` says.
 
     Args:
         owner: an initialised model or optimizer.
 
     Returns:
-        A few lines of text.
+        A few lines of text. Scales and counters are read off the device.
 
     Raises:
         RuntimeError: it is not initialised.
@@ -135,9 +138,29 @@ def describe(owner: Any) -> str:
     Example:
         >>> import torch, mpinit
         >>> model = mpinit.initialize(torch.nn.Linear(4, 2), opt_level="O3", verbosity=0)
-        >>> print(mpinit.describe(model).splitlines()[6])
-        model 0, Linear: 10 float16 parameters
+        >>> print(mpinit.describe(model).splitlines()[1])
+          cast_model_type = torch.float16
         >>> mpinit.undo(model)
     """
     owner = registry.unwrapped(owner)
-    return "mixed precision is disabled" if owner in registry.disabled else describing(registry.session_of(owner))
+    return "mixed precision is disabled" if owner in registry.disabled else _described(registry.session_of(owner))
+
+
+def _described(session: Session) -> str:
+    lines = [session.describe(), *(f"  {name} = {value}" for name, value in session.settings().items())]
+    for index, optimizer in enumerate(session.optimizers):
+        counts = session.managed(optimizer).counts
+        lines.append(
+            f"optimizer {index}, {type(optimizer).__name__}: {counted(counts.good, 'step')} done, {counts.skipped} "
+            f"skipped, {counts.consecutive} of them in a row just now"
+        )
+    waiting = session.waiting_weights()
+    if waiting:
+        are = "waits" if len(waiting) == 1 else "wait"
+        lines.append(f"{counted(len(waiting), 'weight')} {are} for an optimizer: mpinit.add_optimizers")
+    lines += [
+        f"loss {index}: scale {scaler.loss_scale():g}, "
+        f"{counted(scaler.unskipped, 'good backward pass', 'good backward passes')} since it moved"
+        for index, scaler in enumerate(session.scalers)
+    ]
+    return "\n".join(lines)

@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from .settings.properties import Properties
 
 _numbers = itertools.count()
+_TOLD: Final = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+_TOLD_IF_CHOSEN: Final = ("optimizer_state", "gradient_release")
 
 
 @dataclass(frozen=True, eq=False)
@@ -524,6 +526,12 @@ class Session:
         models = ", ".join(type(model).__name__ for model in self.models) or "no model"
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers) or "no optimizer"
         return f"session {self.number} ({self.opt_level}: {models}; {optimizers})"
+
+    def settings(self) -> dict[str, Any]:
+        """The properties to tell of: the levels' five, and others where they are not what they are by default."""
+        fields = type(self.properties).model_fields
+        chosen = [name for name in _TOLD_IF_CHOSEN if getattr(self.properties, name) != fields[name].default]
+        return {name: getattr(self.properties, name) for name in (*_TOLD, *chosen)}
 
 
 def _said(value: Any) -> str:

@@ -70,6 +70,7 @@ COMMANDS = {
     "levels": _in_file("levels", "show what the levels set, with overrides applied"),
     "doctor": _in_file("doctor", "show what this machine can do in 16 bits, and which level suits it"),
     "explain": _in_file("explain", "run a model once and show which operation runs in which type, and why"),
+    "audit": _in_file("audit", "show what a training stores, in which types, and which weights cannot move"),
     "convert": _in_file("convert", "turn a checkpoint of apex, torch.amp or mpinit into another's"),
     "run": Command("run a script that was written for apex, unmodified", _describe_run, _run),
     "check-apex": Command("list which apex names a script uses and what covers them", _describe_check, _check),

@@ -20,8 +20,8 @@ _DTYPES: Final = {"float32": torch.float32, "float64": torch.float64, "int64": t
 
 # What the report advises to callers of mpinit.explain, and what says the same here.
 _OPTIONS: Final = (
-    *((r"\bloss=", "--loss"), (r"\boptimizer=", "--optimizer")),
-    *((r"\.rows\b", "--json"), (r"\.to_html\(\)", "--html")),
+    (r"\bloss=", "--loss"),
+    (r"\.rows\b", "--json"),
 )
 
 
@@ -29,7 +29,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """The arguments."""
     parser.description = (
         "Run a model once on random numbers, as it would be at a level, and show which operation runs in which type, "
-        "why, what is cast, and bytes a parameter."
+        "why, and what is cast."
     )
     parser.add_argument("factory", metavar="pkg.mod:factory", help="a function without arguments that returns a model")
     parser.add_argument(
@@ -50,23 +50,16 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--opt-level", default="O1", metavar="LEVEL", help=f"any of {', '.join(OPT_LEVELS)}. Default O1"
     )
-    parser.add_argument("--optimizer", metavar="NAME", help="whose state counts in memory, such as adamw. Default none")
-    parser.add_argument("--html", metavar="FILE", help="write one self-contained page")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run it and show the report."""
     model = make_model(arguments.factory, arguments.device)
     inputs = make_inputs(arguments.input, arguments.batch, arguments.device)
-    optimizer = None if arguments.optimizer is None else make_optimizer(arguments.optimizer, model)
     loss = None if arguments.loss is None else mean_square if arguments.loss == "mean" else load(arguments.loss)
-    report = explain(model, *inputs, loss=loss, opt_level=arguments.opt_level, optimizer=optimizer)
-    if arguments.html:
-        report.to_html(arguments.html)
+    report = explain(model, *inputs, loss=loss, opt_level=arguments.opt_level)
     if arguments.json:
         show_json(report.as_dict())
-    elif arguments.html:
-        show_text(f"{report.title()}: {report.summary()}\nwritten: {arguments.html}")
     else:
         _show(str(report))
     return 0
@@ -165,19 +158,3 @@ def _input(spec: str, batch: int, generator: torch.Generator) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=dtype)
     limit = 2 if dtype is torch.bool else int(below or 2)
     return torch.randint(limit, shape, generator=generator).to(dtype)
-
-
-def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer of torch.optim by its name, in any case, or one that ``pkg.mod:name`` names.
-
-    Example:
-        >>> type(make_optimizer("adamw", nn.Linear(2, 2))).__name__
-        'AdamW'
-    """
-    known = {key.lower(): getattr(torch.optim, key) for key in dir(torch.optim)}
-    kind = load(name) if ":" in name else known.get(name.lower())
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise ValueError(f"{name!r} is no optimizer of torch.optim, such as sgd or adamw; others are pkg.mod:Name")
-    made: Any = kind
-    optimizer: torch.optim.Optimizer = made(model.parameters())
-    return optimizer

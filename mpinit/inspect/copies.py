@@ -8,8 +8,8 @@ import random
 import sys
 import types
 import warnings
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -47,14 +47,17 @@ def float32_copy(model: nn.Module) -> nn.Module:
     return clone
 
 
-def copy_of_optimizer(optimizer: Optimizer, model: nn.Module, clone: nn.Module) -> Optimizer:
-    """The same optimizer with the same state over a copy's parameters, without what ``initialize`` put on it.
+def copy_of_optimizer(optimizer: Optimizer, copies: Mapping[Any, Any], with_state: bool = True) -> Optimizer:
+    """The same optimizer over copies of its parameters, without what ``initialize`` put on it.
+
+    Args:
+        copies: parameter -> its copy.
+        with_state: whether it goes on from the same state; else from none.
 
     Raises:
-        ValueError: it has parameters that are not the model's.
+        ValueError: it has parameters that have no copy.
     """
     twin: Optimizer = type(optimizer).__new__(type(optimizer))
-    copies = dict(zip(model.parameters(), clone.parameters(), strict=True))
     memo: dict[int, Any] = {id(optimizer): twin}
     for weight in (entry for group in optimizer.param_groups for entry in group["params"]):
         if weight not in copies:
@@ -63,6 +66,8 @@ def copy_of_optimizer(optimizer: Optimizer, model: nn.Module, clone: nn.Module) 
                 "all parameters, a Module around model and loss for instance"
             )
         memo[id(weight)] = copies[weight]
+    if not with_state:
+        memo[id(optimizer.state)] = defaultdict(dict)
     for name, value in vars(optimizer).items():
         if isinstance(value, types.MethodType) or hasattr(value, "__wrapped__"):
             continue  # what initialize or a scheduler put there

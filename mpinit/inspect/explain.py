@@ -15,7 +15,6 @@ from .. import registry
 from ..session import Session
 from ..settings.resolve import resolve
 from .copies import at_level, kept_from_running, plain_copy, random_numbers
-from .footprint import bytes_per_parameter, slots_of
 from .numbers import tensors_in
 from .precision_report import PrecisionReport
 from .reasons import Reasons
@@ -24,6 +23,7 @@ from .recording import Recording
 Loss = Callable[[Any], torch.Tensor]
 
 _TOOL: Final = "mpinit.explain"
+_FORWARD_ONLY: Final = "Forward only: give loss=, a function of the output, for the backward pass."
 _ADVICE: Final = "let loss= use nothing but the output, and forward nothing but the modules of self"
 
 
@@ -32,10 +32,9 @@ def explain(
     *args: Any,
     loss: Loss | None = None,
     opt_level: str | None = None,
-    optimizer: Optimizer | None = None,
     **kwargs: Any,
 ) -> PrecisionReport:
-    """Run a model once and report which operation ran in which type, why, and what precision costs in memory.
+    """Run a model once and report which operation ran in which type, and why.
 
     The model may be initialised or not; ``opt_level`` asks what a level would do to one that is not. It is a copy of
     the model, with copies of its inputs, that runs: at the model's own level with all that it was initialised with, or
@@ -49,15 +48,13 @@ def explain(
         args, kwargs: what it is called with; any shapes and dtypes that it takes.
         loss: from the output to a 0-dimensional loss, for the backward pass as well. Default: forward only.
         opt_level: "O0" to "O5", for a model that is not initialised. Default: the model as it is.
-        optimizer: whose state counts in ``bytes_per_parameter``. Default: those that the model was initialised with.
 
     Returns:
-        The report, for ``print(report)``, with ``.rows``, ``.flagged``, ``.bytes_per_parameter``, ``.to_json()``,
-        ``.to_html(path)``.
+        The report, for ``print(report)``, with ``.rows``, ``.flagged``, ``.to_json()``.
 
     Raises:
         ValueError: an unknown level, a level for a model that is initialised already, or a model that cannot be copied.
-        TypeError: what is given is no module, function or optimizer, or the loss is no 0-dimensional tensor.
+        TypeError: what is given is no module or function, or the loss is no 0-dimensional tensor.
 
     Example:
         >>> import torch, mpinit
@@ -68,11 +65,9 @@ def explain(
         >>> model[0].weight.dtype
         torch.float32
     """
-    _check(model, loss, opt_level, optimizer)
+    _check(model, loss, opt_level)
     model = getattr(model, "_orig_mod", model)  # of a compiled model, whose copy is one of the model inside
     session = registry.of(model)
-    optimizers = [optimizer] if optimizer is not None else session.optimizers if session is not None else []
-    slots = max(map(slots_of, optimizers), default=0.0)
     restore_random_numbers = random_numbers()
     try:
         twin, args, kwargs = _copied(model, args, kwargs)
@@ -83,7 +78,6 @@ def explain(
             plan = None if in_force is None else in_force.plan
             modules = () if in_force is None else list(in_force.selection.float32_modules)
             recording = Recording(twin, Reasons(plan, modules))
-            sizes = bytes_per_parameter(twin, plan, slots)
             with recording.trace:
                 _run(twin, args, kwargs, loss)
     finally:
@@ -92,19 +86,16 @@ def explain(
         model=type(model).__name__,
         level=in_force.opt_level if in_force is not None else "",
         rows=recording.rows(),
-        bytes_per_parameter=sizes,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        notes=_notes(loss, optimizers),
+        notes=() if loss is not None else (_FORWARD_ONLY,),
     )
 
 
-def _check(model: Any, loss: Any, opt_level: Any, optimizer: Any) -> None:
+def _check(model: Any, loss: Any, opt_level: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be a function from the model's output to a loss, not {type(loss).__name__}")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     session = registry.of(model)
     if session is not None and opt_level is not None:
         raise ValueError(
@@ -169,12 +160,3 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: 
 
 def _described(value: Any) -> str:
     return f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _notes(loss: Loss | None, optimizers: list[Optimizer]) -> tuple[str, ...]:
-    notes = []
-    if loss is None:
-        notes.append("Forward only: give loss=, a function of the output, for the backward pass.")
-    if not optimizers:
-        notes.append("Without an optimizer, its state counts as nothing: give optimizer= to have it counted.")
-    return tuple(notes)

@@ -1,17 +1,14 @@
-"""What :func:`mpinit.explain` found, as rows, text, JSON and a page."""
+"""What :func:`mpinit.explain` found, as rows, text and JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
 from ..basics.tables import bytes_text, counted, plain_table
-from .footprint import KINDS
 from .trace import BACKWARD, FORWARD
 
 # Operations that make another view of the same numbers compute nothing.
@@ -22,9 +19,7 @@ _VIEWS: Final = frozenset(
         *("_reshape_alias", "view_as_real", "lift_fresh"),
     }
 )
-# The columns of a table of rows, and of one of bytes.
 _COLUMNS: Final = ("module", "operation", "times", "inputs", "outputs", "cast", "why")
-_BYTES: Final = (*KINDS, "together")
 _SHOWN: Final = 60
 
 
@@ -91,13 +86,12 @@ class Row:
 @final
 @dataclass(frozen=True)
 class PrecisionReport:
-    """What precision does in one run of a model: ``print`` it, or ask for a page.
+    """What precision does in one run of a model: ``print`` it, or ask for its rows.
 
     Attributes:
         model: the model's class.
         level: its opt_level; "" where it is not initialised.
         rows: every operation, in the order in which it was first met.
-        bytes_per_parameter: "weights", "masters", "gradients", "optimizer state" -> mean bytes in training.
         parameters: how many numbers the parameters hold.
         notes: what a reader has to know besides.
 
@@ -106,14 +100,11 @@ class PrecisionReport:
         >>> report = mpinit.explain(torch.nn.Linear(4, 2), torch.ones(1, 4), opt_level="O1")
         >>> [(row.op, row.outputs) for row in report.rows if row.op == "addmm"]
         [('addmm', ('float16',))]
-        >>> report.bytes_per_parameter["weights"]
-        4.0
     """
 
     model: str
     level: str
     rows: tuple[Row, ...]
-    bytes_per_parameter: Mapping[str, float]
     parameters: int
     notes: tuple[str, ...] = ()
 
@@ -144,11 +135,6 @@ class PrecisionReport:
             "policy calls for float32"
         )
 
-    def bytes_row(self) -> list[str]:
-        """``bytes_per_parameter`` as the row of a table: each kind, and all together."""
-        kinds = self.bytes_per_parameter
-        return [*(f"{kinds[kind]:.2f}" for kind in KINDS), f"{sum(kinds.values()):.2f}"]
-
     def __str__(self) -> str:
         rows = [row for row in self.rows if row.computes]
         # What is flagged is shown whatever else there is.
@@ -158,10 +144,7 @@ class PrecisionReport:
             [
                 *(self.title(), self.summary(), ""),
                 plain_table(_COLUMNS, (rows[index].cells() for index in sorted(shown)), numbers=(2,)),
-                f"{f'{hidden} more rows, ' if hidden else ''}views and operations without floating point: see .rows or "
-                ".to_html()",
-                *("", "bytes a parameter"),
-                plain_table(_BYTES, [self.bytes_row()], numbers=range(5)),
+                f"{f'{hidden} more rows, ' if hidden else ''}views and operations without floating point: see .rows",
                 *self.notes,
             ]
         )
@@ -179,67 +162,7 @@ class PrecisionReport:
         Returns:
             The text.
         """
-        return _written(json.dumps(self.as_dict(), indent=1), path)
-
-    def to_html(self, path: str | Path | None = None) -> str:
-        """One page that needs nothing but itself, for a narrow or a wide window, light or dark.
-
-        Args:
-            path: a file to write it to as well. Default none.
-
-        Returns:
-            The text.
-        """
-        return _written(_page(self), path)
-
-
-def _written(text: str, path: str | Path | None) -> str:
-    if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
-    return text
-
-
-# -- the page ---------------------------------------------------------------------------------------------------------
-
-_STYLE: Final = """
-:root{color-scheme:light dark;--line:color-mix(in srgb,currentColor 20%,transparent);--bad:light-dark(#b3261e,#ff9a90)}
-body{max-width:76rem;margin:0 auto;padding:1rem;font:15px/1.5 system-ui,sans-serif}
-h1{font-size:1.6rem;overflow-wrap:anywhere}h2{font-size:1.1rem;margin-top:2rem}
-.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.9em}
-th,td{padding:.25rem .8rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
-.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.flagged{color:var(--bad)}
-"""
-
-
-def _page(report: PrecisionReport) -> str:
-    """The whole page."""
-    title = html.escape(report.title())
-    parts = [f"<h1>{title}</h1>", f"<p>{html.escape(report.summary())}.</p>"]
-    parts += [f"<p>{html.escape(note)}</p>" for note in report.notes]
-    if report.flagged:
-        parts += ["<h2>In 16 bits though the cast policy calls for float32</h2>", _operations(report.flagged)]
-    parts += ["<h2>Bytes a parameter</h2>", _table(_BYTES, [(report.bytes_row(), "")])]
-    parts += ["<h2>Operations</h2>", _operations(row for row in report.rows if row.computes)]
-    return (
-        "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
-        '<meta name=viewport content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}: precision</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(parts)
-        + "\n</body>\n</html>\n"
-    )
-
-
-def _operations(rows: Iterable[Row]) -> str:
-    return _table(_COLUMNS, ((row.cells(), "flagged" if row.flagged else "") for row in rows))
-
-
-def _table(head: Sequence[str], rows: Iterable[tuple[list[str], str]]) -> str:
-    titles = "".join(f"<th>{name}</th>" for name in head)
-    lines = []
-    for cells, kind in rows:
-        shown = "".join(
-            f"<td{' class=number' if cell[:1].isdigit() else ''}>{html.escape(cell)}</td>" for cell in cells
-        )
-        lines.append(f"<tr class='{kind}'>{shown}</tr>")
-    return f"<div class=scroll><table><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+        text = json.dumps(self.as_dict(), indent=1)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text

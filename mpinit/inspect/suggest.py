@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -14,7 +15,7 @@ from .. import registry
 from ..session import Session
 from ..settings.opt_levels import OPT_LEVELS
 from ..settings.resolve import resolve
-from .suggestion import Finding, Run, Suggestion
+from .faults import Fault
 from .trial import Comparison, Trial, Trials, UserStep, compare
 
 # Scales that a dynamic one would come down, or up, to.
@@ -24,6 +25,101 @@ _HEADROOM = 4.0
 # No activation of a network that trains is this large.
 _DIVERGED = 1e15
 _FLOAT32 = "float32"
+_MOST_RUNS = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong, and where.
+
+    Attributes:
+        kind: "forward", "backward" (an operation left the range of the 16-bit type in that pass), "cast" (a cast in the
+            program did), "forced" (an operation that the program runs in 16 bit did, at every level), "buffer" (a
+            buffer that the 16-bit type cannot hold), "underflow" (gradients that become 0), "precision" (too few
+            digits), "float32" (inf or nan made in float32, where precision is not at fault), "data", "weights".
+        where: dotted name of the module, of the buffer or parameter where the kind is about one; "" is the model
+            itself, None what is outside of it.
+        detail: the operation and the numbers it was given, in words.
+        fault: the operation, where there is one.
+    """
+
+    kind: str
+    where: str | None
+    detail: str
+    fault: Fault | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the step.
+
+    Attributes:
+        level: what the copy was initialised at; "float32" is the reference.
+        keep_fp32: what it kept in float32.
+        loss: what came out.
+        loss_error: of the loss, relative to the reference.
+        gradient_error: the largest of a parameter's gradient, relative to the reference.
+        agrees: whether both are within the tolerance.
+    """
+
+    level: str
+    keep_fp32: tuple[str, ...]
+    loss: float
+    loss_error: float
+    gradient_error: float
+    agrees: bool
+
+
+@final
+@dataclass(frozen=True)
+class Suggestion:
+    """What :func:`suggest` found.
+
+    Attributes:
+        level: the level to use; None where no level that was tried agrees with float32.
+        keep_fp32: the modules with which it does, beside what the model was initialised with.
+        keywords: everything to give to ``initialize`` beside the level.
+        reason: why, in words.
+        findings: what is wrong, the first cause in front; empty for a healthy model.
+        runs: every run of the step, in order.
+        tolerance: the relative error that was allowed.
+        precision_is_at_fault: False where float32 itself gives inf or nan, so that no level helps.
+    """
+
+    level: str | None
+    keep_fp32: list[str]
+    keywords: Mapping[str, Any]
+    reason: str
+    findings: tuple[Finding, ...]
+    runs: tuple[Run, ...]
+    tolerance: float
+    precision_is_at_fault: bool = True
+
+    @property
+    def finding(self) -> Finding | None:
+        """The first finding, or None."""
+        return self.findings[0] if self.findings else None
+
+    def to_keywords(self) -> str:
+        """The arguments to paste into ``mpinit.initialize``."""
+        words = ", ".join(f"{name}={value!r}" for name, value in self.keywords.items())
+        return f"opt_level={self.level!r}" + (f", {words}" if words else "")
+
+    def __str__(self) -> str:
+        lines = [self.reason]
+        lines += [f"  {finding}" for finding in self.findings]
+        if self.level is not None:
+            lines.append(f"  mpinit.initialize(model, optimizer, {self.to_keywords()})")
+        lines.append(f"  {'run':<4}{'level':<9}{'loss':>11}{'error':>10}{'gradients':>11}  keep_fp32")
+        for index, run in enumerate(self.runs, 1):
+            lines.append(
+                f"  {index:<4}{run.level:<9}{run.loss:>11.5g}{run.loss_error:>10.2g}{run.gradient_error:>11.2g}  "
+                f"{', '.join(run.keep_fp32) or '-'}{'' if run.agrees else '   (does not agree)'}"
+            )
+        return "\n".join(lines)
 
 
 def suggest(
@@ -31,7 +127,6 @@ def suggest(
     optimizer: Optimizer,
     step: UserStep,
     levels: Sequence[str] = ("O2", "O5"),
-    steps: int = 10,
     *,
     tolerance: float = 0.2,
     **keywords: Any,
@@ -41,8 +136,8 @@ def suggest(
     The step is run on copies: once in float32, then at a level, every operation and gradient looked at. The run in
     float32 ranks the modules before anything is tried: those whose numbers leave the level's range, and then by how
     far rounding moves the loss (the sum of abs(gradient x rounding error) over all results of their operations). Where
-    the two runs part, a third keeps the modules in float32 that the ranking names; only where that does not agree are
-    there more. Model, optimizer, gradients and random numbers are left as they are, also after an exception; every run
+    the two runs part, a third and last keeps the modules in float32 that the ranking names, or is one at the next
+    level. Model, optimizer, gradients and random numbers are left as they are, also after an exception; every run
     begins with the same random numbers.
 
     Args:
@@ -50,8 +145,7 @@ def suggest(
         step: ``step(model, optimizer)`` computes the loss of one batch, the same batch each time, with what it is
             given, and returns it. It may go on as a training loop does (``scale_loss``, ``backward``,
             ``optimizer.step``); where it has not called ``backward``, that is done here.
-        levels: tried in this order; the first that works is suggested.
-        steps: how often the step may be run. Default 10.
+        levels: tried in this order, in at most three runs; the first that works is suggested.
         tolerance: largest relative error of the loss and of every parameter's gradient (of a small gradient: relative
             to a hundredth of the norm of all). Default 0.2.
         **keywords: of ``initialize``, for every level. Default those the model was initialised with, at its own level.
@@ -60,8 +154,8 @@ def suggest(
         The suggestion, with ``level``, ``keep_fp32``, ``reason``, ``findings``; printed, a table of the runs.
 
     Raises:
-        ValueError: no such level, less than three steps, a step that gives another batch each time or does not use its
-            arguments, an optimizer with parameters that are not the model's.
+        ValueError: no such level, a step that gives another batch each time or does not use its arguments, an optimizer
+            with parameters that are not the model's.
         TypeError: the step returns no loss.
 
     Example:
@@ -76,15 +170,13 @@ def suggest(
         raise TypeError(
             f"suggest takes a model, an optimizer and a step, not {type(model).__name__} and {type(optimizer).__name__}"
         )
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 3:
-        raise ValueError(f"steps={steps!r}: the step has to be run at least 3 times; give a number from 3 up")
     if not levels or isinstance(levels, str):
         raise ValueError(f"levels={levels!r}: give a tuple of levels, such as ('O2', 'O5')")
     for level in levels:
         resolve(level, keywords)
     trials = Trials(model, optimizer, step)
     try:
-        return _Doctor(trials, steps, tolerance, keywords, registry.of(optimizer)).examine(levels)
+        return _Doctor(trials, tolerance, keywords, registry.of(optimizer)).examine(levels)
     finally:
         trials.restore_random_numbers()
 
@@ -93,9 +185,8 @@ def suggest(
 class _Doctor:
     """One examination."""
 
-    def __init__(self, trials: Trials, steps: int, tolerance: float, keywords: Mapping[str, Any], at: Session | None):
+    def __init__(self, trials: Trials, tolerance: float, keywords: Mapping[str, Any], at: Session | None) -> None:
         self._trials = trials
-        self._left = steps
         self._tolerance = tolerance
         self._keywords = dict(keywords)
         self._session = at
@@ -103,16 +194,16 @@ class _Doctor:
         self._findings: list[Finding] = []
         self._reference: Trial
 
-    # -- runs ---------------------------------------------------------------------------------------------------
+    @property
+    def _may_go_on(self) -> bool:
+        return len(self._runs) < _MOST_RUNS
 
     def _run_in_float32(self, types: set[torch.dtype]) -> None:
-        self._left -= 1
         self._reference = trial = self._trials.run("O0", {}, types)
         bad = trial.watch.first is not None or not math.isfinite(trial.loss)
         self._runs.append(Run(_FLOAT32, (), trial.loss, 0.0, 0.0, not bad))
 
     def _run_at(self, level: str, keywords: Mapping[str, Any], keep: Sequence[str]) -> tuple[Trial, Comparison]:
-        self._left -= 1
         given = self._with_scale(level, keywords)
         kept = [*(given.pop("keep_fp32", None) or ()), *keep]
         trial = self._trials.run(level, given | ({"keep_fp32": kept} if kept else {}))
@@ -157,13 +248,13 @@ class _Doctor:
             return self._say(None, [], {}, blameless, at_fault=False)
         reasons: list[str] = []
         for level in levels:
-            if self._left < 1:
-                break
-            keywords = self._keywords_at(level)
-            found, keywords, why = self._examine_level(level, keywords)
-            if found is not None:
-                return self._say(level, found, keywords, " ".join([*reasons, why]))
-            reasons.append(why)
+            if self._may_go_on:
+                found, keywords, why = self._examine_level(level, self._keywords_at(level))
+                reasons.append(why)
+                if found is not None:
+                    return self._say(level, found, keywords, " ".join(reasons))
+            else:
+                reasons.append(f"{level} was not tried: give levels=({level!r},).")
         reasons.append(
             "No level that was tried agrees with float32: train in float32 (O0), or mend what is named here."
         )
@@ -198,19 +289,18 @@ class _Doctor:
             return [], keywords, f"{level} agrees with float32 as it is."
         lower = _lower_type(level, keywords)
         self._note_findings(level, lower, trial, result)
-        if result.underflowing and keywords.get("loss_scale", "dynamic") != "dynamic" and self._left > 0:
+        keep = self._to_keep(lower, trial, result)
+        if result.underflowing and keywords.get("loss_scale", "dynamic") != "dynamic":
             scaled = {**keywords, "loss_scale": "dynamic"}
-            if self._run_at(level, scaled, [])[1].agrees:
+            if self._may_go_on and self._run_at(level, scaled, [])[1].agrees:
                 return [], scaled, f"{level} needs loss scaling: at {keywords['loss_scale']} gradients become 0."
-        keep = self._widened([], lower, trial, result)
-        while keep is not None and self._left > 0:
+        elif keep and self._may_go_on:
             trial, result = self._run_at(level, keywords, keep)
             if result.agrees and trial.watch.first is None:
                 names = ", ".join(map(repr, keep))
                 return keep, keywords, f"{level} agrees with float32 with {names} kept in float32."
-            keep = self._widened(keep, lower, trial, result)
         first = self._findings[0].detail if self._findings else "gradients differ"
-        return None, keywords, f"{level} does not do, whatever is kept in float32 ({first})."
+        return None, keywords, f"{level} does not do ({first})."
 
     def _note_findings(self, level: str, lower: torch.dtype | None, trial: Trial, result: Comparison) -> None:
         fault = trial.watch.first
@@ -223,39 +313,31 @@ class _Doctor:
         elif result.underflowing:
             name = result.underflowing[-1]
             self._findings.append(Finding("underflow", name, f"most of the gradient of {name!r} becomes 0"))
-        elif most := self._most_sensitive([], lower, result):
+        elif most := self._most_sensitive(lower, result):
             detail = (
                 f"loss or gradients differ by more than {self._tolerance:g}, and rounding in {most[0]!r} most of all"
             )
             self._findings.append(Finding("precision", most[0], detail))
 
-    def _widened(
-        self, keep: list[str], lower: torch.dtype | None, trial: Trial, result: Comparison
-    ) -> list[str] | None:
-        """``keep`` with the modules that are at fault now; None where none can be added."""
+    def _to_keep(self, lower: torch.dtype | None, trial: Trial, result: Comparison) -> list[str]:
+        """The modules that are at fault; empty where none can be kept in float32."""
         seen, fault = self._reference.watch, trial.watch.first
         largest = torch.finfo(lower or torch.float32).max
         wanted = [name.rpartition(".")[0] for name in trial.damaged_buffers]
         if fault is not None and fault.module is not None:
             wanted.append(fault.module)
-        if not keep:
-            wanted += [name for name, peak in seen.peaks.items() if name and peak > largest]
-        widened = list(keep)
-        for name in dict.fromkeys(wanted):
+        wanted += [name for name, peak in seen.peaks.items() if name and peak > largest]
+        found = [] if wanted else self._most_sensitive(lower, result)
+        for name in wanted:
             # What a module returns leaves it in 16 bits: where that is too large, what is around it is kept.
             while name and seen.result_peaks.get(name, 0.0) > largest:
                 name = name.rpartition(".")[0]
-            widened = _with(widened, name, grows=fault is not None or not trial.damaged_buffers)
-        if not wanted:
-            for name in self._most_sensitive(keep, lower, result):
-                widened = _with(widened, name, grows=False)
-        widened = [name for name in widened if name]
-        return widened if widened != keep else None
+            found.append(name)
+        return [n for n in dict.fromkeys(found) if n and not any(n.startswith(f"{other}.") for other in found if other)]
 
-    def _most_sensitive(self, keep: Sequence[str], lower: torch.dtype | None, result: Comparison) -> list[str]:
+    def _most_sensitive(self, lower: torch.dtype | None, result: Comparison) -> list[str]:
         """The modules whose rounding moves the loss most: as few as leave half of what is tolerated to the others."""
         rows = {} if lower is None else self._reference.watch.sensitivity[lower]
-        rows = {name: moved for name, moved in rows.items() if _covering(keep, name) is None}
         error = max(result.loss, result.gradient, self._tolerance)
         left = sum(rows.values())
         tolerated = left * self._tolerance / (2 * (error if math.isfinite(error) else 1.0))
@@ -287,20 +369,3 @@ class _Doctor:
 
 def _lower_type(level: str, keywords: Mapping[str, Any]) -> torch.dtype | None:
     return resolve(level, keywords)[1].lower_precision_type
-
-
-def _covering(keep: Sequence[str], name: str | None) -> str | None:
-    """The entry that keeps a module in float32, itself or one around it."""
-    return next((kept for kept in keep if name == kept or str(name).startswith(f"{kept}.")), None)
-
-
-def _with(keep: list[str], name: str, grows: bool) -> list[str]:
-    """``keep`` and a module; where it is among what is kept already, what holds that is kept instead."""
-    covering = _covering(keep, name)
-    if covering is not None:
-        if not grows:
-            return keep
-        name = covering.rpartition(".")[0]
-        if not name:
-            return keep
-    return [*(kept for kept in keep if kept != name and not kept.startswith(f"{name}.")), name]

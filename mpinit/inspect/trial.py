@@ -65,7 +65,8 @@ class Trials:
             rounded_to: the 16-bit types whose rounding errors are weighed.
         """
         clone = float32_copy(self._model)
-        twin = copy_of_optimizer(self._optimizer, self._model, clone)
+        copies = dict(zip(self._model.parameters(), clone.parameters(), strict=True))
+        twin = copy_of_optimizer(self._optimizer, copies)
         before = {name: buffer.detach().clone() for name, buffer in clone.named_buffers()}
         name, properties = resolve(level, keywords)
         with CastsOff(), at_level([clone], [twin], name, properties, quiet=True) as session:

@@ -88,6 +88,7 @@ def test_levels_show_the_type_that_is_used(said: Said) -> None:
         ["explain", *MODEL, "--opt-level", "O5", "--loss", "mean"],
         ["explain", "cli_models:deep", "--input", "8", "--opt-level", "O2"],
         ["doctor", "--size", "16", "--seconds", "0.001"],
+        ["audit", "cli_models:deep", "--optimizer", "adamw", "--dtype", "bf16"],
         ["--help"],
     ],
     ids=lambda arguments: " ".join(arguments)[:40],
@@ -102,34 +103,41 @@ def test_nothing_is_wider_than_80_columns(arguments: list[str], capsys: pytest.C
 # -- explain ----------------------------------------------------------------------------------------------------------
 
 
-def test_explain_prints_a_report_and_writes_a_page(said: Said, tmp_path: Path) -> None:
+def test_explain_prints_a_report(said: Said) -> None:
     status, out, _ = said("explain", *MODEL, "--opt-level", "O2", "--loss", "cli_models:first_class")
     assert status == 0
     assert "Sequential at O2" in out
     assert "! weight type: weights are float16" in out
-    page = tmp_path / "out.html"
-    status, out, _ = said("explain", *MODEL, "--loss", "mean", "--html", str(page))
-    assert status == 0
-    assert "Sequential at O1: " in out
-    assert page.read_text().startswith("<!doctype html>")
 
 
 def test_explain_advises_options_of_the_command_line(said: Said) -> None:
     status, out, _ = said("explain", *MODEL)
     assert status == 0
     assert "give --loss, a function of the output" in out
-    assert "give --optimizer to have it" in out
-    assert "see --json or --html" in out
-    assert "loss=" not in out and "optimizer=" not in out and "to_html" not in out
+    assert "see --json" in out
+    assert "loss=" not in out and ".rows" not in out
 
 
-def test_explain_takes_whole_numbers_and_counts_an_optimizers_state(said: Said) -> None:
-    words = ["cli_models:embedding", "--input", "5:int64:10", "--batch", "3", "--optimizer", "adamw", "--json"]
-    status, out, _ = said("explain", *words)
+def test_explain_takes_whole_numbers(said: Said) -> None:
+    status, out, _ = said("explain", "cli_models:embedding", "--input", "5:int64:10", "--batch", "3", "--json")
     assert status == 0
-    report = json.loads(out)
-    assert report["bytes_per_parameter"]["optimizer state"] == 8.0
-    assert {row["module"] for row in report["rows"]} >= {"0", "1"}
+    assert {row["module"] for row in json.loads(out)["rows"]} >= {"0", "1"}
+
+
+# -- audit ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spec", [["cli_models:classifier", "--optimizer", "adamw", "--lr", "1e-5"], ["cli_models:pair"]]
+)
+def test_audit_names_what_cannot_move_and_the_cure(spec: list[str], said: Said) -> None:
+    status, out, _ = said("audit", *spec, "--dtype", "bf16")
+    assert status == 0
+    assert "1.weight" in out and "100.0%" in out and "opt_level='O5'" in out.replace("\n", " ")
+    status, out, _ = said("audit", *spec, "--dtype", "bf16", "--json")
+    found = json.loads(out)
+    assert found["stuck"]["1.weight"] == 1.0
+    assert found["bytes_per_parameter"]["O5"]["optimizer state"] == 8.0
 
 
 # -- doctor -----------------------------------------------------------------------------------------------------------
@@ -162,7 +170,10 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "the factory's own": (["explain", "cli_models:raises"], "KeyError: 'on purpose'"),
     "an input": (["explain", "cli_models:classifier", "--input", "3xa"], "--input '3xa' is no input"),
     "a shape": (["explain", "cli_models:classifier", "--input", "7"], "shapes cannot be multiplied"),
-    "an optimizer": (["explain", *MODEL, "--optimizer", "adamx"], "'adamx' is no optimizer of torch.optim"),
+    "an optimizer": (
+        ["audit", "cli_models:classifier", "--optimizer", "adamx"],
+        "'adamx' is no optimizer of torch.optim",
+    ),
     "a size": (["doctor", "--size", "1"], "too small to measure"),
     "a file": (["convert", "no_such.pt", "out.pt", "--to", "mpinit"], "there is no file 'no_such.pt'"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -34,3 +35,14 @@ def test_the_page_shows_what_the_histogram_says(figures: dict[str, Any], tmp_pat
     picture = tmp_path / "gradients.png"
     figures["draw"](histogram, picture)
     assert picture.read_bytes()[:4] == (FOLDER / "_static" / "gradients.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(("made", "page"), [("audited", "how-to/see-precision.md")])
+def test_tables_of_what_was_measured_are_those_of_the_files(made: str, page: str, figures: dict[str, Any]) -> None:
+    assert figures[made]() in (FOLDER / page).read_text(encoding="utf-8"), "run: python docs/figures.py"
+
+
+def test_what_an_audit_foresees_was_compared_with_20_optimizers_at_4_rates() -> None:
+    found = json.loads((FOLDER / "measured" / "audit.json").read_text(encoding="utf-8"))
+    assert len({(row["optimizer"], row["rate"]) for row in found["rows"]}) == 80
+    assert found["mean error"] < 0.02

@@ -25,14 +25,16 @@ def name_it(fault: Planted) -> tuple[str | None, str | None]:
     if fault.kind == "frozen":
         return "frozen", frozen_in(fault)
     words = {"loss_scale": 1.0} if fault.kind == "underflow" else {}
-    found = mpinit.suggest(model, optimizer, fault.step, levels=("O2",), steps=3, **words).finding
+    found = mpinit.suggest(model, optimizer, fault.step, levels=("O2",), **words).finding
     return (None, None) if found is None else (found.kind, found.where)
 
 
 def frozen_in(fault: Planted) -> str:
-    """The parameters that stay where they are in plain bfloat16."""
+    """The parameters that stay where they are in plain bfloat16: foreseen without a step, and then measured."""
     model, optimizer = fault.model, adam(fault.model)
     mpinit.initialize(model, optimizer, "O3", cast_model_type="bf16", verbosity=0)
+    foreseen = mpinit.audit(model, optimizer)
+    assert "master_weights=True" in foreseen.advice
     mpinit.stalled(optimizer, start=True)
     for _ in range(3):
         optimizer.zero_grad()
@@ -42,8 +44,9 @@ def frozen_in(fault: Planted) -> str:
     result = mpinit.stalled(optimizer)
     mpinit.undo(model)
     assert result is not None
-    assert "master_weights=True" in result.help
-    return ",".join(sorted(result.frozen()))
+    frozen = sorted(name for name, share in result.items() if share >= 0.9)
+    assert all(foreseen.stuck[name] == 1.0 for name in frozen)
+    return ",".join(frozen)
 
 
 def is_named(fault: Planted, kind: str | None, where: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""describe(): what a user sees of a session."""
+"""describe(): what a session was initialised with and how it fares."""
 
 from __future__ import annotations
 
@@ -23,18 +23,10 @@ def test_it_tells_level_dtypes_masters_scale_and_skips() -> None:
     for part in (
         "(O2: Sequential; Adam)",
         "cast_model_type = torch.float16",
-        "20 float16, 8 float32 parameters",
-        "float32: 1",
-        "2 float32 masters; 1 step done, 1 skipped, 1 of them in a row just now",
+        "Adam: 1 step done, 1 skipped, 1 of them in a row just now",
         "scale 32768, 0 good backward passes since it moved",
     ):
         assert part in text
-
-
-def test_long_lists_are_cut() -> None:
-    model = nn.Sequential(*[nn.BatchNorm1d(2) for _ in range(7)], nn.Linear(2, 2))
-    mpinit.initialize(model, opt_level="O3", keep_batchnorm_fp32=True, verbosity=0)
-    assert "float32: 0, 1, 2, 3, 4 and 2 more" in mpinit.describe(model)
 
 
 def test_what_is_not_initialised_or_disabled() -> None:
@@ -48,11 +40,11 @@ def test_what_is_not_initialised_or_disabled() -> None:
 def test_one_of_a_thing_is_said_in_the_singular() -> None:
     model = nn.Linear(1, 1, bias=False)
     mpinit.initialize(model, opt_level="O2", await_optimizers=True, init_loss_scale=8.0, verbosity=0)
-    assert "1 weight (1 float16 parameters) waits for an optimizer" in mpinit.describe(model)
+    assert "1 weight waits for an optimizer" in mpinit.describe(model)
     optimizer = mpinit.add_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
     with mpinit.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
     told = mpinit.describe(model)
-    assert "1 float32 master; 1 step done, 0 skipped" in told
+    assert "1 step done, 0 skipped" in told
     assert "1 good backward pass since it moved" in told

@@ -169,7 +169,6 @@ def test_weights_that_diverged() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"steps": 2}, "from 3 up"),
         ({"levels": "O2"}, "a tuple of levels"),
         ({"levels": ("02",)}, "letter O"),
         ({"levels": ()}, "a tuple of levels"),

@@ -42,7 +42,7 @@ FUNCTIONS = {
 }
 
 # What mpinit/inspect offers: of mpinit alone, not of amp.
-INSPECTORS = {"explain", "gradient_histogram", "overflow_report", "stalled", "suggest", "watch_overflow"}
+INSPECTORS = {"audit", "explain", "gradient_histogram", "overflow_report", "stalled", "suggest", "watch_overflow"}
 
 SIGNATURES = {
     "initialize": [
@@ -86,7 +86,6 @@ SIGNATURES = {
         ("args", inspect.Parameter.empty),
         ("loss", None),
         ("opt_level", None),
-        ("optimizer", None),
     ],
 }
 

@@ -24,6 +24,11 @@ def embedding() -> nn.Module:
     return nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4))
 
 
+def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = classifier()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+
 def returns_no_model() -> int:
     return 3
 

@@ -1,0 +1,149 @@
+"""Runs whose figures the pages show: ``python docs/measure.py audit`` writes docs/measured/audit.json.
+
+All train one small transformer on the source of Python's standard library. ``python docs/figures.py`` makes the tables
+and the plot of what is there.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from demo.stdlib_text import LENGTH, Writer, load_text
+
+import mpinit
+
+MEASURED: Final = Path(__file__).resolve().parent / "measured"
+BATCH: Final = 8
+RATES: Final = (1e-3, 1e-4, 1e-5, 1e-6)
+
+
+@functools.cache
+def _text() -> Tensor:
+    return load_text().long()
+
+
+def batches(steps: int, seed: int) -> Iterator[Tensor]:
+    """Random pieces of the text, one byte longer than the model takes."""
+    text, chance = _text(), torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        starts = torch.randint(len(text) - LENGTH - 1, (BATCH,), generator=chance)
+        yield torch.stack([text[start : start + LENGTH + 1] for start in starts.tolist()])
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    """Mean cross entropy of the next byte, in float32."""
+    logits = model(batch[:, :-1]).float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+@functools.cache
+def _trained() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Writer(96, 3, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for batch in batches(400, seed=0):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    return copy.deepcopy(model.state_dict())
+
+
+def checkpoint() -> Writer:
+    """The model after 400 steps in float32, rounded to bfloat16 as published checkpoints are, in float32."""
+    model = Writer(96, 3, 4)
+    model.load_state_dict(_trained())
+    return model.bfloat16().float()
+
+
+# -- what an audit foresees -------------------------------------------------------------------------------------------
+
+
+def _muon(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=lr)
+
+
+_OPTIMIZERS: Final[Mapping[str, Callable[..., torch.optim.Optimizer]]] = {
+    "AdamW": torch.optim.AdamW,
+    "AdamW, betas 0.9 and 0.95": functools.partial(torch.optim.AdamW, betas=(0.9, 0.95)),
+    "AdamW, weight decay 0.1": functools.partial(torch.optim.AdamW, weight_decay=0.1),
+    "Adam": torch.optim.Adam,
+    "Adam, amsgrad": functools.partial(torch.optim.Adam, amsgrad=True),
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Adamax": torch.optim.Adamax,
+    "RMSprop": torch.optim.RMSprop,
+    "RMSprop, centered": functools.partial(torch.optim.RMSprop, centered=True),
+    "RMSprop, momentum 0.9": functools.partial(torch.optim.RMSprop, momentum=0.9),
+    "Adagrad": torch.optim.Adagrad,
+    "Adadelta": torch.optim.Adadelta,
+    "Adafactor": torch.optim.Adafactor,
+    "Rprop": torch.optim.Rprop,
+    "Muon": _muon,
+    "SGD": torch.optim.SGD,
+    "SGD, momentum 0.9": functools.partial(torch.optim.SGD, momentum=0.9),
+    "SGD, Nesterov": functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+    "ASGD": torch.optim.ASGD,
+}
+
+
+def audit() -> dict[str, Any]:
+    """The share of bfloat16 weights that a step leaves as they are: foreseen, and in 16 real steps after 8 others."""
+    rows = []
+    for name, make in _OPTIMIZERS.items():
+        for rate in RATES:
+            model = checkpoint().bfloat16()
+            optimizer = make(model.parameters(), lr=rate)
+            data = list(batches(25, seed=1))
+            loss_of(model, data[0]).backward()  # for those whose steps depend on the gradients
+            foreseen = mpinit.audit(model, optimizer).stuck
+            if not foreseen:
+                raise SystemExit(f"nothing is foreseen of {name}")
+            weights = [p for n, p in model.named_parameters() if n in foreseen]
+            still, seen = 0, 0
+            for number, batch in enumerate(data[1:]):
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                before = [weight.detach().clone() for weight in weights]
+                optimizer.step()
+                if number >= 8:
+                    still += sum(int((w == old).sum()) for w, old in zip(weights, before, strict=True))
+                    seen += sum(weight.numel() for weight in weights)
+            numbers = {n: p.numel() for n, p in model.named_parameters() if n in foreseen}
+            share = sum(foreseen[n] * count for n, count in numbers.items()) / sum(numbers.values())
+            shares = {"foreseen": round(share, 4), "measured": round(still / seen, 4)}
+            rows.append({"optimizer": name, "rate": rate, **shares})
+    errors = sorted(abs(row["foreseen"] - row["measured"]) for row in rows)
+    return {
+        "torch": torch.__version__,
+        "rows": rows,
+        "mean error": round(sum(errors) / len(errors), 4),
+        "median error": round(errors[len(errors) // 2], 4),
+        "largest error": round(errors[-1], 4),
+    }
+
+
+RUNS: Final[Mapping[str, Callable[[], dict[str, Any]]]] = {"audit": audit}
+
+
+def main() -> int:
+    """Run what is named and write what came out."""
+    for name in sys.argv[1:] or RUNS:
+        MEASURED.mkdir(exist_ok=True)
+        (MEASURED / f"{name}.json").write_text(json.dumps(RUNS[name](), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

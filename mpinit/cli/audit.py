@@ -1,0 +1,73 @@
+"""``mpinit audit``: where each number of a training lives, what it takes, and which weights cannot move."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..basics.dtypes import parse_dtype
+from ..inspect.audit import Audit, audit
+from .explain import load
+from .output import show_json, show_table, show_text
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The arguments."""
+    parser.description = (
+        "Show, without a step, where each number of a training lives, in which type, bytes a parameter now and at each "
+        "level, and the share of weights that the optimizer's steps are too small to move."
+    )
+    parser.add_argument(
+        "factory", metavar="SPEC", help="pkg.mod:factory, without arguments; returns a model, or model and optimizer"
+    )
+    parser.add_argument("--optimizer", metavar="NAME", help="where SPEC returns none, such as adamw or pkg.mod:Name")
+    parser.add_argument("--lr", type=float, metavar="RATE", help="its learning rate. Default its own")
+    parser.add_argument("--dtype", metavar="DTYPE", help="cast the model first, such as to bf16. Default: as it is")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Audit it and show the report."""
+    model, optimizer = _pair(load(arguments.factory), arguments.factory)
+    if arguments.dtype is not None:
+        model = model.to(parse_dtype(arguments.dtype))
+    if arguments.optimizer is not None:
+        optimizer = make_optimizer(arguments.optimizer, model, arguments.lr)
+    report = audit(model, optimizer)
+    show_json(json.loads(report.to_json())) if arguments.json else _show(report)
+    return 0
+
+
+def _pair(factory: Any, name: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    made = factory if isinstance(factory, nn.Module) else factory()
+    model, optimizer = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{name} returned {type(model).__name__}, not a torch.nn.Module, nor one with its optimizer")
+    return model, optimizer
+
+
+def _show(report: Audit) -> None:
+    parameters, sizes = report.tables()
+    show_table("What is stored, what moves least first", *parameters, numbers=(1, 5))
+    show_table("What it takes in training", *sizes, numbers=range(1, 6))
+    show_text(report.advice)
+
+
+def make_optimizer(name: str, model: nn.Module, rate: float | None = None) -> torch.optim.Optimizer:
+    """An optimizer of torch.optim by its name, in any case, or one that ``pkg.mod:name`` names.
+
+    Example:
+        >>> type(make_optimizer("adamw", nn.Linear(2, 2))).__name__
+        'AdamW'
+    """
+    known = {key.lower(): getattr(torch.optim, key) for key in dir(torch.optim)}
+    kind = load(name) if ":" in name else known.get(name.lower())
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ValueError(f"{name!r} is no optimizer of torch.optim, such as sgd or adamw; others are pkg.mod:Name")
+    made: Any = kind
+    optimizer: torch.optim.Optimizer = made(model.parameters(), **({} if rate is None else {"lr": rate}))
+    return optimizer

@@ -1,0 +1,383 @@
+"""Before training: where each number lives, in which type, and which weights an optimizer's steps cannot move."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import registry
+from ..basics.dtypes import dtype_name, is_lower_precision
+from ..basics.tables import plain_table
+from ..basics.wrappers import with_all_inside
+from ..distributed.sharding import local
+from ..masters.codecs.encoded import encoded_part
+from ..model.selection import select
+from ..plan import Masters, make_plan
+from ..session import Session
+from ..settings.resolve import resolve
+from ..torch_internals.native_autocast import CastsOff
+from .copies import copy_of_optimizer, random_numbers
+
+KINDS: Final = ("weights", "masters", "gradients", "optimizer state")
+# What is foreseen beside what is there now.
+_LEVELS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
+    **{level: (level, {}) for level in ("O0", "O1", "O2", "O3", "O4", "O5")},
+    "O5 split": ("O5", {"master_weights": "split"}),
+}
+# Of each weight a part is stepped, on random gradients of two sizes: so often, and the last steps count.
+_LARGEST_SIDE: Final = 256
+_STEPS, _COUNTED = 16, 8
+_SIZES: Final = (1e-3, 1e-4)
+_MUCH: Final = 0.1
+_SHOWN: Final = 20
+_Table = tuple[list[str], list[list[str]]]
+
+
+@final
+@dataclass(frozen=True)
+class AuditRow:
+    """One parameter.
+
+    Attributes:
+        name: its dotted name.
+        elements: how many numbers it holds; of a sharded one, in this process.
+        weight: the name of the type it is stored in.
+        master: "float32", "split" (16 bits beside the weight), or "" where it has none.
+        gradient: the type of its gradient in training; "" where it is not trained.
+        rate: the learning rate of its group; None where no optimizer has it.
+        state: bytes of optimizer's state for each of its numbers.
+        stuck: share of its numbers that a step leaves as they are; None where that is not known.
+    """
+
+    name: str
+    elements: int
+    weight: str
+    master: str
+    gradient: str
+    rate: float | None
+    state: float
+    stuck: float | None
+
+
+@final
+@dataclass(frozen=True)
+class Audit:
+    """What :func:`audit` found; printed, a table and the advice.
+
+    Attributes:
+        rows: every parameter, in the model's order.
+        bytes_per_parameter: "now" and each level -> "weights", "masters", "gradients", "optimizer state" -> mean bytes
+            in training; a level that refuses this model is missing.
+        advice: what to do, in words; "" where every weight can move.
+    """
+
+    rows: tuple[AuditRow, ...]
+    bytes_per_parameter: Mapping[str, Mapping[str, float]]
+    advice: str
+
+    @property
+    def stuck(self) -> dict[str, float]:
+        """Dotted name -> share of its numbers that a step leaves as they are, the largest first, where it is known."""
+        known = {row.name: row.stuck for row in self.rows if row.stuck is not None}
+        return dict(sorted(known.items(), key=lambda item: -item[1]))
+
+    def to_json(self) -> str:
+        """Everything as JSON."""
+        return json.dumps(dataclasses.asdict(self) | {"stuck": self.stuck}, indent=1)
+
+    def tables(self) -> tuple[_Table, _Table]:
+        """Head and rows of two tables: the parameters that move least, and the bytes a parameter."""
+        head = ["parameter", "numbers", "weight", "master", "gradient", "stuck"]
+        cells = [
+            [row.name, f"{row.elements:,}", row.weight, row.master or "-", row.gradient or "-", _percent(row.stuck)]
+            for row in sorted(self.rows, key=lambda row: -(row.stuck or 0.0))[:_SHOWN]
+        ]
+        sizes = [
+            [level, *(f"{kinds[kind]:.2f}" for kind in KINDS), f"{sum(kinds.values()):.2f}"]
+            for level, kinds in self.bytes_per_parameter.items()
+        ]
+        return (head, cells), (["bytes a parameter", *KINDS, "together"], sizes)
+
+    def __str__(self) -> str:
+        parameters, sizes = self.tables()
+        more = [f"and {len(self.rows) - _SHOWN} more: see .rows"] if len(self.rows) > _SHOWN else []
+        shown = [plain_table(*parameters, numbers=(1, 5)), *more, "", plain_table(*sizes, numbers=range(1, 6))]
+        return "\n".join([*shown, *(["", self.advice] if self.advice else [])])
+
+
+def audit(model: nn.Module, optimizer: Any = None) -> Audit:
+    """Say where each number of a training lives, what it takes, and which weights cannot move, without a step.
+
+    A weight cannot move where its optimizer's step is smaller than half a unit in its last place. How large that is
+    follows from the rate and the kind of optimizer: its own code steps copies of at most 256 x 256 numbers of each
+    weight, in float32, on random gradients of two sizes. Where the steps are the same for both, as with Adam, they are
+    those of any training; elsewhere, as with SGD, gradients that are there tell their size, and without them nothing
+    is foreseen. Model, optimizer and random numbers are left as they are.
+
+    Args:
+        model: initialised or not; in a wrapper (DistributedDataParallel, a compiled one) or not.
+        optimizer: initialised or not, or what a framework puts around it. Default None: those that an initialised
+            model was initialised with; without any, the bytes of what is there.
+
+    Returns:
+        The report, with ``.rows``, ``.stuck``, ``.bytes_per_parameter``, ``.advice``, ``.to_json()``.
+
+    Raises:
+        TypeError: what is given is no module or no optimizer.
+
+    Example:
+        >>> import torch, mpinit
+        >>> model = torch.nn.LayerNorm(64, dtype=torch.bfloat16)
+        >>> found = mpinit.audit(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+        >>> found.stuck["weight"], sum(found.bytes_per_parameter["now"].values())
+        (1.0, 8.0)
+        >>> "opt_level='O5'" in found.advice
+        True
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"audit takes a module and an optimizer, not {type(model).__name__}")
+    *_, model = with_all_inside(model)
+    session = registry.of(model)
+    given = [] if optimizer is None else [registry.unwrapped(optimizer)]
+    optimizers = given or ([] if session is None else list(session.optimizers))
+    if not all(isinstance(each, Optimizer) for each in optimizers):
+        raise TypeError(f"audit takes an optimizer of torch's kind, not {type(optimizer).__name__}")
+    trained: dict[Any, _Trained] = {}
+    for each in optimizers:
+        trained |= _tried(each, session)
+    now = {p: _Held.of(p.dtype, _kind(session), session is None or session.masters.of(p)) for p in model.parameters()}
+    rows = tuple(_row(name, p, now[p], trained.get(p)) for name, p in model.named_parameters())
+    sizes = {"now": _bytes(now, trained, is_now=True)}
+    for level, (name, words) in _LEVELS.items():
+        plan = make_plan(resolve(name, words)[1])
+        try:
+            targets = select([model], plan).targets
+        except ValueError:
+            continue  # what initialize would refuse as well
+        to = {p: targets.get(p, torch.float32 if plan.masters is not Masters.NONE else p.dtype) for p in now}
+        sizes[level] = _bytes({p: _Held.of(to[p], plan.masters, True) for p in now}, trained, is_now=False)
+    return Audit(rows, sizes, _advice(rows, trained, session))
+
+
+class _Held(NamedTuple):
+    """What is held of a parameter: types of the weight and its gradient, and its master's kind and bytes."""
+
+    weight: torch.dtype
+    gradient: torch.dtype
+    master: str
+    master_bytes: int
+
+    @classmethod
+    def of(cls, weight: torch.dtype, kind: Masters, is_mastered: Any) -> _Held:
+        if is_lower_precision(weight) and is_mastered and kind is Masters.FULL:
+            return cls(weight, torch.float32, "float32", 4)
+        if is_lower_precision(weight) and is_mastered and kind is Masters.SPLIT:
+            return cls(weight, weight, "split", 2)
+        return cls(weight, weight, "", 0)
+
+    @property
+    def stepped(self) -> torch.dtype:
+        """In which type a step adds up."""
+        return torch.float32 if self.master else self.weight
+
+
+class _Trained(NamedTuple):
+    """What an optimizer does with a parameter.
+
+    Attributes:
+        kind: the optimizer's name.
+        rate: the learning rate of its group.
+        slots: how many numbers it keeps for one of the parameter's.
+        state_bytes: bytes that it keeps for one now; None before its first step.
+        stuck: share of the numbers that a step leaves as they are; None where that is not known.
+    """
+
+    kind: str
+    rate: float
+    slots: float
+    state_bytes: float | None
+    stuck: float | None
+
+
+def _kind(session: Session | None) -> Masters:
+    return Masters.NONE if session is None else session.plan.masters
+
+
+def _row(name: str, parameter: nn.Parameter, held: _Held, trained: _Trained | None) -> AuditRow:
+    return AuditRow(
+        name,
+        local(parameter).numel(),
+        dtype_name(held.weight),
+        held.master,
+        dtype_name(held.gradient) if parameter.requires_grad else "",
+        None if trained is None else trained.rate,
+        _state_bytes(held, trained, is_now=True),
+        None if trained is None else trained.stuck,
+    )
+
+
+def _state_bytes(held: _Held, trained: _Trained | None, is_now: bool) -> float:
+    if trained is None:
+        return 0.0
+    if is_now and trained.state_bytes is not None:
+        return trained.state_bytes
+    return trained.slots * held.stepped.itemsize
+
+
+def _bytes(parameters: Mapping[Any, _Held], trained: Mapping[Any, _Trained], is_now: bool) -> dict[str, float]:
+    """Mean bytes a parameter takes in training."""
+    total, numbers = dict.fromkeys(KINDS, 0.0), 0
+    for parameter, held in parameters.items():
+        count, is_trained = local(parameter).numel(), parameter.requires_grad
+        numbers += count
+        total["weights"] += count * held.weight.itemsize
+        total["masters"] += count * held.master_bytes * is_trained
+        total["gradients"] += count * held.gradient.itemsize * is_trained
+        total["optimizer state"] += count * _state_bytes(held, trained.get(parameter), is_now) * is_trained
+    return {kind: value / max(1, numbers) for kind, value in total.items()}
+
+
+# -- which weights a step moves -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _tried(optimizer: Optimizer, session: Session | None) -> dict[Any, _Trained]:
+    """What an optimizer does with its parameters, by copies of parts of them."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups for _ in group["params"]]
+    parts = [_part(p, session) for p in parameters]
+    sizes = [None if p.grad is None else _size_of(p.grad) for p in parameters]
+    again, seen = random_numbers(), []
+    try:
+        runs = [_run(optimizer, parameters, parts, [size] * len(parts)) for size in _SIZES]
+        seen = [_Seen(first, second, None) for first, second in zip(*runs, strict=True)]
+        if all(size is not None for size in sizes) and not all(each.is_free for each in seen):
+            measured = _run(optimizer, parameters, parts, [size or 0.0 for size in sizes])
+            seen = [each._replace(measured=own) for each, own in zip(seen, measured, strict=True)]
+    except Exception:  # whatever a foreign optimizer may say to a copy of itself, or to a step without a closure
+        seen = []
+    finally:
+        again()
+    found = {}
+    for index, (parameter, rate) in enumerate(zip(parameters, rates, strict=True)):
+        own = seen[index] if seen else None
+        state = _bytes_kept(optimizer.state.get(parameter), parameter)
+        stuck = None if own is None else own.stuck
+        found[parameter] = _Trained(type(optimizer).__name__, rate, own.first.slots if own else 0.0, state, stuck)
+    return found
+
+
+class _Steps(NamedTuple):
+    """What the steps of a run were: their mean size, the share of numbers they left, and state kept for a number."""
+
+    size: float
+    stuck: float
+    slots: float
+
+
+class _Seen(NamedTuple):
+    """Steps on gradients of two sizes, and of the size that they have."""
+
+    first: _Steps
+    second: _Steps
+    measured: _Steps | None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether steps are the same whatever the gradients' size."""
+        return 0 < 0.5 * self.first.size <= self.second.size <= 2 * self.first.size
+
+    @property
+    def stuck(self) -> float | None:
+        if self.is_free:
+            return (self.first.stuck + self.second.stuck) / 2
+        return None if self.measured is None else self.measured.stuck
+
+
+def _part(parameter: Any, session: Session | None) -> torch.Tensor:
+    """A part of what is stepped, in the type that keeps it."""
+    has_master = session is not None and session.masters.of(parameter) is not None
+    values = session.float32_values(parameter) if session is not None and has_master else None
+    values = local((parameter if values is None else values).detach())
+    return values[tuple(slice(0, _LARGEST_SIDE) for _ in values.shape)].clone()
+
+
+def _size_of(gradient: torch.Tensor) -> float:
+    values = local(gradient.coalesce().values() if gradient.is_sparse else gradient).float()
+    return float(values.square().mean().sqrt()) if values.numel() else 0.0
+
+
+def _run(optimizer: Optimizer, parameters: list[Any], parts: list[torch.Tensor], sizes: list[float]) -> list[_Steps]:
+    """Step copies of parts on random gradients of these root mean squares."""
+    copies = {p: nn.Parameter(part.float()) for p, part in zip(parameters, parts, strict=True)}
+    twin = copy_of_optimizer(optimizer, copies, with_state=False)
+    chance = torch.Generator().manual_seed(0)
+    totals = [[0.0, 0.0] for _ in parts]
+    for number in range(_STEPS):
+        for copied, size in zip(copies.values(), sizes, strict=True):
+            copied.grad = size * torch.randn(copied.shape, generator=chance).to(copied.device)
+        before = [copied.clone() for copied in copies.values()]
+        with CastsOff():
+            twin.step()
+        for total, copied, old, part in zip(totals, copies.values(), before, parts, strict=True):
+            if number >= _STEPS - _COUNTED and part.numel():
+                step = copied - old
+                total[0] += float(step.abs().mean()) / _COUNTED
+                total[1] += float(((part.float() + step).to(part.dtype) == part).double().mean()) / _COUNTED
+    slots = [
+        sum(v.numel() for v in _kept(twin.state.get(copied))) / max(1, copied.numel()) for copied in copies.values()
+    ]
+    return [_Steps(size, stuck, kept) for (size, stuck), kept in zip(totals, slots, strict=True)]
+
+
+def _kept(state: Any) -> list[torch.Tensor]:
+    """What a state keeps by element, and not once for all."""
+    values = state.values() if isinstance(state, dict) else ()
+    return [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point() and v.numel() > 1]
+
+
+def _bytes_kept(state: Any, parameter: torch.Tensor) -> float | None:
+    if not state:
+        return None
+    encoded = ((encoded_part(value), local(value)) for value in _kept(state))
+    return sum(v.nbytes if codes is None else codes.nbytes_held for codes, v in encoded) / max(
+        1, local(parameter).numel()
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _advice(rows: tuple[AuditRow, ...], trained: Mapping[Any, _Trained], session: Session | None) -> str:
+    known = [row for row in rows if row.stuck is not None]
+    narrow = [row for row in known if row.weight != "float32" and not row.master]
+    wide = [row for row in known if row not in narrow]
+    lines = []
+    share = _mean(narrow)
+    if share >= _MUCH:
+        way = "mpinit.initialize(model, optimizer, opt_level='O5')" if session is None else "master_weights=True"
+        lines.append(
+            f"{share:.0%} of the {narrow[0].weight} weights stay as they are in a step, {narrow[0].name!r} among them: "
+            f"{way} gives them float32 masters, in which small steps add up. Steps then count in full: a rate that was "
+            "tuned without masters may be too high with them"
+        )
+    if _mean(wide) >= _MUCH:
+        lines.append(f"{_mean(wide):.0%} of the weights kept in float32 stay as they are: raise the learning rate")
+    unknown = sorted({each.kind for each in trained.values() if each.stuck is None})
+    if unknown:
+        lines.append(
+            f"How large a step of {', '.join(unknown)} is depends on the gradients: audit again after a backward pass"
+        )
+    return ". ".join(lines)
+
+
+def _mean(rows: list[AuditRow]) -> float:
+    return sum(row.elements * (row.stuck or 0.0) for row in rows) / max(1, sum(row.elements for row in rows))

@@ -1,0 +1,189 @@
+"""``audit``: types and bytes against what is there, shares against real steps, and nothing that it changes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from loops import backward, batches, mlp, mse
+from models import CASES, prepared
+from torch import nn
+
+import mpinit
+from mpinit.settings.opt_levels import OPT_LEVELS
+
+TOGETHER = {"O0": 16, "O1": 16, "O2": 18, "O3": 8, "O4": 16, "O5": 18, "O5 split": 14}
+
+
+def adamw(model: nn.Module, lr: float = 1e-3) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+# -- types and bytes ------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_each_level_are_those_that_the_papers_count() -> None:
+    model = nn.Linear(64, 64)
+    found = mpinit.audit(model, adamw(model)).bytes_per_parameter
+    assert {level: sum(kinds.values()) for level, kinds in found.items()} == {"now": 16, **TOGETHER}
+
+
+@pytest.mark.parametrize("level", [*OPT_LEVELS, "O5 split"])
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_bytes_of_an_initialised_pair_are_those_foreseen(name: str, level: str) -> None:
+    model, x, loss = prepared(CASES[name])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    foreseen = mpinit.audit(model, optimizer).bytes_per_parameter[level]
+    split: Any = {"master_weights": "split"} if "split" in level else {}
+    mpinit.initialize(model, optimizer, level[:2], verbosity=0, **split)
+    assert mpinit.audit(model).bytes_per_parameter["now"] == foreseen
+    with mpinit.scale_loss(loss(model(x)), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    count = sum(p.numel() for p in model.parameters())
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if len(gradients) == len(list(model.parameters())):
+        assert sum(g.nbytes for g in gradients) / count == pytest.approx(foreseen["gradients"])
+    optimizer.step()
+    states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    assert sum(v.nbytes for v in states) / count <= foreseen["optimizer state"] + 1e-9
+    assert sum(p.nbytes for p in model.parameters()) / count == foreseen["weights"]
+
+
+def test_states_in_fewer_bytes_count_as_what_they_are() -> None:
+    model = nn.Linear(128, 128, bias=False)
+    optimizer = adamw(model)
+    mpinit.initialize(model, optimizer, "O5", optimizer_state="int8", verbosity=0)
+    model(torch.ones(1, 128)).sum().backward()
+    optimizer.step()
+    assert mpinit.audit(model).bytes_per_parameter["now"]["optimizer state"] == pytest.approx(2 * (1 + 4 / 128))
+
+
+def test_rows_say_where_each_number_lives() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    rows = {row.name: (row.weight, row.master, row.gradient, row.rate) for row in mpinit.audit(model).rows}
+    assert rows["0.weight"] == ("float16", "float32", "float32", 0.5)
+    assert rows["1.weight"] == ("float32", "", "float32", 0.5)
+    assert rows["2.weight"] == ("float16", "", "", None)
+
+
+# -- what cannot move -------------------------------------------------------------------------------------------------
+
+
+def test_a_share_is_that_of_steps_below_half_a_unit_in_the_last_place() -> None:
+    """Lion's step is its rate, so that the share follows from the weights by hand."""
+
+    class SignOfGradient(torch.optim.Optimizer):
+        def __init__(self, params: Any, lr: float) -> None:
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(group["lr"] * p.grad.sign())
+
+    model = nn.Linear(256, 128, bias=False, dtype=torch.bfloat16)
+    for rate in (1e-2, 1e-3, 1e-4, 1e-5):
+        share = mpinit.audit(model, SignOfGradient(model.parameters(), rate)).stuck["weight"]
+        weight = model.weight.detach().float()
+        sides = [((weight + sign * rate).bfloat16().float() == weight).double().mean() for sign in (1, -1)]
+        assert share == pytest.approx(float(sum(sides) / 2), abs=0.01)
+
+
+@pytest.mark.parametrize("rate", [1e-3, 1e-4, 1e-5, 1e-6])
+def test_the_share_is_about_that_of_real_steps(rate: float) -> None:
+    model = mlp().bfloat16()
+    optimizer = adamw(model, rate)
+    foreseen = mpinit.audit(model, optimizer).stuck["0.weight"]
+    shares = []
+    for x, y in batches(24):
+        optimizer.zero_grad()
+        (model(x.bfloat16()).float() - y).square().mean().backward()
+        before = model[0].weight.detach().clone()
+        optimizer.step()
+        shares.append(float((model[0].weight == before).double().mean()))
+    assert sum(shares[8:]) / len(shares[8:]) == pytest.approx(foreseen, abs=0.15)
+
+
+def test_masters_cure_it_and_the_advice_says_so_and_what_it_does_to_the_rate() -> None:
+    model = nn.Linear(64, 64).bfloat16()
+    optimizer = adamw(model, 1e-5)
+    before = mpinit.audit(model, optimizer)
+    assert before.stuck["weight"] > 0.95
+    assert "opt_level='O5'" in before.advice and "may be too high" in before.advice
+    for split in ({}, {"master_weights": "split"}):
+        mpinit.initialize(model, optimizer, "O5", verbosity=0, **split)
+        after = mpinit.audit(model)
+        assert after.stuck["weight"] < 0.05 and after.advice == ""
+        mpinit.undo(model)
+        model.bfloat16()
+
+
+def test_where_steps_depend_on_gradients_their_size_is_used_and_without_any_nothing_is_foreseen() -> None:
+    model = mlp().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    found = mpinit.audit(model, optimizer)
+    assert found.stuck == {} and "audit again after a backward pass" in found.advice
+    x, y = batches(1)[0]
+    (model(x.bfloat16()).float() - y).square().mean().backward()
+    foreseen = mpinit.audit(model, optimizer).stuck["0.weight"]
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    assert foreseen == pytest.approx(float((model[0].weight == before).double().mean()), abs=0.15)
+    assert "LBFGS" in mpinit.audit(model, torch.optim.LBFGS(model.parameters())).advice
+
+
+@pytest.mark.parametrize("wrapper", [nn.DataParallel, torch.compile])
+def test_wrappers_are_seen_through(wrapper: Any) -> None:
+    class Wrapped:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        param_groups = property(lambda self: self.optimizer.param_groups)
+        state = property(lambda self: self.optimizer.state)
+
+    model = nn.Linear(4, 4).bfloat16()
+    optimizer = adamw(model, 1e-6)
+    assert mpinit.audit(wrapper(model), Wrapped(optimizer)).stuck == mpinit.audit(model, optimizer).stuck
+
+
+@pytest.mark.parametrize("level", [None, "O2", "O3", "O5"])
+def test_nothing_is_changed(level: str | None) -> None:
+    model, batch = mlp(dropout=0.1), batches(1)[0]
+    optimizer = adamw(model)
+    if level is not None:
+        mpinit.initialize(model, optimizer, level, verbosity=0)
+        backward(mse(model, batch), optimizer)
+        optimizer.step()
+    weights = [(p, p.dtype, p.detach().clone(), None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+    states = {k: (v, v.clone()) for p in model.parameters() for k, v in optimizer.state.get(p, {}).items()}
+    chance, groups = torch.get_rng_state(), [dict(group) for group in optimizer.param_groups]
+    mpinit.audit(model, optimizer)
+    assert torch.equal(torch.get_rng_state(), chance)
+    assert [dict(group) for group in optimizer.param_groups] == groups
+    assert all(torch.equal(value, copied) for value, copied in states.values())
+    for parameter, (same, dtype, values, gradient) in zip(model.parameters(), weights, strict=True):
+        assert parameter is same and parameter.dtype is dtype and torch.equal(parameter, values)
+        assert (parameter.grad is None) == (gradient is None)
+        assert gradient is None or torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
+
+
+def test_it_prints_a_table_and_json() -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(12)])
+    found = mpinit.audit(model, adamw(model))
+    assert "and 4 more: see .rows" in str(found) and "O5 split" in str(found)
+    read = json.loads(found.to_json())
+    assert len(read["rows"]) == 24 and read["stuck"] == found.stuck
+    assert mpinit.audit(model).stuck == {}
+
+
+def test_what_cannot_be_audited_is_refused() -> None:
+    with pytest.raises(TypeError, match="takes a module and an optimizer, not int"):
+        mpinit.audit(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="an optimizer of torch's kind, not str"):
+        mpinit.audit(nn.Linear(2, 2), "adamw")
