@@ -55,7 +55,6 @@ def test_warnings_of_initialize_point_at_the_call(face: Any) -> None:
         face.initialize(model, opt_level="O1", verbosity=0)
     here = line() - 1
     assert (caught[0].filename, caught[0].lineno) == (__file__, here)
-    mpinit.undo(model)
 
 
 def test_the_same_line_warns_once_by_default() -> None:

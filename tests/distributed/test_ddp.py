@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from encoders import BF16, CASE, sgd
 from engines import State, assert_close, assert_one, mesh, mine, refused, whole
+from loops import backward
 from models import LEVELS, train
 from processes import ranks
 from torch import Tensor, nn
@@ -84,8 +85,7 @@ def test_a_wrapped_part_has_the_first_ranks_masters() -> None:
     model, optimizer = build("O5", seed=dist.get_rank())
     model.layer = DistributedDataParallel(model.layer)
     x, y = mine(CASE.batches(1)[0])
-    with mpinit.scale_loss(CASE.loss(model(x), y), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(CASE.loss(model(x), y), optimizer)
     optimizer.step()
     assert_one(model.layer.module)
 
@@ -188,8 +188,7 @@ def test_an_overflow_on_one_rank_skips_on_all(level: str, unsynced: bool) -> Non
             bad = step == 1 and dist.get_rank() == 1 and index == (0 if unsynced else 1)
             with wrapped.no_sync() if index == 0 else contextlib.nullcontext():
                 loss = CASE.loss(wrapped(x), y) * (float("inf") if bad else 1.0)
-                with mpinit.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
+                backward(loss, optimizer)
         optimizer.step()
         assert mpinit.step_was_skipped(optimizer) == (step == 1)
         after = whole(model.state_dict())

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from engines import assert_same
 from frameworks import let_torchvision_load
-from loops import Batch, batches, mlp
+from loops import Batch, backward, batches, mlp
 from processes import ranks
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -54,8 +54,7 @@ def by_hand(level: dict[str, Any]) -> dict[str, torch.Tensor]:
     parallel = DistributedDataParallel(module)
     for x, y in batches(10, seed=dist.get_rank()):
         optimizer.zero_grad()
-        with mpinit.scale_loss(mse_loss(parallel(x), y), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(mse_loss(parallel(x), y), optimizer)
         mpinit.clip_grad_norm_(optimizer, 0.5)
         optimizer.step()
     mpinit.undo(module)

@@ -80,7 +80,6 @@ def test_a_model_of_another_session_computes_the_bits_that_it_computes_alone(
     inner, got = student(x)
     assert inner.dtype is HALF
     assert torch.equal(got, want)
-    mpinit.undo(teacher)
 
 
 # -- autograd and transforms -------------------------------------------------------------------------------------

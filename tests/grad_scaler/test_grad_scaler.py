@@ -302,7 +302,6 @@ def test_disabled(how: str) -> None:
     scaler.load_state_dict({})
     assert (scaler.is_enabled(), scaler.get_scale(), scaler.state_dict()) == (False, 1.0, {})
     assert scaler.get_growth_interval() == 2000
-    mpinit.undo(optimizer)
 
 
 def test_undone_while_gradients_are_scaled() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from loops import backward, iterate
 from torch import nn
 
 import mpinit
@@ -52,8 +53,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first:
         x = torch.randn(8, 64, generator=torch.Generator().manual_seed(index))
         optimizer.zero_grad()
         loss = (model(x) - x[:, :8]).square().mean()
-        with mpinit.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(loss, optimizer)
         optimizer.step()
     return loss.item()
 
@@ -154,8 +154,7 @@ def test_an_overflow_leaves_the_codes(kind: str) -> None:
     model, optimizer = set_up(kind, "int8", loss_scale="dynamic")
     train(model, optimizer, 3)
     before = {id(v): copy.deepcopy(v.codes) for v in states(optimizer) if type(v) is EncodedState}
-    with mpinit.scale_loss(model(torch.ones(1, 64)).sum() * float("inf"), optimizer) as scaled:
-        scaled.backward()
+    backward(model(torch.ones(1, 64)).sum() * float("inf"), optimizer)
     optimizer.step()
     assert mpinit.step_was_skipped(optimizer) and before
     after = {id(v): v.codes for v in states(optimizer) if type(v) is EncodedState}
@@ -200,10 +199,7 @@ def test_groups_added_later_and_states_from_before(kind: str) -> None:
     mpinit.initialize([model, extra], optimizer, level, **options, **more)
     assert sum(type(value) is EncodedState for value in states(optimizer)) == 2
     optimizer.add_param_group({"params": list(extra.parameters()), "lr": 1e-2})
-    optimizer.zero_grad()
-    with mpinit.scale_loss(extra(model(torch.ones(1, 64))).sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    iterate(extra(model(torch.ones(1, 64))).sum(), optimizer)
     assert sum(type(value) is EncodedState for value in states(optimizer)) == 4
 
 
@@ -216,8 +212,7 @@ def test_closures_are_evaluated_once() -> None:
             calls.append(1)
             optimizer.zero_grad()
             loss: torch.Tensor = model(torch.ones(2, 64)).square().mean()
-            with mpinit.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            backward(loss, optimizer)
             return loss
 
         before = numbers(model)
@@ -270,8 +265,7 @@ def test_sparse_gradients_have_float32_states(make: Factory) -> None:
     optimizer = make(model.parameters())
     mpinit.initialize(model, optimizer, "O0", optimizer_state="int8", verbosity=0)
     for _ in range(2):
-        with mpinit.scale_loss(model(torch.tensor([1, 5])).sum(), optimizer) as scaled:
-            scaled.backward()
+        backward(model(torch.tensor([1, 5])).sum(), optimizer)
         optimizer.step()
     assert all(type(value) is not EncodedState for value in states(optimizer))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from loops import backward, iterate
 from torch import nn
 
 import mpinit
@@ -50,10 +51,7 @@ def initialized(make: Factory, **more: Any) -> tuple[nn.Module, torch.optim.Opti
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
     for step in range(first, first + steps):
-        optimizer.zero_grad()
-        with mpinit.scale_loss(model(batch(step)).square().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        iterate(model(batch(step)).square().mean(), optimizer)
 
 
 def half_away(values: torch.Tensor) -> torch.Tensor:
@@ -108,8 +106,7 @@ def test_a_group_added_later_is_split_too() -> None:
     model, optimizer = initialized(OPTIMIZERS["Adam"])
     extra = nn.Linear(4, 2).bfloat16()
     optimizer.add_param_group({"params": list(extra.parameters())})
-    with mpinit.scale_loss(extra(model(batch(0)).bfloat16()).float().sum(), optimizer) as scaled:
-        scaled.backward()
+    backward(extra(model(batch(0)).bfloat16()).float().sum(), optimizer)
     before = extra.weight.detach().clone()
     optimizer.step()
     assert not torch.equal(extra.weight, before)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from averaged_nets import KINDS, Net, masters_of, start, step
+from averaged_nets import KINDS, masters_of, start, step
 from torch import nn
 
 import mpinit
@@ -58,12 +58,6 @@ def test_tied_weights_stay_tied_in_a_copy() -> None:
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(copy.deepcopy(model)))):
         assert twin[0].weight is twin[1].weight
         assert twin[0].weight.dtype is torch.float32
-
-
-def test_a_copy_at_o3_is_16_bit_as_the_model_is() -> None:
-    model = Net()
-    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O3", verbosity=0)
-    assert copy.deepcopy(model).first.weight.dtype is torch.float16
 
 
 def test_a_module_with_a_deepcopy_of_its_own() -> None:

@@ -35,7 +35,6 @@ def test_evaluation_and_training_give_the_float32_result(keep: Any, level: str, 
     seen = slice(None) if padding is None else slice(0, 3)
     torch.testing.assert_close(evaluated[:, seen], trained[:, seen], rtol=0, atol=0)
     torch.testing.assert_close(evaluated[:, seen].float(), want[:, seen], rtol=0.05, atol=0.05)
-    mpinit.undo(model)
 
 
 def test_the_fast_path_is_off_only_where_it_would_pass_a_module_by() -> None:
@@ -55,4 +54,3 @@ def test_the_fast_path_is_off_only_where_it_would_pass_a_module_by() -> None:
         assert not torch.backends.mha.get_fastpath_enabled()
     mpinit.undo(casts)
     assert torch.backends.mha.get_fastpath_enabled is original
-    mpinit.undo(plain)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from frameworks import let_torchvision_load, tiny_model
+from loops import backward
 from models import equal_tensors
 from torch import Tensor, nn
 
@@ -37,8 +38,7 @@ def trained(model: nn.Module, **more: Any) -> dict[str, Tensor]:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     mpinit.initialize(model, optimizer, "O5", verbosity=0, **more)
     for _ in range(2):
-        with mpinit.scale_loss(model(input_ids=IDS, labels=IDS).loss, optimizer) as scaled:
-            scaled.backward()
+        backward(model(input_ids=IDS, labels=IDS).loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
     mpinit.undo(model)
@@ -70,7 +70,6 @@ def test_a_compiled_model_returns_every_entry() -> None:
     assert list(output) == list(expected) == ["loss", "logits", "past_key_values"]
     assert torch.equal(output.loss, expected.loss)
     assert output.logits.dtype is torch.float32
-    mpinit.undo(model)
 
 
 class Block(nn.Module):
@@ -101,9 +100,7 @@ def test_blocks_compiled_one_by_one_all_run_compiled(more: dict[str, Any]) -> No
         block.compile(backend=backend)
     for _ in range(3):
         runs.clear()
-        with mpinit.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled:
-            scaled.backward()
+        backward(model(torch.ones(2, 4)).sum(), optimizer)
         optimizer.step()
         assert len(runs) == 24
     assert len(graphs) <= 2, "one for the first, whose input takes no gradient"
-    mpinit.undo(model)

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import CASES, OPTIMIZERS, equal_tensors, level_arguments, train
+from loops import backward
+from models import CASES, equal_tensors
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from weights_in_forward import BF16, F16, F32, is_float32_outside, start
+from weights_in_forward import BF16, F32, is_float32_outside, start
 
 import mpinit
 
@@ -28,8 +29,7 @@ def equals_full_masters(build: Callable[[], nn.Module], x: Tensor, **more: Any) 
         for index in range(6):
             output = model(x)
             loss = (output[0] if isinstance(output, tuple) else output).float().pow(2).mean()
-            with mpinit.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            backward(loss, optimizer)
             if index % 2:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -38,23 +38,6 @@ def equals_full_masters(build: Callable[[], nn.Module], x: Tensor, **more: Any) 
             is_float32_outside(model)
         mpinit.undo(model)
     assert equal_tensors(*states)
-
-
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("network", CASES)
-def test_training_has_the_bits_of_full_masters(network: str, optimizer: str, dtype: torch.dtype) -> None:
-    case, trained = CASES[network], []
-    for kind in (True, "model"):
-        model = case.build()
-        stepped = OPTIMIZERS[optimizer](model.parameters())
-        mpinit.initialize(model, stepped, **level_arguments("O2", dtype), master_weights=kind)
-        losses = train(model, stepped, case.batches(6), case.loss)
-        trained.append((losses, {name: value.clone() for name, value in model.state_dict().items()}))
-        mpinit.undo(model)
-    assert trained[0][0] == trained[1][0]
-    assert equal_tensors(trained[0][1], trained[1][1])
-    assert all(value.dtype is F32 for value in model.state_dict().values() if value.is_floating_point())
 
 
 class Tied(nn.Module):
@@ -157,8 +140,7 @@ def kernels(**more: Any) -> int:
     mpinit.initialize(model, optimizer, "O5", verbosity=0, **more)
 
     def iterate() -> None:
-        with mpinit.scale_loss(model(torch.ones(2, 8)).sum(), optimizer) as scaled:
-            scaled.backward()
+        backward(model(torch.ones(2, 8)).sum(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -197,23 +179,6 @@ def test_a_step_inside_a_forward_is_seen_by_what_follows() -> None:
     torch.testing.assert_close(model.losses, [first, first - 0.4, first - 0.8], atol=0.02, rtol=0)
 
 
-def test_sparse_gradients() -> None:
-    model = nn.Embedding(8, 4, sparse=True)
-    optimizer = torch.optim.SparseAdam(model.parameters())
-    mpinit.initialize(model, optimizer, "O5", master_weights="model", verbosity=0)
-    before = model.weight.detach().clone()
-    for _ in range(2):
-        with mpinit.scale_loss(model(torch.tensor([1, 1, 2])).sum(), optimizer) as scaled:
-            scaled.backward()
-        assert model.weight.grad is not None
-        assert model.weight.grad.is_sparse
-        assert model.weight.grad.dtype is F32
-        optimizer.step()
-        optimizer.zero_grad()
-    changed = (model.weight != before).any(1)
-    assert changed.tolist() == [False, True, True, False, False, False, False, False]
-
-
 def test_a_state_dict_saved_in_a_forward_is_not_rounded() -> None:
     class Saves(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -237,7 +202,6 @@ def test_compiles_as_one_graph() -> None:
     actual = torch.autograd.grad(case.loss(compiled(x), y), list(model.parameters()))
     assert all(map(torch.equal, actual, expected))
     is_float32_outside(model)
-    mpinit.undo(model)
 
 
 def test_modules_that_join_later_are_cast_as_well() -> None:

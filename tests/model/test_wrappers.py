@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from loops import backward
 from models import quietly, sgd
 from torch import Tensor, nn
 
@@ -127,8 +128,7 @@ def trained(level: str, zero_grad: bool = False, **keywords: Any) -> nn.Module:
     model = Net()
     optimizer = sgd(model)
     mpinit.initialize(model, optimizer, level, verbosity=0, keep_fp32="norm", **keywords)
-    with mpinit.scale_loss(model(X).square().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(X).square().sum(), optimizer)
     optimizer.step()
     if zero_grad:
         optimizer.zero_grad()
@@ -179,8 +179,7 @@ def test_a_model_that_has_gradients_is_compiled_after_a_reset_and_a_backward_pas
     mpinit.initialize(model, optimizer, "O5", verbosity=0)
     for _ in range(2):
         torch._dynamo.reset()
-        with mpinit.scale_loss(model(X).sum(), optimizer) as loss:
-            loss.backward()
+        backward(model(X).sum(), optimizer)
         with torch.no_grad():
             fast = torch.compile(model, backend="eager", fullgraph=True)(X)
         torch.testing.assert_close(fast, model(X), atol=2e-2, rtol=2e-2)
@@ -199,8 +198,7 @@ def test_a_loop_that_compiles_anew_between_backward_and_step(level: str) -> None
         run = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False) if compile_it else model
         for size in (3, 2, 3):
             for _ in range(2):  # accumulates over two
-                with mpinit.scale_loss(run(X[:size]).square().sum(), optimizer) as scaled_loss:
-                    scaled_loss.backward()
+                backward(run(X[:size]).square().sum(), optimizer)
             model.eval()
             with torch.no_grad():
                 run(X[:size])

@@ -225,7 +225,6 @@ def test_bytes_a_parameter_with_adam_in_and_after_backward(kind: str, bytes_each
     assert {type(parameter.grad) for parameter in model.parameters()} == {Released}
     optimizer.step()
     assert all(parameter.grad is None for parameter in model.parameters())
-    mpinit.undo(model)
 
 
 def unscale_by_torch(_: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -301,7 +300,6 @@ def test_options_changed_in_between_step_hooks_and_gradients_of_gradients_are_re
         optimizer.step()
     optimizer.param_groups[1]["lr"] = 0.01
     optimizer.step()
-    mpinit.undo(model)
 
 
 def test_checkpoints_inside_of_backward_are_told_of_where_they_are_reentrant() -> None:

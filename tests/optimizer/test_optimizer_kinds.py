@@ -10,17 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import (
-    HALVES,
-    as_by_hand,
-    batches,
-    close,
-    keywords,
-    mlp,
-    momentum,
-    train,
-    train_plainly,
-)
+from loops import HALVES, as_by_hand, batches, close, iterate, keywords, mlp, momentum, train, train_plainly
 from torch import nn
 from torch.optim import Optimizer
 
@@ -175,10 +165,7 @@ def test_fused_sgd_steps_16_bit_weights_on_a_cpu_as_unfused_does(dtype: torch.dt
         mpinit.initialize(model, optimizer, "O3", cast_model_type=dtype, verbosity=0)
         optimizer.add_param_group({"params": [model.bias]})
         for _ in range(3):
-            optimizer.zero_grad()
-            with mpinit.scale_loss(model(torch.ones(2, 16)).square().mean(), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            iterate(model(torch.ones(2, 16)).square().mean(), optimizer)
         return model, optimizer
 
     (model, optimizer), (expected, _) = trained(True), trained(False)
@@ -186,7 +173,6 @@ def test_fused_sgd_steps_16_bit_weights_on_a_cpu_as_unfused_does(dtype: torch.dt
     few_bits = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=few_bits, atol=few_bits)
     assert [group["fused"] for group in optimizer.state_dict()["param_groups"]] == [True, True]
-    mpinit.undo([model, expected])
 
 
 def test_fused_sgd_stays_fused_over_masters() -> None:
@@ -194,7 +180,6 @@ def test_fused_sgd_stays_fused_over_masters() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
     mpinit.initialize(model, optimizer, "O2", verbosity=0)
     assert optimizer.param_groups[0]["fused"]
-    mpinit.undo(model)
 
 
 def test_fused_sgd_inside_a_wrapper_and_after_loading_its_state() -> None:
@@ -207,7 +192,6 @@ def test_fused_sgd_inside_a_wrapper_and_after_loading_its_state() -> None:
     optimizer.step()
     assert (model.weight != 1).all()
     assert optimizer.param_groups[0]["fused"]
-    mpinit.undo(model)
 
 
 @pytest.mark.parametrize("kind", ["Adam", "SGD"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loops import batches, masters, mlp, momentum, mse, same
+from loops import backward, batches, masters, mlp, momentum, mse, same
 from masters_by_hand import SETTINGS, ByHand
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS
@@ -31,8 +31,7 @@ def test_backward_passes_of_any_kind_add_up_to_the_bits_of_masters_by_hand(setti
             loss = mse(model, batch)
             assert torch.equal(loss.detach(), by_hand.backward(batch))
             if kind == "scale_loss":
-                with mpinit.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
+                backward(loss, optimizer)
             elif kind == "torch.autograd":
                 torch.autograd.backward(loss)
             else:
@@ -100,4 +99,3 @@ def test_a_process_group_that_comes_after_initialize(setting: str, late: bool) -
     finally:
         dist.destroy_process_group()
     same(model.parameters(), by_hand.model.parameters())
-    mpinit.undo(model)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import backward, batches, masters, mlp, momentum, mse, poison, same, start, train, train_plainly
+from loops import backward, batches, iterate, masters, mlp, momentum, mse, poison, same, start, train, train_plainly
 from torch import nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
@@ -28,9 +28,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def overflow(model: nn.Module, optimizer: Optimizer, batch: Any) -> None:
-    optimizer.zero_grad()
-    backward(poison(mse(model, batch), next(model.parameters())), optimizer)
-    optimizer.step()
+    iterate(poison(mse(model, batch), next(model.parameters())), optimizer)
 
 
 def state_of(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -46,7 +46,6 @@ def test_a_step_in_two_halves_is_right() -> None:
     optimizer.second_step()
     for master, value, gradient in zip(masters(optimizer), start, climbed, strict=True):
         torch.testing.assert_close(master, value - 0.1 * gradient, rtol=1e-6, atol=1e-7)
-    mpinit.undo(model)
 
 
 class SharpnessOf(Optimizer):
@@ -148,4 +147,3 @@ def test_halves_step_what_a_plain_backward_left_where_nothing_is_scaled() -> Non
     mse(model, batch).backward()
     optimizer.second_step(zero_grad=True)
     assert mpinit.step_counts(optimizer) == (1, 0)
-    mpinit.undo(model)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import backward, batches, masters, mlp, mse, poison, same, train, train_plainly
+from loops import backward, batches, iterate, masters, mlp, mse, poison, same, train, train_plainly
 from masters_by_hand import ByHand
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
@@ -106,9 +106,7 @@ def test_every_place_that_holds_a_weight_gets_its_master(name: str) -> None:
     optimizer = MAKERS[name](model.parameters())
     mpinit.initialize(model, optimizer, "O5", verbosity=0)
     for batch in batches(4):
-        optimizer.zero_grad()
-        backward(mse(model, batch), optimizer)
-        optimizer.step()
+        iterate(mse(model, batch), optimizer)
     same(masters(optimizer), by_hand(MAKERS[name], 4))
     weights = list(model.parameters())
     mpinit.undo(model)
@@ -137,7 +135,6 @@ def test_split_masters_take_subclasses_that_step_as_torch_does() -> None:
 
     model = mlp()
     mpinit.initialize(model, Mine(model.parameters(), lr=0.1), "O5", master_weights="split", verbosity=0)
-    mpinit.undo(model)
 
 
 class Counting(SGD):
@@ -160,12 +157,9 @@ def test_what_an_optimizer_counts_it_counts_once_a_step_and_hooks_run_once() -> 
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     for batch in batches(3):
-        optimizer.zero_grad()
-        backward(mse(model, batch), optimizer)
-        optimizer.step()
+        iterate(mse(model, batch), optimizer)
     assert optimizer.param_groups[0]["count"] == 3
     assert calls == ["before", "after"] * 3
-    mpinit.undo(model)
 
 
 def test_a_weights_state_is_its_masters() -> None:
@@ -176,7 +170,6 @@ def test_a_weights_state_is_its_masters() -> None:
     optimizer.step()
     assert set(optimizer.state) == set(model.parameters()) and len(optimizer.state_dict()["state"]) == 4
     assert all(state["exp_avg"].dtype is torch.float32 for state in optimizer.state.values())
-    mpinit.undo(model)
 
 
 class Decays(Optimizer):
@@ -208,8 +201,7 @@ def test_the_whole_step_of_a_wrapper_that_does_more_is_skipped() -> None:
     for batch, overflows in zip(batches(2), (True, False), strict=True):
         optimizer.zero_grad()
         loss = mse(model, batch)
-        with mpinit.scale_loss(poison(loss, next(model.parameters())) if overflows else loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(poison(loss, next(model.parameters())) if overflows else loss, optimizer)
         optimizer.step()
         is_as_before = all(map(torch.equal, model.state_dict().values(), before))
         assert is_as_before == overflows

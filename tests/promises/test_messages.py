@@ -62,7 +62,6 @@ def test_what_initialize_refuses_changes_nothing(level: Any, keywords: dict[str,
     assert all(p.dtype is torch.float32 for p in model.parameters())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     mpinit.initialize(model, optimizer, "O2")
-    mpinit.undo([model, optimizer])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from loops import backward
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
@@ -54,12 +55,10 @@ def test_steps_with_accumulation_and_clipping(level: str, more: dict[str, Any]) 
             loss = loss_of(model)
             # Looking at masters between a forward and its backward pass writes to no weight.
             assert len(list(mpinit.master_params(optimizer))) == len(list(model.parameters()))
-            with mpinit.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, optimizer)
         mpinit.clip_grad_norm_(optimizer, 1.0)
         optimizer.step()
     assert all(p.grad is not None for p in mpinit.master_params(optimizer))
-    mpinit.undo(model)
 
 
 @pytest.mark.parametrize(("level", "more"), LEVELS)
@@ -69,10 +68,7 @@ def test_two_optimizers_and_two_losses(level: str, more: dict[str, Any]) -> None
     for _ in range(2):
         for optimizer in (one, two):
             optimizer.zero_grad()
-        with mpinit.scale_loss(loss_of(first) + loss_of(second), [one, two], loss_id=0) as scaled_loss:
-            scaled_loss.backward()
-        with mpinit.scale_loss(loss_of(second), two, loss_id=1) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss_of(first) + loss_of(second), [one, two], loss_id=0)
+        backward(loss_of(second), two, loss_id=1)
         for optimizer in (one, two):
             optimizer.step()
-    mpinit.undo(first)

@@ -169,7 +169,6 @@ def test_sessions_at_o1_may_share() -> None:
     quietly(second, "O4")
     mpinit.undo(first)
     assert second(torch.ones(1, 2)).dtype is torch.bfloat16
-    mpinit.undo(second)
 
 
 # -- parse, check, then change ----------------------------------------------------------------------------------------

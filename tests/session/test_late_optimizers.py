@@ -353,7 +353,6 @@ def test_disabled() -> None:
     optimizer = mpinit.add_optimizers(momentum(model.parameters()))
     assert optimizer in registry.disabled
     train(model, optimizer, batches(1))
-    mpinit.undo([model, optimizer])
 
 
 def test_inside_of_scale_loss() -> None:

@@ -81,6 +81,13 @@ def backward(loss: torch.Tensor, optimizers: Any, loss_id: int = 0, **more: Any)
         scaled_loss.backward()
 
 
+def iterate(loss: torch.Tensor, optimizer: Optimizer) -> None:
+    """One iteration on a loss that was computed before its optimizer's gradients are cleared."""
+    optimizer.zero_grad()
+    backward(loss, optimizer)
+    optimizer.step()
+
+
 # The usual loop, with mpinit and without; both return the losses.
 train = functools.partial(models.train, loss_of=nn.functional.mse_loss)
 train_plainly = functools.partial(models.train_plainly, loss_of=nn.functional.mse_loss)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from loops import poison
+from loops import backward, poison
 from third_party_makers import Maker
 from torch import nn
 
@@ -151,8 +151,7 @@ class ByMpinit(Side):
             self.optimizer.zero_grad()
             loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
             raised = poison(loss, self.model.first.weight) if overflows == evaluations else loss
-            with mpinit.scale_loss(raised, self.optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(raised, self.optimizer)
             return loss.detach()
 
         self.step(number, evaluate)
