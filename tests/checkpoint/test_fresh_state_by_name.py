@@ -56,18 +56,6 @@ def test_an_overflow_before_counts_for_nothing(level: str) -> None:
     assert mpinit.step_counts(optimizer) == (0, 0)
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_inside_of_a_scaled_loss_it_is_refused(level: str) -> None:
-    model, optimizer = build(level)
-    if mpinit.loss_scale(optimizer) == 1.0:
-        pytest.skip("nothing is scaled")
-    with (
-        pytest.raises(RuntimeError, match=r"inside `with mpinit\.scale_loss"),
-        mpinit.scale_loss(mse(model, batches(1)[0]), optimizer),
-    ):
-        get_optimizer_state_dict(model, optimizer)
-
-
 class Failing(Adam):
     """Makes its state and part of a step, and fails."""
 

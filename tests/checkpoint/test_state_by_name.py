@@ -8,19 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from loops import backward, batches, masters, mlp, momentum, mse, same, train, train_plainly
+from loops import batches, masters, same, train, train_plainly
 from states_by_name import LEVELS, OPTIMIZERS, OPTIONS, WITH_MASTERS, assert_same, build, entries, load, saved
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.optim import Adam, Optimizer
 
 import mpinit
 
@@ -60,59 +57,6 @@ def test_resuming_changes_no_bit(level: str, options: str, name: str) -> None:
     load(state, again, resumed, options)
     mpinit.load_state_dict(scalers, resumed)
     train(again, resumed, data[3:])
-    assert_same(saved(again, resumed), end)
-
-
-@pytest.mark.parametrize("options", ["plain", "flat"])
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_a_state_goes_through_every_level_and_back(level: str, options: str) -> None:
-    model, optimizer = build(None)
-    train_plainly(model, optimizer, batches(3))
-    state = first = saved(model, optimizer, options)
-    for other in (level, *LEVELS, level):
-        model, optimizer = build(other, seed=7)
-        load(state, model, optimizer, options)
-        state = saved(model, optimizer, options)
-        assert_same(state, first)
-        mpinit.undo(model)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_model_and_optimizer_by_themselves(level: str) -> None:
-    model, optimizer = build(level)
-    train(model, optimizer, batches(3))
-    ours, theirs = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
-    again, resumed = build(level, seed=3)
-    set_model_state_dict(again, copy.deepcopy(ours))
-    set_optimizer_state_dict(again, resumed, copy.deepcopy(theirs))
-    assert_same(saved(again, resumed), (ours, theirs))
-
-
-@pytest.mark.parametrize("options", ["plain", "flat"])
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_several_optimizers_in_a_list(level: str, options: str) -> None:
-    def pair(seed: int) -> tuple[nn.Module, list[Optimizer]]:
-        model = mlp(seed)
-        optimizers = [momentum(model[0].parameters()), Adam(model[3].parameters(), lr=0.01)]
-        return mpinit.initialize(model, optimizers, **LEVELS[level])
-
-    def run(model: nn.Module, optimizers: list[Optimizer], seed: int) -> None:
-        for batch in batches(2, seed):
-            backward(mse(model, batch), optimizers)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    model, optimizers = pair(0)
-    run(model, optimizers, 1)
-    state, scalers = saved(model, optimizers, options), mpinit.state_dict(optimizers[0])
-    run(model, optimizers, 2)
-    end = saved(model, optimizers)
-    mpinit.undo(model)
-    again, resumed = pair(4)
-    load(state, again, resumed, options)
-    mpinit.load_state_dict(scalers, resumed[0])
-    run(again, resumed, 2)
     assert_same(saved(again, resumed), end)
 
 

@@ -86,8 +86,9 @@ def test_as_by_hand(name: str, level: str) -> None:
 
 @ranks(
     4,
-    ("ddp", "O2", 20),
+    *[("ddp no_sync", "O2", 20), ("fsdp by layer", "O2", 20)],
     long=[
+        ("ddp", "O1", 20),
         ("ddp", "split", 50),
         ("ddp", "model", 50),
         ("fsdp by layer", "O1", 20),
@@ -104,6 +105,7 @@ def test_random_overflows(name: str, level: str, steps: int) -> None:
     chance = random.Random(dist.get_rank())
     for micros in cycles(engine, steps):
         optimizer.zero_grad()
+        before = whole(model.state_dict())
         for loss in passes(engine, runs, micros):
             factor = float("inf") if chance.random() < 0.06 else 1.0
             with mpinit.scale_loss(loss * factor, optimizer) as scaled_loss:
@@ -113,6 +115,8 @@ def test_random_overflows(name: str, level: str, steps: int) -> None:
         assert_one((mpinit.loss_scale(optimizer), done, skipped, bool(mpinit.step_was_skipped(optimizer))))
         if name.startswith("ddp") or name == "hsdp":
             assert_one(model, group)
+        if mpinit.step_was_skipped(optimizer):
+            assert_same(whole(model.state_dict()), before)
     assert skipped >= steps // 10
     assert done >= steps // 10
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -170,19 +168,6 @@ def test_one_rank_may_look_at_an_optimizer_that_has_made_no_step(by_torch: bool)
 
 
 # -- verdicts ---------------------------------------------------------------------------------------------------------
-
-
-@ranks(2)
-def test_replicas_with_one_loss_exchange_nothing_but_gradients() -> None:
-    model = CASE.build()
-    optimizer = sgd(model)
-    mpinit.initialize(model, optimizer, "O2", **SCALED)
-    wrapped = DistributedDataParallel(model)
-    names = ("all_reduce", "broadcast", "all_gather_object", "broadcast_object_list")
-    with contextlib.ExitStack() as patches:
-        sent = [patches.enter_context(mock.patch.object(dist, n, wraps=getattr(dist, n))) for n in names]
-        train(wrapped, optimizer, [mine(batch) for batch in CASE.batches(4)], CASE.loss)
-    assert [each.call_count for each in sent] == [0, 0, 0, 0]
 
 
 @ranks(2)

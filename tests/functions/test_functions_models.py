@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from casts import FP32, LOWER, CheckpointEach, Initialize
+from casts import FP32, LOWER, Initialize
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils._pytree import tree_leaves
 
@@ -35,28 +34,8 @@ class Attention(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0]
 
 
-class Einsum(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("bi,ij->bj", x, self.weight)
-
-
-class Sdpa(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(8, 24)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = self.project(x).chunk(3, -1)
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
 # (make the model, make its arguments, the dtype of its floating outputs: "lower" or float32)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], str]] = {
-    "linear": (lambda: nn.Linear(3, 2), lambda: (torch.randn(2, 3),), "lower"),
     "conv": (lambda: nn.Conv2d(2, 3, 3), lambda: (torch.randn(1, 2, 5, 5),), "lower"),
     "lstm": (lambda: nn.LSTM(3, 4), lambda: (torch.randn(4, 2, 3),), "lower"),
     "lstm_deep_bidirectional": (
@@ -74,21 +53,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], 
     "gru_packed": (lambda: nn.GRU(3, 4, bidirectional=True), lambda: (packed(),), "lower"),
     "lstm_cell": (lambda: nn.LSTMCell(3, 4), lambda: (torch.randn(2, 3),), "lower"),
     "attention": (Attention, lambda: (torch.randn(1, 3, 8),), "lower"),
-    "sdpa": (Sdpa, lambda: (torch.randn(1, 3, 8),), "lower"),
     "transformer_layer": (
         lambda: nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True),
         lambda: (torch.randn(1, 3, 8),),
         "float32",
     ),
-    "einsum": (Einsum, lambda: (torch.randn(2, 3),), "lower"),
     "bilinear_lower": (
         lambda: nn.Bilinear(3, 3, 2),
         lambda: (torch.randn(2, 3).half(), torch.randn(2, 3).half()),
-        "float32",
-    ),
-    "norms": (
-        lambda: nn.Sequential(nn.Conv1d(2, 4, 1), nn.GroupNorm(2, 4), nn.Conv1d(4, 4, 1), nn.LayerNorm(5)),
-        lambda: (torch.randn(1, 2, 5),),
         "float32",
     ),
     "batch_norm": (
@@ -96,9 +68,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], 
         lambda: (torch.randn(2, 2, 2, 2),),
         "lower",
     ),
-    "softmax": (lambda: nn.Sequential(nn.Linear(3, 3), nn.Softmax(-1)), lambda: (torch.randn(2, 3),), "float32"),
-    "checkpoint_reentrant": (lambda: CheckpointEach(True), lambda: (torch.randn(2, 3, requires_grad=True),), "float32"),
-    "checkpoint": (lambda: CheckpointEach(False), lambda: (torch.randn(2, 3),), "float32"),
 }
 
 

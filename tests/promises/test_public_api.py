@@ -16,77 +16,37 @@ from mpinit.settings.opt_levels import OPT_LEVELS
 from mpinit.settings.properties import Properties
 
 FUNCTIONS = {
-    "initialize",
-    "add_optimizers",
-    "scale_loss",
-    "master_params",
-    "float32_weights",
-    "state_dict",
-    "load_state_dict",
-    "loss_scale",
-    "step_was_skipped",
-    "scheduler_step",
-    "broadcast_masters",
-    "clip_grad_norm_",
-    "describe",
-    "disable_casts",
-    "undo",
-    "register_half_function",
-    "register_float_function",
-    "register_promote_function",
-    "half_function",
-    "float_function",
-    "promote_function",
-    "step_counts",
-    "install_as_apex",
+    *(
+        "initialize",
+        "add_optimizers",
+        "scale_loss",
+        "master_params",
+        "float32_weights",
+        "state_dict",
+        "load_state_dict",
+    ),
+    *("loss_scale", "step_counts", "step_was_skipped", "scheduler_step", "broadcast_masters", "clip_grad_norm_"),
+    *("describe", "disable_casts", "undo", "install_as_apex", "half_function", "float_function", "promote_function"),
+    *("register_half_function", "register_float_function", "register_promote_function"),
 }
 
 # What mpinit/inspect offers: of mpinit alone, not of amp.
 INSPECTORS = {"audit", "explain", "gradient_histogram", "overflow_report", "stalled", "suggest", "watch_overflow"}
 
 SIGNATURES = {
-    "initialize": [
-        ("models", inspect.Parameter.empty),
-        ("optimizers", None),
-        ("opt_level", "O1"),
-        ("enabled", True),
-        ("await_optimizers", False),
-        ("cast_model_type", None),
-        ("patch_torch_functions", None),
-        ("patch_torch_functions_type", None),
-        ("keep_batchnorm_fp32", None),
-        ("master_weights", None),
-        ("loss_scale", None),
-        ("cast_model_outputs", None),
-        ("keep_fp32", None),
-        ("num_losses", 1),
-        ("min_loss_scale", None),
-        ("max_loss_scale", 2.0**24),
-        ("config", None),
-        ("verbosity", 1),
-        ("process_group", None),
-    ],
-    "add_optimizers": [("optimizers", inspect.Parameter.empty)],
-    "scale_loss": [
-        ("loss", inspect.Parameter.empty),
-        ("optimizers", inspect.Parameter.empty),
-        ("loss_id", 0),
-        ("model", None),
-        ("delay_unscale", False),
-        ("delay_overflow_check", False),
-    ],
-    "master_params": [("optimizer", inspect.Parameter.empty)],
-    "state_dict": [("optimizer", None)],
-    "load_state_dict": [("state", inspect.Parameter.empty), ("optimizer", None)],
-    "loss_scale": [("optimizer", inspect.Parameter.empty), ("loss_id", 0)],
-    "step_was_skipped": [("optimizer", inspect.Parameter.empty)],
-    "disable_casts": [],
-    "explain": [
-        ("model", inspect.Parameter.empty),
-        ("args", inspect.Parameter.empty),
-        ("loss", None),
-        ("opt_level", None),
-    ],
+    "initialize": "(models, optimizers=None, opt_level='O1', *, enabled=True, await_optimizers=False, "
+    "cast_model_type=None, patch_torch_functions=None, patch_torch_functions_type=None, keep_batchnorm_fp32=None, "
+    "master_weights=None, loss_scale=None, cast_model_outputs=None, keep_fp32=None, num_losses=1, min_loss_scale=None, "
+    "max_loss_scale=16777216.0, config=None, verbosity=1, process_group=None, **more)",
+    "add_optimizers": "(optimizers)",
+    "scale_loss": "(loss, optimizers, loss_id=0, model=None, delay_unscale=False, delay_overflow_check=False)",
+    "master_params": "(optimizer)",
+    "state_dict": "(optimizer=None)",
+    "load_state_dict": "(state, optimizer=None)",
+    "loss_scale": "(optimizer, loss_id=0)",
+    "step_was_skipped": "(optimizer)",
+    "disable_casts": "()",
+    "explain": "(model, *args, loss=None, opt_level=None, **kwargs)",
 }
 
 
@@ -118,11 +78,8 @@ def test_amp_is_a_module_with_the_same_names() -> None:
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_names_order_and_defaults_of_the_arguments(name: str) -> None:
     parameters = inspect.signature(getattr(mpinit, name)).parameters.values()
-    named = [(p.name, p.default) for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    assert named == SIGNATURES[name]
-    if name == "initialize":
-        by_position = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-        assert by_position == ["models", "optimizers", "opt_level"]
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+    assert str(inspect.Signature(bare)) == SIGNATURES[name]
 
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS | INSPECTORS))
