@@ -80,24 +80,16 @@ MAKERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-def by_hand(make: Callable[[Any], Optimizer], steps: int, warm: int = 0) -> list[torch.Tensor]:
+def by_hand(make: Callable[[Any], Optimizer], steps: int, warm: int = 0) -> list[nn.Parameter]:
     """Float32 masters of a bfloat16 model, written out; the first and last ``warm`` steps in float32."""
-    model, reference = mlp().bfloat16(), mlp()
-    optimizer = make(reference.parameters())
-    data = batches(steps)
-    train_plainly(reference, optimizer, data[:warm])
-    for batch in data[warm : steps - warm]:
-        for weight, master in zip(model.parameters(), reference.parameters(), strict=True):
-            weight.data.copy_(master.data)
-            weight.grad = None
-        loss = nn.functional.mse_loss(model(batch[0].bfloat16()).float(), batch[1])
-        loss.backward()
-        for weight, master in zip(model.parameters(), reference.parameters(), strict=True):
-            assert weight.grad is not None
-            master.grad = weight.grad.float()
-        optimizer.step()
-    train_plainly(reference, optimizer, data[steps - warm :])
-    return [master.detach() for master in reference.parameters()]
+    loop = ByHand(mlp(), "O0", make)
+    for index, batch in enumerate(batches(steps)):
+        loop.setting = "O5" if warm <= index < steps - warm else "O0"
+        loop.follow()
+        loop.clear()
+        loop.backward(batch)
+        loop.step()
+    return loop.masters
 
 
 @pytest.mark.parametrize("name", ["halves", "own list"])

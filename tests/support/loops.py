@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import models
@@ -91,49 +90,6 @@ def iterate(loss: torch.Tensor, optimizer: Optimizer) -> None:
 # The usual loop, with mpinit and without; both return the losses.
 train = functools.partial(models.train, loss_of=nn.functional.mse_loss)
 train_plainly = functools.partial(models.train_plainly, loss_of=nn.functional.mse_loss)
-
-
-class HandWritten:
-    """Float32 masters of a 16-bit copy of a model, by hand: what O2 has to equal bit for bit."""
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype, make: Callable[..., Optimizer] = momentum) -> None:
-        self.model = copy.deepcopy(model).to(dtype)
-        self.dtype = dtype
-        self.masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
-        self.optimizer = make(self.masters)
-
-    def backward(self, batch: Batch, scale: float = 1.0) -> None:
-        """Add one batch's gradient, computed in 16 bit from the scaled loss, to the masters' in float32."""
-        output = self.model(batch[0].to(self.dtype)).float()
-        weights = list(self.model.parameters())
-        for weight in weights:
-            weight.grad = None
-        (nn.functional.mse_loss(output, batch[1]) * scale).backward()
-        for weight, master in zip(weights, self.masters, strict=True):
-            assert weight.grad is not None
-            gradient = weight.grad.float() / scale
-            master.grad = gradient if master.grad is None else master.grad + gradient
-
-    def step(self) -> None:
-        """Step the masters, round them into the model, drop the gradients."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        with torch.no_grad():
-            for weight, master in zip(self.model.parameters(), self.masters, strict=True):
-                weight.copy_(master)
-
-
-def as_by_hand(dtype: torch.dtype, make: Callable[..., Optimizer], count: int = 6) -> None:
-    """Assert that O2 ends with the masters and weights of :class:`HandWritten` after ``count`` batches."""
-    model, data = mlp(), batches(count)
-    by_hand = HandWritten(model, dtype, make)
-    optimizer = start(model, "O2", dtype, make)
-    for batch in data:
-        by_hand.backward(batch, scale=mpinit.loss_scale(optimizer))
-        by_hand.step()
-        train(model, optimizer, [batch])
-    same(masters(optimizer), masters(by_hand.optimizer))
-    same(model.parameters(), by_hand.model.parameters())
 
 
 def masters(optimizer: Optimizer) -> list[torch.Tensor]:

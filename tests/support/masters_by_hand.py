@@ -1,13 +1,17 @@
-"""A loop without scaling over float32 masters, written by hand, beside which mpinit's are run."""
+"""A loop over float32 masters, written by hand, beside which mpinit's are run."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from loops import Batch, momentum
+from loops import Batch, batches, masters, mlp, momentum, same, start, train
 from torch import nn
+from torch.optim import Optimizer
+
+import mpinit
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -27,11 +31,14 @@ def rounded(master: torch.Tensor, setting: str) -> torch.Tensor:
 
 
 class ByHand:
-    """Float32 masters, their gradients, and a model that is their rounding."""
+    """Float32 masters, their gradients, and a model that is their rounding: what O2 has to equal bit for bit.
+
+    Attributes:
+        setting: a key of :data:`SETTINGS`; at another one the loop goes on after :meth:`follow`.
+    """
 
     def __init__(self, model: nn.Module, setting: str, make: Any = momentum) -> None:
         self.setting = setting
-        self.held = BF16 if setting == "split" else F32
         self.masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
         self.model = copy.deepcopy(model).to(WEIGHTS[setting])
         self.optimizer = make(self.masters)
@@ -42,14 +49,15 @@ class ByHand:
         for weight, master in zip(self.model.parameters(), self.masters, strict=True):
             weight.data = rounded(master.detach(), self.setting)
 
-    def backward(self, batch: Batch) -> torch.Tensor:
+    def backward(self, batch: Batch, scale: float = 1.0) -> torch.Tensor:
         self.model.zero_grad()
         output = self.model(batch[0].to(WEIGHTS[self.setting])).float()
         loss = nn.functional.mse_loss(output, batch[1])
-        loss.backward()
+        (loss * scale).backward()
+        held = BF16 if self.setting == "split" else F32
         for index, weight in enumerate(self.model.parameters()):
             before = self.gradients[index]
-            fresh = weight.grad.to(self.held)  # type: ignore[union-attr]
+            fresh = weight.grad.to(held) / scale  # type: ignore[union-attr]
             self.gradients[index] = fresh if before is None else before + fresh
         return loss.detach()
 
@@ -67,3 +75,17 @@ class ByHand:
             master.grad = None if gradient is None else gradient.float()
         self.optimizer.step()
         self.follow()
+
+
+def as_by_hand(setting: str, make: Callable[..., Optimizer], count: int = 6) -> None:
+    """Assert that O2 ends with the masters and weights of :class:`ByHand` after ``count`` batches."""
+    model, data = mlp(), batches(count)
+    by_hand = ByHand(model, setting, make)
+    optimizer = start(model, "O2", WEIGHTS[setting], make)
+    for batch in data:
+        by_hand.clear()
+        by_hand.backward(batch, scale=mpinit.loss_scale(optimizer))
+        by_hand.step()
+        train(model, optimizer, [batch])
+    same(masters(optimizer), masters(by_hand.optimizer))
+    same(model.parameters(), by_hand.model.parameters())
