@@ -1,6 +1,7 @@
 """Every number has one place: ordinary code that writes to weights, gradients and states between two steps counts.
 
-Each is compared with the same lines on plain tensors, or is refused with the way out.
+Each is compared with the same lines on plain tensors, or is refused with the way out. More ways to write, at any moment
+of a loop: tests/promises/test_law.py.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import copy
 import gc
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -124,80 +124,6 @@ def test_a_flat_buffer_of_gradients_made_after_initialize_is_what_is_stepped(dty
 
 
 # -- weights ----------------------------------------------------------------------------------------------------
-
-
-def _view_data(weight: Any) -> None:
-    weight[1].data.fill_(0.25)
-
-
-def _flat_data(weight: Any) -> None:
-    weight.view(-1).data[2:4] = -1.5
-
-
-def _detached_numpy(weight: Any) -> None:
-    weight.detach().view(torch.int16).numpy()[0] = 0x4200
-
-
-def _data(weight: Any) -> None:
-    weight.data.mul_(0.5)
-
-
-def _assigned(weight: Any) -> None:
-    weight.data = torch.full_like(weight, 3.0)
-
-
-@torch.no_grad()
-def _in_place(weight: Any) -> None:
-    weight[0].zero_()
-
-
-def _vector(weight: Any) -> None:
-    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector([weight]) * 0.5, [weight])
-
-
-def _set(weight: Any) -> None:
-    with torch.no_grad():
-        weight.set_(torch.full_like(weight, 3.0))
-
-
-@torch.no_grad()
-def _foreach(weight: Any) -> None:
-    torch._foreach_mul_([weight], 2.0)
-
-
-@torch.no_grad()
-def _exchanged(weight: Any) -> None:
-    """Only their order changes: sums are what they were."""
-    weight.view(-1).data.copy_(weight.view(-1).flip(0).clone())
-
-
-WRITES = [_view_data, _flat_data, _detached_numpy, _data, _assigned, _vector, _set, _in_place, _foreach, _exchanged]
-
-
-@each_mode
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("steps_before", [0, 2])
-@pytest.mark.parametrize("looked_at", [False, True])
-def test_a_write_to_a_weight_counts(
-    dtype: torch.dtype, masters: Any, write: Callable[[Any], None], steps_before: int, looked_at: bool
-) -> None:
-    model, optimizer = begin(dtype, masters)
-    for _ in range(steps_before):
-        optimizer.zero_grad()
-        pull(model, optimizer)
-        optimizer.step()
-    optimizer.zero_grad()
-    pull(model, optimizer)
-    before = START - steps_before * GRADIENT
-    for _ in range(steps_before - 1):
-        before = (START - GRADIENT) - GRADIENT
-    write(members(optimizer)[0])
-    expected = after(model.weight.detach().clone(), before, masters)
-    if looked_at:
-        assert torch.equal(number(model), expected)
-    optimizer.step()
-    assert torch.equal(number(model), expected - GRADIENT)
-    assert torch.equal(model.weight.float(), number(model).to(dtype).float())
 
 
 @each_mode

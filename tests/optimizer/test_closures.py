@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from loops import HALVES, backward, batches, follow, masters, mlp, momentum, mse, poison, same, start
-from masters_by_hand import ByHand
+from masters_by_hand import SETTINGS, ByHand
 from torch import nn
 from torch.optim import LBFGS, SGD, Adam, Optimizer
 
@@ -199,10 +199,13 @@ def test_casts_are_off_in_the_step_and_on_again_in_its_closure() -> None:
     assert seen == [False, True] and torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("name", ["sam", "lbfgs", "lbfgs strong wolfe"])
-def test_split_masters_step_what_looks_across_parameters_as_by_hand(name: str) -> None:
-    model, by_hand, batch = mlp(), ByHand(mlp(), "split", OPTIMIZERS[name]), batches(1)[0]
-    optimizer = start(model, "O5", make=OPTIMIZERS[name], master_weights="split", split_bucket_bytes=256)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_what_looks_across_parameters_is_stepped_as_by_hand(setting: str, name: str, scaled: bool) -> None:
+    model, by_hand, batch = mlp(), ByHand(mlp(), setting, OPTIMIZERS[name]), batches(1)[0]
+    optimizer = OPTIMIZERS[name](model.parameters())
+    mpinit.initialize(model, optimizer, verbosity=0, split_bucket_bytes=256, **SETTINGS[setting])
 
     def evaluate() -> torch.Tensor:
         by_hand.follow()
@@ -213,7 +216,7 @@ def test_split_masters_step_what_looks_across_parameters_as_by_hand(name: str) -
         return loss
 
     for _ in range(3):
-        optimizer.step(closure_of(model, optimizer, batch))
+        optimizer.step(closure_of(model, optimizer, batch, scaled))
         by_hand.optimizer.step(evaluate)
         by_hand.follow()
         same(model.state_dict().values(), by_hand.masters)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from loops import backward, batches, masters, mlp, momentum, mse, same
+from loops import backward, batches, mlp, momentum, mse, same
 from masters_by_hand import SETTINGS, ByHand
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS
 
 import mpinit
 
@@ -46,35 +43,6 @@ def test_backward_passes_of_any_kind_add_up_to_the_bits_of_masters_by_hand(setti
         same(model.state_dict().values(), by_hand.masters)
     mpinit.undo(model)
     same(model.parameters(), by_hand.masters)
-
-
-@pytest.mark.parametrize("setting", ["O0", "O2", "O5"])
-def test_a_closure_with_a_plain_backward(setting: str) -> None:
-    def make(parameters: Any) -> LBFGS:
-        return LBFGS(parameters, lr=0.1, max_iter=3)
-
-    model = mlp()
-    optimizer, by_hand = make(model.parameters()), ByHand(mlp(), setting, make)
-    mpinit.initialize(model, optimizer, verbosity=0, **SETTINGS[setting])
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = mse(model, DATA[0])
-        loss.backward()
-        return loss
-
-    def closure_by_hand() -> torch.Tensor:
-        by_hand.follow()
-        by_hand.clear()
-        loss = by_hand.backward(DATA[0])
-        for master, gradient in zip(by_hand.masters, by_hand.gradients, strict=True):
-            master.grad = gradient
-        return loss
-
-    for _ in range(2):
-        optimizer.step(closure)
-        by_hand.optimizer.step(closure_by_hand)
-    same(masters(optimizer), by_hand.masters)
 
 
 @pytest.mark.parametrize("setting", ["O5", "split"])

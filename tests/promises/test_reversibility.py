@@ -98,7 +98,6 @@ def test_schedulers_built_before_and_after(when: str, kind: str) -> None:
     case = CASES["cnn"]
     if when == "before":
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        before = structure_of_optimizer(optimizer)
     mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
     if when == "after":
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -111,11 +110,6 @@ def test_schedulers_built_before_and_after(when: str, kind: str) -> None:
             train(model, optimizer, case.batches(1), case.loss)
         scheduler.step()
         assert optimizer.param_groups[0]["lr"] == first * 0.5**rounds_done
-    if when == "before":
-        after = structure_of_optimizer(optimizer)
-        assert_same(
-            {key: before[key] for key in ("step", "zero_grad")}, {key: after[key] for key in ("step", "zero_grad")}
-        )
 
 
 @pytest.mark.parametrize("kind", ["O2", "O5 split"])

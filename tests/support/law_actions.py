@@ -220,6 +220,11 @@ def _view(weight: Any, places: slice, value: float) -> None:
     weight.view(-1)[places].data.fill_(value)
 
 
+def _vector(weight: Any, places: slice, value: float) -> None:
+    new = torch.nn.utils.parameters_to_vector([weight])
+    torch.nn.utils.vector_to_parameters(new.float().flip(0).to(new.dtype), [weight])
+
+
 @torch.no_grad()
 def _halved(weight: Any, places: slice, value: float) -> None:
     weight.mul_(0.5)
@@ -232,7 +237,7 @@ def _nothing(weight: Any, places: slice, value: float) -> None:
 
 WRITES: dict[str, Callable[[Any, slice, float], None]] = {
     **{"copy_": _copied, "data": _data, "data =": _data_set, "set_": _set, "numpy": _numpy, "foreach": _foreach},
-    **{"view": _view, "halve": _halved, "nothing": _nothing},
+    **{"view": _view, "vector": _vector, "halve": _halved, "nothing": _nothing},
 }
 
 
