@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from casts import BF16, FP32, HALF, in_thread, o1_plan
-from interruptions import Where, count_runs, raise_at
+from interruptions import Where, interrupt, places
 from test_functions import differences, snapshot
 
 import mpinit
@@ -20,19 +20,6 @@ from mpinit.torch_internals.native_autocast import device_types
 
 device_types()  # found out once in a process, by whoever asks first
 TRACED = ("functions/", "basics/patching.py", "torch_internals/")
-
-
-def places(action: Callable[[], Any], both: bool) -> Iterator[Where]:
-    """The first or the last run of every line that ``action`` runs, in turn; or both."""
-    for index, ((name, number), count) in enumerate(count_runs(action, lambda name: name.startswith(TRACED)).items()):
-        runs = sorted({1, count})
-        yield from ((name, number, run) for run in (runs if both else runs[index % len(runs) :][:1]))
-
-
-def interrupt(where: Where, action: Callable[[], Any]) -> None:
-    """Ctrl-C at one run of a line."""
-    with pytest.raises(KeyboardInterrupt):
-        raise_at(where, action, KeyboardInterrupt)
 
 
 def state() -> dict[str, Any]:
@@ -84,7 +71,7 @@ BOTH = pytest.mark.parametrize("both", [False, pytest.param(True, marks=pytest.m
 @BOTH
 def test_an_interrupted_setup_leaves_torch_as_it_was(live: str, both: bool) -> None:
     before, count, undos = state(), 0, []
-    for where in places(lambda: undos.append(apply(PLAN)), both):
+    for where in places(lambda: undos.append(apply(PLAN)), *TRACED, both=both):
         while undos:
             undos.pop()()
         interrupt(where, lambda: apply(PLAN))
@@ -102,7 +89,7 @@ def flags(seen: dict[str, Any]) -> dict[str, Any]:
 @BOTH
 def test_an_interrupted_undo_completes_when_called_again(live: str, both: bool) -> None:
     before, count = state(), 0
-    for where in places(apply(PLAN), both):
+    for where in places(apply(PLAN), *TRACED, both=both):
         undo = apply(PLAN)
         interrupt(where, undo)
         count += 1

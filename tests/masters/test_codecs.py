@@ -112,12 +112,6 @@ def test_codes_do_not_depend_on_neighbours() -> None:
         assert all(torch.equal(one[2:], other) for one, other in zip(together, alone, strict=True))
 
 
-def test_the_largest_of_a_block_comes_back() -> None:
-    values = in_rows(some("squares"))
-    back = decoded(Blockwise(), values.view(-1)).view_as(values)
-    torch.testing.assert_close(back.amax(1), values.amax(1), rtol=2.0**-19, atol=0)
-
-
 @each
 def test_zero_is_zero_and_what_is_above_stays_above(codec: Codec) -> None:
     values = torch.zeros(300)

@@ -66,17 +66,6 @@ def test_a_float32_number_comes_back_bit_for_bit(bits: list[int]) -> None:
     assert torch.equal(join(*parts(numbers)).view(torch.int32), numbers.view(torch.int32))
 
 
-@pytest.mark.parametrize("value", [float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-40, 3.4028235e38])
-def test_special_values(value: float) -> None:
-    values = torch.tensor([value])
-    assert torch.equal(join(*parts(values)).view(torch.int32), values.view(torch.int32))
-
-
-def test_long_tensors_are_worked_on_in_chunks() -> None:
-    values = torch.randn(300_001)
-    assert torch.equal(join(*parts(values)), values)
-
-
 @pytest.mark.parametrize("device", ["read freely", "not read"])
 @given(st.lists(st.integers(-(2**15), 2**15 - 1), min_size=1, max_size=64))
 def test_a_written_weight_counts_whatever_its_remainder_was(device: str, rests: list[int]) -> None:

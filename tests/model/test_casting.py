@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from interruptions import Interrupted, count_lines, interrupt_at
+from interruptions import interrupt, places
 from models import quietly, sgd
 from torch import Tensor, nn
 
@@ -184,12 +184,11 @@ class Casts:
 
 @pytest.mark.filterwarnings("ignore:finite values")
 def test_casting_interrupted_at_any_line_is_taken_back_to_the_bit() -> None:
-    lines = count_lines(Casts().casts.apply, "model/", "masters/", "basics/", "distributed/")
-    assert lines > 100
-    for line in range(lines):
+    wheres = list(places(Casts().casts.apply, "model/", "masters/", "basics/", "distributed/"))
+    assert len(wheres) > 100
+    for where in wheres:
         case = Casts()
-        with pytest.raises(Interrupted):
-            interrupt_at(line, case.casts.apply, "model/", "masters/", "basics/", "distributed/")
+        interrupt(where, case.casts.apply)
         case.casts.undo()
         case.check()
         case.casts.undo()
@@ -210,9 +209,8 @@ def test_undo_interrupted_at_any_line_completes_when_called_again(settled: bool)
     def gradient(given: Tensor) -> Tensor:
         return given.half().float() if settled else given
 
-    for line in range(count_lines(cast().casts.undo, "model/", "masters/", "distributed/")):
+    for where in places(cast().casts.undo, "model/", "masters/", "distributed/"):
         case = cast()
-        with pytest.raises(Interrupted):
-            interrupt_at(line, case.casts.undo, "model/", "masters/", "distributed/")
+        interrupt(where, case.casts.undo)
         case.casts.undo()
         case.check(gradient)

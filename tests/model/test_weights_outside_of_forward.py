@@ -58,25 +58,15 @@ def test_a_failing_cast_puts_everything_back(monkeypatch: pytest.MonkeyPatch) ->
     is_float32_outside(model)
 
 
-def _view_by_data(weight: nn.Parameter) -> None:
-    weight.data.mul_(2)
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "data": lambda weight: weight.data.mul_(2),
+    "numpy": lambda weight: weight.detach().numpy().__imul__(2),
+    "detached": lambda weight: weight.detach().mul_(2),
+    "data =": lambda weight: setattr(weight, "data", weight.data * 2),
+}
 
 
-def _numpy(weight: nn.Parameter) -> None:
-    numbers = weight.detach().numpy()
-    numbers *= 2
-
-
-def _in_place(weight: nn.Parameter) -> None:
-    with torch.no_grad():
-        weight.mul_(2)
-
-
-def _new_data(weight: nn.Parameter) -> None:
-    weight.data = weight.data * 2
-
-
-@pytest.mark.parametrize("write", [_view_by_data, _numpy, _in_place, _new_data])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_writes_reach_the_next_forward(write: Callable[[nn.Parameter], None]) -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     start(model)

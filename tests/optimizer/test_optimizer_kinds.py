@@ -14,6 +14,7 @@ from loops import batches, close, iterate, keywords, mlp, momentum, train, train
 from masters_by_hand import as_by_hand
 from torch import nn
 from torch.optim import Optimizer
+from wrapping import Forwarding
 
 import mpinit
 from mpinit.compat.apex.parallel import LARC
@@ -96,35 +97,6 @@ class Lookahead(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
-
-
-class Forwarding(Optimizer):
-    """Wraps another optimizer and forwards its groups as a property."""
-
-    def __init__(self, inner: Optimizer) -> None:
-        self.inner = inner
-        self._hook_for_profile = lambda: None  # type: ignore[method-assign]
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.inner.state
-
-    @property
-    def defaults(self) -> Any:  # type: ignore[override]
-        return self.inner.defaults
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        return self.inner.step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
-
-    def add_param_group(self, group: dict[str, Any]) -> None:
-        self.inner.add_param_group(group)
 
 
 FOREIGN: dict[str, Callable[[Any], Optimizer]] = {

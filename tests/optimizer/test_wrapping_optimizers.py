@@ -11,6 +11,7 @@ from loops import backward, batches, iterate, masters, mlp, mse, poison, same, t
 from masters_by_hand import ByHand
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
+from wrapping import Forwarding
 
 import mpinit
 
@@ -164,21 +165,11 @@ def test_a_weights_state_is_its_masters() -> None:
     assert all(state["exp_avg"].dtype is torch.float32 for state in optimizer.state.values())
 
 
-class Decays(Optimizer):
-    """Shows the groups and the state of what it wraps as its own, and does more than that in its step."""
-
-    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
-    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self.defaults = optimizer.defaults
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
+class Decays(Forwarding):
+    """Does more than what it wraps in its step."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         self.optimizer.step()
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -32,39 +32,6 @@ def says(caught: Any, *parts: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "keywords", "parts"),
-    [
-        ("00", {}, ["'00'", "letter O", "'O0'", "'O5'"]),
-        (1, {}, ["1", "letter O"]),
-        ("O1", {"cast_model_type": torch.float16}, ["cast_model_type", "patch_torch_functions", "O2"]),
-        ("O1", {"master_weights": True}, ["master_weights", "patch_torch_functions", "O2"]),
-        ("O2", {"master_weights": "split"}, ["split", "bfloat16", "O5"]),
-        ("O2", {"loss_scale": 0}, ["loss_scale", "0", "dynamic"]),
-        ("O2", {"loss_scale": "nan"}, ["loss_scale", "nan", "dynamic"]),
-        ("O2", {"min_loss_scale": 2.0**25}, ["min_loss_scale", "max_loss_scale"]),
-        ("O2", {"los_scale": 1}, ["los_scale", "loss_scale"]),
-        ("O2", {"verbos": 1}, ["verbos", "verbosity"]),
-        ("O2", {"cast_model_type": "int8"}, ["cast_model_type", "int8", "bfloat16"]),
-        ("O2", {"num_losses": 0}, ["num_losses", "0"]),
-        ("O2", {"num_losses": "two"}, ["num_losses", "two"]),
-        ("O2", {"config": {"lossscale": 1}}, ["lossscale", "loss_scale"]),
-    ],
-)
-def test_what_initialize_refuses_changes_nothing(level: Any, keywords: dict[str, Any], parts: list[str]) -> None:
-    model = net()
-    optimizer = sgd(model)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    attributes = set(vars(optimizer)), set(vars(model))
-    with pytest.raises(ValueError) as caught:
-        mpinit.initialize(model, optimizer, level, **keywords)
-    says(caught, *parts)
-    assert (set(vars(optimizer)), set(vars(model))) == attributes
-    assert all(p.dtype is torch.float32 for p in model.parameters())
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    mpinit.initialize(model, optimizer, "O2")
-
-
-@pytest.mark.parametrize(
     ("models", "optimizers"),
     [("model", None), (None, None), ([nn.Linear(1, 1), 3], None), (nn.Linear(1, 1), "adam"), (nn.Linear(1, 1), [None])],
 )

@@ -9,33 +9,17 @@ import torch
 from loops import backward, batches, mlp, momentum, mse, same
 from torch import nn
 from torch.optim import SGD, Optimizer
+from wrapping import Forwarding
 
 import mpinit
 from mpinit import registry
 
 
-class Accelerated(Optimizer):
+class Accelerated(Forwarding):
     """As accelerate's AcceleratedOptimizer: an Optimizer whose groups and state are properties."""
 
     # By which it is told from an optimizer that wraps another and does more in its step.
     __module__ = "accelerate.optimizer"
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-
-    @property
-    def param_groups(self) -> Any:
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    def step(self, closure: Any = None) -> Any:
-        return self.optimizer.step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
 
 
 class Lightning:

@@ -7,20 +7,18 @@ import functools
 import gc
 import linecache
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any
+
+import pytest
 
 import mpinit
 
 PACKAGE = str(Path(mpinit.__file__).parent) + "/"
 # A file of the package, a line, and which of its runs.
 Where = tuple[str, int, int]
-
-
-class Interrupted(KeyboardInterrupt):
-    """The interruption."""
 
 
 @functools.cache
@@ -94,21 +92,14 @@ def raise_at(where: Where, action: Callable[[], Any], error: type[BaseException]
     return left == 0
 
 
-def count_lines(action: Callable[[], Any], *folders: str) -> int:
-    """How many lines of mpinit (only those of some files or folders, if given) ``action`` runs, repetitions counted."""
-    return sum(count_runs(action, lambda name: name.startswith(folders or ("",))).values())
+def places(action: Callable[[], Any], *folders: str, both: bool = True) -> Iterator[Where]:
+    """The first and the last run of every line of some files or folders that ``action`` runs; or of each only one."""
+    for index, ((name, number), count) in enumerate(count_runs(action, lambda name: name.startswith(folders)).items()):
+        runs = sorted({1, count})
+        yield from ((name, number, run) for run in (runs if both else runs[index % len(runs) :][:1]))
 
 
-def interrupt_at(line: int, action: Callable[[], Any], *folders: str) -> None:
-    """Run ``action`` and raise :class:`Interrupted` before the given one of the lines :func:`count_lines` counts."""
-    left = line + 1
-
-    def see(frame: Any) -> None:
-        nonlocal left
-        if left and not _gives_a_lock_back(frame):
-            left -= 1
-            if left == 0:
-                raise Interrupted(f"{file_of(frame.f_code)}:{frame.f_lineno}")
-
-    covers = functools.cache(lambda code: (name := file_of(code)) is not None and name.startswith(folders or ("",)))
-    _watch(action, lambda code: left > 0 and covers(code), see)
+def interrupt(where: Where, action: Callable[[], Any]) -> None:
+    """Ctrl-C at one run of a line."""
+    with pytest.raises(KeyboardInterrupt):
+        raise_at(where, action, KeyboardInterrupt)

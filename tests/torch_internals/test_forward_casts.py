@@ -15,13 +15,6 @@ from mpinit.torch_internals.forward_casts import ForwardCasts
 from mpinit.torch_internals.native_autocast import device_types, disable_casts, is_on
 
 
-def state() -> tuple[Any, ...]:
-    """This thread's autocast state, the depth of open blocks included."""
-    depth = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
-    return (is_on(), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled(), depth)
-
-
 @pytest.mark.parametrize(("present", "expected"), [(False, ("cpu",)), (True, ("cpu", "cuda"))])
 def test_a_build_for_a_device_that_is_not_there_counts_as_one_without(
     present: bool, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -31,25 +24,6 @@ def test_a_build_for_a_device_that_is_not_there_counts_as_one_without(
     monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: present)
     assert device_types() == expected
-
-
-@pytest.mark.parametrize("dtype", [HALF, BF16])
-def test_forward_casts_in_any_thread_and_everything_is_put_back(dtype: torch.dtype) -> None:
-    forward = ForwardCasts(dtype)
-
-    def run() -> Any:
-        before = state()
-        with forward:
-            inside = (product_dtype(), torch.is_autocast_cache_enabled())
-            with forward, ForwardCasts(BF16):
-                nested = product_dtype()
-            after_nested = product_dtype()
-        with pytest.raises(KeyError), forward:
-            raise KeyError
-        return inside, nested, after_nested, before == state()
-
-    assert run() == in_thread(run) == ((dtype, True), BF16, dtype, True)
-    assert forward.run(lambda a, b: (a @ b).dtype, torch.ones(2, 2), b=torch.ones(2, 2)) is dtype
 
 
 @pytest.mark.parametrize("scope", ["thread", "model"])
