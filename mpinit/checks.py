@@ -78,7 +78,8 @@ def check(
         _check_not_fully_sharded(models)
     _check_not_shared(models, plan)
     _check_kept_names(models, props)
-    check_argument_names(models, props.entry_points, props.keep_inputs)
+    if props.entry_points or props.keep_inputs:
+        check_argument_names(models, props.entry_points, props.keep_inputs)
     check_not_left_behind(models, optimizers)
     # No check comes after this, and FSDP's gathered weights are not those that the warnings are about.
     reshard(models)

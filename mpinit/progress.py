@@ -63,7 +63,7 @@ def step_was_skipped(optimizer: Optimizer) -> bool:
         >>> mpinit.undo(model)
     """
     session = registry.session_meant(optimizer)
-    return session is not None and session.managed(optimizer).counts.consecutive > 0
+    return session is not None and session.counts(optimizer).consecutive > 0
 
 
 def step_counts(optimizer: Optimizer) -> tuple[int, int]:
@@ -92,7 +92,7 @@ def step_counts(optimizer: Optimizer) -> tuple[int, int]:
     session = registry.session_meant(optimizer)
     if session is None:
         return 0, 0
-    counts = session.managed(optimizer).counts
+    counts = session.counts(optimizer)
     return counts.good, counts.skipped
 
 

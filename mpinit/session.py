@@ -30,13 +30,14 @@ from .model.forward_weights import renew_casts
 from .model.shared_memory import check_memory
 from .optimizer.gradient_release import check_release
 from .optimizer.gradients import Gradients
-from .optimizer.managed import ManagedOptimizer
+from .optimizer.managed import ManagedOptimizer, makes_state
 from .optimizer.members import Members, Names, check_steps_its_groups
 from .optimizer.per_parameter import steps_per_parameter
 from .optimizer.ranks import OPTIMIZERS, Ranks
-from .optimizer.scaled_loss import ScaledLoss
+from .optimizer.scaled_loss import ScaledLoss, Unscaled
 from .optimizer.scope import Scope
 from .optimizer.state import cast_state, cast_states, wrapped_by
+from .optimizer.step_counts import StepCounter, StepCounts
 from .plan import Masters as MasterKind
 from .plan import OptimizerStates, Plan
 from .scaling.scaler import LossScaler
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 _numbers = itertools.count()
 _TOLD: Final = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
 _TOLD_IF_CHOSEN: Final = ("optimizer_state", "gradient_release")
+_FLOATS: Final = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,13 +110,20 @@ class Session:
         self.names = Names(self.models)
         self._states = _states_for(plan)
         self._managed: dict[Optimizer, ManagedOptimizer] = {}
+        # Steps of optimizers that are left as they are until something is asked of them; whether a loss is their first.
+        self._counters: dict[Optimizer, StepCounter] = {}
+        self._was_scaled = False
         self._members: list[Members] = []
         self.ranks = Ranks(self.models, self.masters, self.scalers, self._members, request.process_group)
         self._undos = UndoStack()
-        self._casts = casting.TensorCasts([], {}, ())
-        self._loose: tuple[tuple[int, ...], Gradients] = (-1,), Gradients(_Loose([]), self.masters)
+        # Of the parameters that no optimizer has, as of some generations of the optimizers' members.
+        self._loose: tuple[tuple[int, ...], Gradients | None] = (), None
         self._float32_state: state_dict.Float32State | None = None
         self._is_ending = False
+
+    @functools.cached_property
+    def _casts(self) -> casting.TensorCasts:
+        return casting.TensorCasts([], {}, ())
 
     @property
     def _makes_masters(self) -> bool:
@@ -125,7 +134,8 @@ class Session:
     def apply(self) -> None:
         """Carry the plan out. If anything raises, everything done so far is undone, newest first."""
         selected = self.selection = selection.select(self.models, self.plan)
-        check_memory(self.models, selected.targets)
+        if selected.changes:
+            check_memory(self.models, selected.targets)
         self._check(self.optimizers)
         try:
             self._apply()
@@ -160,7 +170,7 @@ class Session:
         targets = dict(selected.targets)
         self.forwards = forward.patch_forwards(selected, plan, self, self.before_forward)
         push(self.forwards.undo)
-        if encoder_fast_path.is_bypassed(selected.kept, self.models):
+        if selected.kept and encoder_fast_path.is_bypassed(selected.kept, self.models):
             encoder_fast_path.switch_off(self._undos)
         if selected.holds_16_bit:
             float32_state = state_dict.Float32State(self.float32_values, self.load_values, self._has_masters)
@@ -171,17 +181,19 @@ class Session:
         if plan.patch_functions:
             push(functions.apply(plan, verbose=self.verbosity > 1, owner=self))
         push(functools.partial(casting.rebuild_flat_weights, self.models))
-        push(gather_in(self.models, selected.gathered))
-        self._make_masters(targets)
-        changed = [tensor for tensor, dtype in targets.items() if tensor.dtype != dtype]
+        if selected.gathered:
+            push(gather_in(self.models, selected.gathered))
+        if plan.masters is not MasterKind.NONE:
+            self._make_masters(targets)
         # Late, because it is what cannot be taken back bit for bit where there are no masters.
-        self._cast(targets)
-        push(self.ranks.watch(changed, self._casts, self._words()))
+        if selected.changes or len(self.masters) > 0:
+            self._cast(targets)
+            self._casts.settle()
+        push(self.ranks.watch(selected.changes, self._casts if selected.changes else None, self._words()))
         for optimizer in self.optimizers:
-            push(self._manage(optimizer))
+            push(self._count(optimizer) if self._is_left_alone(optimizer) else self._manage(optimizer))
         if self._makes_masters:
             push(check_steps(self, Session._check_step))
-        self._casts.settle()
         push(self._give_masters_up)  # first to be undone: weights may have got masters later
 
     def _words(self) -> dict[str, str]:
@@ -254,8 +266,11 @@ class Session:
             self.masters.cast(master, to_16_bit[master.weight], clamps=bool(beyond) and master.weight in beyond)
         casting.rebuild_flat_weights(self.models)
 
+    def _members_of(self, optimizer: Optimizer) -> Members:
+        return Members(optimizer, self.masters, self._casts, self.names, self.plan.masters)
+
     def _manage(self, optimizer: Optimizer) -> Undo:
-        members = Members(optimizer, self.masters, self._casts, self.names, self.plan.masters)
+        members = self._members_of(optimizer)
         self._members.append(members)
         members.refresh()
         scope = Scope(members, self._states, self.plan.split_bucket_bytes, self.plan.gradient_release)
@@ -266,13 +281,56 @@ class Session:
             if self.plan.masters is MasterKind.IN_MODEL:
                 managed.observers.append(_RenewedCasts())
             undos.push(managed.install(self._states))
-            managed.gradients.take_over(self._loose[1])
+            if self._loose[1] is not None:
+                managed.gradients.take_over(self._loose[1])
         return undos.unwind
 
+    def _is_left_alone(self, optimizer: Optimizer) -> bool:
+        # Steps of torch's own are known to run an optimizer's hooks, and once.
+        is_known = type(optimizer).__module__.startswith("torch.optim.")
+        return is_known and self.plan.leaves_steps_alone and not self.awaits
+
+    def _count(self, optimizer: Optimizer) -> Undo:
+        """Count the steps of an optimizer, and do nothing else; :meth:`managed` does the rest once it is asked for."""
+        counter = self._counters[optimizer] = StepCounter()
+        begun: list[Any] = []
+
+        def before(optimizer: Any, *_: Any) -> None:
+            begun.clear()
+            if optimizer in self._counters and (optimizer.state or not makes_state(optimizer)):
+                self._before_counted_step(optimizer)
+                begun.append(optimizer)
+
+        def after(*_: Any) -> None:
+            if begun:
+                begun.clear()
+                counter.count(skipped=False)
+
+        with UndoStack() as undos:
+            undos.push(functools.partial(self._forget, optimizer))
+            undos.push(optimizer.register_step_pre_hook(before).remove)
+            undos.push(optimizer.register_step_post_hook(after).remove)
+        return undos.unwind
+
+    def _before_counted_step(self, optimizer: Optimizer) -> None:
+        if self.masters.are_in_model:
+            raise RuntimeError(IN_FLOAT32.format(f"{type(optimizer).__name__}.step()"))
+        if self._was_scaled:
+            self._was_scaled = False
+            if all(parameter.grad is None for parameter in _parameters_of([optimizer])):
+                self.managed(optimizer).notice_no_gradient()
+        if self.ranks.to_be_checked or is_distributed():
+            self._see_counted()
+            self.ranks.before_step()
+
+    def _see_counted(self) -> None:
+        known = {members.optimizer for members in self._members}
+        self._members += [self._members_of(optimizer) for optimizer in self._counters if optimizer not in known]
+
     def _forget(self, optimizer: Optimizer) -> None:
-        managed = self._managed.pop(optimizer, None)
-        if managed is not None and managed.members in self._members:
-            self._members.remove(managed.members)
+        self._counters.pop(optimizer, None)
+        self._managed.pop(optimizer, None)
+        self._members[:] = [members for members in self._members if members.optimizer is not optimizer]
 
     def _give_masters_up(self) -> None:
         """Weights get their masters' bits; called again it goes on."""
@@ -292,7 +350,7 @@ class Session:
             for managed in self._managed.values():
                 if managed.release is not None:
                     managed.release.end()
-                managed.exposed.close()
+                managed.close_exposed()
                 managed.gradients.give_up()
             self._is_ending = True
         dtypes: dict[torch.Tensor, torch.dtype] = {weight: weight.dtype for weight in _weights(self)}
@@ -309,18 +367,21 @@ class Session:
 
     def before_forward(self) -> None:
         """A model is about to be run: its weights are what was done to masters that were given out."""
-        if is_distributed():
+        is_among_others = is_distributed()
+        if is_among_others:
             # A process group may have been set up since, and DDP has made buckets of the weights' own type then.
             first = next(iter(self.masters), None)
             if first is not None and first.weight.grad_dtype is not None:
                 for master in self.masters:
                     self.masters.set_gradient_dtype(master)
-        self.ranks.before_forward()
+        if is_among_others or self.ranks.to_be_checked:
+            self._see_counted()
+            self.ranks.before_forward()
         self.take_writes()
 
     def take_writes(self) -> None:
         """Let weights be what was done to masters and to entries of state dicts that were given out."""
-        if self._float32_state is not None:
+        if self._float32_state is not None and self._float32_state.saved:
             self._float32_state.take_writes()
         for exposed in tuple(self.masters.exposed):
             exposed.settle()
@@ -423,19 +484,37 @@ class Session:
             if managed.scope.is_open:
                 raise RuntimeError(f"{what} was called inside of optimizer.step(): move it before or after the step")
             managed.gradients.check_closed(what, "move it before or after the with-block")
-            managed.exposed.close()
+            managed.close_exposed()
 
     # -- looking things up --------------------------------------------------------------------------------------
 
     def managed(self, optimizer: Optimizer) -> ManagedOptimizer:
         """What is kept for one of the session's optimizers, or for the one in a wrapper."""
+        optimizer = self._own(optimizer)
+        if optimizer in self._counters:
+            counter = self._counters[optimizer]
+            self._forget(optimizer)
+            self._undos.push(self._manage(optimizer))
+            self._managed[optimizer].counter = counter
+        return self._managed[optimizer]
+
+    def counts(self, optimizer: Optimizer) -> StepCounts:
+        """Steps that an optimizer has done and skipped."""
+        optimizer = self._own(optimizer)
+        counter = self._counters.get(optimizer)
+        return self._managed[optimizer].counts if counter is None else counter.read()
+
+    def _own(self, optimizer: Optimizer) -> Optimizer:
+        if optimizer in self._managed or optimizer in self._counters:
+            return optimizer
         from .basics.wrappers import unwrapped
 
-        return self._managed[
-            optimizer if optimizer in self._managed else unwrapped(optimizer, self._managed.__contains__)
-        ]
+        own: Optimizer = unwrapped(optimizer, lambda each: each in self._managed or each in self._counters)
+        return own
 
-    def scaled(self, loss: torch.Tensor, optimizers: Sequence[Optimizer], loss_id: int, delay: bool) -> ScaledLoss:
+    def scaled(
+        self, loss: torch.Tensor, optimizers: Sequence[Optimizer], loss_id: int, delay: bool
+    ) -> ScaledLoss | Unscaled:
         """The context of a backward pass of ``loss``.
 
         Raises:
@@ -444,19 +523,26 @@ class Session:
         """
         if self.awaits and not self.optimizers:
             raise RuntimeError(f"{self.describe()} awaits its optimizers: call mpinit.add_optimizers(optimizer) first")
-        scaler, mine = self.scaler(loss_id), [self.managed(optimizer) for optimizer in optimizers]
+        scaler = self.scaler(loss_id)
+        if self._counters and self._counters.keys() >= set(optimizers):
+            if self.masters.are_in_model:
+                raise RuntimeError(IN_FLOAT32.format("mpinit.scale_loss"))
+            self._was_scaled = "step" in self.ranks.to_be_checked
+            return Unscaled(loss if loss.dtype in _FLOATS else loss.float())
+        mine = [self.managed(optimizer) for optimizer in optimizers]
         others = [] if scaler.is_identity else self._other_gradients(mine)
         return ScaledLoss(loss, scaler, mine, others, delay)
 
     def _other_gradients(self, mine: Sequence[ManagedOptimizer]) -> list[Gradients]:
         """What a loss may reach beside the parameters of some optimizers."""
-        key = tuple(members.generation for members in self._members)
-        if self._loose[0] != key:
+        (known, loose), key = self._loose, tuple([members.generation for members in self._members])
+        if loose is None or known != key:
             stepped = {id(weight) for members in self._members for weight in members.weights}
-            loose = [p for p in dict.fromkeys(_weights(self)) if id(p) not in stepped]
-            self._loose = key, Gradients(_Loose(loose), self.masters)
+            weights = [p for p in dict.fromkeys(_weights(self)) if id(p) not in stepped]
+            loose = Gradients(_Loose(weights), self.masters)
+            self._loose = key, loose
         others = [managed.gradients for managed in self._managed.values() if managed not in mine]
-        return [*others, self._loose[1]] if self._loose[1].weights else others
+        return [*others, loose] if loose.weights else others
 
     def scaled_output(self, output: torch.Tensor, loss_id: int) -> torch.Tensor:
         """``output`` times the scale of a loss; gradients of its backward pass stay scaled until they are unscaled."""

@@ -72,3 +72,10 @@ def cast_within_range(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def may_overflow(given: torch.dtype, dtype: torch.dtype) -> bool:
     """Whether finite values of one floating type may be beyond the largest of another."""
     return torch.finfo(given).max > torch.finfo(dtype).max
+
+
+def as_float32(gradient: torch.Tensor) -> torch.Tensor:
+    """A 16-bit gradient in float32; any other as it is. Sparse ones are coalesced after the cast, in float32."""
+    if gradient.dtype in (torch.float16, torch.bfloat16):
+        gradient = gradient.float()
+    return gradient.coalesce() if gradient.is_sparse and not gradient.is_coalesced() else gradient

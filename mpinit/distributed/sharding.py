@@ -20,9 +20,12 @@ _TENSOR_DETACH: Final[Any] = torch.Tensor.detach
 _TENSOR_DATA: Final[Any] = torch.Tensor.data  # not the one of a parameter, which may be watched
 
 
-def is_distributed() -> bool:
-    """Whether this process belongs to a process group."""
-    return _CAN_BE_DISTRIBUTED and torch.distributed.is_initialized()
+def _never() -> bool:
+    return False
+
+
+# Whether this process belongs to a process group. torch's own function, as it is asked in every forward and step.
+is_distributed: Final[Callable[[], bool]] = torch.distributed.is_initialized if _CAN_BE_DISTRIBUTED else _never
 
 
 def has_other_processes() -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from ..basics.dtypes import dtype_name
-from ..scaling.unscaling import dense_view
+from ..optimizer.gradients import dense_view
 
 # Elements kept of a tensor that is going to be compared: enough to tell two tensors apart by their norms.
 SAMPLE: Final = 4096

@@ -87,7 +87,7 @@ class Trials:
                     )
                 if not watch.went_backward and loss.requires_grad:
                     with session.scaled(loss, [twin], 0, False) as scaled_loss:
-                        scaled_loss.backward()  # type: ignore[no-untyped-call]
+                        scaled_loss.backward()
             if not gradients.found:
                 gradients.copy()
         return Trial(watch, float(loss.detach()), gradients.found, damaged)

@@ -10,8 +10,7 @@ from typing import final
 import torch
 from torch import nn
 
-from ..basics.dtypes import cast_within_range
-from ..basics.gradients import as_float32
+from ..basics.dtypes import as_float32, cast_within_range
 from ..distributed.exchange import arriving_gradient_dtype
 from ..distributed.sharding import is_sharded, local, set_data
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, forget_all_data, forget_data, note_data

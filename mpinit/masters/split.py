@@ -12,8 +12,7 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from ..basics.dtypes import is_lower_precision
-from ..basics.gradients import as_float32
+from ..basics.dtypes import as_float32, is_lower_precision
 from ..distributed.sharding import in_place_of, is_sharded, placed_as, set_data, shard, sharded_as
 from ..torch_internals.columns import addresses_of, set_memory
 from ..torch_internals.parameter_data import TENSOR_DETACH

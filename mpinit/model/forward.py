@@ -20,7 +20,7 @@ from torch import nn
 from ..basics.modules import modules_of
 from ..basics.patching import Undo, UndoStack
 from ..plan import Masters, Plan
-from ..torch_internals.forward_casts import ForwardCasts
+from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
 from ..torch_internals.native_autocast import is_on
 from ..torch_internals.running import is_tracing_symbolically
 from .arguments import ArgumentNames
@@ -242,7 +242,7 @@ def patch_forwards(
         The patched forwards. A wrapper that was put around one later is left where it is by their undo, and casts no
         longer.
     """
-    casts = ForwardCasts(plan.function_dtype if plan.patch_functions else None)
+    casts = ForwardCasts(plan.function_dtype) if plan.patch_functions else NO_CASTS
     output_dtype = plan.output_dtype if plan.cast_outputs else None
 
     def boundary(dtype: torch.dtype) -> Boundary:
@@ -267,7 +267,7 @@ def patch_forwards(
 
         for module, dtype in selection.parts.items():
             patch(module, dtype is torch.float32, "forward", is_part=True)
-        for module, name in entry_points(selection.models, plan.entry_points):
+        for module, name in entry_points(selection.models, plan.entry_points) if plan.entry_points else ():
             patch(module, module in selection.float32_modules, name, is_part=bool(selection.parts))
         for model in selection.models:
             is_part = bool(selection.parts) and model in within

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ..basics.dtypes import is_lower_precision
 from ..basics.modules import modules_of
-from ..distributed.sharding import check_groups, gathered_dtypes
+from ..distributed.sharding import check_groups, gathered_dtypes, is_managed_by_fsdp
 from ..plan import Masters, Plan
 
 
@@ -32,6 +32,7 @@ class Selection:
         holds_16_bit: whether any parameter or buffer will be 16-bit once ``targets`` are cast, or inside forwards.
         float32_modules: all modules that stay float32: those in ``kept`` and those below them.
         gathered: float32 shards that FSDP gathers in 16 bit -> the type it gathers them in; no targets of a cast.
+        changes: the targets whose dtype is another one yet.
         parts: modules below the models -> the dtype their forward computes in, for those that hold tensors of that
             dtype or are in ``kept``. Empty where the plan makes no weight 16-bit.
     """
@@ -42,6 +43,7 @@ class Selection:
     holds_16_bit: bool
     float32_modules: frozenset[nn.Module]
     gathered: Mapping[torch.Tensor, torch.dtype]
+    changes: Sequence[torch.Tensor]
     parts: Mapping[nn.Module, torch.dtype]
 
 
@@ -75,8 +77,10 @@ def select(models: Sequence[nn.Module], plan: Plan) -> Selection:
         if plan.masters is Masters.IN_MODEL:
             inside = {t for t, dtype in targets.items() if is_lower_precision(dtype) and is_parameter(t)}
             targets = {tensor: dtype for tensor, dtype in targets.items() if tensor not in inside}
+    is_sharded_by_fsdp = any(map(is_managed_by_fsdp, walk.names))
+    if is_sharded_by_fsdp:
         check_groups(models, targets)
-    gathered = gathered_dtypes(models, targets) if plan.masters is Masters.FULL else {}
+    gathered = gathered_dtypes(models, targets) if is_sharded_by_fsdp and plan.masters is Masters.FULL else {}
     targets |= dict.fromkeys(gathered, torch.float32)
     dtypes = targets.values() if plan.cast_model else (tensor.dtype for tensor in tensors)
     return Selection(
@@ -86,6 +90,7 @@ def select(models: Sequence[nn.Module], plan: Plan) -> Selection:
         plan.masters is Masters.IN_MODEL or any(map(is_lower_precision, dtypes)),
         frozenset(walk.kept_modules),
         gathered,
+        [tensor for tensor, dtype in targets.items() if tensor.dtype != dtype],
         _parts(models, walk, plan),
     )
 

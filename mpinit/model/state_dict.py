@@ -48,7 +48,7 @@ class Float32State:
         self._outermost_load: object = None
         self._arriving: dict[int, tuple[str, dict[str, torch.Tensor]]] = {}
         self._rebuilt: list[str] = []
-        self._saved: list[_Saved] = []
+        self.saved: list[_Saved] = []
 
     def install(self, models: Sequence[nn.Module]) -> None:
         """Hook every module of the models."""
@@ -117,7 +117,7 @@ class Float32State:
                 wide = (value if values is None else values).to(torch.float32, copy=True)
                 state_dict[prefix + name] = wide
                 if self._load_values is not None and not isinstance(tensor, CastParameter):
-                    self._saved.append(_Saved(wide, tensor))
+                    self.saved.append(_Saved(wide, tensor))
 
     def export_rest(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """After the outermost ``state_dict()``: the same for what modules or hooks saved in their own way."""
@@ -141,12 +141,12 @@ class Float32State:
 
         To be called before tensors are read. A state dict that is dropped is known until the next call.
         """
-        for saved in self._saved:
+        for saved in self.saved:
             if saved.values._version != saved.version and self._load_values is not None:
                 saved.tensor.copy_(saved.values)
                 self._load_values(saved.tensor, saved.values)
                 saved.version = saved.values._version
-        self._saved = [saved for saved in self._saved if saved.given() is not None]
+        self.saved = [saved for saved in self.saved if saved.given() is not None]
 
     # -- loading ------------------------------------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ class GradientRelease:
             raise RuntimeError(_refusal("step hooks and CUDA graphs need all of a step in step(): remove them"))
         if has_other_processes():
             raise RuntimeError(_refusal(_RANKS))
-        managed.exposed.close()
+        managed.close_exposed()
         self._pass = current_pass()
         if managed.members.are_as_seen():
             self.follow()

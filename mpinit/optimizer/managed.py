@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 from ..basics.patching import Undo, UndoStack, set_attribute
 from ..basics.user_warnings import warn_user
+from ..distributed.sharding import is_distributed
 from ..masters.full import FullMasters
 from ..masters.states import EncodedStates, decode, shown
 from ..plan import ScalingRule
 from ..scaling.scaler import LossScaler
-from ..scaling.unscaling import largest
+from ..torch_internals.columns import grads_of
 from ..torch_internals.compiling_with_gradients import follow_dynamo
 from ..torch_internals.devices import is_capturing, is_read_freely
 from ..torch_internals.fused_sgd import unfused
@@ -26,7 +27,7 @@ from ..torch_internals.native_autocast import CastsAs, CastsOff, flags, is_on
 from ..torch_internals.step_hooks import StepHooks, has_step_hooks
 from .exposed import ExposedMasters
 from .gradient_release import GradientRelease
-from .gradients import Done, Gradients
+from .gradients import Done, Gradients, largest
 from .halves import FIRST, SECOND, Halves
 from .members import Members
 from .overflow_log import OverflowLog
@@ -63,6 +64,7 @@ class ManagedOptimizer:
         exposed: the masters that ``master_params`` has given out since the last step.
         observers: objects with ``backward_ended(loss, scaler)`` and ``step_ended(skipped)``, which are told.
         overflow_log: what is known of its last overflow.
+        counter: of its steps.
     """
 
     def __init__(self, optimizer: Optimizer, members: Members, scope: Scope, rule: ScalingRule, ranks: Ranks) -> None:
@@ -75,7 +77,7 @@ class ManagedOptimizer:
         self.observers: list[Any] = []
         self._rule = rule
         self._ranks = ranks
-        self._counter = StepCounter()
+        self.counter = StepCounter()
         self._pending: dict[LossScaler, None] = {}
         self._inner: Callable[..., Any] = optimizer.step
         self._halves = Halves(self)
@@ -92,7 +94,7 @@ class ManagedOptimizer:
     @property
     def counts(self) -> StepCounts:
         """Steps done and skipped."""
-        return self._counter.read()
+        return self.counter.read()
 
     @property
     def scales(self) -> bool:
@@ -168,15 +170,26 @@ class ManagedOptimizer:
                 return half(inner, *args, **kwargs)
             if managed.release is not None and name == "load_state_dict":
                 managed.release.forget()
-            managed.exposed.settle()
+            managed.settle_exposed()
             try:
                 with CastsOff(), managed.scope.open():
                     return inner(*args, **kwargs)
             finally:
-                managed.exposed.bind()
+                if managed.members.table.exposed:
+                    managed.exposed.bind()
 
         method.__name__ = name
         return method
+
+    def settle_exposed(self) -> None:
+        """What was done to masters that were given out counts."""
+        if self.members.table.exposed:
+            self.exposed.settle()
+
+    def close_exposed(self) -> None:
+        """The same, and from here on nothing is done to them until they are given out again."""
+        if self.members.table.exposed:
+            self.exposed.close()
 
     # -- around backward passes -----------------------------------------------------------------------------------
 
@@ -187,7 +200,7 @@ class ManagedOptimizer:
             delays: others of the same step are to follow.
         """
         self.members.refresh()
-        self.exposed.settle()
+        self.settle_exposed()
         self.gradients.forget_skipped_overflow()
         self._was_named = True
         follow_dynamo()
@@ -196,7 +209,7 @@ class ManagedOptimizer:
         """It is over; gradients are still scaled."""
         if not self.members.are_as_seen():
             self.members.refresh()
-            self.exposed.settle()
+            self.settle_exposed()
 
     def tell_of_backward(self, loss: torch.Tensor, scaler: LossScaler, overflowed: bool) -> str | None:
         """After gradients are unscaled, and before the scale moves: tell the observers, take an overflow down.
@@ -231,7 +244,7 @@ class ManagedOptimizer:
         """
         self._check_scaled_by(scaler)
         self.members.refresh()
-        self.exposed.settle()
+        self.settle_exposed()
         present = bool(self.gradients.present())
         found_inf = self.gradients.unscale(scaler, done)
         if found_inf is not None:
@@ -250,7 +263,7 @@ class ManagedOptimizer:
         self._check_scaled_by(scaler)
         if gradients.scaled_by is not scaler:
             self.members.refresh()
-            self.exposed.settle()
+            self.settle_exposed()
             gradients.forget_skipped_overflow()
             gradients.scale_until_unscaled(scaler)
 
@@ -307,7 +320,7 @@ class ManagedOptimizer:
         """Before a step, or a half of one: gradients are looked at, ranks agree, scales move."""
         self.members.refresh()
         self.check_gradients(what)
-        self.exposed.close()
+        self.close_exposed()
         self._agree()
         self._has_agreed = False
         # Schedulers ask whether a step came before them; a skipped one did.
@@ -318,8 +331,12 @@ class ManagedOptimizer:
         """Once a step, with all ranks, who ask for as many."""
         if not self._has_agreed:
             pending, self._pending = list(self._pending), {}
-            self._ranks.before_step()
-            self._ranks.agree(self.gradients, pending)
+            if self._ranks.to_be_checked or is_distributed():
+                self._ranks.before_step()
+                self._ranks.agree(self.gradients, pending)
+            else:
+                for scaler in pending:
+                    scaler.update()
         self._has_agreed = True
 
     def skips_step(self) -> bool:
@@ -347,17 +364,11 @@ class ManagedOptimizer:
         return self.gradients.found_inf is not None and not self._skips_in_kernel() and self.gradients.overflowed()
 
     def _makes_state(self) -> bool:
-        """Whether the first step is to have no effect, as one by which torch's checkpoints make an optimizer's state.
-
-        Its rates and gradients are 0. It is not counted, and no other rank need take part.
-        """
-        if self.optimizer.state or not all(_is_zero(group.get("lr")) for group in self.optimizer.param_groups):
-            return False
-        gradients = self.gradients.present()
-        if not gradients or largest(gradients, gradients[0].device).item() != 0:
+        """Whether the step is one of :func:`makes_state`."""
+        if not makes_state(self.optimizer):
             return False
         self.gradients.check_closed(_STEP, "move it after the with-block")
-        self.exposed.close()
+        self.close_exposed()
         return True
 
     def _with_hooks(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -401,7 +412,7 @@ class ManagedOptimizer:
 
     def count_done(self) -> None:
         """Count a step that was done."""
-        self._counter.count(skipped=False)
+        self.counter.count(skipped=False)
         self._since_look += 1
         if self._since_look == _LOOKS_EVERY:
             self._clamp_weights()
@@ -437,7 +448,7 @@ class ManagedOptimizer:
             return
         if gradients.came_through_scaling():
             if self._was_named and not gradients.was_reached and what == _STEP and not gradients.present():
-                self._notice_no_gradient()
+                self.notice_no_gradient()
             return
         if not self.scales or not gradients.present():
             return
@@ -450,7 +461,7 @@ class ManagedOptimizer:
                 "torch.amp.GradScaler scales them, give mpinit.initialize loss_scale=1.0"
             )
 
-    def _notice_no_gradient(self) -> None:
+    def notice_no_gradient(self) -> None:
         """A loss was scaled, and has reached no parameter."""
         if "none" not in self._warned and any(weight.requires_grad for weight in self.members.weights):
             self._warned.add("none")
@@ -470,13 +481,13 @@ class ManagedOptimizer:
         # Where it was read freely, the backward pass has taken it down.
         if found_inf is not None and not is_read_freely(found_inf.device):
             self.overflow_log.write(self._last_scaler, self.gradients.last_scale(), None)
-        self._counter.count(skipped=True)
+        self.counter.count(skipped=True)
         self._clamp_weights()
         self._raise_after_too_many()
 
     def _raise_after_too_many(self) -> None:
         limit = self._rule.max_consecutive_skips
-        if self._counter.read().consecutive >= limit:
+        if self.counter.read().consecutive >= limit:
             log = self.overflow_log
             record = log.last or log.write(self._last_scaler, self.gradients.last_scale(), None)
             names = ", ".join(bad.name for bad in record.parameters[:3]) or "gradients cleared since"
@@ -505,9 +516,9 @@ class ManagedOptimizer:
         finally:
             undos.unwind()
         self._skipped = found_inf
-        self._counter.count_on_device(found_inf)
+        self.counter.count_on_device(found_inf)
         # Reading the counters waits for the device: done once in as many steps as may be skipped in a row.
-        if not is_capturing() and self._counter.is_due(self._rule.max_consecutive_skips):
+        if not is_capturing() and self.counter.is_due(self._rule.max_consecutive_skips):
             self._raise_after_too_many()
         return result
 
@@ -569,6 +580,18 @@ class ManagedOptimizer:
             raise _EvaluationOverflow
 
         return evaluate
+
+
+def makes_state(optimizer: Optimizer) -> bool:
+    """Whether the first step is to have no effect, as one by which torch's checkpoints make an optimizer's state.
+
+    Its rates and gradients are 0. It is not counted, and no other rank need take part.
+    """
+    if optimizer.state or not all(_is_zero(group.get("lr")) for group in optimizer.param_groups):
+        return False
+    held = grads_of(parameter for group in optimizer.param_groups for parameter in group["params"])
+    gradients = [gradient for gradient in held if gradient is not None]
+    return bool(gradients) and largest(gradients, gradients[0].device).item() == 0
 
 
 def _is_zero(rate: Any) -> bool:

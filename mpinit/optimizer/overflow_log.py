@@ -9,8 +9,8 @@ from typing import final
 import torch
 
 from ..scaling.scaler import LossScaler
-from ..scaling.unscaling import dense_view
 from ..torch_internals.operations import order_of_leaves
+from .gradients import dense_view
 from .members import Members
 
 

@@ -55,6 +55,9 @@ class Ranks:
         scalers: the session's loss scalers.
         members: the parameters of each of its optimizers; the list grows with them.
         process_group: over which the session's steps are one; None: over whatever parameters are sharded.
+
+    Attributes:
+        to_be_checked: what has not happened yet, and is checked when it does for the first time.
     """
 
     def __init__(
@@ -80,19 +83,18 @@ class Ranks:
         self._words: Mapping[str, str] = {}
         self._passes = [0] * len(scalers)
         self._has_warned = False
-        # What has not happened yet, and is checked when it does for the first time.
-        self._to_be_checked = {"forward", "step"}
+        self.to_be_checked = {"forward", "step"}
 
     # -- set-up -------------------------------------------------------------------------------------------------
 
     def watch(
-        self, changed: Iterable[torch.Tensor], casts: TensorCasts, words: Mapping[str, str]
+        self, changed: Iterable[torch.Tensor], casts: TensorCasts | None, words: Mapping[str, str]
     ) -> Callable[[], None]:
         """Agree with the other ranks from here on; returns the undo.
 
         Args:
             changed: parameters whose dtype the session has changed, which a wrapper that is older does not know.
-            casts: what has no masters.
+            casts: what has no masters; None: nothing was cast.
             words: what was asked for, which has to be the same on all ranks.
 
         Raises:
@@ -190,9 +192,9 @@ class Ranks:
             self._new.discard(wrapper)
 
     def _check_at_first(self, what: str) -> None:
-        if what in self._to_be_checked:
+        if what in self.to_be_checked:
             self.check_present()
-            self._to_be_checked.remove(what)
+            self.to_be_checked.remove(what)
 
     def check_present(self) -> None:
         """Notice that ``fully_shard`` or the like has taken parameters from the models after ``initialize``.
@@ -220,6 +222,9 @@ class Ranks:
         return dict.fromkeys(parameter for model in self._models for parameter in model.parameters())
 
     def _stepped(self) -> list[nn.Parameter]:
+        for members in self._members:
+            if members.generation == 0:
+                members.refresh()  # of an optimizer to which nothing was done yet
         return [weight for members in self._members for weight in members.weights]
 
     def _send_under(self, wrapper: Any, src: int) -> None:

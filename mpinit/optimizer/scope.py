@@ -148,8 +148,7 @@ class Scope:
         self._check_not_in_model()
         self._members.refresh()
         parts = self.parts()
-        with UndoStack() as undos:
-            undos.push(self._leave)
+        try:
             self.is_open = True
             for part in parts:
                 part.read()
@@ -157,16 +156,19 @@ class Scope:
             self._exchange.enter()
             if self._states is not None:
                 self._taken = self._states.decode([s for _, s in self._states_of(self._members.inner)])
+        except BaseException:
+            self._leave()
+            raise
 
     def _leave(self) -> None:
-        with UndoStack() as undos:
-            # Run in reverse order, each even where another raises.
-            for part in self._parts:
-                undos.push(part.write)
-                undos.push(part.take_gradients)
-            undos.push(self._close)
-            if self._states is not None:
-                undos.push(self._encode)
+        undos = UndoStack()
+        # Run in reverse order, each even where another raises.
+        for part in self._parts:
+            undos.push(part.write)
+            undos.push(part.take_gradients)
+        undos.push(self._close)
+        if self._states is not None:
+            undos.push(self._encode)
         undos.unwind()
 
     def _close(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, final
+from dataclasses import dataclass
+from typing import Final, NamedTuple, final
 
 import torch
 
@@ -15,14 +16,17 @@ class StepCounts(NamedTuple):
     consecutive: int
 
 
+_NONE: Final = StepCounts(0, 0, 0)
+
+
 @final
+@dataclass(eq=False)
 class StepCounter:
     """Counts on the host, and on the device where a kernel decides whether to skip."""
 
-    def __init__(self) -> None:
-        self._counted = StepCounts(0, 0, 0)
-        self._on_device: torch.Tensor | None = None
-        self._since_reading = 0
+    _counted: StepCounts = _NONE
+    _on_device: torch.Tensor | None = None
+    _since_reading: int = 0
 
     def read(self) -> StepCounts:
         """The counts; those of steps that skipped inside a kernel are read from the device."""

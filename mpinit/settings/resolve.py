@@ -136,6 +136,9 @@ def read_settings(config: Config, num_losses: Any, verbosity: Any) -> dict[str, 
         smallest, largest = _SETTINGS[name]
         if name == "verbosity" and isinstance(in_force, bool):
             in_force = int(in_force)
+        if isinstance(in_force, int) and smallest <= in_force <= largest and type(in_force) is not bool:
+            given[name] = int(in_force)
+            continue
         try:
             given[name] = parse_whole_number(in_force, smallest, largest)
         except ValueError as error:
@@ -182,6 +185,8 @@ def resolve(opt_level: Any, overrides: Mapping[str, Any], config: Config = None)
     given = _given(from_config) | by_keyword
     sources = {name: from_config.source for name in given if name not in by_keyword}
     row = OPT_LEVELS[level]
+    if not given:
+        return level, row
     values = {name: getattr(row, name) for name in row.model_fields_set} | given
     if "loss_scale" not in given and row.loss_scale == "dynamic":
         # Built with 1.0 first: rules look at the scale, and which type it is for is known of what was built.

@@ -17,6 +17,12 @@ _SET_DATA_OF: Final[Any] = TENSOR_DATA.__set__
 _ADDRESS_OF: Final[Any] = torch.Tensor.data_ptr
 _VERSION_OF: Final = attrgetter("_version")
 _IS_TRAINED: Final = attrgetter("requires_grad")
+_DTYPE: Final = attrgetter("dtype")
+_IS_SPARSE: Final = attrgetter("is_sparse")
+_DEVICE: Final[Any] = torch.Tensor.get_device
+_FLOAT32: Final = {torch.float32}
+_NO: Final = {False}
+_PLAIN: Final = {torch.Tensor}
 
 # Exhausts an iterator without running Python code for each element.
 do_all: Final = deque[Any](maxlen=0).extend
@@ -60,3 +66,21 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 def are_trained(tensors: Iterable[torch.Tensor]) -> list[bool]:
     """Each tensor's ``requires_grad``."""
     return list(map(_IS_TRAINED, tensors))
+
+
+def all_dense(gradients: Sequence[torch.Tensor | None]) -> bool:
+    """Whether all are there and dense."""
+    try:
+        return set(map(_IS_SPARSE, gradients)) == _NO
+    except AttributeError:
+        return False  # None is among them
+
+
+def are_plain(gradients: Sequence[torch.Tensor | None], device: torch.device) -> bool:
+    """Whether all are there, dense, float32 and on one device, as they nearly always are: asked on every step."""
+    return (
+        all_dense(gradients)
+        and set(map(_DTYPE, gradients)) == _FLOAT32
+        and set(map(type, gradients)) == _PLAIN
+        and set(map(_DEVICE, gradients)) == {device.index if device.index is not None else -1}
+    )

@@ -11,7 +11,7 @@ import torch
 
 from .native_autocast import State, Thread, flags, is_on, open_autocast_blocks, present_state, put_back, this, traced
 
-__all__ = ["ForwardCasts"]
+__all__ = ["NO_CASTS", "ForwardCasts"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -95,6 +95,9 @@ class ForwardCasts:
             return function(*args, **kwargs)
         with _traced_forward(self.dtype) if torch.compiler.is_compiling() else self:
             return function(*args, **kwargs)
+
+
+NO_CASTS: Final = ForwardCasts(None)
 
 
 def _runs_without_casts(thread: Thread, depth: int) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpinit.basics import gradients as grads
-from mpinit.scaling import unscaling
+from mpinit.basics.dtypes import as_float32
+from mpinit.optimizer import gradients as unscaling
 
 INVERSE = torch.tensor(0.25)
 BAD = (float("inf"), float("-inf"), float("nan"))
@@ -66,4 +66,4 @@ def test_without_gradients_there_is_no_finding() -> None:
 
 def test_a_16_bit_sparse_gradient_is_summed_in_float32() -> None:
     many = sparse_rows([0] * 300, torch.ones(300, 1, dtype=torch.bfloat16), 2)
-    assert grads.as_float32(many).to_dense().tolist() == [[300.0], [0.0]]
+    assert as_float32(many).to_dense().tolist() == [[300.0], [0.0]]
