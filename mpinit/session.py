@@ -32,12 +32,13 @@ from .optimizer.gradient_release import check_release
 from .optimizer.gradients import Gradients
 from .optimizer.managed import ManagedOptimizer, makes_state
 from .optimizer.members import Members, Names, check_steps_its_groups
+from .optimizer.overflow_log import OverflowLog
 from .optimizer.per_parameter import steps_per_parameter
 from .optimizer.ranks import OPTIMIZERS, Ranks
 from .optimizer.scaled_loss import ScaledLoss, Unscaled
 from .optimizer.scope import Scope
 from .optimizer.state import cast_state, cast_states, wrapped_by
-from .optimizer.step_counts import StepCounter, StepCounts
+from .optimizer.step_counts import CountedOptimizer
 from .plan import Masters as MasterKind
 from .plan import OptimizerStates, Plan
 from .scaling.scaler import LossScaler
@@ -110,8 +111,8 @@ class Session:
         self.names = Names(self.models)
         self._states = _states_for(plan)
         self._managed: dict[Optimizer, ManagedOptimizer] = {}
-        # Steps of optimizers that are left as they are until something is asked of them; whether a loss is their first.
-        self._counters: dict[Optimizer, StepCounter] = {}
+        # Those that are left as they are, until more is asked of them; whether the next step is the first after a loss.
+        self._counted: dict[Optimizer, CountedOptimizer] = {}
         self._was_scaled = False
         self._members: list[Members] = []
         self.ranks = Ranks(self.models, self.masters, self.scalers, self._members, request.process_group)
@@ -191,7 +192,7 @@ class Session:
             self._casts.settle()
         push(self.ranks.watch(selected.changes, self._casts if selected.changes else None, self._words()))
         for optimizer in self.optimizers:
-            push(self._count(optimizer) if self._is_left_alone(optimizer) else self._manage(optimizer))
+            push(self._take_in(optimizer))
         if self._makes_masters:
             push(check_steps(self, Session._check_step))
         push(self._give_masters_up)  # first to be undone: weights may have got masters later
@@ -285,26 +286,29 @@ class Session:
                 managed.gradients.take_over(self._loose[1])
         return undos.unwind
 
-    def _is_left_alone(self, optimizer: Optimizer) -> bool:
+    def _take_in(self, optimizer: Optimizer) -> Undo:
         # Steps of torch's own are known to run an optimizer's hooks, and once.
         is_known = type(optimizer).__module__.startswith("torch.optim.")
-        return is_known and self.plan.leaves_steps_alone and not self.awaits
+        leaves_alone = self.plan.leaves_steps_alone and not self.selection.holds_16_bit
+        return self._count(optimizer) if is_known and leaves_alone else self._manage(optimizer)
 
     def _count(self, optimizer: Optimizer) -> Undo:
         """Count the steps of an optimizer, and do nothing else; :meth:`managed` does the rest once it is asked for."""
-        counter = self._counters[optimizer] = StepCounter()
+        counted = self._counted[optimizer] = CountedOptimizer(optimizer)
         begun: list[Any] = []
 
         def before(optimizer: Any, *_: Any) -> None:
             begun.clear()
-            if optimizer in self._counters and (optimizer.state or not makes_state(optimizer)):
+            if optimizer in self._counted and (optimizer.state or not makes_state(optimizer)):
                 self._before_counted_step(optimizer)
                 begun.append(optimizer)
 
         def after(*_: Any) -> None:
             if begun:
                 begun.clear()
-                counter.count(skipped=False)
+                counted.counter.count(skipped=False)
+                for observer in counted.observers:
+                    observer.step_ended(False)
 
         with UndoStack() as undos:
             undos.push(functools.partial(self._forget, optimizer))
@@ -325,10 +329,10 @@ class Session:
 
     def _see_counted(self) -> None:
         known = {members.optimizer for members in self._members}
-        self._members += [self._members_of(optimizer) for optimizer in self._counters if optimizer not in known]
+        self._members += [self._members_of(optimizer) for optimizer in self._counted if optimizer not in known]
 
     def _forget(self, optimizer: Optimizer) -> None:
-        self._counters.pop(optimizer, None)
+        self._counted.pop(optimizer, None)
         self._managed.pop(optimizer, None)
         self._members[:] = [members for members in self._members if members.optimizer is not optimizer]
 
@@ -411,7 +415,7 @@ class Session:
                     p: p.dtype for p in mastered if self._makes_masters and is_lower_precision(p.dtype)
                 }
                 failed.push(_states_as_they_are(optimizer))
-                undos.push(self._manage(optimizer))
+                undos.push(self._take_in(optimizer))
                 failed.push(undos.unwind)
                 plain = [p for p in _parameters_of([optimizer]) if p not in came_in]
                 casts: dict[Any, Any] = {
@@ -436,11 +440,11 @@ class Session:
     def settle_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Nothing of :meth:`add_optimizers` is going to be taken back: let go of what that would need."""
         for optimizer in optimizers:
-            self._casts.leave_to_optimizers(self._managed[optimizer].members.weights)
+            self._casts.leave_to_optimizers(self.watched(optimizer).parameters())
 
     def waiting_weights(self) -> list[nn.Parameter]:
         """The models' trainable parameters that no optimizer has, where one is expected to come."""
-        stepped = {id(weight) for members in self._members for weight in members.weights}
+        stepped = {id(p) for p in _parameters_of([*self._managed, *self._counted])}
         weights = dict.fromkeys(_weights(self)) if self.awaits else ()
         return [weight for weight in weights if weight.requires_grad and id(weight) not in stepped]
 
@@ -490,27 +494,33 @@ class Session:
 
     def managed(self, optimizer: Optimizer) -> ManagedOptimizer:
         """What is kept for one of the session's optimizers, or for the one in a wrapper."""
-        optimizer = self._own(optimizer)
-        if optimizer in self._counters:
-            counter = self._counters[optimizer]
-            self._forget(optimizer)
-            self._undos.push(self._manage(optimizer))
-            self._managed[optimizer].counter = counter
-        return self._managed[optimizer]
+        known = self.watched(optimizer)
+        if isinstance(known, CountedOptimizer):
+            self._forget(known.optimizer)
+            self._undos.push(self._manage(known.optimizer))
+            managed = self._managed[known.optimizer]
+            managed.counter, managed.observers = known.counter, known.observers
+            return managed
+        return known
 
-    def counts(self, optimizer: Optimizer) -> StepCounts:
-        """Steps that an optimizer has done and skipped."""
-        optimizer = self._own(optimizer)
-        counter = self._counters.get(optimizer)
-        return self._managed[optimizer].counts if counter is None else counter.read()
+    def watched(self, optimizer: Optimizer) -> ManagedOptimizer | CountedOptimizer:
+        """What counts an optimizer's steps and tells observers; nothing is done to it because of that."""
+        known = self._managed.get(optimizer) or self._counted.get(optimizer)
+        if known is None:
+            from .basics.wrappers import unwrapped
 
-    def _own(self, optimizer: Optimizer) -> Optimizer:
-        if optimizer in self._managed or optimizer in self._counters:
-            return optimizer
-        from .basics.wrappers import unwrapped
+            own = unwrapped(optimizer, lambda each: each in self._managed or each in self._counted)
+            known = self._managed.get(own) or self._counted[own]
+        return known
 
-        own: Optimizer = unwrapped(optimizer, lambda each: each in self._managed or each in self._counters)
-        return own
+    def overflow_log(self, optimizer: Optimizer) -> OverflowLog:
+        """What is known of an optimizer's last overflow."""
+        known = self.watched(optimizer)
+        if isinstance(known, ManagedOptimizer):
+            return known.overflow_log
+        members = self._members_of(known.optimizer)
+        members.refresh()
+        return OverflowLog(members)
 
     def scaled(
         self, loss: torch.Tensor, optimizers: Sequence[Optimizer], loss_id: int, delay: bool
@@ -524,11 +534,12 @@ class Session:
         if self.awaits and not self.optimizers:
             raise RuntimeError(f"{self.describe()} awaits its optimizers: call mpinit.add_optimizers(optimizer) first")
         scaler = self.scaler(loss_id)
-        if self._counters and self._counters.keys() >= set(optimizers):
+        if self._counted and self._counted.keys() >= set(optimizers):
             if self.masters.are_in_model:
                 raise RuntimeError(IN_FLOAT32.format("mpinit.scale_loss"))
             self._was_scaled = "step" in self.ranks.to_be_checked
-            return Unscaled(loss if loss.dtype in _FLOATS else loss.float())
+            observers = [each for optimizer in optimizers for each in self._counted[optimizer].observers]
+            return Unscaled(loss if loss.dtype in _FLOATS else loss.float(), observers, scaler)
         mine = [self.managed(optimizer) for optimizer in optimizers]
         others = [] if scaler.is_identity else self._other_gradients(mine)
         return ScaledLoss(loss, scaler, mine, others, delay)

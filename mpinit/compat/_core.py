@@ -44,6 +44,7 @@ def share_scalers(session: Any, others: Sequence[Any]) -> None:
     """Let other sessions scale by the scalers of this one."""
     for other in others:
         other.scalers[:] = session.scalers
+        _look_at_steps(other)
 
 
 def groups_of(optimizer: Optimizer) -> list[list[tuple[torch.nn.Parameter, torch.nn.Parameter]]]:
@@ -61,3 +62,12 @@ def masters_to_weights(optimizer: Optimizer) -> None:
 def change_rule(scaler: Scaler, **numbers: Any) -> None:
     """Replace numbers of a scaler's rule: ``init_scale``, ``growth_interval``, ``min_scale``, ``max_scale``."""
     scaler.rule = dataclasses.replace(scaler.rule, **numbers)
+    for session in live_sessions():
+        if scaler in session.scalers:
+            _look_at_steps(session)
+
+
+def _look_at_steps(session: Any) -> None:
+    """Losses may be scaled now at a level that leaves optimizers as they are."""
+    for optimizer in session.optimizers:
+        session.managed(optimizer)

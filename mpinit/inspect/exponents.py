@@ -131,7 +131,7 @@ def gradient_histogram(optimizer: Optimizer, parameter: str | None = None) -> Gr
     counts: dict[str, dict[int, int]] = {}
     zeros, nonfinite, elements = {}, {}, {}
     known = []
-    for weight in session.managed(optimizer).parameters():
+    for weight in session.watched(optimizer).parameters():
         name = session.name_of(weight)
         known.append(name)
         if weight.grad is not None and parameter in (None, name):

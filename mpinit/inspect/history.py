@@ -59,7 +59,7 @@ class History:
     def __init__(self, optimizer: Optimizer, capacity: int = 1000) -> None:
         if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
             raise ValueError(f"capacity={capacity!r}: give a number of steps from 1 up")
-        self._managed = registry.session_of(optimizer).managed(optimizer)
+        self._managed = registry.session_of(optimizer).watched(optimizer)
         self._rows: deque[_Row] = deque(maxlen=capacity)
         self._steps = 0
         self._lost_skipped: int | torch.Tensor = 0

@@ -90,7 +90,7 @@ def overflow_report(optimizer: Optimizer) -> OverflowReport:
         >>> mpinit.undo(model)
     """
     session = registry.session_of(optimizer)
-    log = session.managed(optimizer).overflow_log
+    log = session.overflow_log(optimizer)
     record = log.read(None, None, None)
     if log.last is not None and (not record.parameters or _names(log.last) == _names(record)):
         record = log.last

@@ -22,7 +22,7 @@ class _Movement:
         self._steps: list[bool | torch.Tensor] = []
         self._start = {
             weight: self._now(weight).clone()
-            for weight in session.managed(optimizer).parameters()
+            for weight in session.watched(optimizer).parameters()
             if weight.requires_grad
         }
         self._moved = {weight: torch.zeros_like(old, dtype=torch.bool) for weight, old in self._start.items()}
@@ -92,7 +92,7 @@ def stalled(optimizer: Optimizer, start: bool = False) -> dict[str, float] | Non
         >>> mpinit.undo(model)
     """
     session = registry.session_of(optimizer)
-    observers = session.managed(optimizer).observers
+    observers = session.watched(optimizer).observers
     running = [observer for observer in observers if isinstance(observer, _Movement)]
     if start:
         fresh = _Movement(session, optimizer)

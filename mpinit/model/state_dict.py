@@ -205,7 +205,7 @@ class Float32State:
             "_modules": set(),
             "_arriving": {},
             "_rebuilt": [],
-            "_saved": [],
+            "saved": [],
         }
 
 

@@ -119,13 +119,22 @@ class ScaledLoss:
 
 @final
 class Unscaled:
-    """The context ``scale_loss`` returns where mixed precision is disabled: the loss as it is."""
+    """The context ``scale_loss`` returns where nothing is done to gradients, or mpinit is disabled: the loss as it is.
 
-    def __init__(self, loss: Any) -> None:
+    Args:
+        loss: the loss.
+        observers: who is told at the end of the block.
+        scaler: what does not scale it.
+    """
+
+    def __init__(self, loss: Any, observers: Sequence[Any] = (), scaler: LossScaler | None = None) -> None:
         self._loss = loss
+        self._observers = observers
+        self._scaler = scaler
 
     def __enter__(self) -> Any:
         return self._loss
 
-    def __exit__(self, *_: object) -> None:
-        return None
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        for observer in self._observers if exc_type is None else ():
+            observer.backward_ended(self._loss, self._scaler)

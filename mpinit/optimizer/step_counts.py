@@ -1,11 +1,13 @@
-"""Steps done and skipped, counted without waiting for the device."""
+"""Steps done and skipped, counted without waiting for the device; and optimizers with which nothing else is done."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, NamedTuple, final
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, final
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 
 class StepCounts(NamedTuple):
@@ -59,3 +61,28 @@ class StepCounter:
             return False
         self._since_reading = 0
         return True
+
+
+@final
+@dataclass(eq=False)
+class CountedOptimizer:
+    """An optimizer that is left as it is: hooks of torch's own count its steps.
+
+    Attributes:
+        optimizer: the optimizer.
+        counter: of its steps.
+        observers: as those of an optimizer with masters.
+    """
+
+    optimizer: Optimizer
+    counter: StepCounter = field(default_factory=StepCounter)
+    observers: list[Any] = field(default_factory=list)
+
+    @property
+    def counts(self) -> StepCounts:
+        """Steps done; none is skipped."""
+        return self.counter.read()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters in its groups, each once, in their order."""
+        return list(dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"]))

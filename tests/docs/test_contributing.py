@@ -9,7 +9,7 @@ import pytest
 
 import mpinit.plan
 from mpinit.basics import user_warnings
-from mpinit.scaling import rule
+from mpinit.scaling import scaler
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -24,7 +24,7 @@ def test_every_room_and_file_exists(path: str) -> None:
 
 def test_every_name_exists() -> None:
     assert {"Masters", "warn_user"} <= set(re.findall(r"`(\w+)`", TEXT))
-    assert mpinit.plan.Masters and user_warnings.warn_user and rule.Scaling
+    assert mpinit.plan.Masters and user_warnings.warn_user and scaler.Scaling
 
 
 def test_every_room_of_the_house_is_on_the_map() -> None:

@@ -223,7 +223,7 @@ def test_a_failed_set_up_gives_16_bit_weights_back(monkeypatch: pytest.MonkeyPat
     def fail(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("mpinit.model.casting.TensorCasts.apply", fail)
+    monkeypatch.setattr("mpinit.optimizer.ranks.Ranks.watch", fail)
     with pytest.raises(MemoryError):
         mpinit.initialize(model, optimizer, "O5", master_weights="model", verbosity=0)
     assert equal_tensors(before, dict(model.state_dict()))
