@@ -189,12 +189,13 @@ class Session:
         # Late, because it is what cannot be taken back bit for bit where there are no masters.
         if selected.changes or len(self.masters) > 0:
             self._cast(targets)
-            self._casts.settle()
         push(self.ranks.watch(selected.changes, self._casts if selected.changes else None, self._words()))
         for optimizer in self.optimizers:
             push(self._take_in(optimizer))
         if self._makes_masters:
             push(check_steps(self, Session._check_step))
+        if selected.changes:
+            self._casts.settle()
         push(self._give_masters_up)  # first to be undone: weights may have got masters later
 
     def _words(self) -> dict[str, str]:
