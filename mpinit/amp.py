@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,8 +71,8 @@ __all__ = [
 
 
 def scale_loss(
-    loss: Any,
-    optimizers: Any,
+    loss: torch.Tensor,
+    optimizers: Optimizer | Sequence[Optimizer],
     loss_id: int = 0,
     model: Any = None,
     delay_unscale: bool = False,
@@ -111,8 +111,9 @@ def scale_loss(
         torch.float32
         >>> mpinit.undo(optimizer)
     """
-    many = [optimizers]
-    session = registry.own(optimizers) if isinstance(optimizers, Optimizer) else None
+    session, many = None, []
+    if isinstance(optimizers, Optimizer):
+        session, many = registry.own(optimizers), [optimizers]
     if session is None:
         many = list(dict.fromkeys(checks.as_optimizers(optimizers)))
         session = registry.shared_session(many)

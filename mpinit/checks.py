@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -27,6 +27,10 @@ from .plan import Masters, Plan
 if TYPE_CHECKING:
     from .settings.properties import Properties
 
+# How many names a message lists where none is near.
+_LISTED: Final = 6
+_KINDS: Final[dict[type, str]] = {nn.Module: "a torch.nn.Module", Optimizer: "a torch.optim.Optimizer"}
+
 
 def as_list(given: Any, kind: type, what: str) -> list[Any]:
     """One object, or a list or tuple of them, as a list.
@@ -37,8 +41,30 @@ def as_list(given: Any, kind: type, what: str) -> list[Any]:
     items = list(given) if isinstance(given, (list, tuple)) else [given]
     for item in items:
         if not isinstance(item, kind):
-            raise TypeError(f"{what} must be a {kind.__name__}, or a list or tuple of them; got {type(item).__name__}")
+            raise TypeError(
+                f"{what} must be {_KINDS[kind]}, or a list or tuple of them; got {_said(item)}{_hint(item, kind)}"
+            )
     return items
+
+
+def _said(item: Any) -> str:
+    return f"the class {item.__name__}" if isinstance(item, type) else f"{type(item).__name__}"
+
+
+def _hint(item: Any, kind: type) -> str:
+    """What was probably meant."""
+    if isinstance(item, type) and issubclass(item, kind):
+        return ", not an object of it: make one first"
+    if isinstance(item, (Optimizer, nn.Module)):
+        return ". Models come first and optimizers second: are the two swapped?"
+    if isinstance(item, (Iterator, nn.Parameter)):
+        given = "the model itself" if kind is nn.Module else "the optimizer that was made from the parameters"
+        return f", as model.parameters() holds or is: give {given}"
+    if isinstance(item, torch.Tensor):
+        return ". The loss comes first and its optimizers second: are the two swapped?"
+    if isinstance(item, Mapping):
+        return ", as state_dict() returns: give the object that has it"
+    return ""
 
 
 def as_optimizers(given: Any) -> list[Any]:
@@ -85,9 +111,7 @@ def check(
     reshard(models)
     if plan.patch_functions:
         _warn_of_16_bit_weights(models)
-    belonging = {id(t) for model in models for module in modules_of(model) for t in module._parameters.values()}
-    for optimizer in optimizers if models else ():
-        _warn_of_orphans(models, optimizer, belonging)
+    _check_belonging(models, optimizers, awaits)
 
 
 def check_free(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -183,9 +207,11 @@ def _check_kept_names(models: Sequence[nn.Module], props: Properties) -> None:
     for pattern in props.keep_fp32:
         if isinstance(pattern, str) and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
-            hint = f"; near it are {', '.join(map(repr, near))}" if near else ""
+            most = near or modules[:_LISTED] or names[:_LISTED]
+            hint = f"; {'near it are' if near else 'there are'} {', '.join(map(repr, most))}" if most else ""
+            more = " and others" if not near and len(names) > len(most) else ""
             raise ValueError(
-                f"keep_fp32={pattern!r} matches no module{hint}. Names are those of model.named_modules(), "
+                f"keep_fp32={pattern!r} matches no module{hint}{more}. Names are those of model.named_modules(), "
                 "or of parameters and buffers"
             )
 
@@ -210,20 +236,28 @@ def _warn_of_16_bit_weights(models: Sequence[nn.Module]) -> None:
         )
 
 
-def _warn_of_orphans(models: Sequence[nn.Module], optimizer: Optimizer, belonging: set[int]) -> None:
-    """Parameters of a loss function are legitimate; ones left over from before the model was copied are not."""
-    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not given or any(id(parameter) in belonging for parameter in given):
-        return
-    by_shape: dict[torch.Size, str] = {}
+def _check_belonging(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], awaits: bool) -> None:
+    """Parameters of a loss are legitimate beside a model's; ones left over from before it was copied are not."""
+    own = {id(t) for model in models for module in modules_of(model) for t in module._parameters.values()}
+    shapes: dict[torch.Size, str] = {}
     for model in models:
         for name, parameter in model.named_parameters():
-            by_shape.setdefault(parameter.shape, name)
-    if not all(parameter.shape in by_shape for parameter in given):
-        return
-    first = ", ".join(f"parameter {i} (shaped like {by_shape[p.shape]!r})" for i, p in enumerate(given[:3]))
-    warn_user(
-        f"none of the parameters of {type(optimizer).__name__} belongs to the models, though all have the shapes of "
-        f"theirs: {first}. It was probably made before the model was copied or moved; make the optimizer from the "
-        "parameters of the model given to mpinit.initialize"
-    )
+            shapes.setdefault(parameter.shape, name)
+    stray = {o: given for o in optimizers if (given := [p for group in o.param_groups for p in group["params"]])}
+    for optimizer, given in list(stray.items()):
+        if not own or any(id(parameter) in own for parameter in given):
+            del stray[optimizer]
+        elif all(parameter.shape in shapes for parameter in given):
+            first = ", ".join(f"parameter {i} (shaped like {shapes[p.shape]!r})" for i, p in enumerate(given[:3]))
+            raise ValueError(
+                f"none of the parameters of {type(optimizer).__name__} belongs to the models, though all have the "
+                f"shapes of theirs: {first}. It was made before the model was copied or moved, or from another: make "
+                "the optimizer from the parameters of the model given to mpinit.initialize"
+            )
+    if stray and len(stray) == len(optimizers) and not awaits:
+        raise ValueError(
+            f"none of the parameters of {' and '.join(type(optimizer).__name__ for optimizer in stray)} belongs to the "
+            f"models ({', '.join(type(model).__name__ for model in models)}), which would not be trained: make the "
+            "optimizer from model.parameters(). Where it is for a loss with parameters of its own, give the model's "
+            "optimizer too, or await_optimizers=True if that comes later"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
-from typing import Any, Final, NoReturn, final
+from typing import Any, Final, Never, NoReturn, final
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -19,6 +19,8 @@ from .session import Session
 
 # The numbers that move a scale, and what torch's own has where nothing else is said.
 _USUAL: Final[dict[str, Any]] = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+# What torch's constructor calls otherwise than initialize does.
+_OURS: Final = {"init_scale": "init_loss_scale"}
 
 
 @final
@@ -38,8 +40,10 @@ class GradScaler:
         loss_id: which of the session's ``num_losses`` scalers to use.
         enabled: False: the loss goes in as it is, and ``step`` is ``optimizer.step``. As where
             ``initialize(enabled=False)`` was called.
+        torchs: what ``torch.amp.GradScaler`` is made with, such as ``init_scale``: refused.
 
     Raises:
+        TypeError: what ``torch.amp.GradScaler`` takes was given; the message says what to write.
         RuntimeError: an owner was not initialised.
         ValueError: no such ``loss_id``, or owners of different sessions.
 
@@ -58,7 +62,9 @@ class GradScaler:
         >>> mpinit.undo(model)
     """
 
-    def __init__(self, owners: Any, loss_id: int = 0, enabled: bool = True) -> None:
+    def __init__(self, owners: Any = None, loss_id: int = 0, enabled: bool = True, **torchs: Never) -> None:
+        if owners is None or isinstance(owners, (str, torch.device)) or torchs:
+            raise TypeError(_instead(owners, torchs))
         given = [registry.unwrapped(owner) for owner in (owners if isinstance(owners, (list, tuple)) else [owners])]
         if not given:
             raise ValueError("GradScaler needs an initialised optimizer, or a model of the session that is meant")
@@ -282,6 +288,21 @@ class GradScaler:
         _, scaler = self._live()
         if scaler is not None:
             scaler.rule = dataclasses.replace(scaler.rule, **numbers)
+
+
+def _instead(owners: Any, given: Mapping[str, Any]) -> str:
+    """What to write for what torch's own GradScaler takes."""
+    numbers = {_OURS.get(name, name): value for name, value in given.items() if name != "device"}
+    unknown = [name for name in numbers if name not in (*_OURS.values(), *_USUAL)]
+    if unknown:
+        return f"GradScaler has no argument {unknown[0]!r}; it has owners, loss_id and enabled"
+    what = [f"{name}={value!r}" for name, value in given.items()]
+    said = ", ".join([*([repr(owners)] if isinstance(owners, (str, torch.device)) else []), *what])
+    moved = ", ".join(["model, optimizer", *(f"{name}={value!r}" for name, value in numbers.items())])
+    return (
+        f"GradScaler({said}): mpinit's takes the optimizer that was initialised, which knows its device, and the "
+        f"numbers of a scale are initialize's: mpinit.initialize({moved}), and then mpinit.GradScaler(optimizer)"
+    )
 
 
 def _member(session: Session, optimizer: Optimizer) -> Optimizer:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,7 +19,23 @@ from .session import Request, Session
 from .settings.defaults import DEFAULT_LEVEL, DEFAULT_LIMIT, DEFAULT_ONE, Config, Default
 
 if TYPE_CHECKING:
-    from .settings.properties import Properties
+    from .settings.keywords import Keywords, Level
+
+# One of them, or a list or tuple: what is given comes back with its type.
+Models = TypeVar("Models", bound=nn.Module | Sequence[nn.Module])
+Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
+
+
+@overload
+def initialize(
+    models: Models, optimizers: None = None, opt_level: Level = "O1", **keywords: Unpack[Keywords]
+) -> Models: ...
+
+
+@overload
+def initialize(
+    models: Models, optimizers: Optimizers, opt_level: Level = "O1", **keywords: Unpack[Keywords]
+) -> tuple[Models, Optimizers]: ...
 
 
 def initialize(
@@ -97,39 +114,40 @@ def initialize(
     given = {name: said[name] for name in field_names() if name in said} | more
     if isinstance(given["max_loss_scale"], Default):
         given["max_loss_scale"] = None
-    model_list = checks.as_list(models, nn.Module, "models")
-    optimizer_list = [] if optimizers is None else checks.as_optimizers(optimizers)
-    if not isinstance(await_optimizers, bool):
-        raise TypeError(f"await_optimizers must be True or False, not {await_optimizers!r}")
-    on, settings = is_enabled(enabled), read_settings(config, num_losses, verbosity)
-    resolved = resolve(opt_level, given, settings.pop("config"))
+    try:
+        model_list = checks.as_list(models, nn.Module, "models")
+        optimizer_list = [] if optimizers is None else checks.as_optimizers(optimizers)
+        if not isinstance(await_optimizers, bool):
+            raise TypeError(f"await_optimizers must be True or False, not {await_optimizers!r}")
+        on, settings = is_enabled(enabled), read_settings(config, num_losses, verbosity)
+        level, props = resolve(opt_level, given, settings.pop("config"))
+        if on:
+            plan = make_plan(props)
+            checks.check(model_list, optimizer_list, props, plan, await_optimizers)
+        else:
+            checks.check_free(model_list, optimizer_list)
+    except (ValueError, TypeError) as error:
+        # Refused before anything was done, and none of the caller's code has run: his line is what matters, not ours.
+        log.debug("initialize() refused what it was given", exc_info=error)
+        raise error.with_traceback(None) from None
     if on:
-        _set_up(model_list, optimizer_list, resolved, await_optimizers, process_group, **settings)
+        request = Request(
+            level, props, plan, settings["num_losses"], settings["verbosity"], await_optimizers, process_group
+        )
+        _set_up(model_list, optimizer_list, request)
         registry.enable([*model_list, *optimizer_list])
     else:
-        checks.check_free(model_list, optimizer_list)
         registry.disable(model_list, optimizer_list)
     return models if optimizers is None else (models, optimizers)
 
 
-def _set_up(
-    models: list[nn.Module],
-    optimizers: list[Optimizer],
-    resolved: tuple[str, Properties],
-    await_optimizers: bool,
-    process_group: Any,
-    num_losses: int,
-    verbosity: int,
-) -> None:
-    level, props = resolved
-    plan = make_plan(props)
-    checks.check(models, optimizers, props, plan)
-    if not await_optimizers and plan.masters in (Masters.FULL, Masters.SPLIT):
+def _set_up(models: list[nn.Module], optimizers: list[Optimizer], request: Request) -> None:
+    plan = request.plan
+    if not request.awaits and plan.masters in (Masters.FULL, Masters.SPLIT):
         warn_of_target_networks(models, optimizers)
-    check_process_group(process_group, models, plan)
+    check_process_group(request.process_group, models, plan)
     check_split_shards(models, plan)
     came_in_16_bit = checks.names_in_16_bit(models)
-    request = Request(level, props, plan, num_losses, verbosity, await_optimizers, process_group)
     session = Session(models, optimizers, request)
     session.apply()
     registry.add(session)
@@ -147,7 +165,7 @@ def _announce(session: Session, came_in_16_bit: list[str]) -> None:
         log.info("%s: %s came in 16-bit, first %s", session.describe(), counted(len(came_in_16_bit), "weight"), first)
 
 
-def add_optimizers(optimizers: Any) -> Any:
+def add_optimizers(optimizers: Optimizers) -> Optimizers:
     """Take in optimizers made after :func:`initialize`: masters into them, as ``initialize(model, optimizer)`` does.
 
     At any time, also between steps: a second optimizer may come much later, and one for a part of the weights. Which
@@ -198,7 +216,7 @@ def add_optimizers(optimizers: Any) -> Any:
     return optimizers
 
 
-def undo(owners: Any) -> None:
+def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> None:
     """Take back what :func:`initialize` did: float32 weights (from the masters, bit for bit), functions, methods.
 
     Args:

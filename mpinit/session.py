@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from . import functions
 from .basics.dtypes import is_lower_precision
 from .basics.patching import Undo, UndoStack
+from .basics.wrappers import unwrapped
 from .distributed.sharding import gather_in, is_distributed, reshard
 from .masters.codecs.bfloat16 import BFloat16
 from .masters.codecs.blockwise import Blockwise
@@ -505,13 +506,20 @@ class Session:
         return known
 
     def watched(self, optimizer: Optimizer) -> ManagedOptimizer | CountedOptimizer:
-        """What counts an optimizer's steps and tells observers; nothing is done to it because of that."""
+        """What counts an optimizer's steps and tells observers; nothing is done to it because of that.
+
+        Raises:
+            TypeError: it is no optimizer of the session: a model, perhaps.
+        """
         known = self._managed.get(optimizer) or self._counted.get(optimizer)
         if known is None:
-            from .basics.wrappers import unwrapped
-
             own = unwrapped(optimizer, lambda each: each in self._managed or each in self._counted)
-            known = self._managed.get(own) or self._counted[own]
+            known = self._managed.get(own) or self._counted.get(own)
+        if known is None:
+            raise TypeError(
+                f"{type(optimizer).__name__} is no optimizer of {self.describe()}: give the optimizer that "
+                "mpinit.initialize or mpinit.add_optimizers was given"
+            )
         return known
 
     def overflow_log(self, optimizer: Optimizer) -> OverflowLog:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from ..basics.patching import set_attribute
 from . import require
 from .accelerate import attach, check
 from .pretrained import save_in
+
+if TYPE_CHECKING:
+    from ..settings.keywords import Level
 
 require("transformers")
 
@@ -29,7 +32,7 @@ _INSTEAD = {
 }
 
 
-def enable(trainer: Any, opt_level: str = "O5", *, save_dtype: Any = torch.float32, **properties: Any) -> None:
+def enable(trainer: Any, opt_level: Level = "O5", *, save_dtype: Any = torch.float32, **properties: Any) -> None:
     """Make a Trainer train in mixed precision, whatever dtype its model was loaded in: one line before ``train()``.
 
     Accumulation, clipping, evaluation, generation and callbacks stay as they are. Every ``checkpoint-N`` holds the

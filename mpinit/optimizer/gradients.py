@@ -78,13 +78,16 @@ class Gradients:
     # -- around a backward pass -----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def scale(self, block: object, scaler: LossScaler, done: Done) -> None:
+    def scale(self, block: object, scaler: LossScaler, done: Done) -> bool:
         """A block begins in which a scaled loss adds to the gradients: what is there is scaled, too.
 
         Args:
             block: whose life the block's is.
             scaler: what the loss is scaled by.
             done: gradients that are scaled already; gets these.
+
+        Returns:
+            Whether there are none yet.
         """
         self._block = weakref.ref(block)
         self._was_scaled, self._was_stepped = True, False
@@ -93,7 +96,7 @@ class Gradients:
             self.was_reached = False
             self.forget_overflow()
         if scaler.is_identity:
-            return
+            return is_empty
         self.scaled_by = scaler
         if not is_empty:
             left = self.present()
@@ -103,6 +106,7 @@ class Gradients:
                 factor = scaler.scale_now()
                 self._multiply([gradient for gradient in left if id(gradient) not in done], factor)
             done.update(map(id, self.present()))
+        return is_empty
 
     def scale_until_unscaled(self, scaler: LossScaler) -> None:
         """:meth:`scale` without a block: a GradScaler says when it is over."""
@@ -178,11 +182,15 @@ class Gradients:
         try:
             yield
         except BaseException:
-            for weight in self.weights:
-                weight.grad = None
-            self.scaled_by = None
-            self.forget_overflow()
+            self.drop()
             raise
+
+    def drop(self) -> None:
+        """Let go of all gradients, scaled or not."""
+        for weight in self.weights:
+            weight.grad = None
+        self._block = self.scaled_by = None
+        self.forget_overflow()
 
     def _held(self) -> list[torch.Tensor]:
         """The gradients in the type in which they are kept, from here on on the weights."""

@@ -13,6 +13,7 @@ from ..basics.logs import log
 from ..distributed.sharding import is_distributed
 from ..masters.masters import IN_FLOAT32
 from ..scaling.scaler import LossScaler
+from ..torch_internals.columns import have_grads
 from ..torch_internals.devices import is_read_freely
 from .gradients import Done, Gradients
 from .managed import ManagedOptimizer
@@ -47,6 +48,8 @@ class ScaledLoss:
         self._mine = [each.gradients for each in optimizers]
         self._others = others
         self._delay_update = delay_update
+        # What is to notice that the scaled loss was not what backward() was called on; None: nothing has to.
+        self._was_used: list[bool] | None = None
 
     def __enter__(self) -> torch.Tensor:
         if any(each.members.table.are_in_model for each in self._optimizers):
@@ -62,11 +65,15 @@ class ScaledLoss:
             optimizer.before_backward(self._delay_update)
         done: Done = set()
         begun: list[Gradients] = []
+        are_new = True
         try:
             for gradients in (*self._mine, *self._others):
                 begun.append(gradients)
-                gradients.scale(self, self._scaler, done)
-            return self._scaler.scale(self._loss)
+                are_new &= gradients.scale(self, self._scaler, done) or gradients in self._others
+            scaled = self._scaler.scale(self._loss)
+            if are_new and scaled.requires_grad and not self._scaler.is_identity:
+                self._watch(scaled)
+            return scaled
         except BaseException:
             self._unscale(begun, set())
             raise
@@ -75,6 +82,8 @@ class ScaledLoss:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         done: Done = set()
+        if exc_type is None and self._was_used == []:
+            self._check_used()
         try:
             for optimizer in self._optimizers:
                 optimizer.after_backward()
@@ -82,6 +91,33 @@ class ScaledLoss:
             found = self._unscale([*self._mine, *self._others], done)
         if exc_type is None:
             self._finish(found)
+
+    def _watch(self, scaled: torch.Tensor) -> None:
+        """Note whether a backward pass goes through ``scaled``, where all gradients are of this block."""
+        if not torch.compiler.is_compiling():
+            was_used: list[bool] = []
+            self._was_used = was_used
+            scaled.register_hook(lambda _: was_used.append(True))  # type: ignore[no-untyped-call]
+
+    def expect_no_use(self) -> None:
+        """What is scaled alike by another block is what ``backward()`` is going to be called on."""
+        self._was_used = None
+
+    def _check_used(self) -> None:
+        """Refuse gradients of the loss itself: divided by the scale they would hardly move a weight.
+
+        Raises:
+            RuntimeError: there are some. They are dropped.
+        """
+        if not any(have_grads(gradients.weights) for gradients in self._mine):
+            return
+        for gradients in (*self._mine, *self._others):
+            gradients.drop()
+        raise RuntimeError(
+            "gradients came into the `with mpinit.scale_loss(loss, optimizer) as scaled_loss` block, but not from "
+            "scaled_loss: call scaled_loss.backward() in it, not loss.backward(), whose gradients would be divided by "
+            f"a scale of {self._scaler.loss_scale():g} that they were never multiplied by. The gradients were dropped"
+        )
 
     def _unscale(self, gradients: Sequence[Gradients], done: Done) -> list[torch.Tensor]:
         found: list[torch.Tensor | None] = []
@@ -138,3 +174,6 @@ class Unscaled:
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         for observer in self._observers if exc_type is None else ():
             observer.backward_ended(self._loss, self._scaler)
+
+    def expect_no_use(self) -> None:
+        """What it is used for is not looked at."""

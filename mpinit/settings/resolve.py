@@ -16,7 +16,10 @@ from .properties import Properties, build, field_names, is_given
 from .spellings import LARGEST_COUNT, parse_bool, parse_whole_number
 
 # initialize()'s keywords that are no properties: a misspelt one shall find its way home too.
-_OTHER_KEYWORDS: Final = ("models", "optimizers", "opt_level", "enabled", "num_losses", "config", "verbosity")
+_OTHER_KEYWORDS: Final = (
+    *("models", "optimizers", "opt_level", "enabled", "await_optimizers", "num_losses", "config", "verbosity"),
+    "process_group",
+)
 
 # Properties of versions before, and what does the same.
 _REMOVED: Final = {"compile_step": "torch.compile(optimizer.step) compiles a step"}
@@ -66,9 +69,9 @@ def check_names(names: Iterable[Any], allowed: tuple[str, ...], where: str, othe
         if name in _REMOVED:
             raise ValueError(f"{where}: {name} was removed: {_REMOVED[name]}")
         if name not in allowed:
-            near = difflib.get_close_matches(str(name), allowed + others, n=1, cutoff=0.4)
+            near = difflib.get_close_matches(str(name), others + allowed, n=1, cutoff=0.4)
             hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise ValueError(f"{where} has no property {name!r}{hint} The properties are: {', '.join(allowed)}")
+            raise ValueError(f"{where} has no property {name!r}{hint} There are: {', '.join(others + allowed)}")
 
 
 def read_config(config: Config, extra: tuple[str, ...] = ()) -> ReadConfig:

@@ -330,9 +330,9 @@ def test_what_it_is_made_of_is_checked() -> None:
     model, optimizer = build("O5")
     with pytest.raises(TypeError, match="make one for each"):
         TrainState([model], optimizer)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"model must be a Module.*got SGD"):
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module.*got SGD"):
         TrainState(momentum(model.parameters()), model)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="optimizers must be a Optimizer"):
+    with pytest.raises(TypeError, match="optimizers must be a torch"):
         TrainState(model, [model])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="Adam steps parameters that Linear does not have"):
         TrainState(model[0], optimizer).state_dict()

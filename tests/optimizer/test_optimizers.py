@@ -144,11 +144,19 @@ def test_an_optimizer_that_has_stepped_keeps_its_state(level: str, make: Callabl
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_orphans_are_named_in_a_warning(level: str) -> None:
-    model = mlp()
-    optimizer = momentum(mlp(seed=5).parameters())
-    with pytest.warns(UserWarning, match=r"none of the parameters of SGD.*'0\.weight'.*'0\.bias'.*'3\.weight'"):
-        mpinit.initialize(model, optimizer, **keywords(level))
+def test_an_optimizer_over_none_of_the_models_parameters_is_refused(level: str) -> None:
+    model, own = mlp(), momentum(mlp().parameters())
+    copied, strange = momentum(mlp(seed=5).parameters()), SGD([nn.Parameter(torch.zeros(5))], lr=0.5)
+    left_over = r"none of the parameters of SGD.*'0\.weight'.*'0\.bias'.*'3\.weight'.*make the optimizer from"
+    for optimizers, text in (
+        (copied, left_over),
+        ([own, copied], left_over),
+        (strange, r"make the optimizer from.*a loss"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            mpinit.initialize(model, optimizers, **keywords(level))
+    assert model[0].weight.dtype is torch.float32
+    mpinit.initialize(model, strange, await_optimizers=True, **keywords(level))
 
 
 def test_a_loss_functions_own_parameters_are_no_orphans() -> None:

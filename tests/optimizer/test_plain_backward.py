@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from loops import backward, batches, mlp, momentum, mse, same
+from loops import backward, batches, masters, mlp, momentum, mse, same
 from masters_by_hand import SETTINGS, ByHand
 from torch.nn.parallel import DistributedDataParallel
 
@@ -67,3 +67,45 @@ def test_a_process_group_that_comes_after_initialize(setting: str, late: bool) -
     finally:
         dist.destroy_process_group()
     same(model.parameters(), by_hand.model.parameters())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("first", [True, False])
+def test_backward_of_the_loss_itself_inside_the_block_is_refused(level: str, first: bool) -> None:
+    model = mlp()
+    optimizer = momentum(model.parameters())
+    mpinit.initialize(model, optimizer, level, verbosity=0)
+    if not first:
+        backward(mse(model, DATA[0]), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    before = [weight.clone() for weight in masters(optimizer)]
+    loss = mse(model, DATA[0])
+    with (
+        pytest.raises(RuntimeError, match=r"not from scaled_loss: call scaled_loss.backward\(\).* scale of 65536"),
+        mpinit.scale_loss(loss, optimizer),
+    ):
+        loss.backward()
+    assert all(weight.grad is None for weight in model.parameters())
+    same(masters(optimizer), before)
+    backward(mse(model, DATA[0]), optimizer)
+    optimizer.step()
+    assert not any(map(torch.equal, masters(optimizer), before))
+
+
+def test_what_uses_the_scaled_loss_in_other_ways_is_none_of_that() -> None:
+    model = mlp()
+    optimizer = momentum(model.parameters())
+    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    with mpinit.scale_loss(mse(model, DATA[0]), optimizer) as scaled_loss:
+        (scaled_loss * 0.5).backward()
+    halved = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+    with mpinit.scale_loss(mse(model, DATA[0]), optimizer):
+        pass
+    optimizer.zero_grad()
+    with mpinit.scale_loss(mse(model, DATA[0]), optimizer) as scaled_loss:
+        for weight, gradient in zip(
+            model.parameters(), torch.autograd.grad(scaled_loss, list(model.parameters())), strict=True
+        ):
+            weight.grad = gradient
+    same([2 * each for each in halved], [weight.grad for weight in model.parameters()])

@@ -130,7 +130,7 @@ def test_a_wrapper_that_is_no_optimizer() -> None:
     mpinit.initialize(model, base, "O5", verbosity=0)
     backward(mse(model, batches(1)[0]), outer)
     assert len(list(mpinit.master_params(outer))) == 4
-    with pytest.raises(TypeError, match="optimizers must be a Optimizer"):
+    with pytest.raises(TypeError, match="optimizers must be a torch"):
         mpinit.scale_loss(torch.ones(()), object())
 
 

@@ -36,7 +36,7 @@ class SeveralOptimizers(AbstractContextManager[torch.Tensor]):
         self._stack = ExitStack()
         groups = list(_by_shared_scaler(optimizers, loss_id))
         # Whichever is entered first ends last: it moves the scale, by what all of them found.
-        self._blocks = [
+        self._blocks: list[Any] = [
             mp.scale_loss(loss, group, loss_id, delay_overflow_check=later or index > 0)
             for index, group in enumerate(groups)
         ]
@@ -46,6 +46,9 @@ class SeveralOptimizers(AbstractContextManager[torch.Tensor]):
     def __enter__(self) -> torch.Tensor:
         with ExitStack() as entered:
             scaled: list[torch.Tensor] = [entered.enter_context(block) for block in self._blocks]
+            # All are scaled alike, and one is what backward() is called on.
+            for block in self._blocks[1:]:
+                block.expect_no_use()
             self._stack = entered.pop_all()
         return scaled[0]
 

@@ -69,6 +69,7 @@ def initialize(
             f"Unexpected optimization level {opt_level!r}. Options are {', '.join(map(repr, opt_levels))}. Note that "
             "the prefix O is the letter O, not the number zero"
         )
+    level: Any = opt_level  # one of them
     _end_earlier_sessions(_as_list(models), _as_list(optimizers))
     lists.register_edits()
     with warnings.catch_warnings():
@@ -77,7 +78,7 @@ def initialize(
         result = mp.initialize(
             models,
             optimizers,
-            opt_level,
+            level,
             cast_model_type=cast_model_type,
             patch_torch_functions=patch_torch_functions,
             keep_batchnorm_fp32=keep_batchnorm_fp32,

@@ -1,0 +1,51 @@
+"""``initialize``'s keywords as a type checker and an editor know them: names, values and what holds without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypedDict
+
+import torch
+from torch import nn
+
+from .defaults import Config
+
+Level = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
+Dtype = torch.dtype | Literal["float16", "fp16", "half", "bfloat16", "bf16", "float32", "fp32", "float"]
+_Kept = type[nn.Module] | str | Callable[[str, nn.Module], bool]
+_Inputs = str | Callable[[str, Any], bool]
+
+
+class Keywords(TypedDict, total=False):
+    """All that may be left out: those of ``initialize`` itself, and the fields of :class:`Properties`."""
+
+    enabled: bool
+    await_optimizers: bool
+    num_losses: int
+    config: Config
+    verbosity: int
+    process_group: Any
+    cast_model_type: Dtype | Literal[False] | None
+    patch_torch_functions: bool | None
+    patch_torch_functions_type: Dtype | None
+    keep_batchnorm_fp32: bool | None
+    master_weights: bool | Literal["split", "model"] | None
+    loss_scale: float | Literal["dynamic"] | None
+    cast_model_outputs: Dtype | None
+    keep_fp32: _Kept | Sequence[_Kept] | None
+    keep_inputs: _Inputs | Sequence[_Inputs] | None
+    entry_points: str | Sequence[str] | None
+    cast_policy: Literal["torch", "apex"] | None
+    cast_scope: Literal["thread", "model"] | None
+    allow_banned: bool | None
+    init_loss_scale: float | None
+    growth_factor: float | None
+    backoff_factor: float | None
+    growth_interval: int | None
+    hysteresis: int | None
+    min_loss_scale: float | None
+    max_loss_scale: float | None
+    max_consecutive_skips: int | None
+    optimizer_state: Literal["float32", "bfloat16", "int8"] | torch.dtype | None
+    gradient_release: bool | None
+    split_bucket_bytes: int | None
