@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from loops import adam, backward, batches, keywords, mlp, momentum, mse, plain_sgd, train, train_plainly
+from loops import adam, backward, batches, mlp, momentum, mse, plain_sgd, train, train_plainly
+from models import LEVELS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
@@ -19,16 +20,6 @@ from torch.optim import Optimizer
 import mpinit
 from mpinit import TrainState
 
-LEVELS: dict[str, dict[str, Any]] = {
-    "O0": keywords("O0"),
-    "O1": keywords("O1"),
-    "O2": keywords("O2"),
-    "O3": keywords("O3"),
-    "O5": {"opt_level": "O5", "verbosity": 0},
-    "split": {"opt_level": "O5", "verbosity": 0, "master_weights": "split"},
-    "model": keywords("O2") | {"master_weights": "model"},
-    "int8": {"opt_level": "O5", "verbosity": 0, "optimizer_state": "int8"},
-}
 Pair = tuple[nn.Module, Optimizer]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
@@ -36,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, u
 def build(level: str, seed: int = 0, make: Callable[[Any], Optimizer] = adam, **more: Any) -> Pair:
     model = mlp(seed)
     optimizer = make(model.parameters())
-    mpinit.initialize(model, optimizer, **LEVELS[level] | more)
+    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level] | more)
     return model, optimizer
 
 
@@ -191,7 +182,7 @@ def test_optimizers_of_several_sessions_have_no_state_of_one() -> None:
     model = nn.Sequential(mlp(), nn.Linear(3, 3))
     optimizers = [adam(part.parameters()) for part in model]
     for part, optimizer in zip(model, optimizers, strict=True):
-        mpinit.initialize(part, optimizer, **LEVELS["O5"])
+        mpinit.initialize(part, optimizer, verbosity=0, **LEVELS["O5"])
     with pytest.raises(ValueError, match=r"session \d+ .* and session \d+ .*: make a TrainState for the"):
         TrainState(model, optimizers).state_dict()
 
@@ -204,7 +195,7 @@ def test_several_optimizers(options: dict[str, bool]) -> None:
     def pair(seed: int) -> tuple[nn.Module, list[Optimizer], TrainState]:
         model = mlp(seed)
         optimizers = [plain_sgd(model[0].parameters()), adam(model[3].parameters())]
-        mpinit.initialize(model, optimizers, **LEVELS["O2"])
+        mpinit.initialize(model, optimizers, verbosity=0, **LEVELS["O2"])
         return model, optimizers, TrainState(model, iter(optimizers), options=StateDictOptions(**options))
 
     def run(model: nn.Module, optimizers: list[Optimizer], seed: int) -> None:

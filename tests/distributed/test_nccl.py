@@ -8,20 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import LEVELS
 from torch import Tensor, nn
 
 import mpinit
 
 pytestmark = pytest.mark.gpu
 
-LEVELS: dict[str, dict[str, Any]] = {
-    "O2": {"opt_level": "O2", "init_loss_scale": 1024.0},
-    "O5": {"opt_level": "O5"},
-    "split": {"opt_level": "O5", "master_weights": "split"},
-    "model": {"opt_level": "O2", "master_weights": "model", "init_loss_scale": 1024.0},
-}
 CASES = [
-    *[(engine, level) for engine in ("ddp", "ddp views") for level in LEVELS],
+    *[(engine, level) for engine in ("ddp", "ddp views") for level in ("O2", "O5", "split", "model")],
     *[("fsdp", "O2"), ("fsdp", "O5"), ("ddp bf16 hook", "O5"), ("ddp bf16 hook", "split")],
 ]
 

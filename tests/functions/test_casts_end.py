@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from casts import BF16, FP32, HALF, in_thread, o1_plan, product_dtype
-from test_functions import differences, snapshot
+from undo_snapshots import differences, namespace
 
 import mpinit
 from mpinit.functions import apply
@@ -27,10 +27,10 @@ def before() -> Iterator[dict[str, object]]:
     """What stood before the test, which comes back with the next session that is undone."""
     gc.collect()
     mpinit.undo(mpinit.initialize(torch.nn.Linear(1, 1), opt_level="O0", verbosity=0))  # takes what other tests dropped
-    before = snapshot()
+    before = namespace()
     yield before
     apply(o1_plan())()
-    assert differences(before, snapshot()) == []
+    assert differences(before, namespace()) == []
 
 
 @pytest.mark.parametrize("scope", ["thread", "model"])
@@ -102,7 +102,7 @@ NONE = ForwardCasts(None)
 
 @pytest.mark.parametrize("scope", ["thread", "model"])
 def test_a_forward_without_casts_runs_without_those_of_other_sessions(scope: str) -> None:
-    undo, state = apply(o1_plan(cast_scope=scope)), snapshot()
+    undo, state = apply(o1_plan(cast_scope=scope)), namespace()
     own = ForwardCasts(HALF)
     assert NONE.run(product_dtype) is FP32
     with own:
@@ -113,7 +113,7 @@ def test_a_forward_without_casts_runs_without_those_of_other_sessions(scope: str
     assert NONE.run(lambda: own.run(product_dtype)) is HALF
     with disable_casts():
         assert NONE.run(lambda: own.run(product_dtype)) is FP32
-    assert differences(state, snapshot()) == []
+    assert differences(state, namespace()) == []
     undo()
     assert in_thread(lambda: NONE.run(product_dtype)) is FP32
 

@@ -17,49 +17,25 @@ import torch
 from casts import BF16, FP32, HALF, StartCasts, in_thread, o1_plan, product_dtype
 from torch.autograd import backward, grad
 from torch.nn import functional as F
+from undo_snapshots import differences, namespace
 
 from mpinit.functions import apply
-from mpinit.functions.cast_lists import APEX_POLICY
-from mpinit.functions.installation import resolve_owner
 from mpinit.torch_internals.native_autocast import is_on
-
-
-def snapshot() -> dict[str, Any]:
-    """What stands in every namespace a session touches, and this thread's autocast state."""
-    owners = {id(owner): owner for row in APEX_POLICY for owner in [resolve_owner(name)[0] for name in row.wraps]}
-    owners |= {id(owner): owner for owner in (torch.autograd, torch.backends.mha)}
-    found: dict[str, Any] = {
-        f"{owner!r}.{name}": value for owner in owners.values() for name, value in vars(owner).items()
-    }
-    found["state"] = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
-    found["cache"] = torch.is_autocast_cache_enabled()
-    found["tag"] = torch.compiler.config.cache_key_tag
-    return found
-
-
-def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    plain = {"state", "cache", "tag"}
-    changed = [
-        key
-        for key in before.keys() & after.keys()
-        if (before[key] != after[key] if key in plain else before[key] is not after[key])
-    ]
-    return changed + sorted(before.keys() ^ after.keys())
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_everything_is_back_after_the_last_of_several_sessions_in_any_order(order: tuple[int, ...]) -> None:
-    before = snapshot()
+    before = namespace()
     undos = [
         apply(o1_plan()),
         apply(o1_plan(patch_torch_functions_type=BF16, cast_policy="apex"), verbose=True),
         apply(o1_plan(cast_scope="model", allow_banned=True)),
     ]
     for count, index in enumerate(order):
-        assert differences(before, snapshot()), count
+        assert differences(before, namespace()), count
         undos[index]()
         undos[index]()  # undoing twice does nothing
-    assert differences(before, snapshot()) == []
+    assert differences(before, namespace()) == []
 
 
 def test_the_dtype_in_force_is_that_of_the_latest_session_not_undone(start_casts: StartCasts) -> None:
@@ -90,14 +66,14 @@ def test_thread_scope_covers_the_calling_thread_only_and_model_scope_none(start_
 
 
 def test_undone_in_another_thread_it_says_what_stays(caplog: pytest.LogCaptureFixture) -> None:
-    before = snapshot()
+    before = namespace()
     undo = apply(o1_plan())
     with caplog.at_level(logging.WARNING, "mpinit"):
         in_thread(undo)
     assert "call mpinit.undo in the thread that called mpinit.initialize" in caplog.text
     assert is_on()
     apply(o1_plan())()  # the next session of this thread, undone, takes the lost one with it
-    assert differences(before, snapshot()) == []
+    assert differences(before, namespace()) == []
 
 
 def test_torch_functions_bound_by_the_users_modules_before_are_named(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from casts import BF16, FP32, HALF, in_thread, o1_plan
 from interruptions import Where, interrupt, places
-from test_functions import differences, snapshot
+from undo_snapshots import differences, namespace
 
 import mpinit
 from mpinit.functions import apply
@@ -23,7 +23,7 @@ TRACED = ("functions/", "basics/patching.py", "torch_internals/")
 
 
 def state() -> dict[str, Any]:
-    """What :func:`snapshot` sees, and besides the CPU's own autocast list and TorchScript's table."""
+    """What :func:`namespace` sees, and besides the CPU's own autocast list and TorchScript's table."""
     table = torch.jit._builtins._get_builtin_table()  # type: ignore[no-untyped-call]
     own_list = torch.tensor([1.0], dtype=HALF)
     with torch.autocast("cpu", BF16):
@@ -32,7 +32,9 @@ def state() -> dict[str, Any]:
             cat = "follows CUDA"
         except RuntimeError:
             cat = "its own"
-    return snapshot() | {"tag": (torch.compiler.config.cache_key_tag, len(table), cat, len(listed_on_cpu_only()))}
+    return namespace() | {
+        "autocast tag": (torch.compiler.config.cache_key_tag, len(table), cat, len(listed_on_cpu_only()))
+    }
 
 
 def scale(x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +64,7 @@ def check(live: str, before: dict[str, Any], where: Where) -> None:
         assert [(x @ x).dtype, x.exp().dtype, torch.nn.functional.gelu(x).dtype] == [BF16, FP32, BF16], where
         assert torch.cat([x.half(), x.half()]).dtype is HALF
         assert scale(x).dtype is FP32
-    assert differences(before, now) == [], (where, before["tag"], now["tag"])
+    assert differences(before, now) == [], (where, before["autocast tag"], now["autocast tag"])
 
 
 BOTH = pytest.mark.parametrize("both", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["one", "both"])
@@ -83,7 +85,7 @@ def test_an_interrupted_setup_leaves_torch_as_it_was(live: str, both: bool) -> N
 
 def flags(seen: dict[str, Any]) -> dict[str, Any]:
     """Without the wrappers, which are made anew for those who stay."""
-    return {key: value for key, value in seen.items() if key in ("state", "cache", "tag")}
+    return {key: value for key, value in seen.items() if key.startswith("autocast ")}
 
 
 @BOTH

@@ -11,7 +11,7 @@ import pytest
 import torch
 from loops import backward, batches, close, gradients, mlp, momentum, mse, plain_sgd, poison, same
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
 import mpinit
 
@@ -342,15 +342,3 @@ def test_undone_while_gradients_are_scaled() -> None:
     with pytest.raises(TypeError, match=r"save scaler\.state_dict"):
         copy.deepcopy(scaler)
     optimizer.step()
-
-
-def test_sparse_gradients() -> None:
-    model = nn.EmbeddingBag(4, 2, mode="sum", sparse=True)
-    optimizer = SGD(model.parameters(), lr=1.0)
-    mpinit.initialize(model, optimizer, **DYNAMIC | SETTINGS["O2"])
-    scaler = mpinit.GradScaler(optimizer)
-    scaler.scale(model(torch.tensor([[0, 0, 1]])).sum()).backward()
-    scaler.unscale_(optimizer)
-    assert model.weight.grad is not None
-    assert model.weight.grad.to_dense().tolist() == [[2, 2], [1, 1], [0, 0], [0, 0]]
-    scaler.step(optimizer)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from loops import batches, mlp, mse, start
-from planted_faults import Normed
+from planted_faults import Plant, normed
 from torch import nn
 
 import mpinit
@@ -23,7 +23,7 @@ def step(model: Any, optimizer: Any) -> torch.Tensor:
 
 def faulty(*sizes: float) -> nn.Sequential:
     torch.manual_seed(0)
-    parts = [part for size in sizes for part in (nn.Linear(8, 8), Normed(size))]
+    parts = [part for size in sizes for part in (nn.Linear(8, 8), Plant(normed, size))]
     return nn.Sequential(nn.Linear(6, 8), *parts, nn.Linear(8, 3))
 
 

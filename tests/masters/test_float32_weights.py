@@ -6,19 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from models import LEVELS
 from torch import nn
 
 import mpinit
 
-KINDS: dict[str, dict[str, Any]] = {
-    "O0": {"opt_level": "O0"},
-    "O1": {"opt_level": "O1"},
-    "O2": {"opt_level": "O2"},
-    "O3": {"opt_level": "O3", "cast_model_type": torch.bfloat16},
-    "O5": {"opt_level": "O5"},
-    "split": {"opt_level": "O5", "master_weights": "split"},
-    "model": {"opt_level": "O5", "master_weights": "model"},
-}
+KINDS = LEVELS | {"O3": {"opt_level": "O3", "cast_model_type": torch.bfloat16}}
 
 
 def trained(**keywords: Any) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
@@ -28,7 +21,7 @@ def trained(**keywords: Any) -> tuple[nn.Module, torch.optim.Optimizer, torch.Te
     model[4].requires_grad_(False)
     model[4].register_buffer("shift", torch.tensor([0.3, 1.0 / 3.0]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    mpinit.initialize(model, optimizer, verbosity=0, loss_scale=1.0, **keywords)
+    mpinit.initialize(model, optimizer, verbosity=0, **keywords | {"loss_scale": 1.0})
     batch = torch.randn(16, 6)
     for _ in range(3):
         step(model, optimizer, batch)

@@ -11,8 +11,6 @@ from models import quietly
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-import mpinit
-
 
 def by_vector(model: Any) -> None:
     vector_to_parameters(parameters_to_vector(model.parameters()).float(), model.parameters())
@@ -60,13 +58,3 @@ def test_other_errors_are_left_as_they_are() -> None:
     model = quietly(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "O5")
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         model(torch.ones(1, 3))
-
-
-@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
-def test_a_live_o1_session_does_not_change_the_models_of_others(level: str) -> None:
-    torch.manual_seed(0)
-    model, x = quietly(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), level), torch.randn(3, 4)
-    alone = model(x)
-    other = quietly(nn.Linear(4, 4), "O1")
-    assert torch.equal(model(x), alone)
-    mpinit.undo(other)

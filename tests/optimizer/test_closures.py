@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import HALVES, backward, batches, follow, masters, mlp, momentum, mse, poison, same, start
+from loops import backward, batches, follow, masters, mlp, momentum, mse, poison, same, start
 from masters_by_hand import SETTINGS, ByHand
 from torch import nn
 from torch.optim import LBFGS, SGD, Adam, Optimizer
@@ -69,39 +69,14 @@ def closure_of(model: nn.Module, optimizer: Optimizer, batch: Any, scaled: bool 
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_steps_with_a_closure_train_like_float32(level: str, name: str) -> None:
+def test_steps_with_a_closure_at_o1_train_like_float32(name: str) -> None:
     model, reference, batch = mlp(), mlp(), batches(1, size=16)[0]
-    optimizer, plain = start(model, level, make=OPTIMIZERS[name]), OPTIMIZERS[name](reference.parameters())
+    optimizer, plain = start(model, "O1", make=OPTIMIZERS[name]), OPTIMIZERS[name](reference.parameters())
     for _ in range(3):
         loss = optimizer.step(closure_of(model, optimizer, batch))
         expected = plain.step(closure_of(reference, plain, batch, scaled=False))  # type: ignore[arg-type]
     assert loss is not None and expected is not None and not mpinit.step_was_skipped(optimizer)
-    if level == "O0":
-        same(model.parameters(), reference.parameters())
     torch.testing.assert_close(loss, expected, rtol=0.03, atol=0.003)
-    if level == "O2":
-        follow(model, optimizer)
-
-
-@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_lbfgs_at_o2_reaches_float32s_minimum_of_least_squares(dtype: torch.dtype, line_search: Any) -> None:
-    torch.manual_seed(0)
-    inputs = torch.randn(64, 6)
-    targets = inputs @ torch.randn(6, 3) + 0.1 * torch.randn(64, 3)
-    minimum = torch.linalg.lstsq(inputs, targets)
-    best = nn.functional.mse_loss(inputs @ minimum.solution, targets)
-    model = nn.Linear(6, 3, bias=False)
-    optimizer = start(
-        model, "O2", dtype, lambda p: LBFGS(p, lr=1.0 if line_search else 0.5, max_iter=20, line_search_fn=line_search)
-    )
-    for _ in range(5):
-        optimizer.step(closure_of(model, optimizer, (inputs, targets)))
-    precision = torch.finfo(dtype).eps
-    torch.testing.assert_close(masters(optimizer)[0].t(), minimum.solution, rtol=4 * precision, atol=4 * precision)
-    reached = nn.functional.mse_loss(inputs @ masters(optimizer)[0].t(), targets)
-    assert reached <= best + precision**2 * 100
 
 
 @pytest.mark.parametrize("evaluation", [0, 1])
@@ -200,9 +175,9 @@ def test_casts_are_off_in_the_step_and_on_again_in_its_closure() -> None:
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("name", ["sam", "lbfgs", "lbfgs strong wolfe"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_what_looks_across_parameters_is_stepped_as_by_hand(setting: str, name: str, scaled: bool) -> None:
+def test_steps_with_a_closure_are_those_by_hand(setting: str, name: str, scaled: bool) -> None:
     model, by_hand, batch = mlp(), ByHand(mlp(), setting, OPTIMIZERS[name]), batches(1)[0]
     optimizer = OPTIMIZERS[name](model.parameters())
     mpinit.initialize(model, optimizer, verbosity=0, split_bucket_bytes=256, **SETTINGS[setting])
@@ -216,8 +191,8 @@ def test_what_looks_across_parameters_is_stepped_as_by_hand(setting: str, name: 
         return loss
 
     for _ in range(3):
-        optimizer.step(closure_of(model, optimizer, batch, scaled))
-        by_hand.optimizer.step(evaluate)
+        loss = optimizer.step(closure_of(model, optimizer, batch, scaled))
+        assert torch.equal(loss.detach(), by_hand.optimizer.step(evaluate))
         by_hand.follow()
         same(model.state_dict().values(), by_hand.masters)
         same(model.parameters(), by_hand.model.parameters())

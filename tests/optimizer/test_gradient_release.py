@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -130,15 +131,11 @@ EVERYWHERE: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("name", EVERYWHERE)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name"), [*itertools.product(KINDS, EVERYWHERE), *(("split", name) for name in OPTIMIZERS)]
+)
 def test_training_is_the_same_to_the_bit(kind: str, name: str) -> None:
-    check_parity(kind, EVERYWHERE[name])
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_of_torch(name: str) -> None:
-    check_parity(make=OPTIMIZERS[name])
+    check_parity(kind, (EVERYWHERE | OPTIMIZERS)[name])
 
 
 @pytest.mark.parametrize("kind", ["split", "full", "O0"])

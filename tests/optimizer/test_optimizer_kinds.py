@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -165,24 +164,6 @@ def test_fused_sgd_inside_a_wrapper_and_after_loading_its_state() -> None:
     optimizer.step()
     assert (model.weight != 1).all()
     assert optimizer.param_groups[0]["fused"]
-
-
-@pytest.mark.parametrize("kind", ["Adam", "SGD"])
-def test_training_goes_on_after_undo_at_o3(kind: str) -> None:
-    model = nn.Linear(8, 2)
-    optimizer = {
-        "Adam": lambda: torch.optim.Adam(model.parameters(), lr=0.01),
-        "SGD": lambda: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
-    }[kind]()
-    mpinit.initialize(model, optimizer, "O3", cast_model_type=torch.bfloat16, verbosity=0)
-    for undone in (False, True):
-        if undone:
-            mpinit.undo(model)
-        with mpinit.scale_loss(model(torch.ones(1, 8)).sum(), optimizer) if not undone else nullcontext() as scaled:
-            (scaled if scaled is not None else model(torch.ones(1, 8)).sum()).backward()
-        optimizer.step()
-    for state in optimizer.state.values():
-        assert all(value.dtype is torch.float32 for value in state.values() if isinstance(value, torch.Tensor))
 
 
 @pytest.mark.parametrize("when", ["before the backward pass", "after it"])

@@ -122,14 +122,6 @@ def test_what_is_known_of_a_parameter_goes_to_its_master_and_back(name: str) -> 
     same(model.parameters(), by_hand(MAKERS[name], 7, warm=2))
 
 
-def test_split_masters_take_subclasses_that_step_as_torch_does() -> None:
-    class Mine(SGD):
-        pass
-
-    model = mlp()
-    mpinit.initialize(model, Mine(model.parameters(), lr=0.1), "O5", master_weights="split", verbosity=0)
-
-
 class Counting(SGD):
     """Counts its steps in its groups, as kinds with a warm-up of their own do."""
 
@@ -153,16 +145,6 @@ def test_what_an_optimizer_counts_it_counts_once_a_step_and_hooks_run_once() -> 
         iterate(mse(model, batch), optimizer)
     assert optimizer.param_groups[0]["count"] == 3
     assert calls == ["before", "after"] * 3
-
-
-def test_a_weights_state_is_its_masters() -> None:
-    model = mlp()
-    optimizer = Adam(model.parameters())
-    mpinit.initialize(model, optimizer, "O5", verbosity=0)
-    backward(mse(model, batches(1)[0]), optimizer)
-    optimizer.step()
-    assert set(optimizer.state) == set(model.parameters()) and len(optimizer.state_dict()["state"]) == 4
-    assert all(state["exp_avg"].dtype is torch.float32 for state in optimizer.state.values())
 
 
 class Decays(Forwarding):

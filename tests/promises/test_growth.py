@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import LEVELS
 from torch import nn
 
 import mpinit
@@ -16,14 +17,6 @@ import mpinit
 # At four times the size as many calls, and no more than a little beside.
 SMALL, LARGE = 6, 24
 ALLOWED = 1.1 * LARGE / SMALL
-
-WAYS = {
-    "O1": {"opt_level": "O1"},
-    "O2": {"opt_level": "O2"},
-    "split": {"opt_level": "O5", "master_weights": "split"},
-    "model": {"opt_level": "O5", "master_weights": "model"},
-    "int8": {"opt_level": "O5", "optimizer_state": "int8"},
-}
 
 
 def calls_of(run: Callable[[], Any]) -> int:
@@ -66,30 +59,23 @@ def calls_of_a_life(way: dict[str, Any], modules: int, optimizers: int) -> dict[
     return counts
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_part_of_a_life_is_linear_in_modules(way: str) -> None:
-    calls_of_a_life(WAYS[way], 2, 1)
-    small, large = (calls_of_a_life(WAYS[way], modules, 1) for modules in (SMALL, LARGE))
-    grown = {part: large[part] / small[part] for part in small}
-    assert all(ratio < ALLOWED for ratio in grown.values()), grown
-
-
-@pytest.mark.parametrize("way", ["O1", "O2", "split"])
-def test_every_part_of_a_life_is_linear_in_optimizers(way: str) -> None:
-    calls_of_a_life(WAYS[way], 2, 1)
-    small, large = (calls_of_a_life(WAYS[way], size, size) for size in (SMALL, LARGE))
+@pytest.mark.parametrize("of", ["modules", "modules and optimizers"])
+@pytest.mark.parametrize("way", ["O1", "O2", "split", "model", "int8"])
+def test_every_part_of_a_life_is_linear(way: str, of: str) -> None:
+    calls_of_a_life(LEVELS[way], 2, 1)
+    small, large = (calls_of_a_life(LEVELS[way], size, 1 if of == "modules" else size) for size in (SMALL, LARGE))
     grown = {part: large[part] / small[part] for part in small}
     assert all(ratio < ALLOWED for ratio in grown.values()), grown
 
 
 @pytest.mark.parametrize("way", ["O1", "O2"])
 def test_a_session_costs_the_same_however_many_there_are(way: str) -> None:
-    calls_of_a_life(WAYS[way], 2, 1)
-    alone = calls_of_a_life(WAYS[way], 4, 1)
+    calls_of_a_life(LEVELS[way], 2, 1)
+    alone = calls_of_a_life(LEVELS[way], 4, 1)
     others = [nn.Linear(2, 2) for _ in range(LARGE)]
     for other in others:
-        mpinit.initialize(other, torch.optim.SGD(other.parameters(), lr=0.1), verbosity=0, **WAYS[way])
-    among_many = calls_of_a_life(WAYS[way], 4, 1)
+        mpinit.initialize(other, torch.optim.SGD(other.parameters(), lr=0.1), verbosity=0, **LEVELS[way])
+    among_many = calls_of_a_life(LEVELS[way], 4, 1)
     for other in others:
         mpinit.undo(other)
     grown = {part: among_many[part] - alone[part] for part in alone}

@@ -2,55 +2,47 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from models import CASES, train, train_plainly
+import torch._dynamo.eval_frame
+import torch.distributed.checkpoint.state_dict
+import torch.optim.swa_utils
+from models import CASES, LEVELS, train, train_plainly
 from torch import nn
-from undo_snapshots import (
-    KINDS,
-    assert_same,
-    assert_same_bits,
-    namespace,
-    rounds,
-    set_up,
-    structure_of_model,
-    structure_of_optimizer,
-    values,
-)
+from undo_snapshots import KINDS, Snapshot, rounds, set_up
 
 import mpinit
+from mpinit import registry, session
+from mpinit.masters import full, split
+from mpinit.model import casting, copies, forward, state_dict
+from mpinit.optimizer import managed
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("network", "optimizer"), [("cnn", "sgd"), ("lstm", "adam"), ("transformer", "adamw_fused")])
 def test_undo_without_training_leaves_no_trace(network: str, optimizer: str, kind: str) -> None:
     model, trainer = set_up(network, optimizer)
-    torch_before = namespace()
-    before = structure_of_model(model), structure_of_optimizer(trainer), values(model, trainer)
+    before = Snapshot(model, trainer)
     mpinit.initialize(model, trainer, verbosity=0, **KINDS[kind])
     mpinit.undo(model)
-    assert_same(torch_before, namespace())
-    assert_same(before[0], structure_of_model(model))
-    assert_same(before[1], structure_of_optimizer(trainer))
-    assert_same_bits(before[2], values(model, trainer), rounds(kind, model))
+    before.check(rounds(kind, model))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_undo_after_training_gives_the_masters_bits_to_the_model(kind: str) -> None:
     model, optimizer = set_up()
-    torch_before = namespace()
-    before = structure_of_model(model), structure_of_optimizer(optimizer)
+    before = Snapshot(model, optimizer)
     mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
     train(model, optimizer, CASES["cnn"].batches(3), CASES["cnn"].loss)
     trained = {name: value.clone() for name, value in model.state_dict().items()}
     mpinit.undo(optimizer)
-    assert_same(torch_before, namespace())
-    changed = {name: value for name, value in structure_of_model(model).items() if name.endswith(": _buffers")}
-    assert_same(before[0] | (changed if kind == "O3" else {}), structure_of_model(model))
-    assert_same(before[1], structure_of_optimizer(optimizer))
+    before.check(but=": _buffers" if kind == "O3" else "nothing")
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in trained.items())
     losses = train_plainly(model, optimizer, CASES["cnn"].batches(2), CASES["cnn"].loss)
@@ -74,9 +66,8 @@ def test_initialize_again_after_undo_at_any_other_level(kind: str) -> None:
     ("one", "two"), [("O1", "O1"), ("O1", "O4"), ("O2", "O1"), ("O2", "O5"), ("O1 apex policy", "O1")]
 )
 def test_two_sessions_are_undone_in_any_order(one: str, two: str, first_out: int) -> None:
-    torch_before = namespace()
     pairs = [set_up("cnn"), set_up("transformer")]
-    before = [(structure_of_model(model), structure_of_optimizer(optimizer)) for model, optimizer in pairs]
+    before = [Snapshot(*pair) for pair in pairs]
     for (model, optimizer), kind in zip(pairs, (one, two), strict=True):
         mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
     for (model, optimizer), network in zip(pairs, ("cnn", "transformer"), strict=True):
@@ -85,10 +76,8 @@ def test_two_sessions_are_undone_in_any_order(one: str, two: str, first_out: int
     other, network = pairs[1 - first_out], ("cnn", "transformer")[1 - first_out]
     train(*other, CASES[network].batches(1), CASES[network].loss)
     mpinit.undo(other[1])
-    assert_same(torch_before, namespace())
-    for (model, optimizer), (structure, groups) in zip(pairs, before, strict=True):
-        assert_same(structure, structure_of_model(model))
-        assert_same(groups, structure_of_optimizer(optimizer))
+    for snapshot in before:
+        snapshot.check()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -175,3 +164,109 @@ def test_state_stepped_in_place_is_not_undone(make: Callable[[Any], torch.optim.
     for parameter in model[1].parameters():
         for key, value in before[parameter].items():
             assert torch.equal(optimizer.state[parameter][key], value)
+
+
+# -- what of torch is another object meanwhile ------------------------------------------------------------------------
+
+
+CLASSES = (
+    *(nn.Module, nn.Parameter, torch.Tensor, torch.optim.Optimizer, torch.optim.AdamW, nn.Linear, nn.LayerNorm),
+    *(nn.parallel.DistributedDataParallel, torch.optim.swa_utils.AveragedModel, torch.amp.GradScaler),
+)
+
+
+def picture() -> dict[str, int]:
+    """The ids of what torch's modules and these classes hold, but for what torch itself sets."""
+    owners: dict[str, Any] = {name: module for name, module in sys.modules.items() if name.startswith("torch.")}
+    owners |= {f"{cls.__module__}.{cls.__qualname__}": cls for cls in CLASSES}
+    return {
+        f"{owner}.{name}": id(value)
+        for owner, holder in owners.items()
+        for name, value in list(vars(holder).items())
+        if issubclass(type(value), (types.FunctionType, type, property))
+    }
+
+
+@pytest.mark.parametrize("kind", ["O0", "O2", "O3", "split", "model", "int8"])
+def test_torch_is_what_it_was(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.TransformerEncoderLayer(8, 2), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3, 4)).sum().backward()
+    optimizer.step()
+    before = picture()
+    mpinit.initialize(model, optimizer, verbosity=0, keep_fp32=["1"] if kind != "O0" else None, **LEVELS[kind])
+    with mpinit.scale_loss(model(torch.ones(1, 3, 4)).sum(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    during = picture()
+    changed = {name for name in before if during.get(name) != before[name]}
+    assert not changed
+    assert ("data" in vars(nn.Parameter)) == (kind in ("O2", "int8"))
+    mpinit.undo(model)
+    after = picture()
+    assert not {name for name in before if after.get(name) != before[name]}
+    assert "data" not in vars(nn.Parameter)
+
+
+# -- initialize fails in any of its phases ----------------------------------------------------------------------------
+
+
+# What raises, at which call of it, and when: before its work, or having done it.
+PHASES: dict[str, tuple[Any, str, int, str]] = {
+    "the forwards": (forward, "patch_forwards", 1, "before"),
+    "a second forward": (forward, "_patch_forward", 2, "before"),
+    "the end of a second forward": (forward, "_patch_forward", 2, "after"),
+    "a second module's state hook": (copies, "put_on", 2, "before"),
+    "the end of the state hooks": (state_dict.Float32State, "install", 1, "after"),
+    "a second master": (full.FullMasters, "_make", 2, "before"),
+    "the end of a second master": (full.FullMasters, "_make", 2, "after"),
+    "a second split master": (split.SplitMasters, "_make", 2, "before"),
+    "the optimizer's second method": (managed, "set_attribute", 2, "before"),
+    "the optimizer's states": (session, "cast_states", 1, "before"),
+    "the casts": (casting.TensorCasts, "apply", 1, "before"),
+    "a second cast": (casting, "_replace_data", 2, "before"),
+    "the end of a second cast": (casting, "_replace_data", 2, "after"),
+    "the end of the casts": (casting.TensorCasts, "apply", 1, "after"),
+    "a second weight": (full.FullMasters, "_cast", 2, "before"),
+    "the end of a second weight": (full.FullMasters, "_cast", 2, "after"),
+    "a second split weight": (split.SplitMasters, "_cast", 2, "before"),
+    "the end of a second split weight": (split.SplitMasters, "_cast", 2, "after"),
+    "the flat weights": (casting, "rebuild_flat_weights", 1, "before"),
+    "the check of all steps": (session, "check_steps", 1, "before"),
+    "the end of that check": (session, "check_steps", 1, "after"),
+    "the last thing": (casting.TensorCasts, "settle", 1, "before"),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("kind", ["O1", "O2 and a float32 head", "O3", "O5 split"])
+def test_a_failure_in_any_phase_leaves_no_trace(kind: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, call, when = PHASES[phase]
+    model, optimizer = set_up("cnn", "adam")
+    before = Snapshot(model, optimizer)
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        number = next(calls)
+        if number == call and when == "before":
+            raise ZeroDivisionError(phase)
+        result = original(*args, **kwargs)
+        if number == call:
+            raise ZeroDivisionError(phase)
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, fails)
+        try:
+            mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
+            reached = False
+            mpinit.undo(model)
+        except ZeroDivisionError:
+            reached = True
+    assert reached or kind != ("O5 split" if "split" in phase else "O2 and a float32 head"), "the phase exists"
+    before.check(lambda name: name.startswith("gradient") and kind != "O3" if reached else rounds(kind, model)(name))
+    assert registry.of(model) is None
+    assert registry.of(optimizer) is None
+    assert not registry.live()
+    mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
+    train(model, optimizer, CASES["cnn"].batches(1), CASES["cnn"].loss)

@@ -109,10 +109,16 @@ def test_a_saved_scaler_goes_on_as_if_nothing_had_happened(hysteresis: int) -> N
             assert resumed.loss_scale() == expected * rule.init_scale
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
-def test_a_scale_that_cannot_be_undone_is_refused(scale: float) -> None:
+@pytest.mark.parametrize(
+    ("scale", "says"),
+    [
+        *((scale, "finite number above 0") for scale in (0.0, -1.0, math.inf, math.nan)),
+        *((scale, "float32's range") for scale in (1e300, 2.0**127, 1e-60)),
+    ],
+)
+def test_a_scale_that_cannot_be_undone_is_refused(scale: float, says: str) -> None:
     scaler = LossScaler(RULE)
-    with pytest.raises(ValueError, match="finite number above 0"):
+    with pytest.raises(ValueError, match=says):
         scaler.set_scale(scale)
     assert check_state({"loss_scale": scale, "unskipped": 0})
     assert scaler.loss_scale() == 2.0**16
@@ -235,11 +241,3 @@ def test_a_session_made_where_the_default_device_is_meta_trains(level: str) -> N
     assert results[0][0] == results[1][0]
     for on_meta, on_cpu in zip(results[0][1], results[1][1], strict=True):
         assert torch.equal(on_meta, on_cpu)
-
-
-@pytest.mark.parametrize("scale", [1e300, 2.0**127, 1e-60])
-def test_a_scale_that_float32_does_not_hold_is_refused(scale: float) -> None:
-    scaler = LossScaler(RULE)
-    with pytest.raises(ValueError, match="float32's range"):
-        scaler.set_scale(scale)
-    assert scaler.loss_scale() == 2.0**16

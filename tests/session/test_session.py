@@ -30,16 +30,6 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> l
     return train(model, optimizer, CASES["cnn"].batches(steps), CASES["cnn"].loss)
 
 
-def test_states_are_each_sessions_own() -> None:
-    (_, first) = pair(opt_level="O2", loss_scale="dynamic", init_loss_scale=4.0)
-    (_, second) = pair(opt_level="O2", loss_scale=16.0, num_losses=2)
-    assert mpinit.state_dict(first) == {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 0}}
-    assert set(mpinit.state_dict(second)) == {"loss_scaler0", "loss_scaler1"}
-    mpinit.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 7}}, first)
-    assert mpinit.loss_scale(first) == 2.0
-    assert mpinit.loss_scale(second) == 16.0
-
-
 @pytest.mark.parametrize("function", [mpinit.state_dict, lambda: mpinit.load_state_dict({})])
 def test_without_an_optimizer_there_must_be_one_session(function: Any) -> None:
     with pytest.raises(RuntimeError, match=r"none.*initialize"):
@@ -100,15 +90,3 @@ def test_nothing_is_kept_alive(level: str, more: dict[str, Any]) -> None:
     assert not native_autocast.is_on(), "casts go with their session"
     mpinit.initialize(CASES["cnn"].build(), opt_level="O1", verbosity=0)
     assert len(INSTALLATION._sessions) == 1, "what stood in torch's namespaces goes at the next initialize at O1"
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_optimizer_alone_keeps_its_session_working(level: str) -> None:
-    model = CASES["cnn"].build()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    mpinit.initialize([model], [optimizer], **level_arguments(level, torch.float16))
-    run(model, optimizer, 1)
-    scale = mpinit.loss_scale(optimizer)
-    gc.collect()
-    assert mpinit.loss_scale(optimizer) == scale
-    run(model, optimizer, 1)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from models import LEVELS
 from torch import Tensor, nn
 
 import mpinit
 
-KINDS: dict[str, dict[str, Any]] = {
-    "O2": {"opt_level": "O2", "loss_scale": 8.0},
-    "O5": {"opt_level": "O5"},
-    "split": {"opt_level": "O5", "master_weights": "split"},
-}
+KINDS = ("O2", "O5", "split")
 
 
 class Net(nn.Module):
@@ -36,7 +31,7 @@ def start(kind: str) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
+    mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[kind])
     return model, optimizer
 
 

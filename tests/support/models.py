@@ -160,6 +160,7 @@ LEVELS: dict[str, dict[str, Any]] = {
     "O5": {"opt_level": "O5"},
     "split": {"opt_level": "O5", "master_weights": "split"},
     "model": {"opt_level": "O2", "master_weights": "model", "init_loss_scale": 1024.0},
+    "int8": {"opt_level": "O5", "optimizer_state": "int8"},
 }
 
 

@@ -20,40 +20,51 @@ SITES = {
 KINDS = ("overflow", "underflow", "forced", "frozen", "buffer", "cast", "data", "float32")
 
 
-class Normed(nn.Module):
+class Plant(nn.Module):
+    """Computes one of the functions below, of a size."""
+
+    def __init__(self, function: Callable[[Tensor, float], Tensor], size: float = 1.0) -> None:
+        super().__init__()
+        self.function, self.size = function, size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.size)
+
+
+def normed(x: Tensor, size: float) -> Tensor:
     """A hand-written norm: its squares leave float16's range, its results do not."""
-
-    def __init__(self, size: float) -> None:
-        super().__init__()
-        self.size = size
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * self.size
-        return y / (y.square().mean(-1, keepdim=True) + 1.0).sqrt()
+    y = x * size
+    return y / (y.square().mean(-1, keepdim=True) + 1.0).sqrt()
 
 
-class Gated(nn.Module):
+def gated(x: Tensor, size: float) -> Tensor:
     """A softmax over the last dimension written without taking the largest off."""
-
-    def __init__(self, size: float) -> None:
-        super().__init__()
-        self.size = size
-
-    def forward(self, x: Tensor) -> Tensor:
-        e = torch.exp(x.tanh() + self.size)
-        return x * e / e.sum(-1, keepdim=True)
+    e = torch.exp(x.tanh() + size)
+    return x * e / e.sum(-1, keepdim=True)
 
 
-class Summed(nn.Module):
+def summed(x: Tensor, size: float) -> Tensor:
     """A mean by hand, summed first."""
+    total = (x.abs().clamp(max=4.0) * size).sum()
+    return x * (total / total.detach())
 
-    def __init__(self, size: float) -> None:
-        super().__init__()
-        self.size = size
 
-    def forward(self, x: Tensor) -> Tensor:
-        total = (x.abs().clamp(max=4.0) * self.size).sum()
-        return x * (total / total.detach())
+def forced(x: Tensor, size: float) -> Tensor:
+    """Computes a norm in float16 whatever the level."""
+    energy = (x.half() * size).square().mean()
+    return x / (1 + energy.to(x.dtype))
+
+
+def cast_badly(x: Tensor, size: float) -> Tensor:
+    """Casts to float16 what it does not hold."""
+    wide = (x.float().abs() + 1) * size
+    return x + (wide.half() - wide.half()).to(x.dtype)
+
+
+def log_of_zero(x: Tensor, size: float) -> Tensor:
+    """Takes a logarithm of 0 in float32 and multiplies it by 0."""
+    nothing = (x - x).detach().float()
+    return x + (torch.log(nothing) * nothing).to(x.dtype)
 
 
 class _SmallGradient(torch.autograd.Function):
@@ -67,28 +78,9 @@ class _SmallGradient(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
-class Vanishing(nn.Module):
+def vanishing(x: Tensor, size: float) -> Tensor:
     """Lets next to nothing of the gradient through."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _SmallGradient.apply(x, self.factor)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class Forced(nn.Module):
-    """Computes a norm in float16 whatever the level."""
-
-    def __init__(self, size: float) -> None:
-        super().__init__()
-        self.size = size
-
-    def forward(self, x: Tensor) -> Tensor:
-        narrow = x.half()
-        energy = (narrow * self.size).square().mean()
-        return x / (1 + energy.to(x.dtype))
+    return _SmallGradient.apply(x, size)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Gain(nn.Module):
@@ -114,26 +106,6 @@ class Table(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (self.table * self.inverse)
-
-
-class BadCast(nn.Module):
-    """Casts to float16 what it does not hold."""
-
-    def __init__(self, size: float) -> None:
-        super().__init__()
-        self.size = size
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = (x.float().abs() + 1) * self.size
-        return x + (wide.half() - wide.half()).to(x.dtype)
-
-
-class LogOfZero(nn.Module):
-    """Takes a logarithm of 0 in float32 and multiplies it by 0."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        nothing = (x - x).detach().float()
-        return x + (torch.log(nothing) * nothing).to(x.dtype)
 
 
 @dataclass
@@ -186,14 +158,18 @@ def planted(count: int, kinds: tuple[str, ...] = KINDS, seed: int = 13) -> Itera
 def _plant(kind: str, rng: random.Random) -> nn.Module:
     makers: dict[str, Callable[[], nn.Module]] = {
         "overflow": lambda: rng.choice(
-            [Normed(10 ** rng.uniform(3.3, 4)), Gated(rng.uniform(11.2, 12)), Summed(10 ** rng.uniform(3.9, 4.1))]
+            [
+                Plant(normed, 10 ** rng.uniform(3.3, 4)),
+                Plant(gated, rng.uniform(11.2, 12)),
+                Plant(summed, 10 ** rng.uniform(3.9, 4.1)),
+            ]
         ),
-        "underflow": lambda: Vanishing(10 ** rng.uniform(-7, -6.3)),
-        "forced": lambda: Forced(10 ** rng.uniform(3.5, 3.9)),
+        "underflow": lambda: Plant(vanishing, 10 ** rng.uniform(-7, -6.3)),
+        "forced": lambda: Plant(forced, 10 ** rng.uniform(3.5, 3.9)),
         "frozen": Gain,
         "buffer": lambda: Table(10 ** rng.uniform(6, 9)),
-        "cast": lambda: BadCast(10 ** rng.uniform(5, 8)),
-        "float32": LogOfZero,
+        "cast": lambda: Plant(cast_badly, 10 ** rng.uniform(5, 8)),
+        "float32": lambda: Plant(log_of_zero),
     }
     return makers[kind]()
 

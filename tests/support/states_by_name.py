@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import models
 import torch
 from loops import keywords, momentum
 from torch import nn
@@ -15,13 +16,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 import mpinit
 
-LEVELS: dict[str, dict[str, Any]] = {
-    "O0": keywords("O0"),
-    "O1": keywords("O1"),
-    "O2": keywords("O2"),
-    "O5": {"opt_level": "O5", "verbosity": 0},
-    "split": {"opt_level": "O5", "verbosity": 0, "master_weights": "split"},
-}
+LEVELS = {level: models.LEVELS[level] | {"verbosity": 0} for level in ("O0", "O1", "O2", "O5", "split")}
 WITH_MASTERS = ("O2", "O5", "split")
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adam": functools.partial(Adam, lr=0.01),

@@ -27,7 +27,8 @@ KEEPS_EVERY_BIT = ("O0", "O1", "O4")
 NAMESPACES = (
     torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft, torch.autograd, torch._C._nn,
     torch.nn.Module, torch.nn.Parameter, torch.nn.Linear, torch.nn.LSTM, torch.nn.RNNBase, torch.nn.BatchNorm2d,
-    torch.nn.MultiheadAttention, torch.optim.Optimizer, torch.optim.SGD, torch.optim.Adam,
+    torch.nn.MultiheadAttention, torch.optim.Optimizer, torch.optim.SGD, torch.optim.Adam, torch._VF,
+    torch.backends.mha,
 )  # fmt: skip
 
 
@@ -37,12 +38,18 @@ def namespace() -> dict[str, Any]:
         f"{owner.__name__}.{name}": id(value)
         for owner in NAMESPACES
         for name, value in vars(owner).items()
-        if not name.startswith("__")
+        if name != "__warningregistry__"
     }
     for device in native_autocast.device_types():
         seen[f"autocast {device}"] = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     seen["autocast cache"] = torch.is_autocast_cache_enabled()
+    seen["autocast tag"] = torch.compiler.config.cache_key_tag
     return seen
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """The names of what is not the same."""
+    return [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
 
 
 def structure_of_model(model: nn.Module) -> dict[str, Any]:
@@ -99,19 +106,34 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tens
     return found
 
 
-def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
-    different = {key: (before.get(key), after.get(key)) for key in before.keys() | after.keys()}
-    assert not {key: both for key, both in different.items() if both[0] != both[1]}
+class Snapshot:
+    """torch, a model and an optimizer as they are now."""
 
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._structure, self._values = self._look(), values(model, optimizer)
 
-def assert_same_bits(before: dict[str, Tensor], after: dict[str, Tensor], rounded: Callable[[str], bool]) -> None:
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        assert value.dtype is after[name].dtype, name
-        if rounded(name) and value.is_floating_point():
-            torch.testing.assert_close(after[name], value, rtol=2.0**-7, atol=1e-6)
-        else:
-            assert torch.equal(after[name], value), name
+    def _look(self) -> dict[str, Any]:
+        own = structure_of_model(self._model) | {
+            f"optimizer: {k}": v for k, v in structure_of_optimizer(self._optimizer).items()
+        }
+        return own | {f"torch: {name}": value for name, value in namespace().items()}
+
+    def check(self, rounded: Callable[[str], bool] | None = None, but: str = "nothing") -> None:
+        """Everything is as it was, but what is named so; given ``rounded``, numbers too, to the bit or nearly."""
+        assert not [key for key in differences(self._structure, self._look()) if not key.endswith(but)]
+        if rounded is not None:
+            self._check_numbers(rounded)
+
+    def _check_numbers(self, rounded: Callable[[str], bool]) -> None:
+        before, after = self._values, values(self._model, self._optimizer)
+        assert before.keys() == after.keys()
+        for name, value in before.items():
+            assert value.dtype is after[name].dtype, name
+            if rounded(name) and value.is_floating_point():
+                torch.testing.assert_close(after[name], value, rtol=2.0**-7, atol=1e-6)
+            else:
+                assert torch.equal(after[name], value), name
 
 
 def set_up(network: str = "cnn", optimizer: str = "sgd", warm: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
