@@ -34,7 +34,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 autodoc_typehints = "signature"
 # Their plugs are documented without them.
-autodoc_mock_imports = ["accelerate", "lightning", "timm", "transformers"]
+autodoc_mock_imports = ["accelerate", "lightning", "transformers"]
 autodoc_member_order = "bysource"
 autoclass_content = "class"
 add_module_names = False

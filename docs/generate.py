@@ -61,7 +61,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "In frameworks": (
         *("integrations.transformers.enable", "integrations.pretrained.save_in", "integrations.accelerate.attach"),
-        *("integrations.lightning.MixedPrecision", "integrations.timm.Scaler"),
+        "integrations.lightning.MixedPrecision",
     ),
 }
 
@@ -71,7 +71,6 @@ OPTIONS: Final[Mapping[str, str]] = {
     "History": "   :members:\n   :exclude-members: backward_ended, step_ended\n",
     "inspect.faults.OverflowWatch": "   :members: first, first_module, kind, inputs, faults\n",
     "integrations.lightning.MixedPrecision": "",
-    "integrations.timm.Scaler": "   :members:\n   :special-members: __call__\n",
 }
 
 # In the place of those that would show a page of pydantic's validators.

@@ -16,7 +16,7 @@ from frameworks import let_torchvision_load
 import mpinit
 from mpinit.compat import uninstall_apex
 
-# Every module is imported here, Lightning's and timm's plugs too.
+# Every module is imported here, Lightning's plug too.
 let_torchvision_load()
 
 # Methods that a base class documents.

@@ -1,8 +1,7 @@
-"""The timm plug against timm itself, beside the same loop written with mpinit alone."""
+"""timm's own scaler and averages over a session, beside the same loop written with mpinit alone."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import mpinit
-from mpinit.integrations.timm import Scaler
 
 Clip = Callable[[Iterable[Any]], Any]
 CLIPS: dict[str, tuple[float, Clip]] = {
@@ -46,8 +44,9 @@ def samples(count: int) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def run(scaler: Any, model: nn.Module, optimizer: Any, data: list[Any], every: int = 1, **clip: Any) -> None:
+def run(model: nn.Module, optimizer: Any, data: list[Any], every: int = 1, **clip: Any) -> None:
     """As timm's train.py does it."""
+    scaler = NativeScaler("cpu")
     for number, (x, y) in enumerate(data, start=1):
         loss, last = cross_entropy(model(x), y) / every, number % every == 0
         scaler(loss, optimizer, parameters=list(model.parameters())[:-2], need_update=last, **clip)
@@ -62,85 +61,23 @@ def run_by_hand(model: nn.Module, optimizer: Any, data: list[Any], every: int = 
             scaled_loss.backward()
         if last:
             if clip is not None:
-                clip(list(mpinit.master_params(optimizer))[:-2])
+                clip(list(model.parameters())[:-2])
             optimizer.step()
             optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("mode", CLIPS)
-def test_a_run_has_the_bits_of_a_loop_by_hand(level: dict[str, Any], mode: str) -> None:
-    (ours, optimizer), (other, bare), data = made(level), made(level), samples(4)
+@pytest.mark.parametrize("name", ["O0", "O1", "O2", "O5", "O5, split"])
+def test_timms_own_scaler_has_the_bits_of_a_loop_by_hand(name: str, mode: str) -> None:
+    level = {"verbosity": 0, **LEVELS[name]}
+    (own, optimizer), (other, bare), data = made({**level, "loss_scale": 1.0}), made(level), samples(4)
     limit, clip = CLIPS[mode]
-    run(Scaler(optimizer), ours, optimizer, data, every=2, clip_grad=limit, clip_mode=mode)
+    run(own, optimizer, data, every=2, clip_grad=limit, clip_mode=mode)
     run_by_hand(other, bare, data, every=2, clip=clip)
-    assert same_bits(ours.state_dict(), other.state_dict())
+    assert same_bits(own.state_dict(), other.state_dict())
     untouched, left = made(level)
     run_by_hand(untouched, left, data, every=2)
-    assert not same_bits(ours.state_dict(), untouched.state_dict()), "nothing was clipped"
-
-
-def test_it_is_timms_own_in_float32() -> None:
-    (ours, optimizer), (other, bare), data = made({"opt_level": "O0"}), made({"enabled": False}), samples(3)
-    run(Scaler(optimizer), ours, optimizer, data, clip_grad=0.5)
-    run(NativeScaler("cpu"), other, bare, data, clip_grad=0.5)
-    assert all(torch.allclose(a, b) for a, b in zip(ours.parameters(), other.parameters(), strict=True))
-
-
-def test_without_parameters_all_are_clipped() -> None:
-    (ours, optimizer), (other, bare), data = made({"opt_level": "O2"}), made({"opt_level": "O2"}), samples(2)
-    for x, y in data:
-        Scaler(optimizer)(cross_entropy(ours(x), y), optimizer, clip_grad=0.1)
-        with mpinit.scale_loss(cross_entropy(other(x), y), bare) as scaled_loss:
-            scaled_loss.backward()
-        mpinit.clip_grad_norm_(bare, 0.1)
-        bare.step()
-    assert same_bits(ours.state_dict(), other.state_dict())
-
-
-@pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
-def test_a_graph_of_the_gradients_changes_nothing(level: dict[str, Any], create_graph: bool) -> None:
-    (ours, optimizer), (other, bare), data = made(level), made(level), samples(2)
-    run(Scaler(optimizer), ours, optimizer, data, create_graph=create_graph)
-    run_by_hand(other, bare, data)
-    assert same_bits(ours.state_dict(), other.state_dict())
-
-
-LARGE = {"opt_level": "O2", "init_loss_scale": 2.0**22, "max_loss_scale": 2.0**40, "growth_interval": 2, "verbosity": 0}
-
-
-def test_a_resumed_run_has_the_bits_of_one_that_was_not() -> None:
-    data = samples(24)
-    whole, optimizer = made(LARGE)
-    scaler = Scaler(optimizer)
-    run(scaler, whole, optimizer, data, every=2)
-    assert min(mpinit.step_counts(optimizer)) > 2
-    half, half_optimizer = made(LARGE)
-    half_scaler = Scaler(half_optimizer)
-    run(half_scaler, half, half_optimizer, data[:12], every=2)
-    state = copy.deepcopy((half.state_dict(), half_optimizer.state_dict(), half_scaler.state_dict()))
-    rest, rest_optimizer = made(LARGE)
-    rest_scaler = Scaler(rest_optimizer)
-    for owner, saved in zip((rest, rest_optimizer, rest_scaler), state, strict=True):
-        owner.load_state_dict(saved)
-    run(rest_scaler, rest, rest_optimizer, data[12:], every=2)
-    assert same_bits(rest.state_dict(), whole.state_dict())
-    assert rest_scaler.state_dict() == scaler.state_dict()
-
-
-def test_the_state_is_that_of_timms_own() -> None:
-    _, optimizer = made({"opt_level": "O2"})
-    own, ours = NativeScaler("cpu"), Scaler(optimizer)
-    assert ours.state_dict_key == own.state_dict_key
-    assert ours.state_dict().keys() == own.state_dict().keys()
-    own.load_state_dict({**ours.state_dict(), "scale": 512.0})
-    ours.load_state_dict(own._scaler.state_dict() | {"scale": 256.0})
-    assert mpinit.loss_scale(optimizer) == 256.0
-
-
-def test_an_optimizer_that_was_not_initialised_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"mpinit\.initialize"):
-        Scaler(torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    assert not same_bits(own.state_dict(), untouched.state_dict()), "nothing was clipped"
 
 
 AVERAGES: dict[str, Callable[[nn.Module], Any]] = {
@@ -157,12 +94,11 @@ AVERAGES: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("name", ["O1", "O2", "O5", "O5, split"])
 def test_averages_are_of_float32_masters(name: str, kind: str) -> None:
     model, optimizer = made({"verbosity": 0, **LEVELS[name]})
-    average, scaler = AVERAGES[kind](model), Scaler(optimizer)
+    average = AVERAGES[kind](model)
     inside = average.ema if kind == "the first" else average.module
     expected = {key: value.clone() for key, value in model.state_dict().items()}
     for x, y in samples(4):
-        scaler(cross_entropy(model(x), y), optimizer)
-        optimizer.zero_grad()
+        run_by_hand(model, optimizer, [(x, y)])
         with mpinit.float32_weights(model) if kind == "V3, parameters" else nullcontext():
             average.update(model)
         for key, value in model.state_dict().items():

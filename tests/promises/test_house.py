@@ -15,7 +15,7 @@ from frameworks import let_torchvision_load
 
 import mpinit
 
-# Every module is imported here, Lightning's and timm's plugs too.
+# Every module is imported here, Lightning's plug too.
 let_torchvision_load()
 
 PACKAGE = Path(mpinit.__file__).parent
