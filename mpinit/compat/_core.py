@@ -19,6 +19,7 @@ __all__ = [
     "live_sessions",
     "masters_to_weights",
     "session_of",
+    "share_overflow",
     "share_scalers",
 ]
 
@@ -26,18 +27,10 @@ __all__ = [
 LOWEST_SCALE: Final = torch.finfo(torch.float32).tiny
 
 
-def session_of(owner: Any) -> Any:
-    """The live session of a model or an optimizer, or None.
-
-    The faces read its ``models``, ``optimizers``, ``scalers``, ``properties``, ``opt_level``, ``verbosity`` and
-    ``describe()``, and ``scaler(loss_id)``.
-    """
-    return registry.of(owner)
-
-
-def live_sessions() -> list[Any]:
-    """The live sessions, oldest first."""
-    return list(registry.live())
+# The live session of a model or an optimizer, or None, and all of them, oldest first. The faces read their ``models``,
+# ``optimizers``, ``scalers``, ``properties``, ``opt_level``, ``verbosity``, ``describe()`` and ``scaler(loss_id)``.
+session_of = registry.of
+live_sessions = registry.live
 
 
 def share_scalers(session: Any, others: Sequence[Any]) -> None:
@@ -45,6 +38,16 @@ def share_scalers(session: Any, others: Sequence[Any]) -> None:
     for other in others:
         other.scalers[:] = session.scalers
         _look_at_steps(other)
+
+
+def share_overflow(optimizers: Sequence[Optimizer]) -> None:
+    """Let an overflow that was found in the gradients of one optimizer count for all of them."""
+    found = [registry.session_of(optimizer).managed(optimizer).gradients.found_inf for optimizer in optimizers]
+    known = [each for each in found if each is not None]
+    if known:
+        highest = torch.stack([each.to(known[0].device) for each in known]).max()
+        for each in known:
+            each.copy_(highest)
 
 
 def groups_of(optimizer: Optimizer) -> list[list[tuple[torch.nn.Parameter, torch.nn.Parameter]]]:

@@ -8,31 +8,18 @@ _LEVEL_1: Final = "mpinit.initialize(model, optimizer, opt_level='O1')"
 _LEVEL_2: Final = "mpinit.initialize(opt_level='O2')"
 _LEVEL_3: Final = "mpinit.initialize(opt_level='O3', keep_batchnorm_fp32=True)"
 
-# A package or module: naming it is covered, and what it holds is covered where it stands in COVERED.
-MODULES: Final[dict[str, str]] = {
+# A package's spelling, and after a bar its modules: naming one is covered, and what it holds where it is in COVERED.
+_PACKAGES: Final[dict[str, str]] = {
     "apex": "mpinit",
-    "apex.amp": "mpinit.amp",
-    "apex.amp.amp": "mpinit.amp",
+    "apex.amp": "mpinit.amp | amp frontend handle scaler",
     "apex.amp.__version__": "mpinit.__version__",
-    "apex.amp.frontend": "mpinit.amp",
-    "apex.amp.handle": "mpinit.amp",
-    "apex.amp.scaler": "mpinit.amp",
     "apex.amp.lists": "mpinit.register_half_function and its siblings",
-    "apex.parallel": "torch.nn.parallel",
-    "apex.parallel.distributed": "torch.nn.parallel",
+    "apex.parallel": "torch.nn.parallel | distributed",
     "apex.parallel.sync_batchnorm": "torch.nn",
-    "apex.normalization": "torch.nn",
-    "apex.normalization.fused_layer_norm": "torch.nn",
-    "apex.optimizers": "torch.optim",
-    "apex.optimizers.fused_adam": "torch.optim",
-    "apex.optimizers.fused_sgd": "torch.optim",
-    "apex.optimizers.fused_adagrad": "torch.optim",
-    "apex.optimizers.fused_lamb": "torch.optim",
+    "apex.normalization": "torch.nn | fused_layer_norm",
+    "apex.optimizers": "torch.optim | fused_adam fused_sgd fused_adagrad fused_lamb",
     "apex.multi_tensor_apply": "torch._foreach_*",
-    "apex.multi_tensor_apply.multi_tensor_apply": "torch._foreach_*",
-    "apex.fp16_utils": _LEVEL_2,
-    "apex.fp16_utils.fp16util": _LEVEL_2,
-    "apex.fp16_utils.fp16_optimizer": _LEVEL_2,
+    "apex.fp16_utils": f"{_LEVEL_2} | fp16util fp16_optimizer",
     "apex.fp16_utils.loss_scaler": "mpinit.initialize(loss_scale=...)",
 }
 
@@ -56,7 +43,7 @@ _NAMES: Final[dict[str, dict[str, str]]] = {
     "apex.amp.frontend": {"Properties": "mpinit.Properties", "opt_levels": "mpinit.OPT_LEVELS"},
     "apex.amp.scaler": {"LossScaler": "mpinit.loss_scale(optimizer)"},
     "apex.amp.lists": dict.fromkeys(
-        ("functional_overrides", "torch_overrides", "tensor_overrides"), MODULES["apex.amp.lists"]
+        ("functional_overrides", "torch_overrides", "tensor_overrides"), _PACKAGES["apex.amp.lists"]
     ),
     "apex.parallel": {
         "DistributedDataParallel": "torch.nn.parallel.DistributedDataParallel | distributed",
@@ -85,7 +72,7 @@ _NAMES: Final[dict[str, dict[str, str]]] = {
     },
     "apex.multi_tensor_apply": {
         "multi_tensor_applier": "torch._foreach_*",
-        "MultiTensorApply": "torch._foreach_* | multi_tensor_apply",
+        "MultiTensorApply": "torch._foreach_*",
     },
     "apex.fp16_utils": {
         "FP16_Optimizer": f"{_LEVEL_2} | fp16_optimizer",
@@ -106,15 +93,19 @@ _NAMES: Final[dict[str, dict[str, str]]] = {
 }
 
 
-def _places(package: str, name: str, inside: str) -> list[str]:
-    return [f"{package}.{name}", *(f"{package}.{module}.{name}" for module in inside.split())]
+def _spread(place: str, cell: str, name: str = "") -> dict[str, str]:
+    """A cell's spelling for the place itself and for each module of it that stands behind the bar."""
+    spelling, _, modules = cell.partition(" | ")
+    return {f"{each}{name}": spelling for each in (place, *(f"{place}.{module}" for module in modules.split()))}
 
+
+MODULES: Final = {each: way for place, cell in _PACKAGES.items() for each, way in _spread(place, cell).items()}
 
 COVERED: Final[dict[str, str]] = {"apex.__version__": "mpinit.__version__"} | {
-    place: cell.partition(" | ")[0]
+    each: way
     for package, names in _NAMES.items()
     for name, cell in names.items()
-    for place in _places(package, name, cell.partition(" | ")[2])
+    for each, way in _spread(package, cell, f".{name}").items()
 }
 
 # What apex has and its stand-in has not: what to do instead.

@@ -124,6 +124,7 @@ FLAGS = re.findall(r"^\| (\w+): `(\w+)=(.+?)` \|.*?`.*?\"(O\d)\".*?` \|", TEXT, 
 
 def accepted(framework: str, flag: str, value: str) -> bool:
     """Whether a framework knows a flag, and its value."""
+    let_torchvision_load()
     match framework:
         case "Accelerate":
             assert flag in inspect.signature(importlib.import_module("accelerate").Accelerator).parameters
@@ -131,7 +132,6 @@ def accepted(framework: str, flag: str, value: str) -> bool:
         case "Transformers":
             return flag in inspect.signature(importlib.import_module("transformers").TrainingArguments).parameters
         case _:
-            let_torchvision_load()
             known = importlib.import_module("lightning.fabric.connector")._PRECISION_INPUT_STR
             return flag == "precision" and value in typing.get_args(known)
 

@@ -16,9 +16,8 @@ from ... import _core
 class SeveralOptimizers(AbstractContextManager[torch.Tensor]):
     """The context around the backward pass of a loss over several optimizers.
 
-    mpinit lets each optimizer decide by its own gradients; apex skips them all. Here, one that overflowed puts an inf
-    among the gradients of the others before they are checked, on the device and without waiting for it. An
-    optimizer without a gradient has none to put it in, and none to step by.
+    mpinit lets each optimizer decide by its own gradients; apex skips them all. Here, what was found in one counts for
+    the others, on the device and without waiting for it.
 
     Args:
         loss: the loss.
@@ -55,22 +54,10 @@ class SeveralOptimizers(AbstractContextManager[torch.Tensor]):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
+        swallowed = self._stack.__exit__(exc_type, exc, traceback)
         if exc_type is None and self._dynamic:
-            self._spread_overflow()
-        return self._stack.__exit__(exc_type, exc, traceback)
-
-    @torch.no_grad()
-    def _spread_overflow(self) -> None:
-        gradients = [_gradients(optimizer) for optimizer in self._optimizers]
-        maxima = [norm for each in gradients if each for norm in torch._foreach_norm(each, float("inf"))]
-        if not maxima:
-            return
-        device = maxima[0].device
-        overflowed = ~torch.isfinite(torch.stack([maximum.float().to(device) for maximum in maxima])).all()
-        for each in gradients:
-            if each:
-                one = each[0][(0,) * each[0].dim()]
-                one.masked_fill_(overflowed.to(one.device), float("inf"))
+            _core.share_overflow(self._optimizers)
+        return swallowed
 
 
 def _by_shared_scaler(optimizers: Sequence[Any], loss_id: int) -> Iterator[list[Any]]:
@@ -82,17 +69,3 @@ def _by_shared_scaler(optimizers: Sequence[Any], loss_id: int) -> Iterator[list[
         return
     for session in dict.fromkeys(known):
         yield [optimizer for optimizer, own in zip(optimizers, sessions, strict=True) if own is session]
-
-
-def _gradients(optimizer: Any) -> list[torch.Tensor]:
-    """The gradients inside a block: dense and real, sharing the gradients' memory, none empty."""
-    weights = (weight for group in optimizer.param_groups for weight in group["params"])
-    found = [_dense(weight.grad) for weight in weights if weight.grad is not None]
-    return [gradient for gradient in found if gradient.numel()]
-
-
-def _dense(gradient: Any) -> torch.Tensor:
-    gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    gradient = gradient._values() if gradient.is_sparse else gradient
-    dense: torch.Tensor = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    return dense

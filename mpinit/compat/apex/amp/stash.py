@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import types
 import weakref
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ....basics.dtypes import is_lower_precision
 from ... import _core
 
-Params = list[torch.nn.Parameter]
+Params = list[nn.Parameter]
+
+
+def _all_of(groups: str, doc: str) -> Any:
+    return property(lambda self: list(chain(*getattr(self, groups))), doc=doc)
 
 
 class AmpStash:
@@ -44,39 +49,28 @@ class AmpStash:
             raise RuntimeError("this optimizer is not initialised any more; call amp.initialize(...) for it again")
         return optimizer
 
+    def _groups(self, pick: Callable[[nn.Parameter, nn.Parameter], nn.Parameter | None]) -> list[Params]:
+        picked = [[pick(*pair) for pair in group] for group in _core.groups_of(self.optimizer())]
+        return [[each for each in group if each is not None] for group in picked]
+
     @property
     def fp16_groups(self) -> list[Params]:
         """16-bit weights, group by group."""
-        groups = _core.groups_of(self.optimizer())
-        return [[weight for weight, _ in group if is_lower_precision(weight.dtype)] for group in groups]
+        return self._groups(lambda weight, _: weight if is_lower_precision(weight.dtype) else None)
 
     @property
     def fp32_from_fp16_groups(self) -> list[Params]:
         """Their masters, group by group."""
-        groups = _core.groups_of(self.optimizer())
-        return [[master for weight, master in group if master is not weight] for group in groups]
+        return self._groups(lambda weight, master: None if master is weight else master)
 
     @property
     def fp32_from_fp32_groups(self) -> list[Params]:
         """Float32 weights, which have no masters, group by group."""
-        groups = _core.groups_of(self.optimizer())
-        return [[weight for weight, _ in group if not is_lower_precision(weight.dtype)] for group in groups]
+        return self._groups(lambda weight, _: None if is_lower_precision(weight.dtype) else weight)
 
-    @property
-    def all_fp16_params(self) -> Params:
-        """16-bit weights."""
-        return list(chain(*self.fp16_groups))
-
-    @property
-    def all_fp32_from_fp16_params(self) -> Params:
-        """Their masters, in the same order."""
-        return list(chain(*self.fp32_from_fp16_groups))
-
-    @property
-    def all_fp32_from_fp32_params(self) -> Params:
-        """Float32 weights, which have no masters."""
-        return list(chain(*self.fp32_from_fp32_groups))
-
+    all_fp16_params = _all_of("fp16_groups", "16-bit weights.")
+    all_fp32_from_fp16_params = _all_of("fp32_from_fp16_groups", "Their masters, in the same order.")
+    all_fp32_from_fp32_params = _all_of("fp32_from_fp32_groups", "Float32 weights, which have no masters.")
     # The name that they have where there are no masters at all.
     all_fp32_params = all_fp32_from_fp32_params
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ....basics.dtypes import is_lower_precision
-from ..optimizers._steps import attribute_of
+from ..optimizers._shared import attribute_of
 from .fp16util import clip_grad_norm, master_params_to_model_params, model_grads_to_master_grads
 from .loss_scaler import DynamicLossScaler, LossScaler
 

@@ -11,10 +11,6 @@ from torch.nn import functional as F
 Shape = int | Sequence[int]
 
 
-def _as_shape(normalized_shape: Shape) -> list[int]:
-    return [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
-
-
 def _normalise(
     function: Callable[..., Tensor],
     input: Tensor,
@@ -25,10 +21,11 @@ def _normalise(
 ) -> Tensor:
     """torch's function where all dtypes agree (it accumulates in float32 itself), float32 around it otherwise."""
     given = [tensor for tensor in affine if tensor is not None]
+    sizes = [shape] if isinstance(shape, int) else list(shape)
     if all(tensor.dtype == input.dtype for tensor in given):
-        return function(input, _as_shape(shape), *affine, eps=eps)
+        return function(input, sizes, *affine, eps=eps)
     wide = [None if tensor is None else tensor.float() for tensor in affine]
-    return function(input.float(), _as_shape(shape), *wide, eps=eps).to(given[0].dtype if is_mixed else input.dtype)
+    return function(input.float(), sizes, *wide, eps=eps).to(given[0].dtype if is_mixed else input.dtype)
 
 
 def fused_layer_norm(
@@ -86,7 +83,31 @@ def fused_rms_norm_affine(
     return _normalise(F.rms_norm, input, normalized_shape, (weight,), eps)
 
 
-class FusedLayerNorm(nn.LayerNorm):
+class _Norm(nn.Module):
+    """What the modules share: apex's arguments over those of torch's class, which stands behind it among the bases."""
+
+    _function: ClassVar[Callable[..., Tensor]]
+    _is_mixed: ClassVar[bool] = False
+
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+    ) -> None:
+        if self._is_mixed and not elementwise_affine:
+            kind = type(self).__name__
+            raise RuntimeError(
+                f"{kind} has weights; without them use {kind.removeprefix('Mixed')}(elementwise_affine=False)"
+            )
+        super().__init__(normalized_shape, eps, elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise ``input``; the result has its dtype, a Mixed norm's has the weight's."""
+        norm: Any = self
+        affine = (norm.weight, norm.bias) if isinstance(norm, nn.LayerNorm) else (norm.weight,)
+        return _normalise(self._function, input, norm.normalized_shape, affine, norm.eps or 1e-5, self._is_mixed)
+
+
+class FusedLayerNorm(_Norm, nn.LayerNorm):
     """``torch.nn.LayerNorm`` with apex's arguments; input and weight may differ in dtype.
 
     Args:
@@ -94,22 +115,10 @@ class FusedLayerNorm(nn.LayerNorm):
         memory_efficient: accepted; torch keeps what its backward needs.
     """
 
-    _is_mixed: ClassVar[bool] = False
-
-    def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
-    ) -> None:
-        _check_affine(self, self._is_mixed, elementwise_affine)
-        super().__init__(normalized_shape, eps, elementwise_affine)
-        self.memory_efficient = memory_efficient
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input``; the result has its dtype, a Mixed norm's has the weight's."""
-        affine = (self.weight, self.bias)
-        return _normalise(F.layer_norm, input, self.normalized_shape, affine, self.eps, self._is_mixed)
+    _function = staticmethod(F.layer_norm)
 
 
-class FusedRMSNorm(nn.RMSNorm):
+class FusedRMSNorm(_Norm, nn.RMSNorm):
     """``torch.nn.RMSNorm`` with apex's arguments; input and weight may differ in dtype.
 
     Args:
@@ -117,26 +126,7 @@ class FusedRMSNorm(nn.RMSNorm):
         memory_efficient: accepted; torch keeps what its backward needs.
     """
 
-    _is_mixed: ClassVar[bool] = False
-
-    def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
-    ) -> None:
-        _check_affine(self, self._is_mixed, elementwise_affine)
-        super().__init__(normalized_shape, eps, elementwise_affine)
-        self.memory_efficient = memory_efficient
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input``; the result has its dtype, a Mixed norm's has the weight's."""
-        return _normalise(F.rms_norm, input, self.normalized_shape, (self.weight,), self.eps or 1e-5, self._is_mixed)
-
-
-def _check_affine(module: nn.Module, is_mixed: bool, affine: bool) -> None:
-    if is_mixed and not affine:
-        kind = type(module).__name__
-        raise RuntimeError(
-            f"{kind} has weights; without them use {kind.removeprefix('Mixed')}(elementwise_affine=False)"
-        )
+    _function = staticmethod(F.rms_norm)
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._over_torch import OverTorch, as_groups, can_fuse
+from ._shared import OverTorch, as_groups, can_fuse
 
 # So many steps that beta**steps is 0 in float32 for any beta that an optimizer is given: the correction is then 1.
 _LONG_PAST_WARMUP = 1e9

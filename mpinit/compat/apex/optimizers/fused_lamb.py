@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._steps import ClearsAsTold, loss_of
+from ._shared import ClearsAsTold, loss_of
 
 
 class FusedLAMB(ClearsAsTold):

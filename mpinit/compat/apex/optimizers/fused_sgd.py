@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._over_torch import OverTorch, as_groups, can_fuse
+from ._shared import OverTorch, as_groups, can_fuse
 
 
 class FusedSGD(OverTorch, torch.optim.SGD):

@@ -10,7 +10,7 @@ import torch
 
 from .... import amp as mp
 from ... import _core
-from ..optimizers._steps import attribute_of, loss_of
+from ..optimizers._shared import attribute_of, loss_of
 
 
 class LARC(torch.optim.Optimizer):

@@ -1,0 +1,73 @@
+"""What the optimizers share, those over torch's and those without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+class ClearsAsTold(torch.optim.Optimizer):
+    """An optimizer whose constructor says what ``zero_grad()`` does; it stands before torch's class among the bases."""
+
+    set_grad_none: bool
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear gradients; without an argument, as the constructor's ``set_grad_none`` says."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+class OverTorch(ClearsAsTold):
+    """An optimizer of torch under apex's name and options; it stands before torch's class among the bases."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer or of torch's; the options and step counts that apex's lack are filled in."""
+        # apex counts steps once a group; torch's optimizers count them for each parameter.
+        state = {key: dict(value) for key, value in state_dict["state"].items()}
+        filled = []
+        for index, group in enumerate(state_dict["param_groups"]):
+            present = self.param_groups[index] if index < len(self.param_groups) else {}
+            filled.append({name: value for name, value in present.items() if name != "params"} | group)
+            steps = filled[-1].pop("step", None)
+            for key in group["params"] if "step" in group else ():
+                if key in state:
+                    state[key].setdefault("step", torch.tensor(float(steps)))
+        super().load_state_dict({**state_dict, "state": state, "param_groups": filled})
+
+
+def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Parameters or groups as groups with lists, which can be looked at before an optimizer consumes them."""
+    entries: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+    groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
+    held = ((group, group["params"]) for group in groups)
+    return [{**group, "params": [own] if isinstance(own, torch.Tensor) else list(own)} for group, own in held]
+
+
+def can_fuse(groups: list[dict[str, Any]], kind: type[torch.optim.Optimizer], but_not_on: str = "") -> bool:
+    """Whether torch has a fused kernel of this optimizer for the devices of all these parameters."""
+    entries = (entry for group in groups for entry in group["params"])
+    params = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+    devices = {p.device.type for p in params}
+    try:
+        for device in devices:
+            kind([torch.zeros(1, device=device)], lr=0.1, fused=True)  # type: ignore[call-arg]
+    except RuntimeError:
+        return False
+    return but_not_on not in devices and all(p.is_floating_point() for p in params)
+
+
+def attribute_of(inner: str, name: str) -> Any:
+    """A property that is an attribute of the object inside, readable and writable."""
+    return property(
+        lambda self: getattr(getattr(self, inner), name),
+        lambda self, value: setattr(getattr(self, inner), name, value),
+    )
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What the closure returns, evaluated with gradients whatever surrounds the step; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
