@@ -44,7 +44,20 @@ def build(folder: Path) -> tuple[Path, Path]:
     run(sys.executable, "-m", "build", "--outdir", dist, ROOT)
     (wheel,), (source,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, source)
+    check_description(wheel)
     return wheel, source
+
+
+def check_description(wheel: Path) -> None:
+    """What an index shows of the package is all of README, and no link in it is relative."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        text = archive.read(name).decode()
+    if "## The 60-second tour" not in text:
+        sys.exit(f"{wheel.name} has no long description")
+    relative = re.findall(r"\]\((?!https?://|#)[^)\s]+\)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+    if relative:
+        sys.exit(f"{wheel.name}: its long description has relative links: {relative[:3]}")
 
 
 def check_contents(wheel: Path, source: Path) -> None:
