@@ -1,6 +1,7 @@
 # Everything runs in a virtual environment of its own, .venv, made on first use and again when pyproject.toml changes.
 #
-#   make demo       train on handwritten digits at O0..O3; table on screen, plot in runs/demo/
+#   make demo       train on handwritten digits at O0..O3; tables on screen, plot in runs/demo/
+#                   make demo ARGS=--publish  puts both into the documentation
 #   make test       the test suite but for what takes long    make test ARGS="-k trees"
 #   make test-long  the rest of it: several processes, compilers, benchmarks
 #   make test-newest  a part of it on the newest torch that is known to work, in .venv-newest (5 GB)
@@ -21,7 +22,8 @@ NEWEST_TORCH ?= torch==2.15.0
 ARGS ?=
 
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+# Not --quiet, which would hide for a minute or more that anything is going on.
+PIP := $(PY) -m pip install --disable-pip-version-check
 
 # Kernels of small tests gain nothing from threads; processes that fight for cores lose a lot.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1); test $$n -gt 8 && echo 8 || echo $$n)
@@ -41,6 +43,7 @@ help:
 
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mpinit needs Python 3.11 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 ...")'
+	@echo "Installing into $(VENV); most of it is torch, which takes a minute or more on a fast line."
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)"
 	@touch $@
@@ -63,7 +66,8 @@ $(VENV)/.bench: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 demo: $(VENV)/.demo
-	$(PY) examples/digits.py $(ARGS)
+	@# Ctrl-C is no error: what was done by then is shown.
+	@$(PY) examples/digits.py $(ARGS) || test $$? -eq 130
 
 test: $(VENV)/.dev
 	$(RUN_TESTS) $(PY) -m pytest $(DIST) -m "not long" $(ARGS)

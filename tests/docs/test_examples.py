@@ -72,13 +72,17 @@ def test_the_minimal_example_runs_in_a_process_of_its_own() -> None:
     assert done.stderr == ""
 
 
-def test_the_demo_prints_its_table_and_writes_its_plot(tmp_path: Path, script) -> None:  # type: ignore[no-untyped-def]
+def test_the_demo_prints_its_tables_and_writes_its_plot(tmp_path: Path, script) -> None:  # type: ignore[no-untyped-def]
     names = ["O0 fp32", "O1 bf16", "O2 fp16", "O2 bf16", "O3 bf16"]
     output = script("digits.py", "--epochs", 1, "--width", 4, "--out", tmp_path, "--only", *names)
     rows = [line.split() for line in output.splitlines()]
     for name in names:
         assert any(" ".join(row[:2]) == name for row in rows), f"{name} is missing from the table"
-    assert "points from O0" in output
+    assert re.search(r"float32 [\d.]+ ms,\s+bfloat16 [\d.]+ ms,\s+float16 [\d.]+ ms", output)
+    assert "599 test images: an accuracy is known to about" in output
+    moved = dict(re.findall(r"^ *(float32|bfloat16, .*?)  +[\d.]+  +([\d.]+) % ", output, re.M))
+    assert len(moved) == 4 and float(moved["bfloat16, no masters"]) > 20
+    assert all(float(share) < 2 for way, share in moved.items() if "no masters" not in way), "masters move"
     plot = tmp_path / "loss_and_scale.png"
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert plot.stat().st_size > 20_000
@@ -86,9 +90,29 @@ def test_the_demo_prints_its_table_and_writes_its_plot(tmp_path: Path, script) -
     from demo.training import SETTINGS
 
     page, printed = shown("docs/tutorial/first-run.md", "First run"), words(output, NUMBERS)
-    assert page[0] == next(line for line in printed if line[:1] == ["level"])
-    assert sorted(line[:2] for line in page[2:9]) == sorted(setting.name.split() for setting in SETTINGS)
-    assert {tuple(line[3:]) for line in page if "points" in line} <= {tuple(line[3:]) for line in printed}
+    heading = next(line for line in printed if line[:1] == ["level"])
+    place = page.index(heading)
+    assert sorted(line[:2] for line in page[place + 2 : place + 9]) == sorted(each.name.split() for each in SETTINGS)
+    assert next(line for line in printed if line[:1] == ["fine-tuned"]) in page
+
+
+def test_an_interrupted_demo_shows_what_was_done(tmp_path: Path, script, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    from demo import training
+
+    def interrupted(*given: object) -> object:
+        if given[0].level == "O3":  # type: ignore[attr-defined]
+            raise KeyboardInterrupt
+        return train(*given)  # type: ignore[arg-type]
+
+    train = training.train
+    monkeypatch.setattr(training, "train", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        script("digits.py", "--epochs", 1, "--width", 4, "--out", tmp_path, "--only", "O0 fp32", "O2 bf16", "O3 bf16")
+    said = capsys.readouterr()
+    assert ended.value.code == 130 and "Interrupted" in said.err and "Traceback" not in said.err
+    table = (tmp_path / "table.txt").read_text(encoding="utf-8")
+    assert "O2" in table and "bf16" in table and "O3" not in table
+    assert (tmp_path / "loss_and_scale.png").exists()
 
 
 def test_the_skipped_step_is_explained_and_mended(tmp_path: Path, script) -> None:  # type: ignore[no-untyped-def]
