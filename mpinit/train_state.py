@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -102,7 +103,8 @@ class TrainState:
         Args:
             state_dict: of :meth:`state_dict`, of this or another level; or what torch's
                 ``get_state_dict(model, optimizer)`` returned, as the pair or under ``"model"`` and ``"optim"`` (or
-                ``"optimizer"``). Without scalers the scales stay as they are. With ``broadcast_from_rank0`` rank 0's
+                ``"optimizer"``); or three ``state_dict()`` under ``"model"``, ``"optimizer"`` and ``"amp"``, as apex's
+                scripts save them. Without scalers the scales stay as they are. With ``broadcast_from_rank0`` rank 0's
                 counts.
 
         Raises:
@@ -233,6 +235,7 @@ class TrainState:
         if "model" in state:
             faults += model_faults(own["model"], state["model"], strict, whole)
         if "optim" in own and "optim" in state:
+            state["optim"] = _by_names(state["optim"], own["optim"])
             faults += optimizer_faults(own["optim"], state["optim"], options.strict, whole)
         session = self._session()
         if faults:
@@ -259,8 +262,9 @@ def _as_parts(given: Any) -> dict[str, Any]:
             f"{type(given).__name__}"
         )
     state = dict(given)
-    if "optimizer" in state and "optim" not in state:
-        state["optim"] = state.pop("optimizer")
+    for before, now in (("optimizer", "optim"), ("amp", "scalers")):
+        if before in state and now not in state:
+            state[now] = state.pop(before)
     unknown = [key for key in state if key not in ("model", "optim", "scalers")]
     if unknown:
         raise ValueError(
@@ -268,6 +272,23 @@ def _as_parts(given: Any) -> dict[str, Any]:
             f"{', '.join(map(repr, unknown[:5]))}: give the part that TrainState.state_dict() returned"
         )
     return state
+
+
+def _by_names(given: Any, own: Mapping[str, Any]) -> Any:
+    """An ``optimizer.state_dict()``, which numbers parameters in the order of its groups, under their names."""
+    groups = given.get("param_groups") if isinstance(given, Mapping) else None
+    if not isinstance(groups, list) or "param_groups" not in own:
+        return given
+    numbers, names = ([each["params"] for each in one] for one in (groups, own["param_groups"]))
+    if list(map(len, numbers)) != list(map(len, names)) or not all(
+        isinstance(n, int) for each in numbers for n in each
+    ):
+        return given
+    named = dict(zip(chain(*numbers), chain(*names), strict=True))
+    return {
+        "state": {named[number]: state for number, state in given["state"].items()},
+        "param_groups": [group | {"params": each} for group, each in zip(groups, names, strict=True)],
+    }
 
 
 def _as_they_lie(options: Any) -> Any:

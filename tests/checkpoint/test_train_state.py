@@ -336,3 +336,18 @@ def test_inside_of_a_scaled_loss_an_optimizer_without_state_is_refused() -> None
         mpinit.scale_loss(mse(pair[0], batches(1)[0]), pair[1]),
     ):
         TrainState(*pair).state_dict()
+
+
+def test_the_three_parts_that_apexs_scripts_save_are_read() -> None:
+    (model, optimizer), (other, fresh) = build("O2"), build("O2", seed=1)
+    train(model, optimizer, batches(3))
+    parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": mpinit.state_dict(optimizer)}
+    saved, whole = copy.deepcopy(parts), copy.deepcopy(TrainState(model, optimizer).state_dict())
+    TrainState(other, fresh).load_state_dict(saved)
+    now = TrainState(other, fresh).state_dict()
+    assert_same(now["model"], whole["model"])
+    assert_same(now["optim"]["state"], whole["optim"]["state"])
+    assert mpinit.state_dict(fresh) == saved["amp"]
+    saved["optimizer"]["param_groups"][0]["params"].pop()
+    with pytest.raises(ValueError, match="no group of the optimizer's state"):
+        TrainState(other, fresh).load_state_dict(saved)
