@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ import mpinit
 project = "mpinit"
 release = version = mpinit.__version__
 author = "the mpinit developers"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = [
+    *("myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.intersphinx", "sphinx.ext.viewcode"),
+    "sphinx_copybutton",
+]
 html_theme = "furo"
 html_title = f"mpinit {release}"
 html_copy_source = False
@@ -33,6 +37,19 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 autodoc_typehints = "signature"
+TORCH = "https://docs.pytorch.org/docs/stable/"
+
+
+def _inventories() -> dict[str, tuple[str, None]]:
+    """torch's names become links, where its site can be reached; the build is the same without."""
+    try:
+        urllib.request.urlopen(f"{TORCH}objects.inv", timeout=5).close()
+    except OSError:
+        return {}
+    return {"torch": (TORCH, None)}
+
+
+intersphinx_mapping = _inventories()
 # Their plugs are documented without them.
 autodoc_mock_imports = ["accelerate", "lightning", "transformers"]
 autodoc_member_order = "bysource"

@@ -7,6 +7,8 @@ and the command line say of themselves what they are.
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -26,6 +28,7 @@ from mpinit import cli
 from mpinit.settings.properties import Properties
 
 PAGES: Final = Path(__file__).parent
+PACKAGE: Final = PAGES.parent / "mpinit"
 
 # What a reader looks for together; a test shows that no public name is missing.
 GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -79,7 +82,12 @@ SIGNATURES: Final[Mapping[str, str]] = {"Properties": "(**properties)"}
 
 def api() -> str:
     """The page of public names."""
-    parts = ["# Functions and classes\n"]
+    parts = ["# Functions and classes\n", "| name | what it does |", "|---|---|"]
+    for names in GROUPS.values():
+        for name in names:
+            short = name.rpartition(".")[2]
+            parts.append(f"| [`{short}`](#{short.lower()}) | {_first_line(name)} |")
+    parts[-1] += "\n"
     for title, names in GROUPS.items():
         parts.append(f"## {title}\n")
         for name in names:
@@ -90,6 +98,19 @@ def api() -> str:
             named = f"mpinit.{name}{SIGNATURES.get(name, '')}"
             parts.append(f"### {short}\n\n```{{eval-rst}}\n.. {kind}:: {named}\n{members}```\n")
     return "\n".join(parts)
+
+
+def _first_line(name: str) -> str:
+    """The first line of a public name's docstring; a plug's is read, not imported, for its framework may be missing."""
+    module, _, short = name.rpartition(".")
+    if module:
+        tree = ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+        (node,) = (n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name == short)
+        text = ast.get_docstring(node) or ""
+    else:
+        text = inspect.getdoc(getattr(mpinit, name)) or ""
+    line = " ".join(text.partition("\n\n")[0].split())
+    return re.sub(r":\w+:`~?\.?([^`]+)`", r"`\1`", line).replace("``", "`").replace("|", "\\|")
 
 
 def _cell(value: Any) -> str:
