@@ -61,7 +61,7 @@ def check_description(wheel: Path) -> None:
 
 
 def check_contents(wheel: Path, source: Path) -> None:
-    """The source archive holds tests and docs, the wheel the package and its marker of types and nothing else."""
+    """The source archive holds tests and docs, the wheel the package, its marker of types, its C++ and nothing else."""
     with tarfile.open(source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     missing = [name for name in EXPECTED if name not in names]
@@ -69,9 +69,9 @@ def check_contents(wheel: Path, source: Path) -> None:
         sys.exit(f"{source.name} lacks {', '.join(missing)}")
     with zipfile.ZipFile(wheel) as archive:
         tops = {name.partition("/")[0] for name in archive.namelist()}
-        typed = "mpinit/py.typed" in archive.namelist()
-    if not typed or not all(top == "mpinit" or top.endswith(".dist-info") for top in tops):
-        sys.exit(f"{wheel.name} holds {sorted(tops)}; py.typed: {typed}")
+        lacks = {"mpinit/py.typed", "mpinit/torch_internals/one_pass.cpp"} - set(archive.namelist())
+    if lacks or not all(top == "mpinit" or top.endswith(".dist-info") for top in tops):
+        sys.exit(f"{wheel.name} holds {sorted(tops)}; it lacks {sorted(lacks)}")
 
 
 def tour() -> str:

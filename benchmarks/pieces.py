@@ -66,8 +66,8 @@ def _encoding(side: int, name: str, way: str) -> Work:
     codec = {"bfloat16": BFloat16, "int8": Blockwise}[name]()
     rows = TENSORS * side**2 // BLOCK
     values, codes = torch.randn(rows, BLOCK), codec.empty(rows, torch.device("cpu"))
-    codec.encode_(values, codes, [rows])
-    timed = partial(codec.encode_, values, codes, [rows]) if way == "encoded" else partial(codec.decode_, codes, values)
+    codec.encode_(values, codes)
+    timed = partial(codec.encode_, values, codes) if way == "encoded" else partial(codec.decode_, codes, values)
     return Work(values.numel(), timed, is_compiled=True)
 
 
@@ -86,12 +86,10 @@ PIECES: Final[Mapping[str, Callable[[int], Work]]] = {
 
 @cache
 def compile_kernels() -> bool:
-    """Compile for the CPU what encodes and decodes, which long trainings come to; whether that was possible."""
-    from mpinit.masters.codecs import bfloat16, blockwise
-    from mpinit.torch_internals.compiled_kernel import CompiledKernel
+    """Build for the CPU what steps, encodes and decodes, which long trainings come to; whether that was possible."""
+    from mpinit.torch_internals.one_pass import NATIVE
 
-    found = [value for module in (bfloat16, blockwise) for value in vars(module).values()]
-    return all(kernel.compile() for kernel in found if isinstance(kernel, CompiledKernel))
+    return NATIVE.wait() is not None
 
 
 class Piece(Case):

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from . import registry
 from .basics.tables import counted
+from .optimizer.managed import ManagedOptimizer
 from .session import Session
 
 
@@ -154,6 +155,9 @@ def _described(session: Session) -> str:
             f"optimizer {index}, {type(optimizer).__name__}: {counted(counts.good, 'step')} done, {counts.skipped} "
             f"skipped, {counts.consecutive} of them in a row just now"
         )
+        known = session.watched(optimizer)
+        stepped = known.scope.one_pass.told() if isinstance(known, ManagedOptimizer) else None
+        lines += [f"  {stepped}"] if stepped is not None else []
     waiting = session.waiting_weights()
     if waiting:
         are = "waits" if len(waiting) == 1 else "wait"

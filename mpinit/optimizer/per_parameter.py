@@ -44,6 +44,16 @@ def is_known(optimizer: Optimizer) -> bool:
     return _known(optimizer) is not None
 
 
+def stepped_as(optimizer: Optimizer) -> str | None:
+    """The name of the class of torch's whose step is all that this one does; None where that is not known.
+
+    Example:
+        >>> stepped_as(torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]))  # it is Adam with another default
+        'Adam'
+    """
+    return _known(optimizer) if _steps_as_its_class(optimizer) else None
+
+
 def kept_states(optimizer: Optimizer) -> frozenset[str]:
     """Names of an optimizer's states that are never encoded.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from ..masters.states import EncodedStates, states_of
 from ..torch_internals.columns import are_same, grads_of, have_grads, set_grads
 from ..torch_internals.devices import bucket_bytes_at_most
 from .members import Members
+from .one_pass import OnePass
 from .per_parameter import StepNumbers, kept_states, steps_per_parameter
 
 
@@ -96,6 +98,7 @@ class Scope:
     Attributes:
         is_open: whether the groups hold masters at the moment.
         releases: as given.
+        one_pass: steps parts without the optimizer's own code, where that gives the same.
     """
 
     def __init__(self, members: Members, states: EncodedStates | None, bucket_bytes: int, releases: bool) -> None:
@@ -104,6 +107,7 @@ class Scope:
         self._states = states
         self._bucket_bytes = bucket_bytes
         self.releases = releases
+        self.one_pass = OnePass(members, states)
         # Whether masters are put together a part at a time, not all before the first.
         self._reads_parts = releases or members.table.steps_in_parts
         self._key: tuple[int, bool] = (-1, False)
@@ -202,6 +206,11 @@ class Scope:
         self._check_not_in_model()
         if alone is None:
             self._members.refresh()
+        parts = self.parts() if alone is None else [alone]
+        left = [part for part in parts if part.masters is None or not self.one_pass.steps(part.weights)]
+        if not any(have_grads(part.weights) for part in left) and len(left) < len(parts):
+            yield iter(())
+            return
         parts = self.parts()
         whole = [part for part in parts if part.masters is not None and not self._reads_parts]
         with UndoStack() as undos:
@@ -214,7 +223,7 @@ class Scope:
                 part.read(with_gradients=False)
             self._members.show_masters()
             self._exchange.enter()
-        steps = self._steps(parts, alone)
+        steps = self._steps(left, alone)
         try:
             yield steps
         finally:
@@ -227,9 +236,9 @@ class Scope:
     def _end(self) -> None:
         self.is_open = False
 
-    def _steps(self, parts: Sequence[Part], alone: Part | None) -> Generator[None]:
-        present = [part for part in parts if have_grads(part.weights)] if alone is None else [alone]
-        plain = [part for part in parts if part.masters is None]
+    def _steps(self, left: Sequence[Part], alone: Part | None) -> Generator[None]:
+        present = [part for part in left if have_grads(part.weights)] if alone is None else [alone]
+        plain = [part for part in self._parts if part.masters is None]
         if not present:
             yield
             return
@@ -244,7 +253,9 @@ class Scope:
                     numbers.put_back()
                 if id(part) in hidden:
                     set_grads(part.weights, hidden[id(part)])
+                begin = time.perf_counter()
                 yield from self._step_of(part)
+                self.one_pass.note(part.weights, time.perf_counter() - begin)
                 if id(part) in hidden:
                     hidden[id(part)] = grads_of(part.weights)  # the optimizer may have cleared some
                     set_grads(part.weights, [None] * len(part.weights))

@@ -23,7 +23,7 @@ each = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: str(codec.name
 def encoded(codec: Codec, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     rows = in_rows(values)
     codes = codec.empty(len(rows), CPU)
-    codec.encode_(rows, codes, [len(rows)])
+    codec.encode_(rows, codes)
     return codes
 
 
@@ -101,15 +101,6 @@ def test_what_gets_no_gradient_fades_beside_a_large_number(codec: Codec, kind: s
         states[:, 0] = 1.0
         states = decoded(codec, (states * 0.998).view(-1)).view_as(states)
     assert states[:, 1:].abs().mean().item() == pytest.approx(0.01 * 0.998**1000, rel=0.1)
-
-
-def test_codes_do_not_depend_on_neighbours() -> None:
-    values = in_rows(some("signed", 6 * BLOCK))
-    for codec in CODECS:
-        together, alone = codec.empty(6, CPU), codec.empty(4, CPU)
-        codec.encode_(values, together, [2, 4])
-        codec.encode_(values[2:], alone, [4])
-        assert all(torch.equal(one[2:], other) for one, other in zip(together, alone, strict=True))
 
 
 @each

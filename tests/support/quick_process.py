@@ -22,6 +22,8 @@ def prepare() -> None:
     # there are takes it 11 s of a compiler. It does so in this process: another one would have to import torch first.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    # Steps are torch's operations, also where native code is there: tests of it ask for it.
+    os.environ.setdefault("MPINIT_NATIVE", "0")
 
 
 def keep() -> None:

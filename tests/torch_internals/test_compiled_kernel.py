@@ -1,4 +1,4 @@
-"""Kernels that are compiled where that pays: the same bits, and without a compiler the function as it is."""
+"""Kernels that are compiled for a GPU where that pays: the same bits, and without a compiler the function as it is."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpinit.masters.codecs import blockwise
+from mpinit.masters.codecs.codec import factors_of, places_in_a_row
 from mpinit.torch_internals import compiled_kernel
 from mpinit.torch_internals.compiled_kernel import CompiledKernel
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_kernel, "works_within_a_cache", lambda device: False)
+    monkeypatch.setattr(compiled_kernel, "_WORTH_ROWS", 150)
 
 
 def doubled(values: torch.Tensor, out: torch.Tensor) -> None:
@@ -21,21 +28,22 @@ def sample() -> list[torch.Tensor]:
     return [torch.rand(70, 3), torch.empty(70, 3)]
 
 
-def compiled_by(function: Any) -> Any:
-    return lambda *args, **kwargs: function
+def compile_to(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
+    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: function)
 
 
-def test_compiled_encoding_gives_the_same_bits() -> None:
-    """compile() itself compares all that is written on a sample; here, other numbers than the sample's."""
-    kernel = blockwise._ENCODE
-    one, other = (CompiledKernel(kernel._function, kernel._sample) for _ in range(2))
-    if not other.compile():
-        pytest.skip("no compiler here")
-    arguments = [torch.cat([t, t.flip(0)]) if t.dim() == 2 else t for t in kernel._sample()]
-    twins = [argument.clone() for argument in arguments]
-    one(*arguments)
-    other(*twins)
-    assert all(map(torch.equal, arguments, twins))
+@pytest.mark.long
+def test_compiled_encoding_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockwise, "is_read_freely", lambda device: False)
+    values = torch.linspace(-3, 3, 200 * 128).pow(7).view(-1, 128)
+    values[::3].square_()
+    factors, places = factors_of(values.view(torch.int32), 32), places_in_a_row(values.device)
+    kernel = CompiledKernel(blockwise._encode)
+    results = [(torch.empty(200, 128, dtype=torch.uint8), torch.empty(200, 1)) for _ in range(2)]
+    for codes, scales in results:
+        kernel(values, factors, codes, scales, places)
+    assert kernel._compiled["cpu"] is not None
+    assert all(map(torch.equal, *results))
 
 
 def test_it_is_compiled_when_it_pays_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,35 +53,34 @@ def test_it_is_compiled_when_it_pays_and_not_before(monkeypatch: pytest.MonkeyPa
         calls.append(len(args[0]))
         doubled(*args)
 
-    monkeypatch.setattr(torch, "compile", compiled_by(counted))
-    monkeypatch.setattr(compiled_kernel, "_WORTH_ROWS", 150)
-    kernel = CompiledKernel(doubled, sample)
-    for _ in range(3):
+    compile_to(monkeypatch, counted)
+    kernel = CompiledKernel(doubled)
+    for _ in range(4):
         values, out = sample()
         kernel(values, out)
         assert torch.equal(out, values * 2)
-    # Tried on the sample at the third call, and used from then on; never on a few rows.
-    assert calls == [70, 70]
-    kernel(values[:5], out[:5])
-    assert calls == [70, 70]
+    assert calls == [70, 70, 70], "tried and used at the third call, and used from then on"
 
 
 def test_inside_of_a_mode_that_sees_operations_it_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[None] = []
+
     def as_torch_compiles(*arguments: torch.Tensor) -> None:
         if torch._C._len_torch_dispatch_stack():
             raise RuntimeError("torch.compile with fullgraph=True found no compiled frames")
+        calls.append(None)
         doubled(*arguments)
 
-    monkeypatch.setattr(torch, "compile", compiled_by(as_torch_compiles))
-    monkeypatch.setattr(compiled_kernel, "_WORTH_ROWS", 50)
-    kernel, (values, out) = CompiledKernel(doubled, sample), sample()
-    for compiled in (False, True):
-        out.zero_()
+    compile_to(monkeypatch, as_torch_compiles)
+    kernel, (values, out) = CompiledKernel(doubled), sample()
+    for _ in range(4):
         with FlopCounterMode(display=False):
-            kernel(values, out)
+            kernel(values, out.zero_())
         assert torch.equal(out, values * 2)
-        assert bool(kernel._compiled) == compiled, "it is not tried in there, and is afterwards"
+    assert not calls
+    for _ in range(3):
         kernel(values, out)
+    assert calls, "it is not tried in there, and is afterwards"
 
 
 @pytest.mark.parametrize("fault", ["raises", "differs", "raises later"])
@@ -87,11 +94,9 @@ def test_without_a_compiler_or_with_other_bits_it_runs_as_it_is(monkeypatch: pyt
             raise RuntimeError("no C++ compiler found")
         out.copy_(values * (2.0000002 if fault == "differs" else 2))
 
-    monkeypatch.setattr(torch, "compile", compiled_by(faulty))
-    kernel, (values, out) = CompiledKernel(doubled, sample), sample()
-    assert kernel.compile() is (fault == "raises later")
-    for _ in range(2):
-        out.zero_()
-        kernel(values, out)
+    compile_to(monkeypatch, faulty)
+    kernel, (values, out) = CompiledKernel(doubled), sample()
+    for _ in range(5):
+        kernel(values, out.zero_())
         assert torch.equal(out, values * 2)
     assert len(calls) == (2 if fault == "raises later" else 1), "it is not tried again"

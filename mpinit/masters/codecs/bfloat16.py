@@ -7,13 +7,12 @@ it moves by the right amount on average.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 
 from ...torch_internals.compiled_kernel import CompiledKernel
-from .codec import BLOCK, Codec, Codes, low_halves, noise, places_in_a_row, seeds
+from .codec import BLOCK, Codec, Codes, factors_of, noise, places_in_a_row
 
 # The usual nan: adding to the bits of others would overflow into numbers.
 _NAN: Final = 0x7FC00000
@@ -29,7 +28,7 @@ class BFloat16(Codec):
     Example:
         >>> codec = BFloat16()
         >>> codes = codec.empty(1, torch.device("cpu"))
-        >>> codec.encode_(torch.full((1, BLOCK), -3.0), codes, [1])
+        >>> codec.encode_(torch.full((1, BLOCK), -3.0), codes)
         >>> codes[0][0, 0]
         tensor(-3., dtype=torch.bfloat16)
     """
@@ -40,49 +39,23 @@ class BFloat16(Codec):
         """One bfloat16 tensor."""
         return (torch.empty(rows, BLOCK, dtype=torch.bfloat16, device=device),)
 
-    def encode_(self, values: torch.Tensor, codes: Codes, rows: Sequence[int]) -> None:
+    def encode_by(self, native: Any | None, values: torch.Tensor, codes: Codes) -> None:
         """Add up to one unit in the last place, and cut off."""
-        bits = values.view(torch.int32)
-        sums = torch.empty(len(values), 1, device=values.device)
-        _SUM(bits, sums)
-        places = places_in_a_row(values.device).view(-1, 2).t().contiguous().view(-1)
-        _ROUND(values.view(torch.int64), *seeds(sums, rows), codes[0].view(torch.int32), places)
+        if native is not None:
+            native.round(values, *codes)
+        else:
+            bits = values.view(torch.int32)
+            _ROUND(bits, factors_of(bits, None), codes[0].view(torch.int16), places_in_a_row(values.device))
 
-    def decode_(self, codes: Codes, values: torch.Tensor) -> None:
+    def decode_by(self, native: Any | None, codes: Codes, values: torch.Tensor) -> None:
         """Widen."""
         values.copy_(codes[0])
 
 
-def _sum(bits: torch.Tensor, sums: torch.Tensor) -> None:
+def _round(bits: torch.Tensor, factors: torch.Tensor, codes: torch.Tensor, places: torch.Tensor) -> None:
     assert bits.shape[1] == BLOCK
-    sums.copy_(low_halves(bits))
+    up = noise(bits, factors, places).bitwise_right_shift_(16).add_(bits).add_(0x8000)
+    codes.copy_(torch.where((bits & 0x7FFFFFFF) > _INF, _NAN, up).bitwise_right_shift_(16))
 
 
-def _round(
-    long: torch.Tensor, factor: torch.Tensor, summand: torch.Tensor, codes: torch.Tensor, places: torch.Tensor
-) -> None:
-    # Two neighbours at once, the places of all first ones before those of the second: torch's compiler has vector code
-    # for 64 bits and for 32, and none for 16.
-    assert long.shape[1] == BLOCK // 2
-    first, second = (
-        _rounded(bits, factor, summand, own)
-        for bits, own in zip((long.to(torch.int32), (long >> 32).to(torch.int32)), places.chunk(2), strict=True)
-    )
-    codes.copy_(((first >> 16) & 0xFFFF) | (second & -0x10000))
-
-
-def _rounded(bits: torch.Tensor, factor: torch.Tensor, summand: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    up = noise(bits, factor, summand, places).bitwise_right_shift(16)
-    return torch.where((bits & 0x7FFFFFFF) > _INF, _NAN, bits + up + 0x8000)
-
-
-def _sample() -> list[torch.Tensor]:
-    values = torch.linspace(-3, 3, 200 * BLOCK).pow(7).view(-1, BLOCK)
-    values[::9, ::7] = torch.nan
-    bits = values.view(torch.int32)
-    codes = torch.zeros(200, BLOCK // 2, dtype=torch.int32)
-    return [values.view(torch.int64), *seeds(low_halves(bits), [200]), codes, places_in_a_row(bits.device)]
-
-
-_SUM: Final = CompiledKernel(_sum, lambda: [_sample()[0].view(torch.int32), torch.empty(200, 1)])
-_ROUND: Final = CompiledKernel(_round, _sample)
+_ROUND: Final = CompiledKernel(_round)

@@ -12,19 +12,21 @@ average. Rounded so before squaring, they would be too large on average, and an 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 
 from ...torch_internals.compiled_kernel import CompiledKernel
-from .codec import BLOCK, Codec, Codes, low_halves, noise, places_in_a_row, seeds
+from ...torch_internals.devices import is_read_freely
+from .codec import BLOCK, Codec, Codes, factors_of, noise, places_in_a_row
 
 # The largest n of blocks without a sign, and of those with one.
 _LARGEST: Final = (255.0, 127.0)
 _TINY: Final = torch.finfo(torch.float32).tiny
 # Of a scale's 24 bits the last four are 0: made again of the largest number decoded, it is the same.
 _CUT: Final = 16
+# Rows that share noise: all numbers of one alone may happen to stay what they are, and then would for ever.
+_NEIGHBOURS: Final = 32
 # Chances are this far from 0 and 1, so that errors in the last place lead to the same code.
 _SPREAD: Final = 2.0**-23 * (1 - 2.0**-11)
 
@@ -41,7 +43,7 @@ class Blockwise(Codec):
         >>> codec = Blockwise()
         >>> codes, values = codec.empty(1, torch.device("cpu")), torch.zeros(1, BLOCK)
         >>> values[0, 0] = -2.0
-        >>> codec.encode_(values, codes, [1]); codec.decode_(codes, values); values[0, :2].round(decimals=3).tolist()
+        >>> codec.encode_(values, codes); codec.decode_(codes, values); values[0, :2].round(decimals=3).tolist()
         [-2.0, 0.0]
     """
 
@@ -54,23 +56,20 @@ class Blockwise(Codec):
             torch.empty(rows, 1, dtype=torch.float32, device=device),
         )
 
-    def encode_(self, values: torch.Tensor, codes: Codes, rows: Sequence[int]) -> None:
+    def encode_by(self, native: Any | None, values: torch.Tensor, codes: Codes) -> None:
         """Find each block's scale, and round."""
-        bits = values.view(torch.int32)
-        largest, smallest, sums = (torch.empty(len(values), 1, device=values.device) for _ in range(3))
-        _MEASURE(values, bits, largest, smallest, sums)
-        unsigned = smallest >= 0
-        scales = _scales(largest, unsigned)
-        offset = torch.where(unsigned, 0.0, 128.0)
-        factor, summand = seeds(sums, rows)
-        places = places_in_a_row(values.device)
-        _ENCODE(values, bits, scales.reciprocal(), offset, unsigned.float(), factor, summand, codes[0], places)
-        codes[1].copy_(torch.where(unsigned, -scales, scales))
+        if native is not None:
+            native.encode(values, *codes)
+        else:
+            factors = factors_of(values.view(torch.int32), _NEIGHBOURS)
+            _ENCODE(values, factors, *codes, places_in_a_row(values.device))
 
-    def decode_(self, codes: Codes, values: torch.Tensor) -> None:
+    def decode_by(self, native: Any | None, codes: Codes, values: torch.Tensor) -> None:
         """Square, and scale."""
-        unsigned = torch.signbit(codes[1])
-        _DECODE(codes[0], codes[1].abs(), *_middle(unsigned), values)
+        if native is not None:
+            native.decode(*codes, values)
+        else:
+            _DECODE(*codes, values)
 
 
 def _scales(largest: torch.Tensor, unsigned: torch.Tensor) -> torch.Tensor:
@@ -80,81 +79,53 @@ def _scales(largest: torch.Tensor, unsigned: torch.Tensor) -> torch.Tensor:
     return torch.where(exact.isfinite(), cut, exact)
 
 
-def _middle(unsigned: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What lies between the codes of positive and negative numbers, and how far from 0."""
-    return torch.where(unsigned, 0.0, 127.5), torch.where(unsigned, 0.0, 0.5)
-
-
-def _measure(
-    values: torch.Tensor, bits: torch.Tensor, largest: torch.Tensor, smallest: torch.Tensor, sums: torch.Tensor
-) -> None:
-    assert values.shape[1] == BLOCK
-    largest.copy_(values.abs().amax(1, keepdim=True))
-    # Of the bits, so that a -0.0 is negative.
-    smallest.copy_(bits.to(torch.float32).amin(1, keepdim=True))
-    sums.copy_(low_halves(bits))
-
-
 def _encode(
-    values: torch.Tensor,
-    bits: torch.Tensor,
-    inverse: torch.Tensor,
-    offset: torch.Tensor,
-    lowest: torch.Tensor,
-    factor: torch.Tensor,
-    summand: torch.Tensor,
-    codes: torch.Tensor,
-    places: torch.Tensor,
+    values: torch.Tensor, factors: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, places: torch.Tensor
 ) -> None:
     assert values.shape[1] == BLOCK
-    size = values.abs()
-    square = size * inverse
-    low = square.sqrt().floor()
-    chance = noise(bits, factor, summand, places).bitwise_right_shift(9).to(torch.float32) * _SPREAD + 0.5
-    n = torch.where(chance * (low + low + 1) < square - low * low, low + 1, low)
-    # At least 1 where there is no sign and the number is not 0.
-    n = torch.maximum(n, torch.minimum(size * 1e38, lowest))
-    codes.copy_(torch.where(bits < 0, 127.0 - n, offset + n))
+    bits, size = values.view(torch.int32), values.abs()
+    # Of the bits, so that a -0.0 is negative.
+    unsigned = bits.amin(1, keepdim=True) >= 0
+    scale = _scales(size.amax(1, keepdim=True), unsigned)
+    scales.copy_(torch.where(unsigned, -scale, scale))
+    # In place where it can be: fresh memory costs more than what is done in it.
+    square = size * scale.reciprocal()
+    low = square.sqrt().floor_()
+    square.addcmul_(low, low, value=-1)
+    random = noise(bits, factors, places).bitwise_right_shift_(9)
+    # Twice the chance of n being the lower one, times (low + 1/2), is compared with what was cut off the square.
+    chance = random.to(torch.float32).mul_(2 * _SPREAD).add_(1).mul_(low + 0.5)
+    n = low.add_(square.gt_(chance))
+    has_unsigned, has_signed = _has(unsigned), _has(~unsigned)
+    if has_unsigned:
+        # At least 1 where there is no sign and the number is not 0.
+        n = torch.maximum(n, size.mul_(1e38).clamp_(max=unsigned.float()), out=n)
+    whole = random.copy_(n)
+    if has_signed:
+        # A negative number has 127 - n, and a -0.0 a code of its own: without it a block might lose its sign.
+        negative = torch.bitwise_right_shift(bits, 31, out=chance.view(torch.int32))
+        whole.bitwise_xor_(negative).add_(torch.where(unsigned, 0, 128))
+    codes.copy_(whole)
+    if _has(infinite := ~scale.isfinite()):
+        codes.masked_fill_(infinite, 255)
 
 
-def _decode(
-    codes: torch.Tensor, scales: torch.Tensor, offset: torch.Tensor, half: torch.Tensor, values: torch.Tensor
-) -> None:
+def _decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> None:
     assert codes.shape[1] == BLOCK
-    # A negative number has 127 - n, and a -0.0 a code of its own: without it a block might lose its sign.
-    signed = codes.to(torch.float32) - offset
-    n = signed.abs() - half
-    values.copy_(torch.copysign(n * n * scales, signed))
+    unsigned = torch.signbit(scales)
+    n = values.copy_(codes)
+    if _has(~unsigned):
+        signed = n - torch.where(unsigned, 0.0, 127.5)
+        n = torch.abs(signed, out=values).sub_(torch.where(unsigned, 0.0, 0.5))
+        n.square_().mul_(scales.abs()).copysign_(signed)
+    else:
+        n.square_().mul_(scales.abs())
 
 
-def _sample_values() -> torch.Tensor:
-    values = torch.linspace(-3, 3, 200 * BLOCK).pow(7).view(-1, BLOCK)
-    values[::3].square_()
-    values[1::7, ::5] = 0
-    return values
+def _has(rows: torch.Tensor) -> bool:
+    """Whether any of some rows is so, where asking costs no wait for a device; True elsewhere."""
+    return not is_read_freely(rows.device) or bool(rows.any())
 
 
-def _sample_measured() -> list[torch.Tensor]:
-    values = _sample_values()
-    return [values, values.view(torch.int32), *(torch.empty(200, 1) for _ in range(3))]
-
-
-def _sample_encoded() -> list[torch.Tensor]:
-    values, bits, largest, smallest, sums = _sample_measured()
-    _measure(values, bits, largest, smallest, sums)
-    unsigned = smallest >= 0
-    inverse, offset = _scales(largest, unsigned).reciprocal(), torch.where(unsigned, 0.0, 128.0)
-    codes = torch.zeros(200, BLOCK, dtype=torch.uint8)
-    factors = seeds(sums, [len(values)])
-    return [values, bits, inverse, offset, unsigned.float(), *factors, codes, places_in_a_row(bits.device)]
-
-
-def _sample_decoded() -> list[torch.Tensor]:
-    codes = torch.arange(200 * BLOCK).to(torch.uint8).view(-1, BLOCK)
-    scales = torch.linspace(1e-9, 3, 200).view(-1, 1)
-    return [codes, scales, *_middle(scales < 1), torch.empty(200, BLOCK)]
-
-
-_MEASURE: Final = CompiledKernel(_measure, _sample_measured)
-_ENCODE: Final = CompiledKernel(_encode, _sample_encoded)
-_DECODE: Final = CompiledKernel(_decode, _sample_decoded)
+_ENCODE: Final = CompiledKernel(_encode)
+_DECODE: Final = CompiledKernel(_decode)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
+
+from ...torch_internals.devices import is_read_freely
+from ...torch_internals.one_pass import NATIVE
 
 Codes = tuple[torch.Tensor, ...]
 
@@ -30,19 +32,21 @@ class Codec(ABC):
     def empty(self, rows: int, device: torch.device) -> Codes:
         """Room for the codes of so many rows, each tensor with as many rows itself."""
 
-    @abstractmethod
-    def encode_(self, values: torch.Tensor, codes: Codes, rows: Sequence[int]) -> None:
-        """Write the codes of ``values``.
+    def encode_(self, values: torch.Tensor, codes: Codes) -> None:
+        """Write the codes of ``values`` (float32, (rows, BLOCK), contiguous)."""
+        self.encode_by(_native_for(self, values), values, codes)
 
-        Args:
-            values: float32 (rows, BLOCK), contiguous, of several tensors one after the other.
-            codes: written to.
-            rows: how many of them belong to each tensor; the codes of one don't depend on its neighbours.
-        """
-
-    @abstractmethod
     def decode_(self, codes: Codes, values: torch.Tensor) -> None:
         """Write what codes stand for into ``values`` (float32, (rows, BLOCK), contiguous)."""
+        self.decode_by(_native_for(self, values), codes, values)
+
+    @abstractmethod
+    def encode_by(self, native: Any | None, values: torch.Tensor, codes: Codes) -> None:
+        """:meth:`encode_` by the functions of ``one_pass.cpp``; None: by torch's, which say what is right."""
+
+    @abstractmethod
+    def decode_by(self, native: Any | None, codes: Codes, values: torch.Tensor) -> None:
+        """:meth:`decode_` in the same way."""
 
 
 def rows_for(length: int) -> int:
@@ -63,50 +67,74 @@ def in_rows(values: torch.Tensor) -> torch.Tensor:
     return values.view(-1, BLOCK)
 
 
+def _native_for(codec: Codec, values: torch.Tensor) -> Any | None:
+    """The functions of ``one_pass.cpp``, where these numbers lie open to them, and they give a codec's own bits."""
+    if type(values) is not torch.Tensor or not is_read_freely(values.device):
+        return None
+    native = NATIVE.get()
+    return native if native is not None and _gives_same_bits(codec, native) else None
+
+
+_proved: Final[dict[str, bool]] = {}
+
+
+def _gives_same_bits(codec: Codec, native: Any) -> bool:
+    name = codec.name
+    if name not in _proved:
+        values = torch.linspace(-3, 3, 200 * BLOCK).pow(7).view(-1, BLOCK)
+        values[::3].square_()
+        values[1::7, ::5] = 0
+        values[5, 7], values[6, 8] = torch.inf, torch.nan
+        results = []
+        for way in (None, native):
+            codes, back = codec.empty(len(values), values.device), torch.empty_like(values)
+            codec.encode_by(way, values, codes)
+            codec.decode_by(way, codes, back)
+            results.append([each.view(torch.uint8) for each in (*codes, back.nan_to_num())])
+        _proved[name] = all(map(torch.equal, *results))
+    return _proved[name]
+
+
 # -- noise ------------------------------------------------------------------------------------------------------------
 #
 # Whole numbers, evenly spread over all 32 bits and best in the upper ones, made of the numbers themselves, their places
-# and a sum over their tensor: no generator of random numbers is touched, the same numbers give the same noise again
+# and a sum over their neighbours: no generator of random numbers is touched, the same numbers give the same noise again
 # after a resume, and as soon as one number has changed the noise of all others is another, so that none gets stuck.
 
 
-def low_halves(bits: torch.Tensor) -> torch.Tensor:
-    """For each row the sum over the lower halves of float32 bits, exact in float32 in any order."""
-    return bits.bitwise_and(0xFFFF).to(torch.float32).sum(1, keepdim=True)
+def factors_of(bits: torch.Tensor, neighbours: int | None) -> torch.Tensor:
+    """For each row of float32 bits the factor of its noise, int32 (rows, 1).
 
-
-def seeds(sums: torch.Tensor, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row its tensor's factor and its own summand, both int32 (rows, 1), from :func:`low_halves`."""
-    whole = sums.to(torch.int32)
-    parts = [part.sum(dtype=torch.int32) for part in whole.split_with_sizes(list(rows))]
-    counts = torch.tensor(rows, device=sums.device)
+    Args:
+        bits: int32 (rows, BLOCK), a whole tensor's.
+        neighbours: whose numbers decide about a row's noise: the rows of its group of so many, of which the last goes
+            to the end; None: all rows.
+    """
+    rows = torch.arange(len(bits), device=bits.device)
+    # As sums wrap around they are the same in any order.
+    sums = bits.sum(1, dtype=torch.int32)
+    groups = max(len(bits) // neighbours, 1) if neighbours else 1
+    group = (rows // neighbours).clamp_(max=groups - 1) if neighbours else torch.zeros_like(rows)
+    shared = torch.zeros(groups, dtype=torch.int32, device=bits.device).index_add_(0, group, sums)[group]
     # A factor, because a sum would move all noise by the same amount: equal numbers then end in a pattern that stays.
-    factors = torch.stack(parts).mul_(_STIR).bitwise_or_(1)
-    places = torch.arange(len(sums), dtype=torch.int32, device=sums.device)
-    if len(rows) > 1:
-        places -= (counts.cumsum(0) - counts).to(torch.int32).repeat_interleave(counts)
-        factor = factors.repeat_interleave(counts).view(-1, 1)
-    else:
-        factor = factors.expand(len(sums)).contiguous().view(-1, 1)
-    return factor, places.mul_(BLOCK).view(-1, 1) * factor
+    return ((shared + rows.to(torch.int32) * _ROW) * _STIR).bitwise_or_(1).view(-1, 1)
 
 
-def noise(bits: torch.Tensor, factor: torch.Tensor, summand: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def noise(bits: torch.Tensor, factors: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """The noise of float32 numbers seen as int32.
 
     Args:
         bits: the numbers, (rows, BLOCK).
-        factor: of :func:`seeds`.
-        summand: of :func:`seeds`.
+        factors: of :func:`factors_of`.
         places: 1 to BLOCK, int32.
 
     Example:
         >>> bits = torch.zeros(100, BLOCK, dtype=torch.int32)
-        >>> random = noise(bits, *seeds(low_halves(bits), [100]), places_in_a_row(bits.device))
+        >>> random = noise(bits, factors_of(bits, None), places_in_a_row(bits.device))
         >>> (random > 0).float().mean().round(decimals=1).item()
         0.5
     """
-    return (places * factor + summand + bits) * _GOLDEN
+    return (places * factors).add_(bits).mul_(_GOLDEN)
 
 
 def places_in_a_row(device: torch.device) -> torch.Tensor:
@@ -114,6 +142,7 @@ def places_in_a_row(device: torch.device) -> torch.Tensor:
     return torch.arange(1, BLOCK + 1, dtype=torch.int32, device=device)
 
 
-# Odd numbers without pattern; the second is 2**32 over the golden ratio, whose multiples are spread most evenly.
+# Odd numbers without pattern; the last is 2**32 over the golden ratio, whose multiples are spread most evenly.
+_ROW: Final = 0x85EBCA6B - 2**32
 _STIR: Final = 0x27D4EB2F
 _GOLDEN: Final = 0x9E3779B1 - 2**32

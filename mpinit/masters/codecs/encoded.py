@@ -102,8 +102,7 @@ class EncodedState(torch.Tensor):
             self._encode(dense)
 
     def _encode(self, dense: torch.Tensor) -> None:
-        rows = in_rows(flat(dense))
-        self.codec.encode_(rows, self.codes, [len(rows)])
+        self.codec.encode_(in_rows(flat(dense)), self.codes)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -1,0 +1,200 @@
+"""Steps of SGD, Adam and AdamW over split masters in one pass over memory, where that is faster than torch's.
+
+Both give the same bits: native code steps nothing that it was not seen to step so on a sample, in this process. Which
+is faster a clock says: the first steps of each kind and size take turns, on the numbers at hand, and the faster stays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+
+from ..basics.logs import log
+from ..masters.split import SplitMaster, SplitMasters
+from ..masters.states import SMALLEST, EncodedStates
+from ..torch_internals.native_autocast import CastsOff
+from ..torch_internals.one_pass import NATIVE
+from ..torch_internals.running import computes_at_once
+from ..torch_internals.step_hooks import StepHooks
+from .members import Members
+from .per_parameter import stepped_as
+
+_KINDS: Final = ("Adam", "AdamW", "SGD")
+# Steps of each that are timed before the faster one stays.
+_TURNS: Final = 2
+_Options = tuple[tuple[bool, ...], tuple[float, ...]]
+
+
+@dataclass
+class Times:
+    """Nanoseconds a number: what steps of one kind and size have taken, by torch's operations and by native code."""
+
+    torch: list[float] = field(default_factory=list)
+    native: list[float] = field(default_factory=list)
+
+    def is_turn_of_native(self) -> bool:
+        """Whether the next step is its; once both had their turns, whether it is the faster one."""
+        if len(self.native) < _TURNS:
+            return len(self.native) < len(self.torch)
+        return len(self.torch) >= _TURNS and min(self.native) <= min(self.torch)
+
+
+# By kind, form, store and size.
+_times: Final[dict[Any, Times]] = {}
+_proved: Final[dict[Any, bool]] = {}
+
+
+@final
+class OnePass:
+    """One optimizer's steps in one pass.
+
+    Args:
+        members: the optimizer's parameters.
+        states: how its state is kept; None: in float32, as it is.
+    """
+
+    def __init__(self, members: Members, states: EncodedStates | None) -> None:
+        self._members = members
+        self._smallest = SMALLEST if states is not None else -1
+        kind = stepped_as(members.optimizer)
+        self._kind = kind if kind in _KINDS and isinstance(members.table, SplitMasters) else None
+        self._last: Times | None = None
+        # By the id of a list of weights: the times that their step by torch's operations is to be noted in.
+        self._timed: dict[int, tuple[Times, int]] = {}
+        self._generation = -1
+        self._group_of: dict[int, int] = {}
+
+    def steps(self, weights: Sequence[nn.Parameter]) -> bool:
+        """Step those of some weights that have a gradient; False: nothing was done, and the optimizer has to.
+
+        Args:
+            weights: with masters, from the optimizer's groups.
+        """
+        if self._kind is None or not computes_at_once() or (native := NATIVE.get()) is None:
+            return False
+        groups = self._groups_of(native, weights)
+        if groups is None:
+            return False
+        size = sum(map(nn.Parameter.numel, weights)).bit_length()
+        times = _times.setdefault((self._kind, *(flags for *_, flags, _ in groups), self._smallest, size), Times())
+        is_trial = not times.is_turn_of_native()
+        if is_trial and len(times.torch) == _TURNS:
+            return False
+        begin = time.perf_counter()
+        numbers = native.step(groups, self._smallest, is_trial)
+        spent = time.perf_counter() - begin
+        if numbers <= 0:
+            return bool(numbers == 0)
+        self._last = times
+        if is_trial:
+            self._timed[id(weights)] = times, numbers
+        elif len(times.native) < _TURNS:
+            times.native.append(spent / numbers * 1e9)
+        return not is_trial
+
+    def note(self, weights: Sequence[nn.Parameter], seconds: float) -> None:
+        """The optimizer has stepped some weights by itself, in this time."""
+        if self._kind is not None:
+            NATIVE.miss(seconds)
+        timed = self._timed.pop(id(weights), None)
+        if timed is not None:
+            timed[0].torch.append(seconds / timed[1] * 1e9)
+
+    def told(self) -> str | None:
+        """What has stepped it, and why; None where that was not asked."""
+        times = self._last
+        if times is None or not (times.torch and times.native):
+            return None
+        native, by_torch = min(times.native), min(times.torch)
+        what = "native code in one pass" if times.is_turn_of_native() else "torch's operations"
+        return f"stepped by {what} ({native:.2f} ns a number natively, {by_torch:.2f} by torch's operations)"
+
+    def _groups_of(self, native: Any, weights: Sequence[nn.Parameter]) -> list[Any] | None:
+        """For each of the optimizer's groups its masters among them, their states, and its options.
+
+        None where an option is not among those that native code knows.
+        """
+        members, optimizer, kind = self._members, self._members.optimizer, self._kind
+        if self._generation != members.generation:
+            ids = [(id(p), place) for place, group in enumerate(optimizer.param_groups) for p in group["params"]]
+            self._group_of, self._generation = dict(ids), members.generation
+            if len(self._group_of) < len(ids):
+                self._group_of = {}  # one that is there twice is stepped twice
+        found: dict[int, tuple[Any, ...]] = {}
+        is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+        if not self._group_of or members.unsound or is_scaled or kind is None:
+            return None
+        for weight in weights:
+            place = self._group_of[id(weight)]
+            if place not in found:
+                options = _options(kind, optimizer.param_groups[place])
+                if options is None or not _gives_same_bits(native, kind, optimizer.param_groups[place], options):
+                    return None
+                found[place] = ([], [], *options)
+            found[place][0].append(members.table.of(weight))
+            found[place][1].append(optimizer.state.get(weight))
+        return list(found.values())
+
+
+def _options(kind: str, group: dict[str, Any]) -> _Options | None:
+    """A group's options as flags and numbers, in the order in which native code takes them."""
+    is_adam = kind != "SGD"
+    betas = group["betas"] if is_adam else (0.0, 0.0)
+    numbers = (
+        *(group["lr"], group["weight_decay"], group.get("momentum", 0.0), group.get("dampening", 0.0)),
+        *(*betas, group.get("eps", 0.0)),
+    )
+    nesterov, foreach = bool(group.get("nesterov")), bool(group["foreach"])
+    # With foreach, the momentum is added to the gradients themselves.
+    if any(map(group.get, ("amsgrad", "capturable", "differentiable"))) or (nesterov and foreach):
+        return None
+    if not all(type(number) in (int, float) for number in numbers):
+        return None
+    is_decoupled = bool(group.get("decoupled_weight_decay", kind == "AdamW"))
+    return (is_adam, bool(group["fused"]), group["maximize"], is_decoupled, nesterov), numbers
+
+
+def _gives_same_bits(native: Any, kind: str, group: dict[str, Any], options: _Options) -> bool:
+    """Whether native code steps a sample to the same bits as torch's optimizer, with options like these."""
+    flags, (_, decay, momentum, dampening, beta1, *_) = options
+    key = (flags, bool(group["foreach"]), decay != 0, momentum != 0, dampening != 0, abs(1 - beta1) < 0.5)
+    if key not in _proved:
+        with CastsOff(), torch.no_grad():
+            _proved[key] = _steps_alike(native, kind, group, options)
+        if not _proved[key]:
+            log.info("%s is stepped by torch's operations: native code gives other bits", kind)
+    return _proved[key]
+
+
+def _steps_alike(native: Any, kind: str, group: dict[str, Any], options: _Options) -> bool:
+    table, masters = SplitMasters(), []
+    for size in (*range(1, 18), 300):  # any number that does not fill a vector
+        weight = nn.Parameter(torch.linspace(-2, 3, size, device="cpu").pow(3))
+        weight.grad = weight.detach().flip(0).sin().mul(0.1)
+        master = table.add(weight, torch.bfloat16)
+        assert isinstance(master, SplitMaster)
+        table.cast(master, torch.bfloat16, clamps=False)
+        weight.grad = weight.grad.bfloat16()
+        masters.append(master)
+    params = [nn.Parameter(table.values(master)) for master in masters]
+    optimizer: Any = getattr(torch.optim, kind)(params, lr=0.1)
+    optimizer.param_groups[0].update({key: value for key, value in group.items() if key != "params"})
+    states: list[dict[str, Any]] = []
+    for _ in range(2):
+        for p, master in zip(params, masters, strict=True):
+            assert master.weight.grad is not None
+            p.grad = master.weight.grad.float()
+            table.load(master, p.detach())
+        states = [{k: v.clone() for k, v in optimizer.state[p].items() if v is not None} for p in params]
+        with StepHooks(optimizer):
+            optimizer.step()
+    if native.step([(masters, states, *options)], -1, False) <= 0:
+        return False
+    made = [values for m, state in zip(masters, states, strict=True) for values in (table.values(m), *state.values())]
+    expected = [values for p in params for values in (p.detach(), *optimizer.state[p].values()) if values is not None]
+    return all(map(torch.equal, made, expected))

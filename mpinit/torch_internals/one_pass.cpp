@@ -1,0 +1,556 @@
+// Steps of SGD, Adam and AdamW over split masters, and the encodings of states, in one pass over memory.
+//
+// The operations of torch that the same step would run are the specification, to the bit: each rounding here is one of
+// theirs, in their order. Built with -ffp-contract=off; where they multiply and add in one rounding, fused() does.
+// ONE_ROUNDING: whether torch's kernels do so on this machine.
+
+#include <Python.h>
+
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/sqrt.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <limits>
+#include <utility>
+#include <vector>
+
+namespace {
+
+constexpr int64_t BLOCK = 128, NEIGHBOURS = 32;
+// Numbers worked on at a time: what is between two loops stays in a cache. Where torch is called for square roots, which
+// takes as long as some hundred numbers do, they are more.
+constexpr int64_t CHUNK = 256, CHUNK_OF_ROOTS = 4096;
+// Numbers that are worth a thread.
+constexpr int64_t GRAIN = 32768;
+// Of a tensor's end, what does not fill so many places is done by other code of torch's fused steps.
+constexpr int64_t LANES = 8;
+constexpr uint32_t MAGNITUDE = 0x7FFFFFFF, INFINITE = 0x7F800000;
+
+inline float number(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline float fused(float a, float b, float c) {
+  return ONE_ROUNDING ? __builtin_fmaf(a, b, c) : a * b + c;
+}
+
+// -- masters ----------------------------------------------------------------------------------------------------------
+
+void join(const uint16_t* weight, const int16_t* remainder, float* out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t bits = static_cast<uint32_t>(weight[i]) << 16, magnitude = bits & MAGNITUDE;
+    int32_t rest = remainder[i];
+    // A written 0 or inf over a remainder of other numbers counts alone.
+    rest = (magnitude == 0) & (rest < 0) ? 0 : rest;
+    rest = (magnitude == INFINITE) & (rest > 0) ? 0 : rest;
+    out[i] = number(bits + static_cast<uint32_t>(rest));
+  }
+}
+
+void split(const float* values, uint16_t* weight, int16_t* remainder, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t bits = bits_of(values[i]);
+    remainder[i] = static_cast<int16_t>(bits & 0xFFFF);
+    weight[i] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+  }
+}
+
+// -- encoded states; see mpinit/masters/codecs ------------------------------------------------------------------------
+
+constexpr uint32_t ROW = 0x85EBCA6Bu, STIR = 0x27D4EB2Fu, GOLDEN = 0x9E3779B1u;
+
+inline uint32_t factor_of(uint32_t sum, int64_t row) {
+  return ((sum + static_cast<uint32_t>(row) * ROW) * STIR) | 1u;
+}
+
+inline int32_t noise(uint32_t bits, uint32_t factor, int64_t place) {
+  return static_cast<int32_t>((static_cast<uint32_t>(place + 1) * factor + bits) * GOLDEN);
+}
+
+void decode_row(const uint8_t* codes, float scale, float* out) {
+  const bool is_unsigned = std::signbit(scale);
+  const float size = std::fabs(scale), middle = is_unsigned ? 0.f : 127.5f, half = is_unsigned ? 0.f : 0.5f;
+  for (int64_t i = 0; i < BLOCK; ++i) {
+    float from_middle = static_cast<float>(codes[i]) - middle, n = std::fabs(from_middle) - half;
+    out[i] = std::copysign(n * n * size, from_middle);
+  }
+}
+
+// The rows whose numbers decide about each other's noise: those of a group begin here, and the last goes to the end.
+inline int64_t groups_in(int64_t rows) {
+  return std::max<int64_t>(rows / NEIGHBOURS, 1);
+}
+
+inline int64_t end_of_group(int64_t group, int64_t rows) {
+  return group + 1 == groups_in(rows) ? rows : (group + 1) * NEIGHBOURS;
+}
+
+void encode_row(const float* values, uint8_t* codes, float* scale, uint32_t factor) {
+  uint32_t largest = 0, signs = 0;  // of sizes: as whole numbers they have the same order
+  for (int64_t i = 0; i < BLOCK; ++i) {
+    uint32_t bits = bits_of(values[i]), size = bits & MAGNITUDE;
+    largest = size > largest ? size : largest;
+    signs |= bits;
+  }
+  const bool is_unsigned = !(signs >> 31);
+  const float steps = is_unsigned ? 255.f : 127.f, tiny = std::numeric_limits<float>::min();
+  float exact = number(largest) / (steps * steps);
+  exact = exact < tiny ? tiny : exact;
+  if (!(bits_of(exact) < INFINITE)) {
+    std::memset(codes, 255, BLOCK);
+    *scale = is_unsigned ? -exact : exact;
+    return;
+  }
+  const float cut = number((bits_of(exact) + 8u) & ~15u), inverse = 1.f / cut;
+  const float half = is_unsigned ? 0.f : 0.5f, middle = is_unsigned ? 0.f : 127.5f, lowest = is_unsigned ? 1.f : 0.f;
+  for (int64_t i = 0; i < BLOCK; ++i) {
+    const float size = std::fabs(values[i]), square = size * inverse;
+    const float low = std::floor(std::sqrt(square));
+    const float spread = 0x1p-23f * (1.f - 0x1p-11f);
+    float chance = static_cast<float>(noise(bits_of(values[i]), factor, i) >> 9) * spread + 0.5f;
+    float n = low + (chance * (low + low + 1.f) < square - low * low ? 1.f : 0.f);
+    float at_least = size * 1e38f;
+    at_least = at_least < lowest ? at_least : lowest;
+    n = n > at_least ? n : at_least;
+    codes[i] = static_cast<uint8_t>(static_cast<int32_t>(std::copysign(n + half, values[i]) + middle));
+  }
+  *scale = is_unsigned ? -cut : cut;
+}
+
+// Rows of one group, from the row `first` of their tensor on.
+void encode_group(const float* values, uint8_t* codes, float* scales, int64_t first, int64_t rows) {
+  uint32_t sum = 0;
+  for (int64_t i = 0; i < rows * BLOCK; ++i) sum += bits_of(values[i]);
+  for (int64_t row = 0; row < rows; ++row)
+    encode_row(values + row * BLOCK, codes + row * BLOCK, scales + row, factor_of(sum, first + row));
+}
+
+// -- optimizers -------------------------------------------------------------------------------------------------------
+
+struct State {
+  float* values = nullptr;  // or, where it is encoded:
+  uint8_t* codes = nullptr;
+  float* scales = nullptr;
+};
+
+struct Weight {
+  uint16_t* weight;
+  int16_t* remainder;
+  const uint16_t* gradient;
+  int64_t size;
+  State states[2];
+  float* count;
+  float step, root;  // Adam's: of the update's size, of the second moment's
+  c10::TensorImpl* impl;
+};
+
+struct Options {
+  bool is_adam, is_fused, maximize, is_decoupled, nesterov;
+  double rate, decay, momentum, dampening, beta1, beta2, eps;
+};
+
+void check_states(Weight& weight, const Options& o) {
+  if (!o.is_adam) return;
+  const double count = *weight.count + 1.f;
+  const double first = 1 - std::pow(o.beta1, count), second = 1 - std::pow(o.beta2, count);
+  weight.step = static_cast<float>(-(o.rate / first));
+  weight.root = static_cast<float>(o.is_fused ? std::sqrt(second) : std::pow(second, 0.5));
+}
+
+// Gradients as the update sees them, and weights decayed.
+void prepare(float* p, float* g, int64_t n, const Options& o) {
+  if (o.maximize)
+    for (int64_t i = 0; i < n; ++i) g[i] = -g[i];
+  if (o.decay == 0) return;
+  if (o.is_decoupled) {
+    const float keep = static_cast<float>(1 - o.rate * o.decay);
+    for (int64_t i = 0; i < n; ++i) p[i] *= keep;
+  } else {
+    const float decay = static_cast<float>(o.decay);
+    for (int64_t i = 0; i < n; ++i) g[i] = fused(p[i], decay, g[i]);
+  }
+}
+
+void sgd(float* __restrict p, float* __restrict g, float* __restrict m, int64_t n, bool is_tail, const Options& o) {
+  const float rate = static_cast<float>(-o.rate), momentum = static_cast<float>(o.momentum);
+  const float damped = static_cast<float>(1 - o.dampening);
+  if (m == nullptr) {
+    for (int64_t i = 0; i < n; ++i) p[i] = fused(g[i], rate, p[i]);
+    return;
+  }
+  if (is_tail)
+    for (int64_t i = 0; i < n; ++i) m[i] = fused(m[i], momentum, g[i] * damped);
+  else
+    for (int64_t i = 0; i < n; ++i) m[i] = fused(g[i], damped, m[i] * momentum);
+  if (o.nesterov)
+    for (int64_t i = 0; i < n; ++i) p[i] = fused(fused(m[i], momentum, g[i]), rate, p[i]);
+  else
+    for (int64_t i = 0; i < n; ++i) p[i] = fused(m[i], rate, p[i]);
+}
+
+struct Scratch {  // lengths that are no powers of two: such arrays get into each other's way in a cache
+  alignas(64) float p[CHUNK_OF_ROOTS + 144], g[CHUNK_OF_ROOTS + 144], root[CHUNK_OF_ROOTS + 144];
+  alignas(64) float decoded[2][2 * NEIGHBOURS * BLOCK + 144];
+  at::Tensor roots = at::from_blob(root, {CHUNK_OF_ROOTS}, at::kFloat);
+};
+
+void adam(
+    float* __restrict p, const float* __restrict g, float* __restrict m, float* __restrict v, Scratch& scratch,
+    int64_t n, bool is_tail, const Weight& weight, const Options& o) {
+  const float first = static_cast<float>(1 - o.beta1), beta2 = static_cast<float>(o.beta2);
+  const float second = static_cast<float>(1 - o.beta2), eps = static_cast<float>(o.eps);
+  const float step = weight.step, over = weight.root;
+  if (std::fabs(first) < 0.5f)
+    for (int64_t i = 0; i < n; ++i) m[i] = fused(first, g[i] - m[i], m[i]);
+  else
+    for (int64_t i = 0; i < n; ++i) m[i] = fused(first - 1.f, g[i] - m[i], g[i]);
+  if (is_tail)
+    for (int64_t i = 0; i < n; ++i) v[i] = fused(v[i], beta2, second * g[i] * g[i]);
+  else
+    for (int64_t i = 0; i < n; ++i) v[i] = fused(second * g[i], g[i], v[i] * beta2);
+  if (o.is_fused) {
+    for (int64_t i = 0; i < n; ++i) p[i] = p[i] + step * m[i] / (std::sqrt(v[i]) / over + eps);
+    return;
+  }
+  // torch's own square root is not the nearest number everywhere, and belongs to whichever library it was built with.
+  float* root = scratch.root;
+  std::memcpy(root, v, n * sizeof(float));
+  (n == CHUNK_OF_ROOTS ? scratch.roots : at::from_blob(root, {n}, at::kFloat)).sqrt_();
+  for (int64_t i = 0; i < n; ++i) p[i] = p[i] + step * m[i] / (root[i] / over + eps);
+}
+
+struct Chunk {
+  const Weight* weight;
+  const Options* options;
+  int64_t begin, size;
+};
+
+void step_part(const Chunk& chunk, int64_t begin, int64_t n, float* first, float* second, Scratch& scratch) {
+  const Weight& weight = *chunk.weight;
+  const Options& o = *chunk.options;
+  float *p = scratch.p, *g = scratch.g;
+  join(weight.weight + begin, weight.remainder + begin, p, n);
+  for (int64_t i = 0; i < n; ++i) g[i] = number(static_cast<uint32_t>(weight.gradient[begin + i]) << 16);
+  prepare(p, g, n, o);
+  const int64_t body = o.is_fused ? n / LANES * LANES : n;
+  for (int part = 0; part < 2; ++part) {
+    const int64_t from = part == 0 ? 0 : body, count = part == 0 ? body : n - body;
+    if (count == 0) continue;
+    if (o.is_adam)
+      adam(p + from, g + from, first + from, second + from, scratch, count, part == 1, weight, o);
+    else
+      sgd(p + from, g + from, first == nullptr ? nullptr : first + from, count, part == 1, o);
+  }
+  split(p, weight.weight + begin, weight.remainder + begin, n);
+}
+
+void step_chunk(const Chunk& chunk, Scratch& scratch) {
+  const Weight& weight = *chunk.weight;
+  const int64_t row = chunk.begin / BLOCK, rows = (chunk.size + BLOCK - 1) / BLOCK, end = chunk.begin + chunk.size;
+  const int64_t size = chunk.options->is_adam && !chunk.options->is_fused ? CHUNK_OF_ROOTS : CHUNK;
+  for (int64_t begin = chunk.begin; begin < end; begin += size) {
+    const int64_t n = std::min(size, end - begin);
+    float* states[2] = {nullptr, nullptr};
+    for (int which = 0; which < 2; ++which) {
+      const State& state = weight.states[which];
+      if (state.values != nullptr) states[which] = state.values + begin;
+      if (state.codes == nullptr) continue;
+      states[which] = scratch.decoded[which] + (begin - chunk.begin);
+      for (int64_t from = 0; from < n; from += BLOCK)
+        decode_row(state.codes + begin + from, state.scales[(begin + from) / BLOCK], states[which] + from);
+    }
+    step_part(chunk, begin, n, states[0], states[1], scratch);
+  }
+  for (int which = 0; which < 2; ++which) {
+    const State& state = weight.states[which];
+    if (state.codes == nullptr) continue;
+    std::fill(scratch.decoded[which] + chunk.size, scratch.decoded[which] + rows * BLOCK, 0.f);
+    encode_group(scratch.decoded[which], state.codes + row * BLOCK, state.scales + row, row, rows);
+  }
+}
+
+struct Group {
+  Options options;
+  std::vector<Weight> weights;
+};
+
+std::vector<Chunk> chunks_of(const std::vector<Group>& groups) {
+  std::vector<Chunk> chunks;
+  for (const Group& group : groups)
+    for (const Weight& w : group.weights) {
+      const int64_t rows = (w.size + BLOCK - 1) / BLOCK, count = w.size == 0 ? 0 : groups_in(rows);
+      for (int64_t which = 0; which < count; ++which) {
+        const int64_t begin = which * NEIGHBOURS * BLOCK, end = std::min(end_of_group(which, rows) * BLOCK, w.size);
+        chunks.push_back({&w, &group.options, begin, end - begin});
+      }
+    }
+  return chunks;
+}
+
+void step_all(const std::vector<Chunk>& chunks, int64_t numbers) {
+  const int64_t count = static_cast<int64_t>(chunks.size()), each = numbers / std::max<int64_t>(count, 1) + 1;
+  at::parallel_for(0, count, std::max<int64_t>(GRAIN / each, 1), [&](int64_t from, int64_t to) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    Scratch scratch;
+    for (int64_t i = from; i < to; ++i) step_chunk(chunks[i], scratch);
+  });
+}
+
+// -- Python -----------------------------------------------------------------------------------------------------------
+
+struct Object {
+  PyObject* held;
+  explicit Object(PyObject* made) : held(made) {}
+  Object(const Object&) = delete;
+  ~Object() { Py_XDECREF(held); }
+};
+
+struct WithoutPython {
+  PyThreadState* state = PyEval_SaveThread();
+  ~WithoutPython() { PyEval_RestoreThread(state); }
+};
+
+bool is_plain(const at::Tensor& t, at::ScalarType dtype) {
+  return t.defined() && t.device().is_cpu() && t.layout() == at::kStrided && t.scalar_type() == dtype &&
+      !t.unsafeGetTensorImpl()->is_python_dispatch() && !t.is_inference() && !t.is_neg();
+}
+
+bool lies_like(const at::Tensor& t, const at::Tensor& other) {
+  return t.sizes() == other.sizes() && t.strides() == other.strides();
+}
+
+// The entry of a state; whether it is there, and can be worked on.
+bool find_state(PyObject* entries, const char* name, const at::Tensor& weight, State& found) {
+  PyObject* entry = PyDict_GetItemString(entries, name);
+  if (entry == nullptr || !THPVariable_Check(entry)) return false;
+  const at::Tensor& state = THPVariable_Unpack(entry);
+  if (!lies_like(state, weight)) return false;
+  if (is_plain(state, at::kFloat) && THPVariable_CheckExact(entry)) {
+    found.values = state.mutable_data_ptr<float>();
+    return true;
+  }
+  Object codes(PyObject_GetAttrString(entry, "codes"));
+  if (codes.held == nullptr) PyErr_Clear();
+  if (codes.held == nullptr || !PyTuple_Check(codes.held) || PyTuple_GET_SIZE(codes.held) != 2) return false;
+  PyObject *bytes = PyTuple_GET_ITEM(codes.held, 0), *scales = PyTuple_GET_ITEM(codes.held, 1);
+  if (!THPVariable_CheckExact(bytes) || !THPVariable_CheckExact(scales)) return false;
+  const at::Tensor &b = THPVariable_Unpack(bytes), &s = THPVariable_Unpack(scales);
+  const int64_t rows = (weight.numel() + BLOCK - 1) / BLOCK;
+  if (!is_plain(b, at::kByte) || !is_plain(s, at::kFloat) || !b.is_contiguous() || !s.is_contiguous()) return false;
+  if (b.numel() != rows * BLOCK || s.numel() != rows) return false;
+  found.codes = b.mutable_data_ptr<uint8_t>();
+  found.scales = s.mutable_data_ptr<float>();
+  return true;
+}
+
+// One master with what is kept for it; false where it has to be stepped by torch's operations.
+bool find(PyObject* master, PyObject* entries, int64_t smallest, const Options& o, std::vector<Weight>& found) {
+  Object own(PyObject_GetAttrString(master, "weight"));
+  if (own.held == nullptr || !THPVariable_Check(own.held)) return false;
+  const at::Tensor& weight = THPVariable_Unpack(own.held);
+  const at::Tensor& gradient = weight.grad();
+  if (!gradient.defined()) return true;
+  Object lower(PyObject_GetAttrString(master, "remainder")), strides(PyObject_GetAttrString(master, "strides"));
+  if (lower.held == nullptr || !THPVariable_CheckExact(lower.held) || strides.held == nullptr) return false;
+  const at::Tensor& remainder = THPVariable_Unpack(lower.held);
+  if (!is_plain(weight, at::kBFloat16) || !is_plain(gradient, at::kBFloat16) || !is_plain(remainder, at::kShort))
+    return false;
+  if (!lies_like(gradient, weight) || !weight.is_non_overlapping_and_dense() || !remainder.is_contiguous())
+    return false;
+  if (remainder.numel() != weight.numel() || !PyTuple_Check(strides.held)) return false;
+  if (PyTuple_GET_SIZE(strides.held) != weight.dim()) return false;
+  for (int64_t d = 0; d < weight.dim(); ++d)
+    if (PyLong_AsLongLong(PyTuple_GET_ITEM(strides.held, d)) != weight.stride(d)) return false;
+  Weight w{};
+  w.weight = reinterpret_cast<uint16_t*>(weight.mutable_data_ptr<at::BFloat16>());
+  w.gradient = reinterpret_cast<const uint16_t*>(gradient.const_data_ptr<at::BFloat16>());
+  w.remainder = remainder.mutable_data_ptr<int16_t>();
+  w.size = weight.numel();
+  w.impl = weight.unsafeGetTensorImpl();
+  const Py_ssize_t kept = entries == nullptr || !PyDict_Check(entries) ? -1 : PyDict_GET_SIZE(entries);
+  const int count = o.is_adam ? 2 : o.momentum != 0 ? 1 : 0;
+  if (o.is_adam) {
+    PyObject* step = kept == 3 ? PyDict_GetItemString(entries, "step") : nullptr;
+    if (step == nullptr || !THPVariable_CheckExact(step)) return false;
+    const at::Tensor& steps = THPVariable_Unpack(step);
+    if (!is_plain(steps, at::kFloat) || steps.numel() != 1) return false;
+    w.count = steps.mutable_data_ptr<float>();
+    check_states(w, o);
+  }
+  const char* names[2] = {o.is_adam ? "exp_avg" : "momentum_buffer", "exp_avg_sq"};
+  for (int which = 0; which < count; ++which) {
+    if (!find_state(entries, names[which], weight, w.states[which])) return false;
+    // It is to be encoded, and not yet.
+    if (w.states[which].values != nullptr && smallest >= 0 && w.size >= smallest && weight.dim() > 0) return false;
+  }
+  found.push_back(w);
+  return true;
+}
+
+// What shares memory is stepped one after another, by torch.
+bool are_apart(const std::vector<Weight>& weights) {
+  std::vector<std::pair<const uint16_t*, const uint16_t*>> ranges;
+  std::vector<const void*> kept;
+  for (const Weight& w : weights) {
+    ranges.emplace_back(w.weight, w.weight + w.size);
+    for (const void* each : {static_cast<const void*>(w.count), static_cast<const void*>(w.states[0].values),
+                             static_cast<const void*>(w.states[1].values), static_cast<const void*>(w.states[0].codes),
+                             static_cast<const void*>(w.states[1].codes)})
+      if (each != nullptr && w.size > 0) kept.push_back(each);
+  }
+  std::sort(ranges.begin(), ranges.end());
+  std::sort(kept.begin(), kept.end());
+  for (size_t i = 1; i < ranges.size(); ++i)
+    if (ranges[i].first < ranges[i - 1].second) return false;
+  return std::adjacent_find(kept.begin(), kept.end()) == kept.end();
+}
+
+template <class Function>
+PyObject* guarded(Function function) {
+  try {
+    return function();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+}
+
+// step([(masters, states, flags, numbers)], smallest encoded or -1, is_trial): how many numbers of all groups were
+// stepped, or would be; -1 where torch has to do it, and nothing was changed.
+PyObject* step(PyObject*, PyObject* arguments) {
+  PyObject* given;
+  long long smallest;
+  int is_trial;
+  if (!PyArg_ParseTuple(arguments, "O!Lp", &PyList_Type, &given, &smallest, &is_trial)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    std::vector<Group> groups(PyList_GET_SIZE(given));
+    std::vector<Weight> all;
+    for (size_t which = 0; which < groups.size(); ++which) {
+      PyObject *masters, *states;
+      int is_adam, is_fused, maximize, is_decoupled, nesterov;
+      Options& o = groups[which].options;
+      if (!PyArg_ParseTuple(
+              PyList_GET_ITEM(given, which), "O!O!(ppppp)(ddddddd)", &PyList_Type, &masters, &PyList_Type, &states,
+              &is_adam, &is_fused, &maximize, &is_decoupled, &nesterov, &o.rate, &o.decay, &o.momentum, &o.dampening,
+              &o.beta1, &o.beta2, &o.eps))
+        return nullptr;
+      o.is_adam = is_adam, o.is_fused = is_fused, o.maximize = maximize, o.is_decoupled = is_decoupled;
+      o.nesterov = nesterov;
+      std::vector<Weight>& weights = groups[which].weights;
+      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(masters); ++i)
+        if (!find(PyList_GET_ITEM(masters, i), PyList_GET_ITEM(states, i), smallest, o, weights)) {
+          PyErr_Clear();
+          return PyLong_FromLong(-1);
+        }
+      all.insert(all.end(), weights.begin(), weights.end());
+    }
+    if (!are_apart(all)) return PyLong_FromLong(-1);
+    const std::vector<Chunk> chunks = chunks_of(groups);
+    int64_t numbers = 0;
+    for (const Weight& w : all) numbers += w.size;
+    if (is_trial) return PyLong_FromLongLong(numbers);
+    for (const Weight& w : all) {
+      w.impl->bump_version();
+      if (w.count != nullptr) *w.count += 1.f;
+    }
+    {
+      WithoutPython here;
+      step_all(chunks, numbers);
+    }
+    return PyLong_FromLongLong(numbers);
+  });
+}
+
+// Calls `work` for as many groups of rows or single ones, on all threads, without Python's lock.
+template <class Work>
+void for_each(int64_t count, int64_t size, Work work) {
+  WithoutPython here;
+  at::parallel_for(0, count, GRAIN / size, [&](int64_t begin, int64_t end) {
+    for (int64_t which = begin; which < end; ++which) work(which);
+  });
+}
+
+// encode(values, codes, scales), decode(codes, scales, values), round(values, codes): contiguous, as codecs make them.
+PyObject* encode(PyObject*, PyObject* arguments) {
+  PyObject *values, *codes, *scales;
+  if (!PyArg_ParseTuple(arguments, "OOO", &values, &codes, &scales)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    const float* from = THPVariable_Unpack(values).const_data_ptr<float>();
+    uint8_t* to = THPVariable_Unpack(codes).mutable_data_ptr<uint8_t>();
+    float* sizes = THPVariable_Unpack(scales).mutable_data_ptr<float>();
+    const int64_t rows = THPVariable_Unpack(scales).numel();
+    for_each(rows == 0 ? 0 : groups_in(rows), NEIGHBOURS * BLOCK, [&](int64_t group) {
+      const int64_t row = group * NEIGHBOURS;
+      encode_group(from + row * BLOCK, to + row * BLOCK, sizes + row, row, end_of_group(group, rows) - row);
+    });
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* decode(PyObject*, PyObject* arguments) {
+  PyObject *codes, *scales, *values;
+  if (!PyArg_ParseTuple(arguments, "OOO", &codes, &scales, &values)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    const uint8_t* from = THPVariable_Unpack(codes).const_data_ptr<uint8_t>();
+    const float* sizes = THPVariable_Unpack(scales).const_data_ptr<float>();
+    float* to = THPVariable_Unpack(values).mutable_data_ptr<float>();
+    for_each(THPVariable_Unpack(scales).numel(), BLOCK, [&](int64_t row) {
+      decode_row(from + row * BLOCK, sizes[row], to + row * BLOCK);
+    });
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* round(PyObject*, PyObject* arguments) {
+  PyObject *values, *codes;
+  if (!PyArg_ParseTuple(arguments, "OO", &values, &codes)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    const at::Tensor& all = THPVariable_Unpack(values);
+    const float* from = all.const_data_ptr<float>();
+    uint16_t* to = reinterpret_cast<uint16_t*>(THPVariable_Unpack(codes).mutable_data_ptr<at::BFloat16>());
+    const int64_t n = all.numel();
+    uint32_t sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += bits_of(from[i]);
+    for_each(n / BLOCK, BLOCK, [&](int64_t row) {
+      const uint32_t factor = factor_of(sum, row);
+      for (int64_t i = row * BLOCK; i < (row + 1) * BLOCK; ++i) {
+        const uint32_t bits = bits_of(from[i]);
+        const uint32_t up = static_cast<uint32_t>(noise(bits, factor, i - row * BLOCK) >> 16);
+        const uint32_t rounded = (bits & MAGNITUDE) > INFINITE ? 0x7FC00000u : bits + up + 0x8000u;
+        to[i] = static_cast<uint16_t>(rounded >> 16);
+      }
+    });
+    Py_RETURN_NONE;
+  });
+}
+
+PyMethodDef methods[] = {
+    {"step", step, METH_VARARGS, nullptr},
+    {"encode", encode, METH_VARARGS, nullptr},
+    {"decode", decode, METH_VARARGS, nullptr},
+    {"round", round, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "one_pass", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_one_pass() {
+  return PyModule_Create(&module);
+}

@@ -1,0 +1,293 @@
+"""Steps in one pass by native code: the bits of torch's own operations, chosen by a clock, and never needed."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpinit
+from mpinit.masters.codecs import codec
+from mpinit.optimizer import one_pass
+from mpinit.torch_internals.one_pass import NativeCode
+
+Make = Callable[[Any], torch.optim.Optimizer]
+# Odd sizes: some fill no vector, one has rows of encoded state that are not full.
+SHAPES = [(97, 131), (5,), (4099,), (1,), (3, 7, 11)]
+
+
+@pytest.fixture(scope="module")
+def native() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MPINIT_NATIVE", raising=False)
+        module = NativeCode().wait()
+    if module is None:
+        pytest.skip("no C++ compiler here")
+    yield module
+
+
+def use(monkeypatch: pytest.MonkeyPatch, module: Any, always: bool = True) -> None:
+    """Step natively from here on, ``always``: without a look at the clock."""
+    code = SimpleNamespace(get=lambda: module, miss=lambda seconds: None)
+    for owner in (one_pass, codec):
+        monkeypatch.setattr(owner, "NATIVE", code)
+    for kept in (one_pass._times, one_pass._proved, codec._proved):
+        kept.clear()
+    if always:
+        monkeypatch.setattr(one_pass.Times, "is_turn_of_native", lambda self: True)
+
+
+class Training:
+    """A list of weights at O5, stepped with gradients that are numbers of their own."""
+
+    def __init__(self, make: Make, state: str, weights: list[torch.Tensor] | None = None) -> None:
+        torch.manual_seed(0)
+        own = weights or [torch.randn(shape) * 0.02 for shape in SHAPES]
+        self.model = nn.ParameterList([nn.Parameter(weight) for weight in own])
+        self.optimizer = make(self.model.parameters())
+        mpinit.initialize(self.model, self.optimizer, "O5", master_weights="split", optimizer_state=state, verbosity=0)
+
+    def step(self, seed: int, odd: bool = False) -> None:
+        random = torch.Generator().manual_seed(seed)
+        for weight in self.model:
+            gradient = (torch.randn(weight.shape, generator=random) * 0.01).bfloat16()
+            if odd:
+                gradient.view(-1)[0], gradient.view(-1)[-1] = torch.inf, torch.nan
+            weight.grad = torch.empty_like(weight).copy_(gradient)
+        self.optimizer.step()
+
+    def numbers(self) -> list[torch.Tensor]:
+        states = [value for weight in self.model for value in self.optimizer.state[weight].values()]
+        masters = [master.detach() for master in mpinit.master_params(self.optimizer)]
+        return [each + 0 for each in (*self.model, *masters, *states) if isinstance(each, torch.Tensor)]
+
+
+def assert_same(one: Training, other: Training) -> None:
+    for mine, its in zip(one.numbers(), other.numbers(), strict=True):
+        # A nan's own bits are nobody's promise, as they depend on the order of a sum.
+        assert torch.equal(mine.isnan(), its.isnan()) and torch.equal(mine.nan_to_num(7), its.nan_to_num(7))
+
+
+def assert_stepped_alike(
+    monkeypatch: pytest.MonkeyPatch, native: Any, trainings: tuple[Training, Training], steps: int, odd: int = -1
+) -> int:
+    """Step one by torch and one natively; how many of the steps were native."""
+    calls: list[int] = []
+    counted = SimpleNamespace(**{name: getattr(native, name) for name in ("encode", "decode", "round")})
+    counted.step = lambda groups, *rest: calls.append(native.step(groups, *rest)) or calls[-1]
+    by_torch, natively = trainings
+    for seed in range(steps):
+        by_torch.step(seed, seed == odd)
+    use(monkeypatch, counted)
+    for seed in range(steps):
+        natively.step(seed, seed == odd)
+    assert_same(by_torch, natively)
+    return sum(numbers > 1000 for numbers in calls)
+
+
+FORMS: dict[str, dict[str, Any]] = {"single": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda p, **form: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, **form),
+    "Adam": lambda p, **form: torch.optim.Adam(p, lr=1e-2, **form),
+    "Adam, decayed, maximized": lambda p, **form: torch.optim.Adam(
+        p, lr=1e-2, betas=(0.3, 0.99), weight_decay=0.1, maximize=True, **form
+    ),
+    "SGD": lambda p, **form: torch.optim.SGD(p, lr=1e-2, weight_decay=0.1, maximize=True, **form),
+    "SGD, momentum": lambda p, **form: torch.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.1, **form),
+    "SGD, nesterov": lambda p, **form: torch.optim.SGD(
+        p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1, **form
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("state", ["float32", "int8"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_are_those_of_torchs_operations(
+    monkeypatch: pytest.MonkeyPatch, native: Any, kind: str, form: str, state: str
+) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return KINDS[kind](parameters, **FORMS[form])
+
+    steps = 1000 if (kind, form) in (("AdamW", "fused"), ("SGD, nesterov", "single")) else 30
+    own = assert_stepped_alike(monkeypatch, native, (Training(make, state), Training(make, state)), steps, odd=25)
+    made_first = kind == "SGD"
+    # The first step makes the state; foreach adds a momentum to the gradients themselves, which only torch does.
+    assert own == (0 if (kind, form) == ("SGD, nesterov", "foreach") else steps - (not made_first))
+
+
+@pytest.mark.long
+def test_weights_that_begin_anywhere_and_lie_in_any_order(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
+    def weights() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        memory = [torch.randn(size).mul_(0.1).bfloat16() for size in (4200, 64)]
+        images = torch.randn(2, 3, 5, 7).to(memory_format=torch.channels_last)
+        return [memory[0][1:], memory[1][1:].view(7, 9).t(), images]
+
+    trainings = tuple(Training(torch.optim.AdamW, "int8", weights()) for _ in range(2))
+    assert assert_stepped_alike(monkeypatch, native, trainings, 10) == 9  # type: ignore[arg-type]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("state", ["float32", "int8"])
+def test_a_run_goes_on_by_either(monkeypatch: pytest.MonkeyPatch, native: Any, state: str) -> None:
+    first, whole = (Training(torch.optim.AdamW, state) for _ in range(2))
+    for seed in range(5):
+        first.step(seed)
+    second = Training(torch.optim.AdamW, state)
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+    for seed in range(10):
+        whole.step(seed)
+    use(monkeypatch, native)
+    for seed in range(5, 10):
+        second.step(seed)
+    assert_same(whole, second)
+
+
+def refusals() -> dict[str, tuple[Make, Callable[[Training], Any]]]:
+    def replace_step(optimizer: Any) -> Any:
+        step = optimizer.step
+        optimizer.step = lambda closure=None: step(closure)
+        return optimizer
+
+    return {
+        "amsgrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), lambda t: None),
+        "a rate in a tensor": (lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)), lambda t: None),
+        "another optimizer": (torch.optim.RMSprop, lambda t: None),
+        "a step of the object's own": (lambda p: replace_step(torch.optim.SGD(p)), lambda t: None),
+        "a state that is gone": (
+            lambda p: torch.optim.SGD(p, momentum=0.9), lambda t: t.optimizer.state.pop(t.model[2])
+        ),
+        "one count for two": (
+            torch.optim.AdamW,
+            lambda t: t.optimizer.state[t.model[0]].update(step=t.optimizer.state[t.model[2]]["step"]),
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", refusals())
+def test_what_it_does_not_know_is_left_to_torch(monkeypatch: pytest.MonkeyPatch, native: Any, case: str) -> None:
+    make, change = refusals()[case]
+    trainings = Training(make, "float32"), Training(make, "float32")
+    for training in trainings:
+        training.step(99)
+        change(training)
+    assert assert_stepped_alike(monkeypatch, native, trainings, 1) == 0
+
+
+@pytest.mark.long
+def test_a_step_that_fails_before_it_begins_changes_nothing(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
+    training = Training(torch.optim.AdamW, "int8")
+    training.step(0)
+    before = training.numbers()
+    versions = [weight._version for weight in training.model]
+
+    def fail(groups: Any, smallest: int, is_trial: bool) -> int:
+        if groups[0][0][0].weight is training.model[0]:
+            raise MemoryError
+        return int(native.step(groups, smallest, is_trial))
+
+    failing = SimpleNamespace(step=fail, encode=native.encode, decode=native.decode)
+    use(monkeypatch, failing)
+    with pytest.raises(MemoryError):
+        training.step(1)
+    assert all(map(torch.equal, before, training.numbers()))
+    use(monkeypatch, native)
+    training.step(1)
+    assert all(weight._version > version for weight, version in zip(training.model, versions, strict=True))
+
+
+def slow_or_fast(seconds: float, change: float = 0.0) -> Any:
+    """Native code that does what torch does to a weight without gradients' moments, and takes its time."""
+
+    def step(groups: Any, smallest: int, is_trial: bool) -> int:
+        numbers = 0
+        for masters, _, _, options in groups:
+            for master in masters:
+                if master.weight.grad is not None:
+                    numbers += master.weight.numel()
+                    if not is_trial:
+                        table = one_pass.SplitMasters()
+                        values = table.values(master).add_(master.weight.grad.float(), alpha=-options[0])
+                        table.load(master, values + change)
+        time.sleep(0 if is_trial else seconds)
+        return numbers
+
+    return SimpleNamespace(step=step)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.2], ids=["fast", "slow"])
+def test_the_faster_one_stays(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    training, expected = (Training(torch.optim.SGD, "float32", [torch.ones(300, 300)]) for _ in range(2))
+    for seed in range(6):
+        expected.step(seed)
+    use(monkeypatch, slow_or_fast(seconds), always=False)
+    if not seconds:
+        monkeypatch.setattr(one_pass.OnePass, "note", slow_note(one_pass.OnePass.note))
+    for seed in range(6):
+        training.step(seed)
+    assert_same(expected, training)
+    said = mpinit.describe(training.model)
+    assert ("stepped by torch's operations" if seconds else "stepped by native code in one pass") in said
+
+
+def slow_note(note: Any) -> Any:
+    return lambda self, weights, seconds: note(self, weights, seconds + 1)
+
+
+def test_native_code_with_other_bits_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training, expected = (Training(torch.optim.SGD, "float32") for _ in range(2))
+    use(monkeypatch, slow_or_fast(0, change=1e-6))
+    with caplog.at_level(logging.INFO, "mpinit"):
+        training.step(0)
+    expected.step(0)
+    assert_same(expected, training)
+    assert "other bits" in caplog.text
+
+
+# -- the build --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_nothing_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, compiler: str
+) -> None:
+    monkeypatch.delenv("MPINIT_NATIVE", raising=False)
+    monkeypatch.setenv("CXX", compiler)
+    code = NativeCode(tmp_path)
+    with caplog.at_level(logging.INFO, "mpinit"):
+        assert code.wait() is None and code.wait() is None
+    assert "without native code" in caplog.text
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_variable_switches_it_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MPINIT_NATIVE", "0")
+    code = NativeCode(tmp_path)
+    code.miss(1e6)
+    assert code.wait() is None and not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_the_compiler_starts_when_it_pays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MPINIT_NATIVE", raising=False)
+    monkeypatch.setenv("CXX", "true")
+    code = NativeCode(tmp_path)
+    code.miss(0.9)
+    assert code.get() is None and not list(tmp_path.iterdir())
+    code.miss(0.2)
+    assert len(list(tmp_path.iterdir())) == 1, "its folder"
+    assert code.wait() is None
