@@ -150,10 +150,9 @@ class PatchedForward:
 
 def _run(self: PatchedForward, first: Any = _ABSENT, /, *args: Any, **kwargs: Any) -> Any:
     # Every module of a model comes through here, with one argument nearly always.
-    if self.is_direct and here.dtype is self.boundary.inner_dtype and not args and not kwargs:
+    if self.is_direct and not args and not kwargs and first is not _ABSENT and here.dtype is self.boundary.inner_dtype:
         module = self.module
-        if first is not _ABSENT:
-            return type(module).forward(module, first)
+        return type(module).forward(module, first)
     if (
         here.dtype is self.boundary.inner_dtype
         and (self.is_part or here.module is self.module)

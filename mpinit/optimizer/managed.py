@@ -398,8 +398,14 @@ class ManagedOptimizer:
 
     def run(self, *args: Any, alone: Part | None = None, **kwargs: Any) -> Any:
         """The optimizer's own step on float32 masters: not checked, skipped or counted."""
+        if is_on():
+            with CastsOff():
+                return self.run(*args, alone=alone, **kwargs)
+        if not self.scope.steps_in_parts:
+            with self.scope.open():
+                return self._inner_step(*args, **kwargs)
         result = None
-        with CastsOff(), self.scope.in_parts(alone) as parts:
+        with self.scope.in_parts(alone) as parts:
             for _ in parts:
                 result = self._inner_step(*args, **kwargs)
         return result

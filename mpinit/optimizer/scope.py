@@ -197,12 +197,8 @@ class Scope:
         """:meth:`open` for a step: iterate over the inside, one step of the optimizer's an iteration.
 
         Each iteration sees the gradients of its own part alone. An optimizer that does not update each parameter by
-        itself gets one part. With ``alone`` only that part is stepped, in the middle of a backward pass.
+        itself is not stepped in parts. With ``alone`` only that part is stepped, in the middle of a backward pass.
         """
-        if not self.steps_in_parts:
-            with self.open():
-                yield iter((None,))
-            return
         self._check_not_in_model()
         if alone is None:
             self._members.refresh()
