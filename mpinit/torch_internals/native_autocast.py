@@ -51,11 +51,7 @@ def is_on() -> bool:
         ...     is_on()
         True
     """
-    # Asked in every forward and step: a generator would be a frame of Python more for each device.
-    for device in device_types():
-        if torch.is_autocast_enabled(device):
-            return True
-    return False
+    return any(map(torch.is_autocast_enabled, device_types()))
 
 
 # What torch keeps for a thread: (device type, flag, dtype) for each device present; whether weight casts are cached.

@@ -71,7 +71,8 @@ class StepHooks:
             setattr(owner, name, hooks)
 
 
-_checks: Final[weakref.WeakKeyDictionary[Any, Callable[[Any, Optimizer], None]]] = weakref.WeakKeyDictionary()
+# By the id of its owner.
+_checks: Final[dict[int, tuple[weakref.ref[Any], Callable[[Any, Optimizer], None]]]] = {}
 _handle: Final[list[Any]] = []
 
 
@@ -85,21 +86,26 @@ def check_steps(owner: Any, check: Callable[[Any, Optimizer], None]) -> Callable
     Returns:
         What ends it.
     """
-    _checks[owner] = check
+    _checks[id(owner)] = weakref.ref(owner), check
     if not _handle:
         _handle.append(module.register_optimizer_step_pre_hook(_check))
+    # Runs by itself where an owner is dropped without it.
+    end = weakref.finalize(owner, _end, id(owner))
+    end.atexit = False
+    return lambda: end() or None
 
-    def end() -> None:
-        _checks.pop(owner, None)
-        if not _checks and _handle:
-            _handle.pop().remove()
 
-    return end
+def _end(owner: int) -> None:
+    _checks.pop(owner, None)
+    if not _checks and _handle:
+        _handle.pop().remove()
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for owner, check in list(_checks.items()):
-        check(owner, optimizer)
+    for known, check in list(_checks.values()):
+        owner = known()
+        if owner is not None:
+            check(owner, optimizer)
 
 
 def _pairs() -> tuple[tuple[str, str], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,11 +26,14 @@ def files_entered(function: Callable[[], Any]) -> set[str]:
         if event == "call" and frame.f_code.co_filename.startswith(ROOT):
             found.add(frame.f_code.co_filename.removeprefix(ROOT))
 
+    gc.collect()
+    gc.disable()  # what becomes of other tests' sessions
     sys.setprofile(note)
     try:
         function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 import types
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint.state_dict
 import torch.optim.swa_utils
 from models import CASES, LEVELS, train, train_plainly
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from undo_snapshots import KINDS, Snapshot, rounds, set_up
 
 import mpinit
@@ -270,3 +272,13 @@ def test_a_failure_in_any_phase_leaves_no_trace(kind: str, phase: str, monkeypat
     assert not registry.live()
     mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
     train(model, optimizer, CASES["cnn"].batches(1), CASES["cnn"].loss)
+
+
+def test_a_session_that_is_dropped_leaves_no_hook_on_all_steps() -> None:
+    before = len(_global_optimizer_pre_hooks)
+    model = nn.Linear(2, 2)
+    kept = mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O5", verbosity=0)
+    assert len(_global_optimizer_pre_hooks) >= 1
+    del model, kept
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) <= before
