@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from law import SETUPS, Pick, Run, Setup
-from law_actions import KINDS
+from law_actions import KINDS, WRITES
 
 import mpinit
 
@@ -72,6 +72,7 @@ def test_100000_random_runs_keep_the_law(part: int) -> None:
 
 SPLIT: dict[str, Any] = {"half": torch.bfloat16, "masters": "split", "momentum": False, "optimizers": 2}
 FULL = SPLIT | {"masters": True}
+FLOAT16 = {"half": torch.float16}
 ONCE: dict[str, tuple[Setup, list[tuple[str, int]]]] = {
     "a weight with two optimizers overflows": (
         Setup(loss_scale="dynamic", **SPLIT),
@@ -115,3 +116,12 @@ ONCE: dict[str, tuple[Setup, list[tuple[str, int]]]] = {
 @pytest.mark.parametrize("name", ONCE)
 def test_runs_that_once_broke_it(name: str) -> None:
     play(*ONCE[name])
+
+
+@pytest.mark.parametrize("number", [4, 1], ids=["small", "large"])
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("setup", [Setup(loss_scale=8.0, **each) for each in (FULL, FULL | FLOAT16, SPLIT)], ids=str)
+def test_every_write_between_a_backward_pass_and_a_step_counts(setup: Setup, how: str, number: int) -> None:
+    """Nothing looks at the numbers meanwhile; ``number`` picks the weight."""
+    write = [("backward", 0), (f"write {how}", number), ("step", 0)]
+    play(setup, [*write, *write])

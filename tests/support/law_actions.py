@@ -225,6 +225,11 @@ def _vector(weight: Any, places: slice, value: float) -> None:
     torch.nn.utils.vector_to_parameters(new.float().flip(0).to(new.dtype), [weight])
 
 
+def _exchanged(weight: Any, places: slice, value: float) -> None:
+    """Only their order changes: sums are what they were."""
+    weight.view(-1).data.copy_(weight.view(-1).flip(0).clone())
+
+
 @torch.no_grad()
 def _halved(weight: Any, places: slice, value: float) -> None:
     weight.mul_(0.5)
@@ -237,7 +242,7 @@ def _nothing(weight: Any, places: slice, value: float) -> None:
 
 WRITES: dict[str, Callable[[Any, slice, float], None]] = {
     **{"copy_": _copied, "data": _data, "data =": _data_set, "set_": _set, "numpy": _numpy, "foreach": _foreach},
-    **{"view": _view, "vector": _vector, "halve": _halved, "nothing": _nothing},
+    **{"view": _view, "vector": _vector, "exchange": _exchanged, "halve": _halved, "nothing": _nothing},
 }
 
 
