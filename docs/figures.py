@@ -178,7 +178,20 @@ def audited() -> str:
     return "\n".join(rows) + "\n"
 
 
-MADE: Final[Mapping[str, Callable[[], str]]] = {"levels": levels, "lost": lost, "audited": audited}
+def served() -> str:
+    """How far what is trained is from what is served, by level."""
+    rows = [
+        "| | mean difference of log-probabilities | largest | sequences with a ratio beyond 1.2 | they part first in |",
+        "|---|---|---|---|---|",
+    ]
+    for row in _measured_by("fidelity")["rows"]:
+        beyond = f"{row['sequences beyond a ratio of 1.2']} of {row['sequences']}"
+        first = "nowhere" if row["first module"] is None else f"`{row['first module']}`"
+        rows.append(f"| {row['way']} | {row['mean']:g} | {row['largest']:g} | {beyond} | {first} |")
+    return "\n".join(rows) + "\n"
+
+
+MADE: Final[Mapping[str, Callable[[], str]]] = {"levels": levels, "lost": lost, "audited": audited, "served": served}
 
 
 def replaced(text: str) -> str:

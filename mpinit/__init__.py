@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .inspect.audit import audit as audit
     from .inspect.explain import explain as explain
     from .inspect.exponents import gradient_histogram as gradient_histogram
+    from .inspect.fidelity import fidelity as fidelity
     from .inspect.history import History as History
     from .inspect.overflow import overflow_report as overflow_report
     from .inspect.overflow import watch_overflow as watch_overflow
@@ -39,6 +40,7 @@ else:
         "History": "mpinit.inspect.history",
         "audit": "mpinit.inspect.audit",
         "explain": "mpinit.inspect.explain",
+        "fidelity": "mpinit.inspect.fidelity",
         "gradient_histogram": "mpinit.inspect.exponents",
         "overflow_report": "mpinit.inspect.overflow",
         "stalled": "mpinit.inspect.stalled",

@@ -45,7 +45,7 @@ def save_in(model: Any, dtype: torch.dtype | Callable[[], torch.dtype] = torch.f
             )
         wanted = dtype() if callable(dtype) else dtype
         state = self.state_dict() if state_dict is None else state_dict
-        cast = _cast(self, state, wanted)
+        cast = _cast(self, state, wanted, is_own=state_dict is None)
         type(self).save_pretrained(self, save_directory, *args, state_dict={**state, **cast}, **kwargs)
         if cast and kwargs.get("is_main_process", True) and not hasattr(self, "peft_config"):
             config = copy.deepcopy(self.config)
@@ -57,10 +57,16 @@ def save_in(model: Any, dtype: torch.dtype | Callable[[], torch.dtype] = torch.f
     registry.session_of(model).when_undone(set_attribute(model, "save_pretrained", method))
 
 
-def _cast(model: Any, state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Entries of weights that were cast, in ``dtype``; those of tied weights are one tensor, as files want them."""
+def _cast(model: Any, state: dict[str, Any], dtype: torch.dtype, is_own: bool) -> dict[str, Any]:
+    """Entries of weights that were cast, in ``dtype``; those of tied weights are one tensor, as files want them.
+
+    A weight that is in this type already is written as it is, which is what was trained: split masters round ties away
+    from zero, and a cast of a float32 state to even.
+    """
     cast, of_weight = {}, dict[int, torch.Tensor]()
     for name, weight in model.state_dict(keep_vars=True).items():
         if name in state and isinstance(weight, torch.Tensor) and is_lower_precision(weight.dtype):
-            cast[name] = of_weight.setdefault(id(weight), cast_within_range(state[name], dtype))
+            as_it_is = is_own and weight.dtype == dtype
+            values = weight.detach() if as_it_is else cast_within_range(state[name], dtype)
+            cast[name] = of_weight.setdefault(id(weight), values)
     return cast

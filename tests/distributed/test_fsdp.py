@@ -185,3 +185,18 @@ def test_undo_after_a_failed_forward(level: str) -> None:
     assert_same(whole(model.state_dict()), before)
     CASE.loss(model(batch[0]), batch[1]).backward()
     optimizer.step()
+
+
+@ranks(2, ("O2",), ("O5",))
+def test_what_is_trained_is_what_is_served(level: str) -> None:
+    """Every rank's forward is, to the bit, that of a plain 16-bit model loaded from the exported checkpoint."""
+    model = sharded()
+    optimizer = sgd(model)
+    mpinit.initialize(model, optimizer, level, verbosity=0)
+    batches = CASE.batches(4)
+    train(model, optimizer, [mine(batch) for batch in batches[:3]], CASE.loss)
+    served = CASE.build()
+    served.load_state_dict(whole(model.state_dict()))
+    served = served.to(F16 if level == "O2" else BF16)
+    found = mpinit.fidelity(model, mine(batches[3])[0], served=served)
+    assert found, str(found)

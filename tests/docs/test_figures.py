@@ -37,7 +37,9 @@ def test_the_page_shows_what_the_histogram_says(figures: dict[str, Any], tmp_pat
     assert picture.read_bytes()[:4] == (FOLDER / "_static" / "gradients.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize(("made", "page"), [("audited", "how-to/see-precision.md")])
+@pytest.mark.parametrize(
+    ("made", "page"), [("audited", "how-to/see-precision.md"), ("served", "explanation/train-what-you-serve.md")]
+)
 def test_tables_of_what_was_measured_are_those_of_the_files(made: str, page: str, figures: dict[str, Any]) -> None:
     assert figures[made]() in (FOLDER / page).read_text(encoding="utf-8"), "run: python docs/figures.py"
 

@@ -31,7 +31,16 @@ FUNCTIONS = {
 }
 
 # What mpinit/inspect offers: of mpinit alone, not of amp.
-INSPECTORS = {"audit", "explain", "gradient_histogram", "overflow_report", "stalled", "suggest", "watch_overflow"}
+INSPECTORS = {
+    "audit",
+    "explain",
+    "fidelity",
+    "gradient_histogram",
+    "overflow_report",
+    "stalled",
+    "suggest",
+    "watch_overflow",
+}
 
 SIGNATURES = {
     "initialize": "(models, optimizers=None, opt_level='O1', *, enabled=True, await_optimizers=False, "

@@ -1,0 +1,206 @@
+"""Whether what is trained is what will be served: the forward of training beside that of a plain 16-bit model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from .. import registry
+from ..basics.dtypes import cast_within_range, dtype_name
+from ..basics.trees import cast_tree
+from ..torch_internals.native_autocast import CastsOff
+from .copies import plain_copy, random_numbers
+from .numbers import floating_tensors
+from .trace import ModelTrace, Watcher
+
+
+@final
+@dataclass(frozen=True)
+class Fidelity:
+    """How far two forwards on the same inputs are apart; false where they are, as in ``assert mpinit.fidelity(...)``.
+
+    Attributes:
+        mean: mean absolute difference of the outputs' numbers.
+        largest: the largest; inf where one of the two is not finite and the other is, or is of another sign.
+        share: the share of numbers that differ by more than the tolerance.
+        first_module: the dotted name of the module whose result differed first, in the order in which they return; ""
+            is the model itself, None where no result of a module differed.
+        tolerance: as given.
+        served: the type of the model that serves, by name.
+    """
+
+    mean: float
+    largest: float
+    share: float
+    first_module: str | None
+    tolerance: float
+    served: str
+
+    def __bool__(self) -> bool:
+        return self.share == 0.0
+
+    def __str__(self) -> str:
+        if self.largest == 0.0 and self.first_module is None:
+            return f"what is trained is what a {self.served} model serves, to the bit"
+        where = "" if self.first_module is None else f"; they part first in module {self.first_module!r}"
+        return (
+            f"what is trained differs from what a {self.served} model serves: {self.mean:.3g} on average, "
+            f"{self.largest:.3g} at most, {self.share:.1%} of the numbers by more than {self.tolerance:g}{where}"
+        )
+
+
+@torch.no_grad()
+def fidelity(
+    model: nn.Module,
+    *inputs: Any,
+    served: nn.Module | None = None,
+    output: Callable[[Any], Any] | None = None,
+    tolerance: float = 0.0,
+    **keywords: Any,
+) -> Fidelity:
+    """Compare the forward that is trained with that of the plain 16-bit model that will be served.
+
+    The model runs in evaluation, as its session has it run (or as it is, in the casts that are on here, where it has
+    none). A copy of it without any of that runs beside it, all of it in the session's 16-bit type, as a server loads a
+    checkpoint. At O5 and O2 the two are equal to the bit, where nothing is kept in float32; with float32 weights under
+    casts of functions (O1, ``torch.autocast``) they are not. Modes, weights, buffers and random numbers are left as
+    they are.
+
+    Args:
+        model: initialised or not; of a compiled one, the model inside runs.
+        inputs, keywords: what it is called with; the copy gets floating ones in its own type.
+        served: the model that serves, where that is not a copy: loaded from a checkpoint. What cannot be copied, as
+            FSDP2's models, needs it.
+        output: from a model's output to what is compared, as log-probabilities. Default: all floating tensors in it.
+        tolerance: difference from which on numbers count in ``.share``. Default 0.
+
+    Returns:
+        The report, with ``.mean``, ``.largest``, ``.share``, ``.first_module``.
+
+    Raises:
+        TypeError: no module.
+        ValueError: a model that cannot be copied; outputs without floating tensors, or not of one shape.
+
+    Example:
+        >>> import torch, mpinit
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+        >>> model = mpinit.initialize(model, opt_level="O5", verbosity=0)
+        >>> print(mpinit.fidelity(model, torch.randn(2, 8)))
+        what is trained is what a bfloat16 model serves, to the bit
+        >>> mpinit.undo(model)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fidelity takes a module and its inputs, not {type(model).__name__}")
+    model = getattr(model, "_orig_mod", model)
+    session = registry.of(model)
+    plan = None if session is None else session.plan
+    if plan is not None and plan.patch_functions:
+        dtype = plan.function_dtype
+    else:
+        dtype = torch.bfloat16 if plan is None or plan.model_dtype == torch.float32 else plan.model_dtype
+    plain = _served(model, dtype) if served is None else served
+    dtype = next((p.dtype for p in plain.parameters() if p.is_floating_point()), dtype)
+    again = random_numbers()
+    try:
+        trained, seen = _run(model, inputs, keywords)
+        again()
+        with CastsOff():
+            expected, known = _run(plain, *cast_tree((inputs, keywords), dtype))
+    finally:
+        again()
+    pairs = _paired(trained if output is None else output(trained), expected if output is None else output(expected))
+    differences = torch.cat([_difference(one, other).reshape(-1) for one, other in pairs])
+    parted = (name for name, result in seen.items() if name in known and not _are_equal(result, known[name]))
+    return Fidelity(
+        float(differences.mean()),
+        float(differences.max()),
+        float((differences > tolerance).double().mean()),
+        next(parted, None),
+        tolerance,
+        dtype_name(dtype),
+    )
+
+
+def _served(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy as a server has it: what is 16-bit in training is what a 16-bit checkpoint holds, the rest is cast."""
+    try:
+        plain = plain_copy(model)
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}): give mpinit.fidelity "
+            "served=, a plain model in 16 bit that was loaded from the checkpoint"
+        ) from error
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in (*plain.named_parameters(), *plain.named_buffers()):
+        if tensor.is_floating_point():
+            held = own[name].detach()
+            tensor.data = held.clone() if held.dtype == dtype else cast_within_range(tensor.detach(), dtype)
+    return plain
+
+
+@final
+class _Results(Watcher):
+    """What each module of a run returned last."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[torch.Tensor]] = {}
+
+    def operation(
+        self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        return run()
+
+    def module_begins(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        return
+
+    def module_ends(self, name: str, output: Any) -> None:
+        """A later operation may write to it."""
+        self.found.pop(name, None)
+        self.found[name] = [tensor.clone() for tensor in floating_tensors(output)]
+
+
+def _run(model: nn.Module, inputs: Any, keywords: Mapping[str, Any]) -> tuple[Any, dict[str, list[torch.Tensor]]]:
+    results = _Results()
+    with _in_evaluation(model), ModelTrace(model, results):
+        output = model(*inputs, **keywords)
+    return output, results.found
+
+
+@contextmanager
+def _in_evaluation(model: nn.Module) -> Iterator[None]:
+    trained = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module in trained:
+            module.training = True
+
+
+def _paired(trained: Any, expected: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    one, other = list(floating_tensors(trained)), list(floating_tensors(expected))
+    if not one or [tensor.shape for tensor in one] != [tensor.shape for tensor in other]:
+        shapes = ", ".join(str([tuple(tensor.shape) for tensor in each]) for each in (one, other))
+        raise ValueError(
+            f"there is nothing to compare: the floating tensors of the two outputs have shapes {shapes}; give output=, "
+            "a function from the output to the tensor that is to be compared"
+        )
+    return list(zip(one, other, strict=True))
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Absolute differences in float32; 0 for two that are alike infinite or nan, inf where one is and the other not."""
+    one, other = one.detach().float(), other.detach().float()
+    alike = (one == other) | (one.isnan() & other.isnan())
+    return torch.where(alike, 0.0, (one - other).abs().nan_to_num(nan=torch.inf))
+
+
+def _are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(
+        a.shape == b.shape and not bool(_difference(a, b).any()) for a, b in zip(one, other, strict=True)
+    )
