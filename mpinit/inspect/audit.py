@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import registry
-from ..basics.dtypes import dtype_name, is_lower_precision
+from ..basics.dtypes import dtype_name, is_lower_precision, parse_dtype
 from ..basics.tables import plain_table
 from ..basics.wrappers import with_all_inside
 from ..distributed.sharding import local
@@ -31,6 +31,12 @@ _LEVELS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
     **{level: (level, {}) for level in ("O0", "O1", "O2", "O3", "O4", "O5")},
     "O5 split": ("O5", {"master_weights": "split"}),
 }
+# Of a trained 16-bit weight: the kind of its master, and the type of its gradient where that is not its own.
+_MASTERS: Final[Mapping[Masters, tuple[str, torch.dtype | None]]] = {
+    Masters.FULL: ("float32", torch.float32),
+    Masters.SPLIT: ("split", None),
+}
+_MASTER_BYTES: Final = {"": 0, "float32": 4, "split": 2}
 # Of each weight a part is stepped, on random gradients of two sizes: so often, and the last steps count.
 _LARGEST_SIDE: Final = 256
 _STEPS, _COUNTED = 16, 8
@@ -149,156 +155,123 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
     optimizers = given or ([] if session is None else list(session.optimizers))
     if not all(isinstance(each, Optimizer) for each in optimizers):
         raise TypeError(f"audit takes an optimizer of torch's kind, not {type(optimizer).__name__}")
-    trained: dict[Any, _Trained] = {}
+    foreseen: dict[Any, _Foreseen] = {}
     for each in optimizers:
-        trained |= _tried(each, session)
-    now = {p: _Held.of(p.dtype, _kind(session), session is None or session.masters.of(p)) for p in model.parameters()}
-    rows = tuple(_row(name, p, now[p], trained.get(p)) for name, p in model.named_parameters())
-    sizes = {"now": _bytes(now, trained, is_now=True)}
+        foreseen |= _foresee(each, session)
+    kind = Masters.NONE if session is None else session.plan.masters
+    rows = tuple(
+        _row(name, p, p.dtype, kind if session and session.masters.of(p) else Masters.NONE, foreseen.get(p), True)
+        for name, p in model.named_parameters()
+    )
+    sizes = {"now": _bytes(rows)}
     for level, (name, words) in _LEVELS.items():
         plan = make_plan(resolve(name, words)[1])
         try:
             targets = select([model], plan).targets
         except ValueError:
             continue  # what initialize would refuse as well
-        to = {p: targets.get(p, torch.float32 if plan.masters is not Masters.NONE else p.dtype) for p in now}
-        sizes[level] = _bytes({p: _Held.of(to[p], plan.masters, True) for p in now}, trained, is_now=False)
-    return Audit(rows, sizes, _advice(rows, trained, session))
+        is_cast = plan.masters is not Masters.NONE
+        to = {p: targets.get(p, torch.float32 if is_cast else p.dtype) for p in model.parameters()}
+        sizes[level] = _bytes([_row("", p, to[p], plan.masters, foreseen.get(p), False) for p in to])
+    return Audit(rows, sizes, _advice(rows, foreseen, session))
 
 
-class _Held(NamedTuple):
-    """What is held of a parameter: types of the weight and its gradient, and its master's kind and bytes."""
-
-    weight: torch.dtype
-    gradient: torch.dtype
-    master: str
-    master_bytes: int
-
-    @classmethod
-    def of(cls, weight: torch.dtype, kind: Masters, is_mastered: Any) -> _Held:
-        if is_lower_precision(weight) and is_mastered and kind is Masters.FULL:
-            return cls(weight, torch.float32, "float32", 4)
-        if is_lower_precision(weight) and is_mastered and kind is Masters.SPLIT:
-            return cls(weight, weight, "split", 2)
-        return cls(weight, weight, "", 0)
-
-    @property
-    def stepped(self) -> torch.dtype:
-        """In which type a step adds up."""
-        return torch.float32 if self.master else self.weight
+# -- types and bytes ----------------------------------------------------------------------------------------------
 
 
-class _Trained(NamedTuple):
+def _row(
+    name: str, parameter: Any, weight: torch.dtype, kind: Masters, known: _Foreseen | None, is_now: bool
+) -> AuditRow:
+    """A parameter whose weight is in a type, with a kind of masters where that is a 16-bit one."""
+    master, gradient = (_MASTERS.get(kind) if is_lower_precision(weight) else None) or ("", weight)
+    state = 0.0
+    if known is not None:
+        state = known.slots * (torch.float32 if master else weight).itemsize
+        state = known.state if is_now and known.state is not None else state
+    return AuditRow(
+        name,
+        local(parameter).numel(),
+        dtype_name(weight),
+        master,
+        dtype_name(gradient or weight) if parameter.requires_grad else "",
+        None if known is None else known.rate,
+        state,
+        None if known is None else known.stuck,
+    )
+
+
+def _bytes(rows: Sequence[AuditRow]) -> dict[str, float]:
+    """Mean bytes a parameter takes in training."""
+    total = dict.fromkeys(KINDS, 0.0)
+    for row in rows:
+        sizes = (_size(row.weight), _MASTER_BYTES[row.master] * bool(row.gradient), _size(row.gradient), row.state)
+        for kind, size in zip(KINDS, sizes, strict=True):
+            total[kind] += row.elements * size
+    return {kind: value / max(1, sum(row.elements for row in rows)) for kind, value in total.items()}
+
+
+def _size(dtype: str) -> int:
+    return parse_dtype(dtype).itemsize if dtype else 0
+
+
+# -- which weights a step moves -----------------------------------------------------------------------------------
+
+
+class _Foreseen(NamedTuple):
     """What an optimizer does with a parameter.
 
     Attributes:
         kind: the optimizer's name.
         rate: the learning rate of its group.
         slots: how many numbers it keeps for one of the parameter's.
-        state_bytes: bytes that it keeps for one now; None before its first step.
+        state: bytes that it keeps for one now; None before its first step.
         stuck: share of the numbers that a step leaves as they are; None where that is not known.
     """
 
     kind: str
     rate: float
     slots: float
-    state_bytes: float | None
+    state: float | None
     stuck: float | None
 
 
-def _kind(session: Session | None) -> Masters:
-    return Masters.NONE if session is None else session.plan.masters
-
-
-def _row(name: str, parameter: nn.Parameter, held: _Held, trained: _Trained | None) -> AuditRow:
-    return AuditRow(
-        name,
-        local(parameter).numel(),
-        dtype_name(held.weight),
-        held.master,
-        dtype_name(held.gradient) if parameter.requires_grad else "",
-        None if trained is None else trained.rate,
-        _state_bytes(held, trained, is_now=True),
-        None if trained is None else trained.stuck,
-    )
-
-
-def _state_bytes(held: _Held, trained: _Trained | None, is_now: bool) -> float:
-    if trained is None:
-        return 0.0
-    if is_now and trained.state_bytes is not None:
-        return trained.state_bytes
-    return trained.slots * held.stepped.itemsize
-
-
-def _bytes(parameters: Mapping[Any, _Held], trained: Mapping[Any, _Trained], is_now: bool) -> dict[str, float]:
-    """Mean bytes a parameter takes in training."""
-    total, numbers = dict.fromkeys(KINDS, 0.0), 0
-    for parameter, held in parameters.items():
-        count, is_trained = local(parameter).numel(), parameter.requires_grad
-        numbers += count
-        total["weights"] += count * held.weight.itemsize
-        total["masters"] += count * held.master_bytes * is_trained
-        total["gradients"] += count * held.gradient.itemsize * is_trained
-        total["optimizer state"] += count * _state_bytes(held, trained.get(parameter), is_now) * is_trained
-    return {kind: value / max(1, numbers) for kind, value in total.items()}
-
-
-# -- which weights a step moves -----------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def _tried(optimizer: Optimizer, session: Session | None) -> dict[Any, _Trained]:
-    """What an optimizer does with its parameters, by copies of parts of them."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups for _ in group["params"]]
-    parts = [_part(p, session) for p in parameters]
-    sizes = [None if p.grad is None else _size_of(p.grad) for p in parameters]
-    again, seen = random_numbers(), []
-    try:
-        runs = [_run(optimizer, parameters, parts, [size] * len(parts)) for size in _SIZES]
-        seen = [_Seen(first, second, None) for first, second in zip(*runs, strict=True)]
-        if all(size is not None for size in sizes) and not all(each.is_free for each in seen):
-            measured = _run(optimizer, parameters, parts, [size or 0.0 for size in sizes])
-            seen = [each._replace(measured=own) for each, own in zip(seen, measured, strict=True)]
-    except Exception:  # whatever a foreign optimizer may say to a copy of itself, or to a step without a closure
-        seen = []
-    finally:
-        again()
-    found = {}
-    for index, (parameter, rate) in enumerate(zip(parameters, rates, strict=True)):
-        own = seen[index] if seen else None
-        state = _bytes_kept(optimizer.state.get(parameter), parameter)
-        stuck = None if own is None else own.stuck
-        found[parameter] = _Trained(type(optimizer).__name__, rate, own.first.slots if own else 0.0, state, stuck)
-    return found
-
-
 class _Steps(NamedTuple):
-    """What the steps of a run were: their mean size, the share of numbers they left, and state kept for a number."""
+    """What steps were: their mean size, the share of numbers they left, and how many are kept for a number."""
 
     size: float
     stuck: float
     slots: float
 
 
-class _Seen(NamedTuple):
-    """Steps on gradients of two sizes, and of the size that they have."""
-
-    first: _Steps
-    second: _Steps
-    measured: _Steps | None
-
-    @property
-    def is_free(self) -> bool:
-        """Whether steps are the same whatever the gradients' size."""
-        return 0 < 0.5 * self.first.size <= self.second.size <= 2 * self.first.size
-
-    @property
-    def stuck(self) -> float | None:
-        if self.is_free:
-            return (self.first.stuck + self.second.stuck) / 2
-        return None if self.measured is None else self.measured.stuck
+@torch.no_grad()
+def _foresee(optimizer: Optimizer, session: Session | None) -> dict[Any, _Foreseen]:
+    """What an optimizer does with its parameters, by copies of parts of them."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups for _ in group["params"]]
+    parts = [_part(p, session) for p in parameters]
+    sizes = [None if p.grad is None else _size_of(p.grad) for p in parameters]
+    again = random_numbers()
+    steps: list[tuple[_Steps, float | None]] = [(_Steps(0.0, 0.0, 0.0), None)] * len(parts)
+    try:
+        small, large = (_run(optimizer, parameters, parts, [size] * len(parts)) for size in _SIZES)
+        steps = [
+            (one, (one.stuck + other.stuck) / 2 if 0 < 0.5 * one.size <= other.size <= 2 * one.size else None)
+            for one, other in zip(small, large, strict=True)
+        ]
+        if all(size is not None for size in sizes) and any(stuck is None for _, stuck in steps):
+            measured = _run(optimizer, parameters, parts, [size or 0.0 for size in sizes])
+            steps = [
+                (one, m.stuck if stuck is None else stuck) for (one, stuck), m in zip(steps, measured, strict=True)
+            ]
+    except Exception:  # whatever a foreign optimizer may say to a copy of itself, or to a step without a closure
+        pass
+    finally:
+        again()
+    kind = type(optimizer).__name__
+    return {
+        p: _Foreseen(kind, rate, one.slots, _bytes_kept(optimizer.state.get(p), p), stuck)
+        for p, rate, (one, stuck) in zip(parameters, rates, steps, strict=True)
+    }
 
 
 def _part(parameter: Any, session: Session | None) -> torch.Tensor:
@@ -356,7 +329,7 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
-def _advice(rows: tuple[AuditRow, ...], trained: Mapping[Any, _Trained], session: Session | None) -> str:
+def _advice(rows: tuple[AuditRow, ...], foreseen: Mapping[Any, _Foreseen], session: Session | None) -> str:
     known = [row for row in rows if row.stuck is not None]
     narrow = [row for row in known if row.weight != "float32" and not row.master]
     wide = [row for row in known if row not in narrow]
@@ -371,7 +344,7 @@ def _advice(rows: tuple[AuditRow, ...], trained: Mapping[Any, _Trained], session
         )
     if _mean(wide) >= _MUCH:
         lines.append(f"{_mean(wide):.0%} of the weights kept in float32 stay as they are: raise the learning rate")
-    unknown = sorted({each.kind for each in trained.values() if each.stuck is None})
+    unknown = sorted({each.kind for each in foreseen.values() if each.stuck is None})
     if unknown:
         lines.append(
             f"How large a step of {', '.join(unknown)} is depends on the gradients: audit again after a backward pass"
