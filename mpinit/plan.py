@@ -75,6 +75,8 @@ class ScalingRule:
         hysteresis: overflows until the scale backs off; made up again whenever the scale grows.
         min_scale, max_scale: limits, both finite and above 0.
         max_consecutive_skips: skipped steps in a row after which stepping raises.
+        skips: whether gradients that hold inf or nan are skipped; always where the scale is dynamic.
+        may_wait: whether the host may wait for a device to know it.
     """
 
     dynamic: bool
@@ -86,6 +88,8 @@ class ScalingRule:
     min_scale: float
     max_scale: float
     max_consecutive_skips: int
+    skips: bool = False
+    may_wait: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,7 @@ def make_plan(props: Properties) -> Plan:
 def _scaling_rule(props: Properties) -> ScalingRule:
     dynamic = props.loss_scale == "dynamic"
     low = props.min_loss_scale if props.min_loss_scale is not None else SMALLEST_SCALE
+    by_default = props.lower_precision_type is not None and not props.gradient_release
     first = min(max(props.init_loss_scale, low), props.max_loss_scale) if dynamic else float(props.loss_scale)
     return ScalingRule(
         dynamic=dynamic,
@@ -189,6 +194,8 @@ def _scaling_rule(props: Properties) -> ScalingRule:
         min_scale=low,
         max_scale=props.max_loss_scale,
         max_consecutive_skips=props.max_consecutive_skips,
+        skips=dynamic or (by_default if props.skip_nonfinite is None else props.skip_nonfinite),
+        may_wait=dynamic or props.skip_nonfinite is True,
     )
 
 

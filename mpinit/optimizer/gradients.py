@@ -59,7 +59,7 @@ class Gradients:
         self._inverse: torch.Tensor | None = None
         # Of an overflow found before the block that is open: whether the gradients were finite again, clipped, say.
         self._is_hidden: torch.Tensor | None = None
-        self._was_skipped_for = False
+        self._was_skipped_for = self._was_found_at_step = False
 
     @property
     def weights(self) -> Sequence[nn.Parameter]:
@@ -159,7 +159,7 @@ class Gradients:
         fresh = [gradient for gradient in fresh if id(gradient) not in done] if done else fresh
         done.update(map(id, fresh))
         self._inverse = scaler.inverse_scale()
-        if not scaler.rule.dynamic:
+        if not scaler.rule.skips:
             unscale_(fresh, self._inverse)
             return None
         found_inf = unscale_and_check_(fresh, self._inverse)
@@ -209,8 +209,19 @@ class Gradients:
 
     # -- overflow -------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
+    def check(self) -> None:
+        """Look at gradients that no backward pass has checked, as those of a plain ``backward()``; a step begins."""
+        if self.found_inf is None or self._was_found_at_step:
+            # Times 1, because torch's own check multiplies: no other pass over memory is as fast.
+            left = [gradient.coalesce() if gradient.is_sparse else gradient for gradient in self.present()]
+            self.found_inf = unscale_and_check_(left, torch.ones((), device=left[0].device)) if left else None
+            self.is_agreed, self._was_found_at_step = False, True
+
     def note(self, found_inf: torch.Tensor | None) -> None:
         """Add the outcome of one check."""
+        if self._was_found_at_step:
+            self.found_inf, self._was_found_at_step = None, False
         self.found_inf = any_of([self.found_inf, found_inf])
         self.is_agreed = False
 
@@ -221,6 +232,7 @@ class Gradients:
     def forget_overflow(self) -> None:
         """The gradients that overflowed are gone."""
         self.found_inf, self.is_agreed, self._was_skipped_for = None, False, False
+        self._was_found_at_step = False
 
     def forget_skipped_overflow(self) -> None:
         """A loss of this optimizer's is about to be scaled, whose fault is what overflows from here on."""

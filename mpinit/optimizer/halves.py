@@ -36,7 +36,7 @@ class Halves:
         self._is_skipping = managed.overflowed()
         if self._is_skipping:
             return self._clear(*args, **kwargs)
-        self._before = Snapshot(managed.members) if managed.scales else None
+        self._before = Snapshot(managed.members) if managed.skips else None
         with CastsOff(), managed.scope.open():
             return inner(*args, **kwargs)
 

@@ -40,6 +40,7 @@ from .step_counts import StepCounter, StepCounts
 # Steps between looks for weights beyond float16's range, each of which reads all of them.
 _LOOKS_EVERY: Final = 1000
 _STEP: Final = "optimizer.step()"
+_SKIPS_TO_WARN_OF: Final = 3
 Closure = Callable[[], Any]
 
 
@@ -100,6 +101,11 @@ class ManagedOptimizer:
     def scales(self) -> bool:
         """Whether losses are scaled by more than 1."""
         return self._rule.dynamic or self._rule.init_scale != 1.0
+
+    @property
+    def skips(self) -> bool:
+        """Whether steps are skipped whose gradients hold inf or nan."""
+        return self._rule.skips
 
     # -- the methods ----------------------------------------------------------------------------------------------
 
@@ -330,6 +336,7 @@ class ManagedOptimizer:
     def _agree(self) -> None:
         """Once a step, with all ranks, who ask for as many."""
         if not self._has_agreed:
+            self._check_finite()
             pending, self._pending = list(self._pending), {}
             if self._ranks.to_be_checked or is_distributed():
                 self._ranks.before_step()
@@ -338,6 +345,14 @@ class ManagedOptimizer:
                 for scaler in pending:
                     scaler.update()
         self._has_agreed = True
+
+    def _check_finite(self) -> None:
+        """Look at gradients where no backward pass has: a scale that moves does, in the pass that unscales."""
+        rule = self._rule
+        if rule.skips and not rule.dynamic and self._is_active:
+            first = next((weight for weight in self.members.weights if weight.grad is not None), None)
+            if first is not None and (rule.may_wait or is_read_freely(first.device) or self._can_skip_in_kernel()):
+                self.gradients.check()
 
     def skips_step(self) -> bool:
         """Skip a step here and now where gradients overflowed; False where it is to be done, or skips by itself."""
@@ -485,11 +500,17 @@ class ManagedOptimizer:
         self._skipped = True
         found_inf = self.gradients.found_inf
         # Where it was read freely, the backward pass has taken it down.
-        if found_inf is not None and not is_read_freely(found_inf.device):
+        if found_inf is not None and not (self._rule.dynamic and is_read_freely(found_inf.device)):
             self.overflow_log.write(self._last_scaler, self.gradients.last_scale(), None)
         self.counter.count(skipped=True)
         self._clamp_weights()
         self._raise_after_too_many()
+        if not self._rule.dynamic and self._counter.read().consecutive == _SKIPS_TO_WARN_OF:
+            last = self.overflow_log.last
+            warn_user(
+                f"{_SKIPS_TO_WARN_OF} steps in a row were skipped because gradients were inf or nan: the data, or a "
+                f"training that diverges. {'' if last is None else last.advice()}; skip_nonfinite=False lets them in"
+            )
 
     def _raise_after_too_many(self) -> None:
         limit = self._rule.max_consecutive_skips
@@ -509,6 +530,9 @@ class ManagedOptimizer:
         found_inf = self.gradients.found_inf
         if found_inf is None or is_read_freely(found_inf.device):
             return False
+        return self._can_skip_in_kernel()
+
+    def _can_skip_in_kernel(self) -> bool:
         fused = all(group.get("fused") for group in self.optimizer.param_groups)
         return fused and bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
 
@@ -532,7 +556,9 @@ class ManagedOptimizer:
 
     def _step_with_closure(self, closure: Closure, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer that evaluates the loss itself; casts are off in it and on again in the closure."""
-        before = Snapshot(self.members) if self._rule.dynamic else None
+        # A scale that moves is tried again; else an optimizer that evaluates the loss first has changed nothing yet.
+        is_kept = self._rule.dynamic or (self._rule.skips and not steps_per_parameter(self.optimizer))
+        before = Snapshot(self.members) if is_kept else None
         evaluate = self._evaluator(closure)
         try:
             with CastsOff():
@@ -569,13 +595,14 @@ class ManagedOptimizer:
         casts = flags() if is_on() else None
 
         def evaluate() -> Any:
-            for _ in range(self._rule.max_consecutive_skips):
+            for _ in range(self._rule.max_consecutive_skips if self._rule.dynamic else 1):
                 if casts is None:
                     loss = closure()
                 else:
                     with CastsAs(casts):
                         loss = closure()
                 self.check_gradients(_STEP)
+                self._check_finite()
                 pending, self._pending = list(self._pending), {}
                 self._ranks.agree(self.gradients, pending)
                 if not self.overflowed():

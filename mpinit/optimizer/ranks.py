@@ -283,11 +283,11 @@ class Ranks:
         Raises:
             RuntimeError: ranks that reduce gradients together have scaled them for different losses.
         """
-        if is_distributed() and self._scalers[0].rule.dynamic:
+        if is_distributed() and self._scalers[0].rule.skips:
             groups = self._over()
             if groups:
                 self._agree_over(groups, gradients, pending)
-            elif not self._wrappers:
+            elif not self._wrappers and self._scalers[0].rule.dynamic:
                 self._warn_of_other_processes()
         for scaler in pending:
             scaler.update()

@@ -98,6 +98,10 @@ class Properties(BaseModel):
         min_loss_scale: dynamic scaling goes no lower. Default None: no limit.
         max_loss_scale: dynamic scaling goes no higher. Default 2**24.
         max_consecutive_skips: skipped steps in a row after which ``step()`` raises. Default 64.
+        skip_nonfinite: skip a step whose gradients hold inf or nan also where the loss scale does not move, on all
+            ranks: weights, states and schedulers (``scheduler_step``) stay as they are. True: always; False: never.
+            Default None: wherever it costs no wait for the device, on a CPU and with fused optimizers; at O0 off. The
+            third skip in a row is warned of, and ``max_consecutive_skips`` holds.
         optimizer_state: what the optimizer's state is between steps: "float32" (default, the optimizer's own),
             "bfloat16" or "int8" (1 byte a number and 4 for 128), rounded stochastically. For optimizers that update
             each parameter by itself. Formats and when to use which: docs/explanation/optimizer-states.md.
@@ -137,6 +141,7 @@ class Properties(BaseModel):
     min_loss_scale: OptionalScale = None
     max_loss_scale: Scale = DEFAULT_MAX_SCALE
     max_consecutive_skips: Count = 64
+    skip_nonfinite: OptionalBoolean = None
     optimizer_state: OptimizerState = "float32"
     gradient_release: Boolean = False
     split_bucket_bytes: Bytes = 64 * 2**20
@@ -202,12 +207,17 @@ def _check_casts(props: Properties) -> None:
 
 
 def _check_release(props: Properties) -> None:
-    """Refuse a loss scale where parameters are stepped as soon as their gradients arrive."""
+    """Refuse what looks at all gradients where parameters are stepped as soon as theirs arrive."""
     if props.gradient_release and props.loss_scale != 1.0:
         raise ValueError(
             f"gradient_release=True contradicts loss_scale={props.loss_scale}: parameters are stepped as soon as their "
             "gradients arrive, before all of them could be checked and unscaled. Give loss_scale=1.0, in bfloat16 "
             "(opt_level='O5', or cast_model_type=torch.bfloat16), or drop gradient_release"
+        )
+    if props.gradient_release and props.skip_nonfinite:
+        raise ValueError(
+            "gradient_release=True contradicts skip_nonfinite=True: parameters are stepped as soon as their gradients "
+            "arrive, before all of them could be checked. Drop the one or the other"
         )
 
 

@@ -56,6 +56,25 @@ def test_fsdp_equals_one_process_with_the_large_batch(level: str, dtype: torch.d
     optimizer.step()
 
 
+@ranks(2, ("O2", BF16), long=[("O2", F16), ("O1", BF16)])
+def test_fsdp_skips_on_all_ranks_when_one_shard_overflows(level: str, dtype: torch.dtype) -> None:
+    """In bfloat16 the scale is 1, and gradients are looked at when the step begins."""
+    model = sharded()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    mpinit.initialize(model, optimizer, **level_arguments(level, dtype))
+    x, y = mine(CASE.batches(1)[0])
+    before = whole(model.state_dict())
+    with mpinit.scale_loss(CASE.loss(model(x), y), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        if dist.get_rank() == 1:
+            next(iter(model.layer.parameters())).grad.to_local().fill_(float("nan"))
+    optimizer.step()
+    assert mpinit.step_was_skipped(optimizer)
+    assert_one(mpinit.loss_scale(optimizer))
+    after = whole(model.state_dict())
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
 @ranks(2)
 def test_a_group_of_two_dtypes_is_refused_and_batchnorm_by_itself_works() -> None:
     def network() -> nn.Module:

@@ -38,7 +38,12 @@ def test_the_page_shows_what_the_histogram_says(figures: dict[str, Any], tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("made", "page"), [("audited", "how-to/see-precision.md"), ("served", "explanation/train-what-you-serve.md")]
+    ("made", "page"),
+    [
+        ("audited", "how-to/see-precision.md"),
+        ("served", "explanation/train-what-you-serve.md"),
+        ("skipping", "explanation/loss-scaling.md"),
+    ],
 )
 def test_tables_of_what_was_measured_are_those_of_the_files(made: str, page: str, figures: dict[str, Any]) -> None:
     assert figures[made]() in (FOLDER / page).read_text(encoding="utf-8"), "run: python docs/figures.py"
