@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from .inspect.overflow import watch_overflow as watch_overflow
     from .inspect.stalled import stalled as stalled
     from .inspect.suggest import suggest as suggest
+    from .weight_changes import changes as changes
 else:
     _INSPECTORS = {
         "History": "mpinit.inspect.history",
         "audit": "mpinit.inspect.audit",
+        "changes": "mpinit.weight_changes",
         "explain": "mpinit.inspect.explain",
         "fidelity": "mpinit.inspect.fidelity",
         "gradient_histogram": "mpinit.inspect.exponents",

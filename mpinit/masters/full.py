@@ -177,6 +177,9 @@ class _Open(OpenMasters):
         """Round all, in one call."""
         if self in self._owner._open:
             self._owner._open.remove(self)
+        changes = self._owner.changes
+        if changes is not None:
+            changes.rounding(self._weights, map(_rounded, self._masters))
         if self._are_sharded:
             torch._foreach_copy_([local(w) for w in self._weights], [local(p) for p in self._parameters])
         elif self._weights:
@@ -186,6 +189,8 @@ class _Open(OpenMasters):
                 round_into(master.weight, master.parameter, clamps=True)
         if not self._are_sharded:
             self._writes.note()
+        if changes is not None:
+            changes.rounded()
         self.stale.clear()
         for other in self._owner._columns:
             if other is not self and not other.members.isdisjoint(self.members):
@@ -197,3 +202,9 @@ class _Open(OpenMasters):
         if first is None or first.grad_dtype is torch.float32:
             return list(gradients)
         return self._owner.held(gradients)
+
+
+def _rounded(master: Master) -> torch.Tensor:
+    """What its weight is going to be."""
+    values, dtype = TENSOR_DETACH(master.parameter), master.weight.dtype
+    return cast_within_range(values, dtype) if master.clamps else values.to(dtype)

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..basics.dtypes import is_lower_precision
 from ..distributed.sharding import set_data
+from .changes import Changes
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -63,6 +64,7 @@ class Masters(ABC):
     Attributes:
         are_in_model: whether they stand in the models' modules at the moment: what they hold is true, and not the
             weights.
+        changes: what follows the weights' changes; None where nothing does.
         exposed: what has given masters out to users since the last step; each has a ``settle()``.
     """
 
@@ -70,6 +72,7 @@ class Masters(ABC):
         self._of: dict[int, Master] = {}
         self.are_in_model = False
         self.exposed: set[Any] = set()
+        self.changes: Changes | None = None
 
     def __iter__(self) -> Iterator[Master]:
         return iter(list(self._of.values()))

@@ -27,7 +27,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("registry",),
     ("checks_of_ranks", "checks_of_states"),
     ("checks",),
-    ("inspect", "checkpoint", "in_float32"),
+    ("inspect", "checkpoint", "in_float32", "weight_changes"),
     ("initialization", "grad_scaler", "train_state", "progress"),
     ("amp",),
     ("", "__main__", "cli", "compat", "integrations"),

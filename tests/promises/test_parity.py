@@ -128,7 +128,8 @@ def test_o2_is_a_hand_written_master_loop_bit_for_bit(network: str, dtype: str, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_o3_is_a_16_bit_model_without_masters_bit_for_bit(network: str, dtype: str, optimizer: str) -> None:
-    losses, state = with_mpinit(network, optimizer, "O3", DTYPES[dtype])
+    # In float16 some of these diverge, with a loop by hand as without, unless their steps are skipped.
+    losses, state = with_mpinit(network, optimizer, "O3", DTYPES[dtype], skip_nonfinite=False)
     expected_losses, expected_state = by_hand(CASES[network], OPTIMIZERS[optimizer], DTYPES[dtype], masters=False)
     assert losses == pytest.approx(expected_losses, abs=0, nan_ok=True)
     assert all(torch.equal(value.nan_to_num(), expected_state[name].nan_to_num()) for name, value in state.items())
