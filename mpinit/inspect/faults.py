@@ -14,7 +14,7 @@ import torch
 
 from ..basics.dtypes import dtype_name, is_lower_precision
 from .numbers import TensorStats, floating_tensors, is_finite, sample_of, stats_of
-from .trace import BACKWARD, FORWARD, ModelTrace, Place, Watcher
+from .trace import BACKWARD, FORWARD, ModelTrace, Place
 
 # What these give is not computed: memory as it is, or what was there before.
 _NOT_COMPUTED: Final = ("empty", "new_empty", "resize", "set_", "detach", "alias", "_local_scalar_dense", "_amp_")
@@ -72,7 +72,7 @@ _SENTENCES: Final = {
 
 
 @final
-class OverflowWatch(Watcher):
+class OverflowWatch:
     """Notes every operation that makes inf or nan out of finite numbers: what :func:`watch_overflow` yields.
 
     A mask of -inf is no fault: what a program writes out as infinite is meant to be. It can be asked inside of the
@@ -96,7 +96,7 @@ class OverflowWatch(Watcher):
     """
 
     def __init__(self, model: torch.nn.Module, rounded_to: Iterable[torch.dtype] = ()) -> None:
-        self._trace = ModelTrace(model, self)
+        self._trace = ModelTrace(model, self._operation, self._module_begins, self._module_ends)
         self._model = model
         self._faults: list[Fault] = []
         self.peaks: dict[str | None, float] = {}
@@ -179,12 +179,12 @@ class OverflowWatch(Watcher):
                 is_mask = not bool(tensor.isnan().any()) and not bool((tensor == math.inf).any())
                 (self._infinite_inputs if is_mask else self._faults).append(fault)
 
-    def module_begins(self, name: str, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    def _module_begins(self, name: str, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """The model's own inputs are the data."""
         if not name and isinstance(module, torch.jit.ScriptModule):
             self._look_at_inputs(module, args, {})
 
-    def module_ends(self, name: str, output: Any) -> None:
+    def _module_ends(self, name: str, output: Any) -> None:
         """What the model gives tells whether a fault did harm."""
         for tensor in floating_tensors(output):
             peak = _peak(tensor)
@@ -193,7 +193,7 @@ class OverflowWatch(Watcher):
             elif not name:
                 self.results_are_bad = True
 
-    def operation(
+    def _operation(
         self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]
     ) -> Any:
         """Look at what it is given where that is about to be overwritten, run it, look at its result."""

@@ -16,7 +16,7 @@ from ..basics.trees import cast_tree
 from ..torch_internals.native_autocast import CastsOff
 from .copies import plain_copy, random_numbers
 from .numbers import floating_tensors
-from .trace import ModelTrace, Watcher
+from .trace import ModelTrace
 
 
 @final
@@ -143,32 +143,18 @@ def _served(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return plain
 
 
-@final
-class _Results(Watcher):
-    """What each module of a run returned last."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, list[torch.Tensor]] = {}
-
-    def operation(
-        self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]
-    ) -> Any:
-        return run()
-
-    def module_begins(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        return
-
-    def module_ends(self, name: str, output: Any) -> None:
-        """A later operation may write to it."""
-        self.found.pop(name, None)
-        self.found[name] = [tensor.clone() for tensor in floating_tensors(output)]
-
-
 def _run(model: nn.Module, inputs: Any, keywords: Mapping[str, Any]) -> tuple[Any, dict[str, list[torch.Tensor]]]:
-    results = _Results()
-    with _in_evaluation(model), ModelTrace(model, results):
+    """The output, and what each module returned last, in their order."""
+    results: dict[str, list[torch.Tensor]] = {}
+
+    def ended(name: str, output: Any) -> None:
+        results.pop(name, None)
+        # Cloned, because a later operation may write to it.
+        results[name] = [tensor.clone() for tensor in floating_tensors(output)]
+
+    with _in_evaluation(model), ModelTrace(model, None, lambda *_: None, ended):
         output = model(*inputs, **keywords)
-    return output, results.found
+    return output, results
 
 
 @contextmanager

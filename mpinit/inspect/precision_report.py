@@ -153,16 +153,6 @@ class PrecisionReport:
         """Everything as plain values."""
         return dataclasses.asdict(self)
 
-    def to_json(self, path: str | Path | None = None) -> str:
-        """Everything as JSON.
-
-        Args:
-            path: a file to write it to as well. Default none.
-
-        Returns:
-            The text.
-        """
-        text = json.dumps(self.as_dict(), indent=1)
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+    def to_json(self) -> str:
+        """Everything as JSON."""
+        return json.dumps(self.as_dict(), indent=1)

@@ -15,7 +15,7 @@ from ..torch_internals.callers import caller_of_operation
 from .numbers import tensors_in
 from .precision_report import Row
 from .reasons import Operation, Reasons
-from .trace import BACKWARD, ModelTrace, Watcher
+from .trace import BACKWARD, ModelTrace
 
 # No module's: the loss, most of all.
 _NO_MODULE: Final = "(loss)"
@@ -24,7 +24,7 @@ _WATCHERS: Final = (f"{_PACKAGE}/inspect/", f"{_PACKAGE}/torch_internals/operati
 
 
 @final
-class Recording(Watcher):
+class Recording:
     """Counts operations, by the module of ``model`` whose forward they belong to.
 
     Args:
@@ -36,7 +36,7 @@ class Recording(Watcher):
     """
 
     def __init__(self, model: nn.Module, reasons: Reasons) -> None:
-        self.trace = ModelTrace(model, self)
+        self.trace = ModelTrace(model, self.operation, self._module_begins, self._module_ends)
         self._types = {name: type(module).__name__ for name, module in model.named_modules()}
         self._reasons = reasons
         # Count, casts and bytes cast of every row.
@@ -49,12 +49,10 @@ class Recording(Watcher):
             for row, (count, casts, cast_bytes) in self._rows.items()
         )
 
-    def module_begins(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A reason depends on the module."""
+    def _module_begins(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._reasons.enter(module)
 
-    def module_ends(self, name: str, output: Any) -> None:
-        """Back to the module around it."""
+    def _module_ends(self, name: str, output: Any) -> None:
         self._reasons.leave()
 
     def operation(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Final, NamedTuple, final
 
@@ -35,41 +34,26 @@ class Place(NamedTuple):
     node: str
 
 
-class Watcher(ABC):
-    """Is shown what happens."""
-
-    @abstractmethod
-    def operation(
-        self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]
-    ) -> Any:
-        """Run an operation and return its result."""
-
-    @abstractmethod
-    def module_begins(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A module's forward begins ("" is the model itself), with these positional arguments."""
-
-    @abstractmethod
-    def module_ends(self, name: str, output: Any) -> None:
-        """It has returned, or raised."""
-
-
 @final
 class ModelTrace:
-    """While it is entered, a watcher is shown the operations and modules of ``model``; afterwards all hooks are gone.
+    """While it is entered, the operations and modules of ``model`` are shown; afterwards all hooks are gone.
 
     A backward operation belongs to the module in whose forward its node was made: the numbers that autograd gives its
     nodes rise, so it is enough to know which module ran from which number on.
 
     Args:
         model: the model.
-        watcher: what looks.
+        operation: runs an operation, given it, its arguments and a function that does, and returns its result; None:
+            operations are not looked at.
+        begins: called when a module's forward begins, with its name ("" is the model itself), itself and its inputs.
+        ends: called when it has returned, or raised, with its name and output.
     """
 
-    def __init__(self, model: nn.Module, watcher: Watcher) -> None:
+    def __init__(self, model: nn.Module, operation: Any, begins: Any, ends: Any) -> None:
         self._names = {module: name for name, module in model.named_modules()}
         self._owners: dict[torch.Tensor, str] = {p: name.rpartition(".")[0] for name, p in model.named_parameters()}
-        self._watcher = watcher
-        self._mode: Any = OperationsSeen(watcher.operation)
+        self._begins, self._ends = begins, ends
+        self._mode: Any = nullcontext() if operation is None else OperationsSeen(operation)
         self._thread = threading.get_ident()
         self._hooks: list[Any] = []
         self._running: list[str] = []
@@ -103,13 +87,13 @@ class ModelTrace:
         if self._is_ours(module):
             self._running.append(self._names[module])
             self._note()
-            self._watcher.module_begins(self._names[module], module, inputs)
+            self._begins(self._names[module], module, inputs)
 
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._is_ours(module) and self._running:
             name = self._running.pop()
             self._note()
-            self._watcher.module_ends(name, output)
+            self._ends(name, output)
 
     def _is_ours(self, module: nn.Module) -> bool:
         return module in self._names and threading.get_ident() == self._thread

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -41,11 +42,11 @@ def in_float32(network: str, optimizer: str) -> Trained:
     return losses, model.state_dict()
 
 
-def with_mpinit(network: str, optimizer: str, level: str, dtype: torch.dtype) -> Trained:
+def with_mpinit(network: str, optimizer: str, level: str, dtype: torch.dtype, **more: Any) -> Trained:
     case = CASES[network]
     model = case.build()
     trainer = OPTIMIZERS[optimizer](model.parameters())
-    mpinit.initialize(model, trainer, **level_arguments(level, dtype))
+    mpinit.initialize(model, trainer, **level_arguments(level, dtype), **more)
     losses = train(model, trainer, case.batches(STEPS), case.loss)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     mpinit.undo(model)
