@@ -37,7 +37,13 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         *("scale_loss", "GradScaler", "master_params", "clip_grad_norm_", "loss_scale", "step_was_skipped"),
         *("step_counts", "scheduler_step", "broadcast_masters"),
     ),
-    "Checkpoints, and weights in float32": ("state_dict", "load_state_dict", "TrainState", "float32_weights"),
+    "Checkpoints, and weights in float32": (
+        "state_dict",
+        "load_state_dict",
+        "TrainState",
+        "float32_weights",
+        "changes",
+    ),
     "Casts at O1": (
         *("disable_casts", "half_function", "float_function", "promote_function"),
         *("register_half_function", "register_float_function", "register_promote_function"),
@@ -50,6 +56,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         *("inspect.precision_report.PrecisionReport", "inspect.precision_report.Row"),
         *("inspect.overflow.OverflowReport", "inspect.faults.OverflowWatch", "inspect.faults.Fault"),
         *("inspect.audit.Audit", "inspect.audit.AuditRow", "inspect.fidelity.Fidelity"),
+        "masters.changes.Changes",
         *("inspect.exponents.GradientHistogram", "inspect.exponents.Lost"),
         *("inspect.suggest.Suggestion", "inspect.suggest.Finding", "inspect.suggest.Run"),
     ),
@@ -65,6 +72,7 @@ OPTIONS: Final[Mapping[str, str]] = {
     "History": "   :members:\n   :exclude-members: backward_ended, step_ended\n",
     "inspect.faults.OverflowWatch": "   :members: first, first_module, kind, inputs, faults\n",
     "integrations.lightning.MixedPrecision": "",
+    "masters.changes.Changes": "   :members: take\n",
 }
 
 # In the place of those that would show a page of pydantic's validators.

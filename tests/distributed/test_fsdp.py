@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from encoders import BF16, CASE, F16, F32, TOLERANCE, backward, sgd, sharded
 from engines import assert_close, assert_one, assert_same, mesh, mine, refused, whole
 from models import LEVELS, level_arguments, train

@@ -32,6 +32,7 @@ FUNCTIONS = {
 
 # What mpinit/inspect offers: of mpinit alone, not of amp.
 INSPECTORS = {
+    "changes",
     "audit",
     "explain",
     "fidelity",
