@@ -75,8 +75,8 @@ class ScalingRule:
         hysteresis: overflows until the scale backs off; made up again whenever the scale grows.
         min_scale, max_scale: limits, both finite and above 0.
         max_consecutive_skips: skipped steps in a row after which stepping raises.
-        skips: whether gradients that hold inf or nan are skipped; always where the scale is dynamic.
-        may_wait: whether the host may wait for a device to know it.
+        skips_nonfinite: whether gradients that hold inf or nan are skipped where the scale is not dynamic, too.
+        may_wait: whether the host may wait for a device to know it there.
     """
 
     dynamic: bool
@@ -88,8 +88,13 @@ class ScalingRule:
     min_scale: float
     max_scale: float
     max_consecutive_skips: int
-    skips: bool = False
+    skips_nonfinite: bool = False
     may_wait: bool = False
+
+    @property
+    def skips(self) -> bool:
+        """Whether gradients that hold inf or nan are skipped."""
+        return self.dynamic or self.skips_nonfinite
 
 
 @dataclass(frozen=True)
@@ -194,8 +199,8 @@ def _scaling_rule(props: Properties) -> ScalingRule:
         min_scale=low,
         max_scale=props.max_loss_scale,
         max_consecutive_skips=props.max_consecutive_skips,
-        skips=dynamic or (by_default if props.skip_nonfinite is None else props.skip_nonfinite),
-        may_wait=dynamic or props.skip_nonfinite is True,
+        skips_nonfinite=by_default if props.skip_nonfinite is None else props.skip_nonfinite,
+        may_wait=props.skip_nonfinite is True,
     )
 
 

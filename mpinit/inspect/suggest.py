@@ -16,7 +16,7 @@ from ..session import Session
 from ..settings.opt_levels import OPT_LEVELS
 from ..settings.resolve import resolve
 from .faults import Fault
-from .trial import Comparison, Trial, Trials, UserStep, compare
+from .trial import Run, Trial, Trials, UserStep, compare
 
 # Scales that a dynamic one would come down, or up, to.
 _LARGEST_SCALE, _SMALLEST_SCALE = 2.0**16, 2.0**-10
@@ -50,27 +50,6 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.detail}"
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of the step.
-
-    Attributes:
-        level: what the copy was initialised at; "float32" is the reference.
-        keep_fp32: what it kept in float32.
-        loss: what came out.
-        loss_error: of the loss, relative to the reference.
-        gradient_error: the largest of a parameter's gradient, relative to the reference.
-        agrees: whether both are within the tolerance.
-    """
-
-    level: str
-    keep_fp32: tuple[str, ...]
-    loss: float
-    loss_error: float
-    gradient_error: float
-    agrees: bool
 
 
 @final
@@ -201,9 +180,9 @@ class _Doctor:
     def _run_in_float32(self, types: set[torch.dtype]) -> None:
         self._reference = trial = self._trials.run("O0", {}, types)
         bad = trial.watch.first is not None or not math.isfinite(trial.loss)
-        self._runs.append(Run(_FLOAT32, (), trial.loss, 0.0, 0.0, not bad))
+        self._runs.append(Run(_FLOAT32, (), trial.loss, 0.0, 0.0, (), not bad))
 
-    def _run_at(self, level: str, keywords: Mapping[str, Any], keep: Sequence[str]) -> tuple[Trial, Comparison]:
+    def _run_at(self, level: str, keywords: Mapping[str, Any], keep: Sequence[str]) -> tuple[Trial, Run]:
         given = self._with_scale(level, keywords)
         kept = [*(given.pop("keep_fp32", None) or ()), *keep]
         trial = self._trials.run(level, given | ({"keep_fp32": kept} if kept else {}))
@@ -217,8 +196,8 @@ class _Doctor:
                 "step(model, optimizer) gave the model another batch than the time before: let it use one batch, drawn "
                 "before mpinit.suggest is called"
             )
-        result = compare(trial, self._reference, self._tolerance)
-        self._runs.append(Run(level, tuple(keep), trial.loss, result.loss, result.gradient, result.agrees))
+        result = compare(trial, self._reference, self._tolerance, level, tuple(keep))
+        self._runs.append(result)
         return trial, result
 
     def _with_scale(self, level: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,7 +281,7 @@ class _Doctor:
         first = self._findings[0].detail if self._findings else "gradients differ"
         return None, keywords, f"{level} does not do ({first})."
 
-    def _note_findings(self, level: str, lower: torch.dtype | None, trial: Trial, result: Comparison) -> None:
+    def _note_findings(self, level: str, lower: torch.dtype | None, trial: Trial, result: Run) -> None:
         fault = trial.watch.first
         for name in trial.damaged_buffers:
             self._findings.append(
@@ -319,7 +298,7 @@ class _Doctor:
             )
             self._findings.append(Finding("precision", most[0], detail))
 
-    def _to_keep(self, lower: torch.dtype | None, trial: Trial, result: Comparison) -> list[str]:
+    def _to_keep(self, lower: torch.dtype | None, trial: Trial, result: Run) -> list[str]:
         """The modules that are at fault; empty where none can be kept in float32."""
         seen, fault = self._reference.watch, trial.watch.first
         largest = torch.finfo(lower or torch.float32).max
@@ -335,10 +314,10 @@ class _Doctor:
             found.append(name)
         return [n for n in dict.fromkeys(found) if n and not any(n.startswith(f"{other}.") for other in found if other)]
 
-    def _most_sensitive(self, lower: torch.dtype | None, result: Comparison) -> list[str]:
+    def _most_sensitive(self, lower: torch.dtype | None, result: Run) -> list[str]:
         """The modules whose rounding moves the loss most: as few as leave half of what is tolerated to the others."""
         rows = {} if lower is None else self._reference.watch.sensitivity[lower]
-        error = max(result.loss, result.gradient, self._tolerance)
+        error = max(result.loss_error, result.gradient_error, self._tolerance)
         left = sum(rows.values())
         tolerated = left * self._tolerance / (2 * (error if math.isfinite(error) else 1.0))
         found = []

@@ -132,39 +132,39 @@ def _damaged(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tenso
 # -- two runs compared ------------------------------------------------------------------------------------------------
 
 
+@final
 @dataclass(frozen=True)
-class Comparison:
-    """How far a run is from the reference.
+class Run:
+    """One run of the step, beside the same run in float32.
 
     Attributes:
-        loss: relative error of the loss.
-        gradient: the largest relative error of a parameter's gradient.
-        tolerance: what both must not be above.
+        level: what the copy was initialised at; "float32" is the reference.
+        keep_fp32: what it kept in float32.
+        loss: what came out.
+        loss_error: of the loss, relative to the reference.
+        gradient_error: the largest of a parameter's gradient, relative to the reference.
         underflowing: parameters most of whose gradient is 0 here and not in the reference, in modules of which that is
             true of every parameter (a bias in front of a norm has no gradient but rounding errors).
+        agrees: whether loss and gradients are within the tolerance, and no gradient is lost.
     """
 
+    level: str
+    keep_fp32: tuple[str, ...]
     loss: float
-    gradient: float
-    tolerance: float
+    loss_error: float
+    gradient_error: float
     underflowing: tuple[str, ...]
-
-    @property
-    def agrees(self) -> bool:
-        """Whether loss and gradients are within the tolerance, and no gradient is lost."""
-        return self.loss <= self.tolerance and self.gradient <= self.tolerance and not self.underflowing
+    agrees: bool
 
 
-def compare(trial: Trial, reference: Trial, tolerance: float) -> Comparison:
+def compare(trial: Trial, reference: Trial, tolerance: float, level: str, keep: tuple[str, ...]) -> Run:
     """Compare a run with the same run in float32."""
     whole = math.sqrt(sum(float(g.double().square().sum()) for g in reference.gradients.values()))
     errors = (_gradient_error(trial.gradients.get(name), g, whole) for name, g in reference.gradients.items())
-    return Comparison(
-        loss=_loss_error(trial.loss, reference.loss),
-        gradient=max(errors, default=0.0),
-        tolerance=tolerance,
-        underflowing=_underflowing(trial, reference),
-    )
+    loss, gradient = _loss_error(trial.loss, reference.loss), max(errors, default=0.0)
+    gone = _underflowing(trial, reference)
+    agrees = loss <= tolerance and gradient <= tolerance and not gone
+    return Run(level, keep, trial.loss, loss, gradient, gone, agrees)
 
 
 def _loss_error(loss: float, reference: float) -> float:

@@ -60,7 +60,7 @@ def test_off_nothing_of_it_runs_on_good_steps(level: str) -> None:
     model = network(4)
     optimizer = start(model, level)
     _, calls = counted(model, optimizer)
-    watching = ("observers.py", "overflow_log.py", "operations.py")
+    watching = ("observers.py", "overflow_log.py", "operations.py", "changes.py")
     assert not [name for name in calls if name.startswith(INSPECT) or name.split(":")[0].endswith(watching)]
     told = [calls[name] for name in calls if name.endswith("tell_of_backward")]
     assert sum(told) <= 1, "once a backward pass, whatever the number of parameters"

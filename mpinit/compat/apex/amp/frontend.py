@@ -89,7 +89,11 @@ def initialize(
             verbosity=verbosity,
             min_loss_scale=min_loss_scale,
             max_loss_scale=max_loss_scale,
-            config={"cast_policy": "apex", "allow_banned": not lists.functional_overrides.BANNED_FUNCS},
+            # apex looks for overflows where the scale is dynamic, and nowhere else.
+            config={
+                **{"cast_policy": "apex", "skip_nonfinite": False},
+                "allow_banned": not lists.functional_overrides.BANNED_FUNCS,
+            },
         )
     for optimizer in _as_list(optimizers):
         attach(optimizer)
