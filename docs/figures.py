@@ -200,13 +200,17 @@ def skipping() -> str:
     return "\n".join(rows) + "\n"
 
 
+def _whole(share: float) -> str:
+    return f"{share:.0%}".replace("-0%", "0%")
+
+
 def worth() -> str:
     """What is left of a training with fewer bits of each weight."""
     found = _measured_by("masters")
     ways = list(found["rows"][0]["kept"])
     rows = [f"| rate | float32 takes off the loss | {' | '.join(ways)} |", f"|---|---|{'---|' * len(ways)}"]
     for row in found["rows"]:
-        kept = " | ".join(f"{row['kept'][way]:.0%}" for way in ways)
+        kept = " | ".join(_whole(row["kept"][way]) for way in ways)
         rows.append(f"| {row['rate']:g} | {row['float32 takes off']:g} | {kept} |")
     return "\n".join(rows) + "\n"
 
@@ -215,7 +219,7 @@ def worth_in_short() -> str:
     """The same in a line."""
     rows = _measured_by("masters")["rows"]
     plain, *_, ours = rows[0]["kept"]
-    said = ", ".join(f"{row['kept'][plain]:.0%} at {row['rate']:g}" for row in rows)
+    said = ", ".join(f"{_whole(row['kept'][plain])} at {row['rate']:g}" for row in rows)
     exact = min(row["kept"][ours] for row in rows)
     return (
         "Of what 200 steps of AdamW in float32 take off the loss of a small transformer, bfloat16 weights alone keep "

@@ -144,7 +144,7 @@ class Plan:
     @property
     def leaves_steps_alone(self) -> bool:
         """Whether nothing is done to losses, gradients and steps, as at O0."""
-        is_scaled = self.scaling.dynamic or self.scaling.init_scale != 1.0
+        is_scaled = self.scaling.skips or self.scaling.init_scale != 1.0
         has_own = self.gradient_release or self.optimizer_states is not OptimizerStates.FLOAT32
         return self.masters is Masters.NONE and not (is_scaled or has_own or self.patch_functions)
 

@@ -35,6 +35,7 @@ class Changes:
         >>> changes.rounded()
         >>> changes.take()
         [('w', tensor([1]), tensor([2.], dtype=torch.bfloat16))]
+        >>> changes.end()
     """
 
     def __init__(

@@ -505,7 +505,7 @@ class ManagedOptimizer:
         self.counter.count(skipped=True)
         self._clamp_weights()
         self._raise_after_too_many()
-        if not self._rule.dynamic and self._counter.read().consecutive == _SKIPS_TO_WARN_OF:
+        if not self._rule.dynamic and self.counter.read().consecutive == _SKIPS_TO_WARN_OF:
             last = self.overflow_log.last
             warn_user(
                 f"{_SKIPS_TO_WARN_OF} steps in a row were skipped because gradients were inf or nan: the data, or a "

@@ -46,6 +46,7 @@ class Keywords(TypedDict, total=False):
     min_loss_scale: float | None
     max_loss_scale: float | None
     max_consecutive_skips: int | None
+    skip_nonfinite: bool | None
     optimizer_state: Literal["float32", "bfloat16", "int8"] | torch.dtype | None
     gradient_release: bool | None
     split_bucket_bytes: int | None

@@ -43,10 +43,12 @@ def test_the_page_shows_what_the_histogram_says(figures: dict[str, Any], tmp_pat
         ("audited", "how-to/see-precision.md"),
         ("served", "explanation/train-what-you-serve.md"),
         ("skipping", "explanation/loss-scaling.md"),
+        ("worth", "explanation/masters.md"),
+        ("worth_in_short", "../README.md"),
     ],
 )
 def test_tables_of_what_was_measured_are_those_of_the_files(made: str, page: str, figures: dict[str, Any]) -> None:
-    assert figures[made]() in (FOLDER / page).read_text(encoding="utf-8"), "run: python docs/figures.py"
+    assert figures[made]().strip() in (FOLDER / page).read_text(encoding="utf-8"), "run: python docs/figures.py"
 
 
 def test_what_an_audit_foresees_was_compared_with_20_optimizers_at_4_rates() -> None:
