@@ -75,7 +75,9 @@ class OnePass:
         Args:
             weights: with masters, from the optimizer's groups.
         """
-        if self._kind is None or not computes_at_once() or (native := NATIVE.get()) is None:
+        if self._kind is None or self._members.table.changes is not None:
+            return False  # what follows changes is to see old and new
+        if not computes_at_once() or (native := NATIVE.get()) is None:
             return False
         groups = self._groups_of(native, weights)
         if groups is None:

@@ -53,7 +53,8 @@ class Training:
         own = weights or [torch.randn(shape) * 0.02 for shape in SHAPES]
         self.model = nn.ParameterList([nn.Parameter(weight) for weight in own])
         self.optimizer = make(self.model.parameters())
-        mpinit.initialize(self.model, self.optimizer, "O5", master_weights="split", optimizer_state=state, verbosity=0)
+        asked = {"master_weights": "split", "optimizer_state": state, "skip_nonfinite": False}
+        mpinit.initialize(self.model, self.optimizer, "O5", verbosity=0, **asked)
 
     def step(self, seed: int, odd: bool = False) -> None:
         random = torch.Generator().manual_seed(seed)
