@@ -117,19 +117,3 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
         assert again.rounds(name) == {number: tuple(values) for number, values in results.rounds(name).items()}
         assert again.facts(name) == results.facts(name)
     assert again.ratio("o2_bf16", "fp32") == results.ratio("o2_bf16", "fp32")
-
-
-def test_what_encodings_cost_is_over_full_masters_and_a_number_of_a_piece() -> None:
-    row = workloads("full")["bandwidth"]
-    times = {**STEADY, "o2_split": [1.0] * 5, "o2_split_bf16": [1.5] * 5, "o2_int8": [2.0] * 5}
-    steps = Results("bandwidth", replace(row, contenders=tuple(times)))
-    parts = Results("pieces", workloads("full")["pieces"])
-    for name, processes in times.items():
-        for number, took in enumerate(processes):
-            steps.add(name, number, {"values": [took], "loops": 1, "wall_s": took, "facts": FACTS})
-    for name in parts.workload.contenders:
-        for number in range(5):
-            parts.add(name, number, {"values": [0.002], "loops": 1, "wall_s": 0.002, "facts": {"numbers": 1_000_000}})
-    assert "| 2.00 [2.00, 2.00] | 3.00 [3.00, 3.00] | 4.00 [4.00, 4.00] |" in tables.encoded({"bandwidth": steps})
-    assert "| int8 state: decoded | 2.0 [2.0, 2.0] |" in tables.pieces({"pieces": parts})
-    assert tables.encoded({}) == tables.pieces({}) == "Not measured yet."

@@ -27,14 +27,6 @@ def test_ended():
 @ranks(2)
 def test_right_again():
     dist.barrier()
-
-@ranks(2)
-def test_hung():
-    time.sleep(60)
-
-@ranks(2)
-def test_right_at_last():
-    dist.barrier()
 """
 
 
@@ -45,4 +37,4 @@ def test_what_goes_wrong_is_one_tests_failure(tmp_path: Path) -> None:
     outcomes = launch(path, names, "5")
     assert [name for name, said in outcomes.items() if said == "ok"] == [name for name in names if "right" in name]
     assert "rank 1: Traceback" in outcomes["test_wrong_on_one_rank"] and "rank 0" not in outcomes[names[1]]
-    assert all("finished no test in time" in outcomes[name] for name in ("test_ended", "test_hung"))
+    assert "finished no test in time" in outcomes["test_ended"]

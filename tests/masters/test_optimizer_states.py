@@ -203,24 +203,6 @@ def test_groups_added_later_and_states_from_before(kind: str) -> None:
     assert sum(type(value) is EncodedState for value in states(optimizer)) == 4
 
 
-def test_closures_are_evaluated_once() -> None:
-    for kind in KINDS:
-        model, optimizer = set_up(kind, "int8")
-        calls = []
-
-        def closure(model: Any = model, optimizer: Any = optimizer, calls: list[int] = calls) -> torch.Tensor:
-            calls.append(1)
-            optimizer.zero_grad()
-            loss: torch.Tensor = model(torch.ones(2, 64)).square().mean()
-            backward(loss, optimizer)
-            return loss
-
-        before = numbers(model)
-        loss = optimizer.step(closure)
-        assert len(calls) == 1 and loss is not None
-        assert not any(map(torch.equal, numbers(model), before))
-
-
 @kinds
 def test_copies_of_an_optimizer_have_codes_of_their_own(kind: str) -> None:
     model, optimizer = set_up(kind, "int8")

@@ -57,21 +57,6 @@ def test_a_weight_cannot_be_added_a_second_time(level: str) -> None:
     assert level != "O2" or follow(model, optimizer) is None
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_several_groups_keep_their_own_options(level: str) -> None:
-    def groups(model: nn.Sequential) -> list[dict[str, Any]]:
-        return [{"params": model[0].parameters(), "lr": 0.2}, {"params": model[3].parameters(), "weight_decay": 0.1}]
-
-    model, reference, data = mlp(), mlp(), batches(5)
-    optimizer, plain = SGD(groups(model), lr=0.05), SGD(groups(reference), lr=0.05)
-    given = list(optimizer.param_groups)
-    mpinit.initialize(model, optimizer, **keywords(level))
-    assert all(a is b for a, b in zip(optimizer.param_groups, given, strict=True))
-    train(model, optimizer, data)
-    train_plainly(reference, plain, data)
-    close(model.state_dict().values(), reference.parameters())
-
-
 # -- freezing, and types that mix ----------------------------------------------------------------------------------
 
 

@@ -94,14 +94,6 @@ def test_a_copy_has_a_float32_state_dict_of_its_own_and_no_session(way: str, lev
         assert type(parameter) is nn.Parameter
 
 
-def test_a_teacher_by_deepcopy_can_be_initialised_itself() -> None:
-    case, model, _ = initialised("cnn", "O2", torch.float16)
-    mpinit.undo(model)
-    teacher = copy.deepcopy(model)
-    mpinit.initialize(teacher, opt_level="O3", verbosity=0)
-    assert teacher(next(case.data())[0]).dtype is torch.float32
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_copy_of_a_plain_list_of_models_keeps_what_is_shared(level: str) -> None:
     _, model, _ = initialised("transformer", level, torch.float16)

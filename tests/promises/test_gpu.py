@@ -129,27 +129,3 @@ def test_an_iteration_can_be_captured_in_a_cuda_graph() -> None:
         assert torch.equal(before, first.detach()) == (value == float("inf"))
     assert mpinit.loss_scale(optimizer) == scale_before / 2
     assert mpinit.step_counts(optimizer) == (good_before + 2, skipped_before + 1)
-
-
-def test_a_peak_of_memory_below_float32() -> None:
-    def peak(level: str | None) -> int:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        base = torch.cuda.memory_allocated()
-        model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)]).cuda()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        if level is not None:
-            mpinit.initialize(model, optimizer, level, verbosity=0)
-        x = torch.randn(4096, 1024, device="cuda")
-        for _ in range(2):
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            if level is None:
-                loss.backward()
-            else:
-                with mpinit.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
-            optimizer.step()
-        return torch.cuda.max_memory_allocated() - base
-
-    assert peak("O3") < peak("O2") < peak(None)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpinit.plan import Masters, Plan, make_plan
+from mpinit.plan import Plan, make_plan
 from mpinit.settings.opt_levels import OPT_LEVELS
 from mpinit.settings.resolve import resolve
 
@@ -27,13 +27,6 @@ def test_a_plan_holds_no_none_and_no_strings(level: str) -> None:
     assert not [value for value in values if value is None or isinstance(value, str)]
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.cast_model = False  # type: ignore[misc]
-
-
-def test_kinds_of_masters() -> None:
-    assert plan_of("O5", master_weights="split").masters is Masters.SPLIT
-    assert plan_of("O3", master_weights=True).masters is Masters.FULL
-    assert plan_of("O2", master_weights=False).masters is Masters.NONE
-    assert plan_of("O2", cast_model_type=False).masters is Masters.NONE, "float32 weights are their own masters"
 
 
 def test_the_first_scale_stays_within_the_limits() -> None:

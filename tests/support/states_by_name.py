@@ -70,12 +70,13 @@ def entries(state: Any, where: str = "") -> dict[str, Any]:
     return {where: state}
 
 
-def assert_same(ours: Any, theirs: Any) -> None:
+def assert_same(ours: Any, theirs: Any, dtype: torch.dtype | None = torch.float32) -> None:
+    """Two states are equal to the bit, in the same types; all tensors in ``dtype``, if given."""
     ours, theirs = entries(ours), entries(theirs)
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
         if isinstance(value, torch.Tensor):
-            assert value.dtype == theirs[key].dtype == torch.float32, key
+            assert value.dtype == theirs[key].dtype == (dtype or value.dtype), key
             assert torch.equal(value, theirs[key]), key
         else:
             assert value == theirs[key], key
