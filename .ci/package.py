@@ -1,8 +1,8 @@
-"""Build the package as it is released, and use it as somebody does who has no copy of the repository.
+"""Build the package as it is released, and use it as a user does who has no copy of the repository.
 
 ``python .ci/package.py FOLDER`` builds the wheel and the source archive into FOLDER/dist, checks their metadata and
-contents, puts the wheel alone into FOLDER/site, and from there runs the README's tour, ``mpinit --version`` and mypy on
-a user's script. torch and pydantic are those of the environment that runs this.
+contents, puts the wheel alone into FOLDER/site, and from there runs the README's tour, ``mpinit --version``, ``mpinit
+audit`` and mypy on a user's script. torch and pydantic are those of the environment that runs this.
 """
 
 from __future__ import annotations
@@ -97,11 +97,24 @@ def use(wheel: Path, folder: Path) -> None:
     version = run(python, "-m", "mpinit", "--version", cwd=away, PYTHONPATH=path).strip()
     if version != f"mpinit {wheel.name.split('-')[1]}":
         sys.exit(f"mpinit --version says {version!r}, the wheel is {wheel.name}")
+    (away / "net.py").write_text(NET, encoding="utf-8")
+    audited = run(python, "-m", "mpinit", "audit", "net:parts", cwd=away, PYTHONPATH=f"{away}{os.pathsep}{path}")
+    if "bytes a parameter" not in audited:
+        sys.exit(f"mpinit audit says {audited!r}")
     typed = away / "typed.py"
     typed.write_text(TYPED, encoding="utf-8")
     run(sys.executable, "-m", "mypy", "--strict", "--cache-dir", away / "cache", typed, cwd=away, MYPYPATH=str(site))
     print(f"{version}: built, checked, and its tour run from {site}")
 
+
+NET = """\
+import torch
+
+
+def parts():
+    model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-5)
+"""
 
 TYPED = """\
 import torch
