@@ -27,8 +27,6 @@ from ..basics.logs import log
 _SOURCE: Final = Path(__file__).with_suffix(".cpp")
 # Compiling takes about ten seconds of a core: started once a process has spent this long on what it would save.
 _WORTH_SECONDS: Final = 1.0
-# Where torch's kernels multiply and add in one rounding.
-_ONE_ROUNDING: Final = ("AVX2", "AVX512")
 _FLAGS: Final = {"AVX512": ("-march=native", "-mprefer-vector-width=512"), "AVX2": ("-mavx2", "-mfma", "-mf16c")}
 
 
@@ -76,8 +74,14 @@ class NativeCode:
         if os.name != "posix" or os.environ.get("MPINIT_NATIVE") == "0":
             raise OSError("switched off by MPINIT_NATIVE=0, or not for this system")
         made_for = (
-            *(_SOURCE.read_text("utf-8"), torch.__version__, torch.version.git_version, sys.implementation.cache_tag),
-            *(platform.machine(), torch.backends.cpu.get_cpu_capability(), _cpu_flags()),
+            *(_SOURCE.read_text("utf-8"), Path(__file__).read_text("utf-8"), torch.__version__),
+            *(
+                torch.version.git_version,
+                sys.implementation.cache_tag,
+                platform.machine(),
+                torch.backends.cpu.get_cpu_capability(),
+                _cpu_flags(),
+            ),
         )
         name = hashlib.sha256("\n".join(map(str, made_for)).encode()).hexdigest()[:16]
         folder = self._folder
@@ -125,7 +129,6 @@ def _command(made: Path) -> list[str]:
     cpp_extension: Any = importlib.import_module("torch.utils.cpp_extension")
     capability = torch.backends.cpu.get_cpu_capability()
     is_arm = platform.machine() in ("arm64", "aarch64")
-    rounds_once = capability in _ONE_ROUNDING or is_arm
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     libraries = [f"-L{cpp_extension.TORCH_LIB_PATH}", "-ltorch_cpu", "-ltorch_python", "-lc10"]
     return [
@@ -133,7 +136,7 @@ def _command(made: Path) -> list[str]:
         *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
         *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ("-fopenmp",)),
         *_FLAGS.get(capability, ("-mcpu=native",) if is_arm else ()),
-        f"-DONE_ROUNDING={str(rounds_once).lower()}",
+        f"-DONE_ROUNDING={str(capability in _FLAGS or is_arm).lower()}",
         *(word for path in includes for word in ("-isystem", path)),
         *(str(_SOURCE), "-o", str(made), *libraries),
     ]

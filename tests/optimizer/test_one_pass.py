@@ -234,17 +234,14 @@ def test_the_faster_one_stays(monkeypatch: pytest.MonkeyPatch, seconds: float) -
     for seed in range(6):
         expected.step(seed)
     use(monkeypatch, slow_or_fast(seconds), always=False)
+    note = one_pass.OnePass.note
     if not seconds:
-        monkeypatch.setattr(one_pass.OnePass, "note", slow_note(one_pass.OnePass.note))
+        monkeypatch.setattr(one_pass.OnePass, "note", lambda self, weights, spent: note(self, weights, spent + 1))
     for seed in range(6):
         training.step(seed)
     assert_same(expected, training)
     said = mpinit.describe(training.model)
     assert ("stepped by torch's operations" if seconds else "stepped by native code in one pass") in said
-
-
-def slow_note(note: Any) -> Any:
-    return lambda self, weights, seconds: note(self, weights, seconds + 1)
 
 
 def test_native_code_with_other_bits_is_not_used(
