@@ -37,9 +37,10 @@ def cast_state(state: Any, shape: torch.Size | None, old: torch.dtype, new: torc
     """Cast what follows a parameter's dtype in its state: floating tensors of its dtype and shape, and no others.
 
     Counters, tables of codes, factored statistics and what is in another type on purpose stay as they are. Without a
-    shape, any but numbers: an optimizer that steps the cast parameter itself computes in its type.
+    shape, any but numbers: an optimizer that steps the cast parameter itself computes in its type; but one that keeps
+    8-bit codes has tables and scales for them, which its kernels read as they are.
     """
-    if not isinstance(state, dict) or not old.is_floating_point:
+    if not isinstance(state, dict) or not old.is_floating_point or any(map(_is_code, state.values())):
         return state
     for key, value in state.items():
         if key == "step" or not isinstance(value, torch.Tensor) or value.dtype != old:
@@ -47,6 +48,10 @@ def cast_state(state: Any, shape: torch.Size | None, old: torch.dtype, new: torc
         if value.shape == shape or (shape is None and value.dim() > 0):
             state[key] = value.to(new)
     return state
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.dtype in (torch.uint8, torch.int8)
 
 
 def cast_states(optimizers: Sequence[Optimizer], casts: Mapping[torch.Tensor, tuple[torch.dtype, torch.dtype]]) -> Undo:

@@ -182,3 +182,44 @@ def test_gradients_of_a_group_added_inside_the_block_are_unscaled(when: str) -> 
     before = model.state_dict()["weight"] - 0.1, more.state_dict()["weight"] - 0.1 * 1.25
     optimizer.step()
     torch.testing.assert_close((model.state_dict()["weight"], more.state_dict()["weight"]), before)
+
+
+class Coded(torch.optim.Optimizer):
+    """SGD with momentum kept as codes of a table, and a scale for them: as 8-bit optimizers keep their states."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    table = torch.linspace(-1, 1, 255)
+                    state.update(codes=torch.full(p.shape, 127, dtype=torch.uint8), table=table, scale=torch.ones(1))
+                assert state["table"].dtype == state["scale"].dtype == torch.float32, "a kernel reads float32"
+                momentum = 0.9 * state["table"][state["codes"].int()] * state["scale"] + p.grad.float()
+                state["scale"] = momentum.abs().max().reshape(1)
+                state["codes"] = ((momentum / state["scale"] + 1) * 127).round().to(torch.uint8)
+                p.add_(momentum.to(p.dtype), alpha=-group["lr"])
+
+
+def test_codes_and_their_tables_are_left_alone_in_mid_training() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = Coded(model.parameters(), lr=0.1)
+    x = torch.randn(3, 4)
+    model(x).sum().backward()
+    optimizer.step()
+    before = {key: value.clone() for key, value in optimizer.state[model.weight].items()}
+    mpinit.initialize(model, optimizer, opt_level="O3", cast_model_type="bfloat16", verbosity=0)
+    after = optimizer.state[model.weight]
+    assert all(torch.equal(after[key], value) and after[key].dtype == value.dtype for key, value in before.items())
+    weight, grad = model.weight.detach().clone(), torch.full((2, 4), 2.0, dtype=torch.bfloat16)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 2.0)
+    momentum = 0.9 * before["table"][before["codes"].int()] * before["scale"] + grad.float()
+    optimizer.step()
+    assert torch.equal(model.weight, weight.add(momentum.to(torch.bfloat16), alpha=-0.1))
+    mpinit.undo(model)
+    assert optimizer.state[model.weight]["table"].dtype == torch.float32
