@@ -20,7 +20,8 @@ def attach(accelerator: Any, optimizers: Any) -> None:
 
     ``accelerator.backward(loss)`` leaves unscaled gradients, float32 where there are masters; a step that overflows is
     skipped, ``optimizer_step_was_skipped`` says so, prepared schedulers wait; ``save_state`` holds the loss scale too.
-    Where nothing is scaled (bfloat16, a scale of 1) nothing is attached, or needed. ``mpinit.undo`` takes it back.
+    Where nothing is scaled (bfloat16, a scale of 1) only checkpoints need it: what was saved at one level is then
+    loaded at any other. ``mpinit.undo`` takes it back.
 
     Args:
         accelerator: an ``Accelerator(mixed_precision="no")``.
@@ -53,7 +54,7 @@ def attach(accelerator: Any, optimizers: Any) -> None:
             "optimizer.optimizer), then attach(accelerator, optimizer)"
         )
     session = registry.shared_session(given)
-    if session is None or all(scaler.is_identity for scaler in session.scalers):
+    if session is None:
         return
     session.when_undone(partial(_set_scaler, accelerator, accelerator.scaler))
     others = [] if accelerator.scaler is None else accelerator.scaler.optimizers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -20,7 +21,7 @@ def save_in(model: Any, dtype: torch.dtype | Callable[[], torch.dtype] = torch.f
     Left alone it writes the masters' float32 beside a config that says 16 bit, and ``from_pretrained`` casts to that.
 
     Args:
-        model: an initialised model of Transformers or PEFT.
+        model: an initialised model of Transformers or PEFT, or one that holds such, as Sentence Transformers' do.
         dtype: for weights that were cast, or what gives it when asked; those that were kept stay as they are.
 
     Raises:
@@ -36,25 +37,32 @@ def save_in(model: Any, dtype: torch.dtype | Callable[[], torch.dtype] = torch.f
     """
 
     def save_pretrained(self: Any, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
-        if registry.of(self) is None:  # a copy of the model
-            return type(self).save_pretrained(self, save_directory, *args, state_dict=state_dict, **kwargs)
-        if kwargs.get("push_to_hub"):
+        wanted = dtype() if callable(dtype) else dtype
+        state = self.state_dict() if state_dict is None else state_dict
+        cast = _cast(self, state, wanted, is_own=state_dict is None)  # Nothing in a copy of the model, which is float32.
+        if cast and kwargs.get("push_to_hub"):
             raise ValueError(
                 "save_pretrained(push_to_hub=True) would upload a config that names the weights' 16-bit type: call "
                 "model.push_to_hub(name) instead"
             )
-        wanted = dtype() if callable(dtype) else dtype
-        state = self.state_dict() if state_dict is None else state_dict
-        cast = _cast(self, state, wanted, is_own=state_dict is None)
         type(self).save_pretrained(self, save_directory, *args, state_dict={**state, **cast}, **kwargs)
         if cast and kwargs.get("is_main_process", True) and not hasattr(self, "peft_config"):
             config = copy.deepcopy(self.config)
             config.dtype = dtype_name(wanted)
             config.save_pretrained(save_directory)
 
-    # A bound method, so that a copy of the model has its own.
-    method = MethodType(save_pretrained, model)
-    registry.session_of(model).when_undone(set_attribute(model, "save_pretrained", method))
+    session = registry.session_of(model)
+    for part in _with_configs(model):
+        # A bound method, so that a copy of the model has its own.
+        session.when_undone(set_attribute(part, "save_pretrained", MethodType(save_pretrained, part)))
+
+
+def _with_configs(model: Any) -> list[Any]:
+    """The outermost modules that write weights beside a config: the model, or those that another framework holds."""
+    save = getattr(type(model), "save_pretrained", None)
+    if save is not None and (hasattr(model, "peft_config") or "state_dict" in inspect.signature(save).parameters):
+        return [model]
+    return [part for child in model.children() for part in _with_configs(child)]
 
 
 def _cast(model: Any, state: dict[str, Any], dtype: torch.dtype, is_own: bool) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 from .. import amp, registry
 from ..basics.dtypes import parse_dtype
 from ..basics.patching import set_attribute
+from ..settings.resolve import read_config
 from . import require
 from .accelerate import attach, check
 from .pretrained import save_in
@@ -21,9 +23,11 @@ if TYPE_CHECKING:
 
 require("transformers")
 
+_LOSS_SCALE = "loss_scale.pt"
 _INSTEAD = {
     "args.fp16": "the opt_level says the type: leave TrainingArguments(fp16=...) out, and give enable() opt_level='O2'",
-    "args.bf16": "the opt_level says the type: leave TrainingArguments(bf16=...) out, which opt_level='O5' is",
+    "args.bf16": "the opt_level says the type, and opt_level='O5' is bfloat16: give bf16=False (in TRL's "
+    "configurations, SFTConfig and the like, True is the default)",
     "args.fp16_full_eval": "the weights that are evaluated are 16-bit already: leave it out",
     "args.bf16_full_eval": "the weights that are evaluated are 16-bit already: leave it out",
     "model_init": "each train() would make a model that mpinit does not know: give the Trainer a model instead",
@@ -63,6 +67,11 @@ def enable(trainer: Any, opt_level: Level = "O5", *, save_dtype: Any = torch.flo
     """
     wanted = parse_dtype(save_dtype)
     _check(trainer)
+    if {**read_config(properties.get("config"), ("num_losses", "verbosity")), **properties}.get("gradient_release"):
+        raise ValueError(
+            "gradient_release steps inside of backward(), and a Trainer clips, accumulates and steps after it: leave "
+            'it out; master_weights="split" saves memory in a Trainer'
+        )
     model, optimizer = trainer.model, registry.unwrapped(trainer.optimizer)
     given = [] if optimizer is None else [optimizer]
     if not {"keep_fp32", "config"} & properties.keys():
@@ -75,8 +84,26 @@ def enable(trainer: Any, opt_level: Level = "O5", *, save_dtype: Any = torch.flo
         attach(trainer.accelerator, given)
     create_optimizer = MethodType(_taking_in(trainer.create_optimizer), trainer)
     session.when_undone(set_attribute(trainer, "create_optimizer", create_optimizer))
+    # A Trainer fails on a scaler.pt where it has no scaler: the loss scale is in a file of ours, which a Trainer at
+    # another level, or without mpinit, passes over.
+    for name, method in (("_save_scaler", _save_loss_scale), ("_load_scaler", _load_loss_scale)):
+        session.when_undone(set_attribute(trainer, name, MethodType(method, trainer)))
     # Training goes on from a checkpoint, which is float32 whatever is asked for.
     save_in(model, lambda: torch.float32 if trainer.is_in_train else wanted)
+
+
+def _save_loss_scale(trainer: Any, folder: str) -> None:
+    session = registry.session_of(trainer.optimizer)
+    if trainer.args.should_save and not all(scaler.is_identity for scaler in session.scalers):
+        torch.save(amp.state_dict(trainer.optimizer), Path(folder, _LOSS_SCALE))
+
+
+def _load_loss_scale(trainer: Any, folder: str | None) -> None:
+    # The second is the Trainer's own: of a run with fp16=True.
+    for file in [] if folder is None else [Path(folder, _LOSS_SCALE), Path(folder, "scaler.pt")]:
+        if file.is_file():
+            amp.load_state_dict(torch.load(file, weights_only=True), trainer.optimizer)
+            return
 
 
 def _check(trainer: Any) -> None:

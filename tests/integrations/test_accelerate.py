@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,18 @@ def test_undo_takes_the_plug_out() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_nothing_is_attached_where_nothing_is_scaled() -> None:
-    assert accelerated({"opt_level": "O5"})[0].scaler is None
+@pytest.mark.filterwarnings("ignore:the state was saved where losses were not scaled")
+@pytest.mark.parametrize(("before", "after"), [*itertools.permutations(["O1", "O2", "O5"], 2)])
+def test_a_state_is_loaded_at_another_level(before: str, after: str, tmp_path: Path) -> None:
+    saved, resumed = accelerated(LEVELS[before]), accelerated(LEVELS[after])
+    run(saved, batches(4))
+    saved[0].save_state(str(tmp_path))
+    resumed[0].load_state(str(tmp_path))
+    assert same_bits(saved[1].state_dict(), resumed[1].state_dict())
+    scales = [mpinit.loss_scale(parts[2].optimizer) for parts in (saved, resumed)]
+    assert scales == [{"O5": 1.0}.get(level, 2.0**16) for level in (before, after)]
+    run(resumed, batches(4))
+    assert not same_bits(saved[1].state_dict(), resumed[1].state_dict())
 
 
 def test_what_casts_by_itself_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +13,20 @@ import pytest
 import torch
 from frameworks import same_bits, samples, tiny_model
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, Trainer, TrainingArguments, default_data_collator, get_scheduler
+from transformers import (
+    AutoConfig,
+    BertConfig,
+    BertModel,
+    BertTokenizer,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    get_scheduler,
+)
 from transformers.utils import logging
 
 import mpinit
+from mpinit.integrations.pretrained import save_in
 from mpinit.integrations.transformers import enable
 
 logging.disable_progress_bar()
@@ -113,6 +124,49 @@ def test_resuming_gives_the_bits_of_a_run_that_was_not_interrupted(name: str, sa
     if level is OVERFLOWING:
         assert mpinit.step_counts(inner[0])[1] > 0
         assert through.lr_scheduler.get_last_lr() != [0.0], "the scheduler waits for skipped steps"
+
+
+PLAIN: dict[str, dict[str, Any] | None] = {
+    "O1": {"opt_level": "O1"},
+    "O4": {"opt_level": "O4"},
+    **LEVELS,
+    "no mpinit": None,
+}
+
+
+@pytest.mark.parametrize(("before", "after"), [*itertools.permutations(PLAIN, 2)])
+def test_a_run_resumes_at_another_level(before: str, after: str, tmp_path: Path) -> None:
+    saved = trainer_of("gpt2", tmp_path, PLAIN[before], save_strategy="steps", max_steps=2, save_steps=2)
+    saved.train()
+    resumed = trainer_of("gpt2", tmp_path, PLAIN[after], max_steps=2)
+    # The checkpoint's own step is its last: what is there then is what was loaded.
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    there = resumed.model.state_dict()
+    assert all(torch.equal(value.float(), there[key]) for key, value in saved.model.state_dict().items())
+    if before == "O2" and after == "O1":
+        assert mpinit.loss_scale(resumed.model) == mpinit.loss_scale(saved.model)
+    goes_on = trainer_of("gpt2", tmp_path, PLAIN[after], max_steps=4)
+    goes_on.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert goes_on.state.global_step == 4 and not same_bits(goes_on.model.state_dict(), there)
+
+
+def test_sentence_transformers_save_float32(tmp_path: Path) -> None:
+    modules = pytest.importorskip("sentence_transformers.models")
+    bert = BertModel(BertConfig(vocab_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    bert.save_pretrained(tmp_path / "bert")
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c"]))
+    BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "bert")
+    kind = importlib.import_module("sentence_transformers").SentenceTransformer
+    model = kind(modules=[modules.Transformer(str(tmp_path / "bert")), modules.Pooling(16), modules.Dense(16, 4)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    mpinit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    model(model.tokenize(["a b", "c"]))["sentence_embedding"].square().mean().backward()
+    optimizer.step()
+    save_in(model)
+    model.save_pretrained(str(tmp_path / "saved"))
+    assert same_bits(kind(str(tmp_path / "saved")).state_dict(), model.state_dict())
+    mpinit.undo(model)
+    assert not any("save_pretrained" in vars(part) for part in model.modules())
 
 
 @pytest.mark.parametrize(
@@ -229,7 +283,7 @@ def test_adapters_are_float32_over_a_16_bit_model_and_resume(kind: str, tmp_path
 
 
 REFUSED = {
-    "bf16": ({"bf16": True}, r"trainer\.args\.bf16 is set, .* leave TrainingArguments\(bf16=...\) out"),
+    "bf16": ({"bf16": True}, r"trainer\.args\.bf16 is set, .* give bf16=False \(in TRL's configurations"),
     "eval": ({"bf16_full_eval": True}, r"trainer\.args\.bf16_full_eval is set, .* leave it out"),
 }
 
@@ -240,6 +294,14 @@ def test_a_trainer_that_casts_by_itself_is_refused(case: str, tmp_path: Path) ->
     trainer = trainer_of("gpt2", tmp_path, None, **more)
     with pytest.raises(ValueError, match=message):
         enable(trainer)
+    assert trainer.model.dtype == torch.float32 and "create_optimizer" not in vars(trainer)
+
+
+@pytest.mark.parametrize("asked", [{"gradient_release": True}, {"config": {"gradient_release": True}}])
+def test_gradient_release_is_refused(asked: dict[str, Any], tmp_path: Path) -> None:
+    trainer = trainer_of("gpt2", tmp_path, None)
+    with pytest.raises(ValueError, match=r"gradient_release steps inside of backward.*leave it out"):
+        enable(trainer, **asked)
     assert trainer.model.dtype == torch.float32 and "create_optimizer" not in vars(trainer)
 
 
