@@ -95,7 +95,7 @@ def find_uses(source: str | bytes, filename: str = "<script>") -> list[Use]:
     for line, name in found:
         judged = name if name.startswith("optimizer.") else _judged(name)
         first[judged] = min(line, first.get(judged, line))
-    return sorted(_use(line, name) for name, line in _without_prefixes(first).items())
+    return sorted(_use(line, name) for name, line in first.items())
 
 
 def _is_apex(dotted: str) -> bool:
@@ -141,18 +141,6 @@ def _judged(name: str) -> str:
     inside = next((each for each in outer if each in MODULES), "")
     # In a known module the first missing name is enough; a missing package is named as far as the script does.
     return ".".join(parts[: inside.count(".") + 2]) if "." in inside else name
-
-
-def _without_prefixes(first: dict[str, int]) -> dict[str, int]:
-    """Missing names without those that are links of a longer one, which is as early as they are."""
-    missing = [name for name in first if not (name in MODULES or name in COVERED or name.startswith("optimizer."))]
-    for name in sorted(missing):
-        longer = [other for other in missing if other.startswith(name + ".")]
-        for other in longer:
-            first[other] = min(first[name], first[other])
-        if longer:
-            del first[name]
-    return first
 
 
 def _use(line: int, name: str) -> Use:

@@ -82,7 +82,7 @@ def enable(trainer: Any, opt_level: Level = "O5", *, save_dtype: Any = torch.flo
         return
     if given:
         attach(trainer.accelerator, given)
-    create_optimizer = MethodType(_taking_in(trainer.create_optimizer), trainer)
+    create_optimizer = MethodType(functools.partial(_create_optimizer, trainer.create_optimizer), trainer)
     session.when_undone(set_attribute(trainer, "create_optimizer", create_optimizer))
     # A Trainer fails on a scaler.pt where it has no scaler: the loss scale is in a file of ours, which a Trainer at
     # another level, or without mpinit, passes over.
@@ -123,11 +123,8 @@ def _float32_as_usual(model: Any) -> list[str]:
     return computed + (trained if hasattr(model, "peft_config") else [])
 
 
-def _taking_in(create: Callable[..., Any]) -> Callable[..., Any]:
-    def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        created = create(*args, **kwargs)
-        if registry.of(created) is None:
-            attach(self.accelerator, amp.add_optimizers(created))
-        return created
-
-    return create_optimizer
+def _create_optimizer(create: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    created = create(*args, **kwargs)
+    if registry.of(created) is None:
+        attach(trainer.accelerator, amp.add_optimizers(created))
+    return created

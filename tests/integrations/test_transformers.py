@@ -13,16 +13,7 @@ import pytest
 import torch
 from frameworks import same_bits, samples, tiny_model
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoConfig,
-    BertConfig,
-    BertModel,
-    BertTokenizer,
-    Trainer,
-    TrainingArguments,
-    default_data_collator,
-    get_scheduler,
-)
+from transformers import AutoConfig, BertTokenizer, Trainer, TrainingArguments, default_data_collator, get_scheduler
 from transformers.utils import logging
 
 import mpinit
@@ -126,12 +117,7 @@ def test_resuming_gives_the_bits_of_a_run_that_was_not_interrupted(name: str, sa
         assert through.lr_scheduler.get_last_lr() != [0.0], "the scheduler waits for skipped steps"
 
 
-PLAIN: dict[str, dict[str, Any] | None] = {
-    "O1": {"opt_level": "O1"},
-    "O4": {"opt_level": "O4"},
-    **LEVELS,
-    "no mpinit": None,
-}
+PLAIN: dict[str, Any] = {"O1": {"opt_level": "O1"}, "O4": {"opt_level": "O4"}, **LEVELS, "no mpinit": None}
 
 
 @pytest.mark.parametrize(("before", "after"), [*itertools.permutations(PLAIN, 2)])
@@ -152,8 +138,7 @@ def test_a_run_resumes_at_another_level(before: str, after: str, tmp_path: Path)
 
 def test_sentence_transformers_save_float32(tmp_path: Path) -> None:
     modules = pytest.importorskip("sentence_transformers.models")
-    bert = BertModel(BertConfig(vocab_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
-    bert.save_pretrained(tmp_path / "bert")
+    tiny_model("bert").bert.save_pretrained(tmp_path / "bert")
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c"]))
     BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "bert")
     kind = importlib.import_module("sentence_transformers").SentenceTransformer

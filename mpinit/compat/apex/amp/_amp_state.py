@@ -14,12 +14,8 @@ from ._sessions import training_session, unwrapped
 from .scaler import LossScaler
 
 _OPTIONS = (
-    "cast_model_type",
-    "patch_torch_functions",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "loss_scale",
-    "cast_model_outputs",
+    *("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights"),
+    *("loss_scale", "cast_model_outputs"),
 )
 
 
