@@ -10,18 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from .. import registry
-from ..scaling.scaler import LossScaler as Scaler
-
-__all__ = [
-    "Scaler",
-    "change_rule",
-    "groups_of",
-    "live_sessions",
-    "masters_to_weights",
-    "session_of",
-    "share_overflow",
-    "share_scalers",
-]
+from ..scaling.scaler import LossScaler
 
 # mpinit's own limit where none is given: below it a scale's reciprocal is no float32.
 LOWEST_SCALE: Final = torch.finfo(torch.float32).tiny
@@ -31,6 +20,7 @@ LOWEST_SCALE: Final = torch.finfo(torch.float32).tiny
 # ``optimizers``, ``scalers``, ``properties``, ``opt_level``, ``verbosity``, ``describe()`` and ``scaler(loss_id)``.
 session_of = registry.of
 live_sessions = registry.live
+Scaler = LossScaler
 
 
 def share_scalers(session: Any, others: Sequence[Any]) -> None:

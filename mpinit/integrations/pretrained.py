@@ -39,7 +39,7 @@ def save_in(model: Any, dtype: torch.dtype | Callable[[], torch.dtype] = torch.f
     def save_pretrained(self: Any, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
         wanted = dtype() if callable(dtype) else dtype
         state = self.state_dict() if state_dict is None else state_dict
-        cast = _cast(self, state, wanted, is_own=state_dict is None)  # Nothing in a copy of the model, which is float32.
+        cast = _cast(self, state, wanted, is_own=state_dict is None)  # Nothing in a copy, which is float32.
         if cast and kwargs.get("push_to_hub"):
             raise ValueError(
                 "save_pretrained(push_to_hub=True) would upload a config that names the weights' 16-bit type: call "
