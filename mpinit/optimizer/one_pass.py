@@ -109,8 +109,7 @@ class OnePass:
 
     def told(self) -> str | None:
         """What has stepped it, and why; None where that was not asked."""
-        times = self._last
-        if times is None or not (times.torch and times.native):
+        if (times := self._last) is None or not (times.torch and times.native):
             return None
         native, by_torch = min(times.native), min(times.torch)
         what = "native code in one pass" if times.is_turn_of_native() else "torch's operations"

@@ -84,11 +84,9 @@ class NativeCode:
             ),
         )
         name = hashlib.sha256("\n".join(map(str, made_for)).encode()).hexdigest()[:16]
-        folder = self._folder
-        if folder is None:
-            user_cache: Any = _appdirs.user_cache_dir
-            folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or user_cache("torch_extensions"), "mpinit")
-        return folder / name / "one_pass.so"
+        user_cache: Any = _appdirs.user_cache_dir
+        kept = os.environ.get("TORCH_EXTENSIONS_DIR") or user_cache("torch_extensions")
+        return (self._folder or Path(kept, "mpinit")) / name / "one_pass.so"
 
     def _build(self) -> None:
         try:
@@ -113,8 +111,7 @@ class NativeCode:
                     raise OSError(f"the compiler has failed, see {path.with_name('log')}")
                 return
             loader = importlib.machinery.ExtensionFileLoader("one_pass", str(path))
-            spec = importlib.util.spec_from_file_location("one_pass", path, loader=loader)
-            assert spec is not None
+            spec = importlib.machinery.ModuleSpec("one_pass", loader, origin=str(path))
             self._module = importlib.util.module_from_spec(spec)
         except Exception as error:
             self._give_up(error)
