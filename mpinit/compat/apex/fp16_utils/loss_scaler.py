@@ -13,7 +13,7 @@ from torch import Tensor
 class _Scaler(ABC):
     """What the two kinds share: a factor, and what is done with it."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float = 1.0) -> None:
         self.cur_scale = float(scale)
 
     @property
@@ -49,9 +49,6 @@ class LossScaler(_Scaler):
     Args:
         scale: the factor.
     """
-
-    def __init__(self, scale: float = 1.0) -> None:
-        super().__init__(scale)
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """False: a static scale is not checked."""
