@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from typing import Any, Final, cast
 
 import torch
@@ -11,6 +12,8 @@ from .sharding import is_sharded
 
 Group = Any
 _NAMED: Final = 5
+# How long ranks that have just reduced gradients together wait for one another's word.
+_PATIENCE: Final = timedelta(seconds=8)
 
 
 def meshes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
@@ -83,6 +86,17 @@ def agree(verdicts: torch.Tensor, groups: Iterable[Group]) -> torch.Tensor:
         torch.distributed.all_reduce(there, torch.distributed.ReduceOp.MAX, group=group)
         agreed = there.to(verdicts.device)
     return agreed
+
+
+def say_same(words: str, group: Group) -> bool:
+    """Whether every rank of a group says the same, sooner or later; in no collective, which others may not join."""
+    store, distributed = group.get_group_store(), torch.distributed
+    store.set(f"{words} {distributed.get_rank(group)}", "")
+    try:
+        store.wait([f"{words} {rank}" for rank in range(distributed.get_world_size(group))], _PATIENCE)
+    except distributed.DistStoreError:
+        return False
+    return True
 
 
 def device_for(group: Group, preferred: torch.device) -> torch.device:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..basics.user_warnings import warn_user
-from ..distributed.agreement import Group, agree, check_same, device_for, groups_of, meshes_of
+from ..distributed.agreement import Group, agree, check_same, device_for, groups_of, meshes_of, say_same
 from ..distributed.replicas import (
     after_join,
     broadcast,
@@ -24,7 +24,14 @@ from ..distributed.replicas import (
     reduced_by,
     running_wrapper,
 )
-from ..distributed.sharding import flattened, given_memory_since, is_distributed, is_sharded, left_behind
+from ..distributed.sharding import (
+    flattened,
+    given_memory_since,
+    has_other_processes,
+    is_distributed,
+    is_sharded,
+    left_behind,
+)
 from ..masters.masters import Master, Masters
 from ..model.casting import TensorCasts
 from ..scaling.scaler import LossScaler
@@ -38,6 +45,19 @@ _INSIDE_FSDP1: Final = "_fsdp_wrapped_module"
 _INSIDE: Final = frozenset({"module", _INSIDE_FSDP1})
 # What stages of a pipeline may be given differently.
 _OF_A_STAGE: Final = frozenset({"keep_fp32", "keep_inputs", "entry_points", "keep_batchnorm_fp32", OPTIMIZERS})
+
+_NOT_TIED: Final = (
+    "there are {} other processes, and nothing says that they train one model with this one, or do not: it is in no "
+    "DistributedDataParallel, and not sharded. Where gradients are averaged by hand, an overflow on one rank would be "
+    "skipped there alone, and the scales would part: give mpinit.initialize process_group=torch.distributed.group."
+    "WORLD. Where every process trains a model of its own, give it a group of its own, process_group="
+    "torch.distributed.new_subgroups(group_size=1)[0]"
+)
+_NOT_LOADED: Final = (
+    "the loss scales of this rank were loaded after its model was wrapped in DistributedDataParallel, and not all "
+    "other ranks have loaded the same: the gradients that they reduce together carry different scales. Load on every "
+    "rank, or call mpinit.broadcast_masters(optimizer, src=...) on all of them after one has loaded"
+)
 
 
 @final
@@ -82,7 +102,8 @@ class Ranks:
         self._casts: TensorCasts | None = None
         self._words: Mapping[str, str] = {}
         self._passes = [0] * len(scalers)
-        self._has_warned = False
+        # When scales were made one, by the sender's clock, steps since then, and how often they had been loaded.
+        self._since, self._steps, self._loads = 0.0, 0, 0
         self.to_be_checked = {"forward", "step"}
 
     # -- set-up -------------------------------------------------------------------------------------------------
@@ -185,11 +206,30 @@ class Ranks:
             self._new.add(wrapper)
 
     def before_step(self) -> None:
-        """All ranks are about to step: make them one under wrappers that are older than the session."""
+        """All ranks are about to step: make them one under wrappers that are older than the session.
+
+        Raises:
+            RuntimeError: with a dynamic scale, nothing says which other processes train the same model; or scales were
+                loaded on this rank, and not on all; or see :meth:`check_present`.
+        """
         self._check_at_first("step")
         for wrapper in sorted((each for each in self._new if not is_joining(each)), key=lambda w: len(reduced_by(w))):
             self._make_one(wrapper, wrapper.module)
             self._new.discard(wrapper)
+        self._steps += 1
+        if has_other_processes() and self._scalers[0].rule.dynamic and not self._over():
+            self._check_same_scales()
+
+    def _check_same_scales(self) -> None:
+        if not (self._wrappers or self._new):
+            raise RuntimeError(_NOT_TIED.format(torch.distributed.get_world_size() - 1))
+        loads = sum(scaler.loads for scaler in self._scalers)
+        if loads != self._loads:
+            said = f"mpinit {self._since} {self._steps}: {[scaler.state_dict() for scaler in self._scalers]}"
+            for wrapper in (each for each in self._wrappers if not is_joining(each)):
+                if not say_same(said, wrapper.process_group):
+                    raise RuntimeError(_NOT_LOADED)
+            self._loads = loads
 
     def _check_at_first(self, what: str) -> None:
         if what in self.to_be_checked:
@@ -252,10 +292,12 @@ class Ranks:
         distributed: Any = torch.distributed
         for scaler in self._scalers:
             if scaler.rule.dynamic:
-                counters = scaler.counters()
+                counters = torch.cat([scaler.counters(), scaler.counters().new_tensor([time.time()])])
                 there = counters.to(device_for(group or distributed.group.WORLD, counters.device))
                 distributed.broadcast(there, group=group, group_src=src)
-                scaler.take_counters(there)
+                scaler.take_counters(there[:-1])
+                self._since = float(there[-1])
+        self._steps, self._loads = 0, sum(scaler.loads for scaler in self._scalers)
 
     def leave(self, dtypes: dict[torch.Tensor, torch.dtype]) -> None:
         """The session is over.
@@ -287,8 +329,6 @@ class Ranks:
             groups = self._over()
             if groups:
                 self._agree_over(groups, gradients, pending)
-            elif not self._wrappers and self._scalers[0].rule.dynamic:
-                self._warn_of_other_processes()
         for scaler in pending:
             scaler.update()
 
@@ -330,18 +370,6 @@ class Ranks:
         counts = [now - then for now, then in zip(self._passes, before, strict=True)]
         return torch.tensor(counts if len(counts) > 1 and self._process_group is None else [], dtype=torch.float32)
 
-    def _warn_of_other_processes(self) -> None:
-        others = torch.distributed.get_world_size() - 1
-        if others and not self._has_warned:
-            self._has_warned = True
-            warn_user(
-                f"there {'is another process' if others == 1 else f'are {others} other processes'}, and nothing says "
-                "that they train one model with this one: it is in no DistributedDataParallel, and not sharded. Where "
-                "gradients are averaged by hand, an overflow on one rank would be skipped there alone, and the scales "
-                "would part: give mpinit.initialize process_group=torch.distributed.group.WORLD. Where every process "
-                "trains a model of its own all is well"
-            )
-
     def _over(self) -> list[Group]:
         """The groups over which overflow is agreed on: by all parameters, whichever have gradients at the moment."""
         wrappers = [wrapper for wrapper in self._wrappers if not is_joining(wrapper)]
@@ -377,40 +405,18 @@ def send_state(optimizer: Optimizer, src: int, group: Group | None) -> None:
         src: whose, its rank within ``group``.
         group: a process group; None: the default one.
     """
-    distributed: Any = torch.distributed
-    receives = distributed.get_rank(group) != src
-    group = group or distributed.group.WORLD
-    tensors: list[torch.Tensor] = []
-
-    def taken_out(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.numel() > 1:
-            tensors.append(value.detach())
-            return _Sent(tuple(value.shape), value.dtype)
-        if isinstance(value, torch.Tensor):
-            return value.detach().cpu()
-        return {key: taken_out(each) for key, each in value.items()} if isinstance(value, dict) else value
-
-    def put_in(value: Any) -> Any:
-        if isinstance(value, _Sent):
-            tensors.append(torch.empty(value.shape, dtype=value.dtype, device=device))
-            return tensors[-1]
-        return {key: put_in(each) for key, each in value.items()} if isinstance(value, dict) else value
-
-    state: list[Any] = [None if receives else taken_out(optimizer.state_dict())]
-    distributed.broadcast_object_list(state, group=group, group_src=src)
-    device = next((p.device for each in optimizer.param_groups for p in each["params"]), torch.device("cpu"))
-    loaded = put_in(state[0]) if receives else None
+    receives = torch.distributed.get_rank(group) != src
+    state = None if receives else optimizer.state_dict()
+    # Tensors are sent by themselves; of them only shapes and types are pickled.
+    sent: list[Any] = [tree_map_only(torch.Tensor, lambda t: t.to("cpu" if t.numel() == 1 else "meta"), state)]
+    torch.distributed.broadcast_object_list(sent, group=group, group_src=src)
+    if receives:
+        device = next((p.device for each in optimizer.param_groups for p in each["params"]), torch.device("cpu"))
+        state = tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device=device) if t.is_meta else t, sent[0])
+    tensors = [each for each in tree_leaves(state) if isinstance(each, torch.Tensor) and each.numel() != 1]
     copy_from(tensors, src, group)
-    if loaded is not None:
-        optimizer.load_state_dict(loaded)
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """In the place of a tensor that is sent by itself."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    if receives:
+        optimizer.load_state_dict(state)
 
 
 @torch.no_grad()

@@ -154,6 +154,7 @@ class LossScaler:
 
     Attributes:
         passes: how often something was scaled.
+        loads: how often a state was loaded.
 
     Example:
         >>> rule = ScalingRule(True, 8.0, 2.0, 0.5, 2000, 1, 2.0**-126, 2.0**24, 64)
@@ -172,7 +173,7 @@ class LossScaler:
             tolerance=torch.tensor(rule.hysteresis, dtype=torch.int32, device="cpu"),
         )
         self._noted: torch.Tensor | None = None
-        self.passes = 0
+        self.passes = self.loads = 0
 
     @property
     def rule(self) -> ScalingRule:
@@ -338,6 +339,7 @@ class LossScaler:
         tolerance = int(state.get("tolerance", rule.hysteresis)) if follows else rule.hysteresis
         self._state.tolerance.fill_(min(tolerance, rule.hysteresis))
         self._noted = None
+        self.loads += 1
         return True
 
 

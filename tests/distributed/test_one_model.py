@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from encoders import CASE, backward, sgd, sharded
-from engines import assert_one, mesh, mine, on_all_ranks, refused, whole
+from engines import assert_one, assert_same, mesh, mine, on_all_ranks, refused, whole
 from models import LEVELS, train
 from processes import ranks
 from torch import Tensor, nn
@@ -222,32 +223,56 @@ def test_a_scale_that_was_loaded_on_one_rank_becomes_one(engine: str) -> None:
     assert mpinit.step_counts(optimizer) == (2, 1)
 
 
-def averaged(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, factor: float) -> None:
-    """A step with gradients that are averaged by hand."""
-    optimizer.zero_grad()
-    backward(model, optimizer, batch, factor)
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad)
-        parameter.grad.div_(2)
-    optimizer.step()
-
-
-@ranks(2, (False,), (True,))
-def test_gradients_averaged_by_hand_want_a_process_group(given: bool) -> None:
+@ranks(2, ("both",), ("sent",), long=[("one",), ("other",)])
+def test_a_scale_that_was_loaded_after_wrapping_is_loaded_by_all(who: str) -> None:
+    """Or refused where it was loaded, rather than averaged with gradients of another scale."""
     model = CASE.build()
     optimizer = sgd(model)
-    group = {"process_group": dist.group.WORLD} if given else {}
+    mpinit.initialize(model, optimizer, "O2", **SCALED)
+    wrapped = DistributedDataParallel(model)
+    rank = dist.get_rank()
+    batches = [mine(batch) for batch in CASE.batches(2)]
+    train(wrapped, optimizer, batches[:1], CASE.loss)
+    before = whole(model.state_dict())
+    if rank == 1 or who in ("both", "other"):
+        scale = 64.0 if rank == 1 or who == "both" else 32.0
+        mpinit.load_state_dict({"loss_scaler0": {"loss_scale": scale, "unskipped": 0}}, optimizer)
+    if who == "sent":
+        mpinit.broadcast_masters(optimizer, src=1)
+    refuses = who == "other" or (who == "one" and rank == 1)
+    start = time.monotonic()
+    with refused(RuntimeError, "loss scales", "broadcast_masters") if refuses else contextlib.nullcontext():
+        train(wrapped, optimizer, batches[1:], CASE.loss)
+    assert time.monotonic() - start < 20
+    if refuses:
+        assert_same(whole(model.state_dict()), before)
+    elif who != "one":
+        assert mpinit.loss_scale(optimizer) == 64.0
+        assert_one(model)
+
+
+@ranks(2, ("nothing",), ("world",), ("own",))
+def test_gradients_averaged_by_hand_want_a_process_group(given: str) -> None:
+    model = CASE.build()
+    optimizer = sgd(model)
+    groups = {"world": dist.group.WORLD, "own": dist.new_subgroups(group_size=1)[0]}
+    group = {"process_group": groups[given]} if given in groups else {}
     mpinit.initialize(model, optimizer, "O2", **SCALED, **group)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for index, batch in enumerate(map(mine, CASE.batches(3))):
-            bad = given and index == 1 and dist.get_rank() == 1
-            averaged(model, optimizer, batch, INF if bad else 1.0)
-    told = [warning for warning in caught if "averaged by hand" in str(warning.message)]
-    assert len(told) == (0 if given else 1)
-    assert mpinit.step_counts(optimizer) == ((2, 1) if given else (3, 0))
-    assert_one(model)
+    for index, batch in enumerate(map(mine, CASE.batches(3))):
+        optimizer.zero_grad()
+        bad = index == 1 and dist.get_rank() == 1
+        backward(model, optimizer, batch, INF if bad else 1.0)
+        for parameter in model.parameters() if given != "own" else ():
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(2)
+        if given == "nothing":
+            with refused(RuntimeError, "1 other processes", "process_group=torch.distributed.group.WORLD"):
+                optimizer.step()
+            return
+        optimizer.step()
+    assert mpinit.step_counts(optimizer) == ((3, 0) if given == "own" and dist.get_rank() == 0 else (2, 1))
+    if given == "world":
+        assert_one(model)
     assert all(bool(value.isfinite().all()) for value in model.state_dict().values())
 
 
