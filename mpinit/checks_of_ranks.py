@@ -14,13 +14,11 @@ from .basics.modules import named_modules_of
 from .distributed.agreement import device_for, meshes_of, reach
 from .distributed.sharding import (
     flattened,
-    given_memory_since,
     is_distributed,
     is_sharded,
-    left_behind,
-    sharded_by_others,
+    replaced_since,
 )
-from .plan import Masters, Plan
+from .plan import Plan
 
 _REDUCES: Final = "DistributedDataParallel"
 _FLATTENS: Final = "FullyShardedDataParallel"
@@ -79,19 +77,9 @@ def check_not_left_behind(models: Sequence[nn.Module], optimizers: Sequence[Opti
         ValueError: one steps what the model's parameters were before.
     """
     given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    names = given_memory_since(models, given)
-    if names:
-        raise ValueError(
-            f"the optimizer was made while {names[0]!r} was on the meta device, and to_empty() has put another "
-            "parameter in its place since: make the optimizer from the parameters that the model has now"
-        )
-    names = left_behind(models, given) if is_distributed() else []
-    if names:
-        raise ValueError(
-            f"the optimizer was made before fully_shard (or parallelize_module) replaced {names[0]!r} by a "
-            "shard, and steps parameters that the model no longer has: shard the model first, make the optimizer from "
-            "model.parameters() then, and call mpinit.initialize last"
-        )
+    fault = replaced_since(models, given)
+    if fault:
+        raise ValueError(fault)
 
 
 def check_process_group(group: Any, models: Sequence[nn.Module], plan: Plan) -> None:
@@ -114,20 +102,6 @@ def check_process_group(group: Any, models: Sequence[nn.Module], plan: Plan) -> 
                 "torch.distributed.group.WORLD where the others hold other parts of it (pipeline stages), or "
                 "process_group=mesh.get_group() where they train something else"
             )
-
-
-def check_split_shards(models: Sequence[nn.Module], plan: Plan) -> None:
-    """Refuse to take apart what is sharded otherwise than by FSDP2.
-
-    Raises:
-        ValueError: a parameter is.
-    """
-    names = sharded_by_others(models) if plan.masters is Masters.SPLIT and is_distributed() else []
-    if names:
-        raise ValueError(
-            f'master_weights="split" takes apart what fully_shard has sharded, and {names[0]!r} is sharded by '
-            "parallelize_module or the like: use master_weights=True"
-        )
 
 
 def check_broadcast(parameters: Sequence[nn.Parameter], src: Any, group: Any) -> int:

@@ -12,7 +12,7 @@ from . import checks, registry
 from .basics.logs import log
 from .basics.patching import UndoStack
 from .basics.tables import counted
-from .checks_of_ranks import check_process_group, check_split_shards
+from .checks_of_ranks import check_process_group
 from .model.lasting_losses import warn_of_target_networks
 from .plan import Masters, make_plan
 from .session import Request, Session
@@ -146,7 +146,6 @@ def _set_up(models: list[nn.Module], optimizers: list[Optimizer], request: Reque
     if not request.awaits and plan.masters in (Masters.FULL, Masters.SPLIT):
         warn_of_target_networks(models, optimizers)
     check_process_group(request.process_group, models, plan)
-    check_split_shards(models, plan)
     came_in_16_bit = checks.names_in_16_bit(models)
     session = Session(models, optimizers, request)
     session.apply()

@@ -30,14 +30,14 @@ def is_joining(wrapper: Any) -> bool:
 
 def reduced_by(wrapper: Any) -> list[nn.Parameter]:
     """The parameters whose gradients a DistributedDataParallel reduces."""
-    parameters = getattr(wrapper, "_module_parameters", None)
     # One that is half made, or half gone, has no module either.
-    return list(parameters if parameters is not None else _parameters_inside(wrapper))
-
-
-def _parameters_inside(wrapper: Any) -> Iterator[nn.Parameter]:
     module = vars(wrapper).get("_modules", {}).get("module")
-    return iter(()) if module is None else module.parameters()
+    return list(getattr(wrapper, "_module_parameters", None) or (() if module is None else module.parameters()))
+
+
+def hooks_of(wrapper: Any) -> list[str]:
+    """The names of a DistributedDataParallel's communication hooks."""
+    return [getattr(hook, "__name__", "") for hook, _ in wrapper._comm_hooks]
 
 
 # -- values -----------------------------------------------------------------------------------------------------------

@@ -33,6 +33,16 @@ def has_other_processes() -> bool:
     return is_distributed() and torch.distributed.get_world_size() > 1
 
 
+def arriving_gradient_dtype() -> torch.dtype | None:
+    """The type in which gradients are to be added up on a 16-bit weight that has a float32 master.
+
+    Returns:
+        float32; None (any) where ranks may exchange gradients in buckets of the weights' type, which then lie in
+        ``weight.grad``.
+    """
+    return None if is_distributed() else torch.float32
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is a DTensor."""
     return type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
@@ -164,12 +174,23 @@ def given_memory_since(models: Iterable[nn.Module], stepped: Iterable[torch.Tens
     return [name for name, parameter in named if not parameter.is_meta and parameter.shape in shapes]
 
 
-def sharded_by_others(models: Sequence[nn.Module]) -> list[str]:
-    """The names of parameters that are sharded by somebody else than FSDP, or besides: by tensor parallelism."""
-    entries = [entry for model in models for group in _groups(model) for entry in group.fsdp_params]
-    by_fsdp = {id(entry.sharded_param) for entry in entries if not entry.is_dtensor}
-    named = (pair for model in models for pair in model.named_parameters())
-    return [name for name, parameter in named if is_sharded(parameter) and id(parameter) not in by_fsdp]
+def replaced_since(models: Sequence[nn.Module], stepped: Sequence[torch.Tensor]) -> str:
+    """What took parameters from the models after an optimizer was made of them, and the way out; "" where nothing did.
+
+    Args:
+        models: the models.
+        stepped: what the optimizer steps.
+    """
+    names, what = given_memory_since(models, stepped), "on the meta device, and to_empty() has put another parameter"
+    if not names and is_distributed():
+        names, what = left_behind(models, stepped), "whole, and fully_shard (or parallelize_module) has put a shard"
+    if not names:
+        return ""
+    return (
+        f"the optimizer was made, or initialised, while {names[0]!r} was {what} in its place since: nothing would "
+        "be trained. Call to_empty() and load a state, or shard the model, first, make the optimizer from the "
+        "parameters that the model has then, and call mpinit.initialize last"
+    )
 
 
 def check_groups(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, torch.dtype]) -> None:

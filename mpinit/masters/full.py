@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ..basics.dtypes import as_float32, cast_within_range
-from ..distributed.exchange import arriving_gradient_dtype
-from ..distributed.sharding import is_sharded, local, set_data
+from ..distributed.sharding import arriving_gradient_dtype, is_sharded, local, set_data
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, forget_all_data, forget_data, note_data
 from .law import follow_weight, round_into
 from .masters import Gradients, Master, Masters, OpenMasters

@@ -18,6 +18,7 @@ from ..distributed.agreement import Group, agree, check_same, device_for, groups
 from ..distributed.replicas import (
     after_join,
     broadcast,
+    hooks_of,
     is_joining,
     no_longer_after_join,
     outdate,
@@ -26,11 +27,10 @@ from ..distributed.replicas import (
 )
 from ..distributed.sharding import (
     flattened,
-    given_memory_since,
     has_other_processes,
     is_distributed,
     is_sharded,
-    left_behind,
+    replaced_since,
 )
 from ..masters.masters import Master, Masters
 from ..model.casting import TensorCasts
@@ -217,8 +217,16 @@ class Ranks:
             self._make_one(wrapper, wrapper.module)
             self._new.discard(wrapper)
         self._steps += 1
-        if has_other_processes() and self._scalers[0].rule.dynamic and not self._over():
+        if has_other_processes() and not self._over() and self._scalers[0].rule.dynamic:
             self._check_same_scales()
+
+    def _check_averages_masters(self) -> None:
+        if any(members.masters for members in self._members):
+            raise RuntimeError(
+                "DistributedDataParallel has a post_localSGD_hook, and what is to average the models over ranks would "
+                "average their 16-bit weights, and leave the float32 masters apart: make PostLocalSGDOptimizer("
+                "optimizer, averager) first, and give that to mpinit.initialize and mpinit.scale_loss"
+            )
 
     def _check_same_scales(self) -> None:
         if not (self._wrappers or self._new):
@@ -243,20 +251,9 @@ class Ranks:
             RuntimeError: it has, and steps would train nothing.
         """
         stepped = list(dict.fromkeys([*(master.weight for master in self._masters), *self._stepped()]))
-        names = given_memory_since(self._models, stepped)
-        if names:
-            raise RuntimeError(
-                f"{names[0]!r} was on the meta device at mpinit.initialize, and to_empty() has put another parameter "
-                "in its place since: the optimizer would train nothing. Call to_empty() first, load a state, make the "
-                "optimizer from the parameters that the model has then, and call mpinit.initialize last"
-            )
-        names = left_behind(self._models, stepped) if is_distributed() else []
-        if names:
-            raise RuntimeError(
-                f"{names[0]!r} was replaced by a shard after mpinit.initialize, and the optimizer goes on stepping "
-                "what it was: nothing would be trained. Call fully_shard (or parallelize_module) first, make the "
-                "optimizer from the parameters that the model has then, and call mpinit.initialize last"
-            )
+        fault = replaced_since(self._models, stepped)
+        if fault:
+            raise RuntimeError(fault)
 
     def _parameters(self) -> Iterable[nn.Parameter]:
         return dict.fromkeys(parameter for model in self._models for parameter in model.parameters())
@@ -378,10 +375,15 @@ class Ranks:
             stepped = self._stepped()
             reduced = {id(parameter) for wrapper in wrappers for parameter in reduced_by(wrapper)}
             differ = len(self._scalers) > 1 or any(id(p) not in reduced and not is_sharded(p) for p in stepped)
-            found = [wrapper.process_group for wrapper in wrappers] if differ else []
+            # Its gradients are those of a part of the ranks.
+            local = [wrapper for wrapper in wrappers if "post_localSGD_hook" in hooks_of(wrapper)]
+            found = [wrapper.process_group for wrapper in (wrappers if differ else local)]
             # PostLocalSGDOptimizer counts its steps on every rank.
             averagers: list[Any] = [getattr(members.optimizer, "averager", None) for members in self._members]
-            found += [each.process_group for each in averagers if hasattr(each, "process_group")]
+            averagers = [each if hasattr(each, "process_group") else None for each in averagers]
+            found += [each.process_group for each in averagers if each is not None]
+            if local and None in averagers:
+                self._check_averages_masters()
             found.sort(key=lambda group: str(group.group_name))
             self._groups = key, groups_of(meshes_of(stepped), self._process_group, *found)
         return self._groups[1]
@@ -406,7 +408,7 @@ def send_state(optimizer: Optimizer, src: int, group: Group | None) -> None:
         group: a process group; None: the default one.
     """
     receives = torch.distributed.get_rank(group) != src
-    state = None if receives else optimizer.state_dict()
+    state: Any = None if receives else optimizer.state_dict()
     # Tensors are sent by themselves; of them only shapes and types are pickled.
     sent: list[Any] = [tree_map_only(torch.Tensor, lambda t: t.to("cpu" if t.numel() == 1 else "meta"), state)]
     torch.distributed.broadcast_object_list(sent, group=group, group_src=src)

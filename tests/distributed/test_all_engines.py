@@ -23,6 +23,7 @@ from engines import (
     loss_of,
     mesh,
     mine,
+    on_all_ranks,
     pair,
     passes,
     refused,
@@ -36,6 +37,7 @@ from engines import (
 from models import LEVELS
 from processes import ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -289,6 +291,33 @@ def test_averages_of_masters_are_one(level: str) -> None:
         masters = [part.view_as(master).clone() for part, master in zip(parts_of_it, masters, strict=True)]
     for (name, ours), master in zip(model.state_dict().items(), masters, strict=True):
         torch.testing.assert_close(ours, master, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@ranks(4, ("O2", False), ("split", True), long=[("split", False), ("O2", True), ("O1", False)])
+def test_local_sgd_under_a_wrapper(level: str, around: bool) -> None:
+    """torch's recipe: gradients are averaged in groups, models over all ranks; the masters of them, or refused."""
+    model = network(seed=0)
+    inner = sgd(model.parameters())
+    averager = PeriodicModelAverager(period=2, warmup_steps=0)
+    optimizer = inner if around else PostLocalSGDOptimizer(inner, averager)
+    mpinit.initialize(model, optimizer, **keywords(level))
+    wrapped = DistributedDataParallel(model)
+    subgroup = dist.new_subgroups(group_size=2)[0]
+    wrapped.register_comm_hook(PostLocalSGDState(None, subgroup, start_localSGD_iter=0), post_localSGD_hook)
+    for index, batch in enumerate(parts(4)):
+        optimizer.zero_grad()
+        backward(wrapped, optimizer, batch, float("inf") if index == 1 and dist.get_rank() == 2 else 1.0)
+        if around:
+            with refused(RuntimeError, "post_localSGD_hook", "PostLocalSGDOptimizer(optimizer, averager) first"):
+                PostLocalSGDOptimizer(optimizer, averager).step()
+            return
+        optimizer.step()
+        assert mpinit.step_was_skipped(optimizer) == (index == 1)
+        assert_one((mpinit.loss_scale(optimizer), mpinit.step_counts(optimizer)))
+        first, same, other, _ = on_all_ranks(next(iter(model.state_dict().values())))
+        # Averaged are the first and the third step that are done.
+        assert torch.equal(first, same) and torch.equal(first, other) == (index != 2)
+    assert_all_one(model, optimizer)
 
 
 @ranks(4, ("O1",), long=[("model",)])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from encoders import BF16, CASE, sgd
-from engines import State, assert_close, assert_one, mesh, mine, refused, whole
+from engines import State, assert_close, assert_one, by_itself, mesh, mine, refused, whole
 from loops import backward
 from models import LEVELS, train
 from processes import ranks
@@ -31,7 +31,7 @@ def trained(arguments: dict[str, Any], wraps: bool, late: bool = False, views: b
     """
     model: nn.Module = CASE.build()
     optimizer: Any = sgd(model)
-    mpinit.initialize(model, None if late else optimizer, await_optimizers=late, **arguments)
+    mpinit.initialize(model, None if late else optimizer, await_optimizers=late, **arguments, **({} if wraps else by_itself()))
     runs: Any = DistributedDataParallel(model, gradient_as_bucket_view=views) if wraps else model
     if late:
         mpinit.add_optimizers(optimizer)

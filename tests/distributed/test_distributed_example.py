@@ -64,3 +64,30 @@ def test_it_trains_and_after_a_killed_worker_ends_with_the_same_bits(tmp_path: P
     assert len(ends) == 3 * count and len(set(ends)) == count
     assert ends[:count] == ends[count : 2 * count] == ends[2 * count :]
     assert len({line.split()[-1] for line in ends}) == count
+
+
+MIXED = """
+import os, time, torch, mpinit
+torch.distributed.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+start = time.monotonic()
+try:
+    mpinit.initialize(model, optimizer, "O2", verbosity=0, loss_scale=128.0 * 2 ** torch.distributed.get_rank())
+    torch.nn.parallel.DistributedDataParallel(model)
+finally:
+    print(f"after {time.monotonic() - start:.2f} s", flush=True)
+"""
+
+
+@pytest.mark.long
+def test_keywords_that_differ_end_a_launch_on_all_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "mixed.py"
+    script.write_text(MIXED, encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(torchrun, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert ended.returncode == 1
+    assert ended.stderr.count("loss_scale is 128.0 on rank 0 and 256.0 on rank 1") == 2, ended.stderr[-4000:]
+    waited = [float(line.split()[1]) for line in ended.stdout.splitlines() if line.startswith("after")]
+    assert len(waited) == 2 and max(waited) < 15

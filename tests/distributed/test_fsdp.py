@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from encoders import BF16, CASE, F16, F32, TOLERANCE, backward, sgd, sharded
-from engines import assert_close, assert_one, assert_same, mesh, mine, refused, whole
+from engines import assert_close, assert_one, assert_same, by_itself, mesh, mine, refused, whole
 from models import LEVELS, level_arguments, train
 from processes import ranks
 from torch import nn
@@ -26,7 +26,7 @@ def test_fsdp_equals_one_process_with_the_large_batch(level: str, dtype: torch.d
     batches = CASE.batches(5)
     alone = CASE.build()
     optimizer = sgd(alone)
-    mpinit.initialize(alone, optimizer, **level_arguments(level, dtype))
+    mpinit.initialize(alone, optimizer, **level_arguments(level, dtype), **by_itself())
     train(alone, optimizer, batches, CASE.loss)
     expected = whole(alone.state_dict())
     mpinit.undo(alone)
@@ -109,7 +109,7 @@ def test_what_is_made_before_sharding_is_refused() -> None:
     optimizer = sgd(model)
     fully_shard(model, mesh=mesh(2))
     for level in ("O1", "O2"):
-        with refused(ValueError, "made before fully_shard"):
+        with refused(ValueError, "fully_shard (or parallelize_module) has put a shard"):
             mpinit.initialize(model, optimizer, level, verbosity=0)
     for level, more in (("O1", {}), ("O2", {}), ("O5", {}), ("O2", {"master_weights": "model"})):
         model = CASE.build()

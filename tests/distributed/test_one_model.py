@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from encoders import CASE, backward, sgd, sharded
-from engines import assert_one, assert_same, mesh, mine, on_all_ranks, refused, whole
+from engines import assert_one, assert_same, by_itself, mesh, mine, on_all_ranks, refused, whole
 from models import LEVELS, train
 from processes import ranks
 from torch import Tensor, nn
@@ -255,8 +255,7 @@ def test_a_scale_that_was_loaded_after_wrapping_is_loaded_by_all(who: str) -> No
 def test_gradients_averaged_by_hand_want_a_process_group(given: str) -> None:
     model = CASE.build()
     optimizer = sgd(model)
-    groups = {"world": dist.group.WORLD, "own": dist.new_subgroups(group_size=1)[0]}
-    group = {"process_group": groups[given]} if given in groups else {}
+    group = {"world": {"process_group": dist.group.WORLD}, "own": by_itself()}.get(given, {})
     mpinit.initialize(model, optimizer, "O2", **SCALED, **group)
     for index, batch in enumerate(map(mine, CASE.batches(3))):
         optimizer.zero_grad()

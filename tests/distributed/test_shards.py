@@ -14,7 +14,8 @@ from processes import ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
 
 import mpinit
@@ -31,7 +32,10 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 3))
 
 
-def sharded(over: Any, model: nn.Sequential, **options: Any) -> nn.Sequential:
+def sharded(over: Any, model: nn.Sequential, columns: Any = None, **options: Any) -> nn.Sequential:
+    """By FSDP2, inside of which a layer may be tensor parallel already."""
+    if columns is not None:
+        parallelize_module(model, columns, {"2": ColwiseParallel(output_layouts=Replicate())})
     fully_shard(model[0], mesh=over, **options)
     return fully_shard(model, mesh=over, **options)
 
@@ -85,12 +89,14 @@ def by_hand(over: Any, make: Optimizers, steps: int, **options: Any) -> dict[str
     return whole(exact.state_dict())
 
 
-@ranks(4, ("one dimension",), ("two dimensions",))
+@ranks(4, ("one dimension",), ("two dimensions",), ("tensor parallel",))
 def test_shards_step_as_float32_ones_do(kind: str) -> None:
     """Masters to the bit, in the reduction that the policy asks for, and over a mesh of two dimensions."""
     for make, policy in ((adam, None), (sgd, F32)):
         over = mesh(4) if kind == "one dimension" else mesh(2, 2)
-        options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=policy)}
+        options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=policy)}
+        if kind == "tensor parallel":
+            over, options["columns"] = over["outer"], over["inner"]
         expected = by_hand(over, make, 4, **options)
         model, optimizer = split(over, make, **options)
         train(model, optimizer, range(4))

@@ -53,6 +53,16 @@ def mine(batch: Sequence[Tensor]) -> Any:
     return tuple(part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch)
 
 
+@functools.cache
+def _alone(world: Any) -> Any:
+    return dist.new_subgroups(group_size=1)[0]
+
+
+def by_itself() -> dict[str, Any]:
+    """What to give ``initialize`` for a model that every rank trains by itself."""
+    return {"process_group": _alone(dist.group.WORLD)}
+
+
 def on_all_ranks(value: Any) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
@@ -313,8 +323,6 @@ def from_meta(model: Any, dtype: torch.dtype | None) -> Any:
 
 FSDP: dict[str, Any] = {"comes_first": True, "has_policy": True, "levels": ("O2",)}
 TP: dict[str, Any] = {"comes_first": True, "sizes": None, "levels": ("O2", "O5")}
-# What fully_shard has sharded is taken apart, to the bit: test_shards.
-SPLIT = {"split": ("parallelize_module", "master_weights=True")}
 ALL: dict[str, Any] = {
     "levels": ("O2", "O5", "model"),
     "refused": {"model": ("fully_shard", "master_weights=True")},
@@ -348,10 +356,10 @@ ENGINES: dict[str, Engine] = {
     "fsdp offload": Engine(fsdp(4, offload=CPUOffloadPolicy(pin_memory=False)), **FSDP),
     "fsdp from meta": Engine(from_meta, **FSDP),
     "hsdp": Engine(fsdp(2, 2), **FSDP | ALL),
-    "tp": Engine(tensor_parallel(), **TP | ALL | {"levels": tuple(DTYPES), "refused": SPLIT}),
+    "tp": Engine(tensor_parallel(), **TP | {"levels": tuple(DTYPES)}),
     "tp sequence": Engine(tensor_parallel(sequence=True), **TP),
     "tp loss": Engine(tensor_parallel(sequence=True, losses=True), around=loss_parallel, **TP),
-    "tp fsdp": Engine(two_dimensions, sizes=(4, 4), **FSDP | ALL | {"levels": ("O2", "split"), "refused": SPLIT}),
+    "tp fsdp": Engine(two_dimensions, sizes=(4, 4), **FSDP),
 }
 
 
@@ -422,8 +430,8 @@ def trained(engine: Engine, level: str, steps: int) -> State:
     return state
 
 
-def trained_by_hand(engine: Engine, level: str, steps: int) -> State:
-    """In plain torch, on the same engine."""
+def trained_by_hand(engine: Engine, level: str, steps: int, skips: Sequence[int] = ()) -> State:
+    """In plain torch, on the same engine, without some of the steps."""
     dtype, scale = DTYPES[level], LEVELS[level].get("init_loss_scale", 1.0)
     runs: Any = (engine.by_hand or engine.network)()
     policy = dtype if engine.has_policy else None
@@ -439,7 +447,7 @@ def trained_by_hand(engine: Engine, level: str, steps: int) -> State:
         round_into(weights, masters, level)
     runs = runs if engine.comes_first else engine.wrap(runs, None)
     optimizer = sgd(masters.values())
-    for micros in cycles(engine, steps):
+    for _, micros in (cycle for cycle in enumerate(cycles(engine, steps)) if cycle[0] not in skips):
         for weight in weights.values():
             weight.grad = None
         for loss in passes(engine, runs, micros):
