@@ -119,6 +119,7 @@ class Plan:
         split_bucket_bytes: float32 bytes materialised at a time by split masters.
         optimizer_states: how optimizers' states are kept.
         gradient_release: whether parameters are stepped inside of backward passes.
+        reduces_in_float32: whether DistributedDataParallel is to reduce 16-bit gradients in float32.
         scaling: the rule the loss scales follow.
     """
 
@@ -139,6 +140,7 @@ class Plan:
     split_bucket_bytes: int
     optimizer_states: OptimizerStates
     gradient_release: bool
+    reduces_in_float32: bool
     scaling: ScalingRule
 
     @property
@@ -180,6 +182,7 @@ def make_plan(props: Properties) -> Plan:
         split_bucket_bytes=props.split_bucket_bytes,
         optimizer_states=OptimizerStates[props.optimizer_state.upper()],
         gradient_release=props.gradient_release,
+        reduces_in_float32=props.reduce_dtype is torch.float32,
         scaling=_scaling_rule(props),
     )
 

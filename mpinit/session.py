@@ -191,6 +191,7 @@ class Session:
         # Late, because it is what cannot be taken back bit for bit where there are no masters.
         if selected.changes or len(self.masters) > 0:
             self._cast(targets)
+        self.ranks.reduces_in_float32 = self.plan.reduces_in_float32
         push(self.ranks.watch(selected.changes, self._casts if selected.changes else None, self._words()))
         for optimizer in self.optimizers:
             push(self._take_in(optimizer))

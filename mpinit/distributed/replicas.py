@@ -40,6 +40,34 @@ def hooks_of(wrapper: Any) -> list[str]:
     return [getattr(hook, "__name__", "") for hook, _ in wrapper._comm_hooks]
 
 
+def reduce_in_float32(wrapper: Any) -> None:
+    """Let a DistributedDataParallel average 16-bit gradients in float32, and round them once.
+
+    Raises:
+        RuntimeError: it has another communication hook.
+    """
+    others = [name for name in hooks_of(wrapper) if name != _average_in_float32.__name__]
+    if others:
+        raise RuntimeError(
+            f"reduce_dtype=torch.float32 contradicts {others[0]}, by which DistributedDataParallel sends gradients: "
+            "register no hook, or drop reduce_dtype"
+        )
+    if not wrapper._comm_hooks:
+        group = wrapper.process_group
+        wrapper.register_comm_hook(None if group is torch.distributed.group.WORLD else group, _average_in_float32)
+
+
+def _average_in_float32(group: Any, bucket: Any) -> Any:
+    buffer, group = bucket.buffer(), group or torch.distributed.group.WORLD
+    mean = buffer.float().div_(group.size())
+    work: Any = torch.distributed.all_reduce(mean, group=group, async_op=True)
+    return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+
+
+# torch accepts its own types as annotations or none, and not their names.
+_average_in_float32.__annotations__.clear()
+
+
 # -- values -----------------------------------------------------------------------------------------------------------
 
 

@@ -143,47 +143,31 @@ def reshard(models: Iterable[nn.Module]) -> None:
         group.reshard()
 
 
-def left_behind(models: Iterable[nn.Module], stepped: Iterable[torch.Tensor]) -> list[str]:
-    """Names of the models' sharded parameters whose former selves are stepped in their place.
-
-    ``fully_shard`` and ``parallelize_module`` put other parameters on the modules, FSDP1 flat ones. Parameters of a
-    loss function, which no model has, are of nobody's former self.
-    """
-    named = [(name, parameter) for model in models for name, parameter in model.named_parameters()]
-    given = list(stepped)
-    present, ids = {id(parameter) for _, parameter in named}, set(map(id, given))
-    shapes = {parameter.shape for parameter in given if id(parameter) not in present and not is_sharded(parameter)}
-    return [
-        name
-        for name, parameter in named
-        if id(parameter) not in ids and shapes
-        if (is_sharded(parameter) and parameter.shape in shapes) or type(parameter).__name__ == "FlatParameter"
-    ]
-
-
-def given_memory_since(models: Iterable[nn.Module], stepped: Iterable[torch.Tensor]) -> list[str]:
-    """Names of the models' parameters whose former selves, on the meta device, are stepped in their place.
-
-    ``to_empty`` puts other parameters on the modules where it cannot give those that are there memory.
-    """
-    without = {id(parameter): parameter.shape for parameter in stepped if parameter.is_meta}
-    if not without:
-        return []
-    named = [(name, parameter) for model in models for name, parameter in model.named_parameters()]
-    shapes = {shape for key, shape in without.items() if key not in {id(parameter) for _, parameter in named}}
-    return [name for name, parameter in named if not parameter.is_meta and parameter.shape in shapes]
-
-
-def replaced_since(models: Sequence[nn.Module], stepped: Sequence[torch.Tensor]) -> str:
+def replaced_since(models: Iterable[nn.Module], stepped: Iterable[torch.Tensor]) -> str:
     """What took parameters from the models after an optimizer was made of them, and the way out; "" where nothing did.
+
+    ``fully_shard`` and ``parallelize_module`` put other parameters on the modules, FSDP1 flat ones, and ``to_empty``
+    does where it cannot give those that are there memory. Parameters of a loss function, which no model has, are none.
 
     Args:
         models: the models.
         stepped: what the optimizer steps.
     """
-    names, what = given_memory_since(models, stepped), "on the meta device, and to_empty() has put another parameter"
-    if not names and is_distributed():
-        names, what = left_behind(models, stepped), "whole, and fully_shard (or parallelize_module) has put a shard"
+    named = [(name, parameter) for model in models for name, parameter in model.named_parameters()]
+    present, given = {id(parameter) for _, parameter in named}, {id(parameter): parameter for parameter in stepped}
+    gone = [parameter for key, parameter in given.items() if key not in present]
+    empty = {parameter.shape for parameter in gone if parameter.is_meta}
+    whole = {parameter.shape for parameter in gone if not is_sharded(parameter)} if is_distributed() else set()
+    names = [name for name, parameter in named if not parameter.is_meta and parameter.shape in empty]
+    what = "on the meta device, and to_empty() has put another parameter"
+    if not names and whole:
+        what = "whole, and fully_shard (or parallelize_module) has put a shard"
+        others = [(name, parameter) for name, parameter in named if id(parameter) not in given]
+        names = [
+            name
+            for name, parameter in others
+            if (is_sharded(parameter) and parameter.shape in whole) or type(parameter).__name__ == "FlatParameter"
+        ]
     if not names:
         return ""
     return (

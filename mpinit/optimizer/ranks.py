@@ -22,6 +22,7 @@ from ..distributed.replicas import (
     is_joining,
     no_longer_after_join,
     outdate,
+    reduce_in_float32,
     reduced_by,
     running_wrapper,
 )
@@ -78,7 +79,10 @@ class Ranks:
 
     Attributes:
         to_be_checked: what has not happened yet, and is checked when it does for the first time.
+        reduces_in_float32: whether DistributedDataParallel is to average 16-bit gradients in float32.
     """
+
+    reduces_in_float32 = False
 
     def __init__(
         self,
@@ -147,8 +151,7 @@ class Ranks:
             if any(id(part) in own for part in module.modules()):
                 raise RuntimeError(flattened("a model of mpinit.initialize"))
         elif isinstance(wrapper, nn.parallel.DistributedDataParallel):
-            ids = {id(parameter) for parameter in self._parameters()}
-            if any(id(parameter) in ids for parameter in reduced_by(wrapper)):
+            if not self._parameters().keys().isdisjoint(reduced_by(wrapper)):
                 self.check_present()
                 self._make_one(wrapper, module)
 
@@ -192,6 +195,8 @@ class Ranks:
         """
         self._check_at_first("forward")
         wrapper = running_wrapper()
+        if self.reduces_in_float32 and wrapper is not None and wrapper in self._wrappers:
+            reduce_in_float32(wrapper)
         if wrapper is None or wrapper in self._wrappers or wrapper in self._new:
             return
         if self._changed and any(id(parameter) in self._changed for parameter in reduced_by(wrapper)):
@@ -201,8 +206,7 @@ class Ranks:
                 "reduce the gradients of 16-bit weights, and every rank would train by itself. Call mpinit.initialize "
                 f"first and wrap the model in {name} afterwards"
             )
-        ids = {id(parameter) for parameter in self._parameters()}
-        if any(id(parameter) in ids for parameter in reduced_by(wrapper)):
+        if not self._parameters().keys().isdisjoint(reduced_by(wrapper)):
             self._new.add(wrapper)
 
     def before_step(self) -> None:
@@ -255,7 +259,7 @@ class Ranks:
         if fault:
             raise RuntimeError(fault)
 
-    def _parameters(self) -> Iterable[nn.Parameter]:
+    def _parameters(self) -> dict[nn.Parameter, None]:
         return dict.fromkeys(parameter for model in self._models for parameter in model.parameters())
 
     def _stepped(self) -> list[nn.Parameter]:

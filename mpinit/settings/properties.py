@@ -109,6 +109,9 @@ class Properties(BaseModel):
             final, and free these. One ``backward()`` a step, a loss scale fixed at 1, one process, optimizers that
             update each parameter by itself. Clip nothing: until ``step()`` is over, ``weight.grad`` is a stand-in that
             raises when it is used, and then None: docs/explanation/gradient-release.md.
+        reduce_dtype: torch.float32: DistributedDataParallel sums 16-bit gradients over ranks in float32, a bucket at a
+            time, and rounds the mean once: twice the bytes sent, and one bucket in float32. Default None: in their own
+            type. FSDP2 reduces by its ``MixedPrecisionPolicy(reduce_dtype=...)``.
         split_bucket_bytes: float32 bytes materialised at a time by ``master_weights="split"`` and ``optimizer_state``,
             and stepped at a time by ``gradient_release``. Default 64 MiB; on a CPU at most 16 MiB, where larger buckets
             are slower.
@@ -144,6 +147,7 @@ class Properties(BaseModel):
     skip_nonfinite: OptionalBoolean = None
     optimizer_state: OptimizerState = "float32"
     gradient_release: Boolean = False
+    reduce_dtype: OptionalDtype = None
     split_bucket_bytes: Bytes = 64 * 2**20
 
     @field_validator("patch_torch_functions_type")
@@ -198,6 +202,11 @@ def _check_casts(props: Properties) -> None:
         raise ValueError(
             f'master_weights="model" contradicts cast_model_type={cast}: float32 parameters are cast inside forwards '
             "to a 16-bit type, and none is given. Use opt_level='O2' or 'O5', or give cast_model_type=torch.bfloat16"
+        )
+    if props.reduce_dtype not in (None, torch.float32):
+        raise ValueError(
+            f"reduce_dtype={props.reduce_dtype} is not float32: where it is not given, gradients are reduced in their own "
+            "type. To send 32-bit gradients in 16, register torch's own fp16_compress_hook or bf16_compress_hook"
         )
     if low is not None and low > high:
         raise ValueError(

@@ -31,7 +31,9 @@ def trained(arguments: dict[str, Any], wraps: bool, late: bool = False, views: b
     """
     model: nn.Module = CASE.build()
     optimizer: Any = sgd(model)
-    mpinit.initialize(model, None if late else optimizer, await_optimizers=late, **arguments, **({} if wraps else by_itself()))
+    mpinit.initialize(
+        model, None if late else optimizer, await_optimizers=late, **arguments, **({} if wraps else by_itself())
+    )
     runs: Any = DistributedDataParallel(model, gradient_as_bucket_view=views) if wraps else model
     if late:
         mpinit.add_optimizers(optimizer)

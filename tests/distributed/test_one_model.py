@@ -6,6 +6,7 @@ import contextlib
 import time
 import warnings
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from engines import assert_one, assert_same, by_itself, mesh, mine, on_all_ranks
 from models import LEVELS, train
 from processes import ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -273,6 +275,48 @@ def test_gradients_averaged_by_hand_want_a_process_group(given: str) -> None:
     if given == "world":
         assert_one(model)
     assert all(bool(value.isfinite().all()) for value in model.state_dict().values())
+
+
+@ranks(2, ("O2",), ("split",), long=[("O5",), ("O3",)])
+def test_gradients_are_reduced_in_float32_by_keyword(level: str) -> None:
+    """And their mean is rounded once."""
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    asked = LEVELS[level] | {"loss_scale": 1.0, "verbosity": 0}
+    mpinit.initialize(model, optimizer, reduce_dtype=torch.float32, **asked)
+    dtype = model.weight.dtype
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    largest = 60000.0 if dtype is torch.float16 else 1.0
+    ours = torch.tensor([[largest, -largest, 257.0, 1.0]]) * (1 if dist.get_rank() == 0 else 0.99)
+    x = ours.to(dtype).float()
+    kinds: list[torch.dtype] = []
+    reduce = dist.all_reduce
+
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        kinds.append(tensor.dtype)
+        return reduce(tensor, *args, **kwargs)
+
+    with mock.patch.object(dist, "all_reduce", noted), mpinit.scale_loss(wrapped(x).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert kinds == [torch.float32]
+    mean = x.double()
+    dist.all_reduce(mean)
+    expected = (mean / 2).float().to(dtype).float()
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad.float(), expected)
+
+
+@ranks(2)
+def test_a_hook_beside_float32_reduction_is_refused() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, "O5", reduce_dtype="float32", verbosity=0)
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, fp16_compress_hook)
+    with refused(RuntimeError, "reduce_dtype=torch.float32 contradicts fp16_compress_hook"):
+        wrapped(torch.ones(1, 4))
+    with refused(ValueError, "reduce_dtype=torch.bfloat16 is not float32", "bf16_compress_hook"):
+        mpinit.initialize(nn.Linear(4, 1), None, "O5", reduce_dtype="bfloat16", verbosity=0)
 
 
 # -- what is refused, and what wraps ----------------------------------------------------------------------------------
