@@ -150,10 +150,12 @@ class Ranks:
             own = {id(part) for model in self._models for part in model.modules()}
             if any(id(part) in own for part in module.modules()):
                 raise RuntimeError(flattened("a model of mpinit.initialize"))
-        elif isinstance(wrapper, nn.parallel.DistributedDataParallel):
-            if not self._parameters().keys().isdisjoint(reduced_by(wrapper)):
-                self.check_present()
-                self._make_one(wrapper, module)
+        elif isinstance(wrapper, nn.parallel.DistributedDataParallel) and self._has_some_of(wrapper):
+            self.check_present()
+            self._make_one(wrapper, module)
+
+    def _has_some_of(self, wrapper: Any) -> bool:
+        return not self._parameters().keys().isdisjoint(reduced_by(wrapper))
 
     def _make_one(self, wrapper: Any, module: nn.Module) -> None:
         self._check_same_under(wrapper)
@@ -206,7 +208,7 @@ class Ranks:
                 "reduce the gradients of 16-bit weights, and every rank would train by itself. Call mpinit.initialize "
                 f"first and wrap the model in {name} afterwards"
             )
-        if not self._parameters().keys().isdisjoint(reduced_by(wrapper)):
+        if self._has_some_of(wrapper):
             self._new.add(wrapper)
 
     def before_step(self) -> None:

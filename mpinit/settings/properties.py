@@ -205,8 +205,8 @@ def _check_casts(props: Properties) -> None:
         )
     if props.reduce_dtype not in (None, torch.float32):
         raise ValueError(
-            f"reduce_dtype={props.reduce_dtype} is not float32: where it is not given, gradients are reduced in their own "
-            "type. To send 32-bit gradients in 16, register torch's own fp16_compress_hook or bf16_compress_hook"
+            f"reduce_dtype={props.reduce_dtype} is not float32: where none is given, gradients are reduced in their "
+            "own type. To send 32-bit gradients in 16, register torch's own fp16_compress_hook or bf16_compress_hook"
         )
     if low is not None and low > high:
         raise ValueError(
