@@ -24,11 +24,13 @@ LEVELS: Final[dict[str, dict[str, Any]]] = {
     "O0": {"opt_level": "O0"},
     "O1": {"opt_level": "O1"},
     "O2": {"opt_level": "O2"},
+    "O2 float32": {"opt_level": "O2", "reduce_dtype": "float32"},
     "split": {"opt_level": "O5", "master_weights": "split"},
+    "split float32": {"opt_level": "O5", "master_weights": "split", "reduce_dtype": "float32"},
     "model": {"opt_level": "O2", "master_weights": "model"},
 }
 ENGINES: Final = {
-    "DDP": ("O0", "O1", "O2", "split", "model"),
+    "DDP": ("O0", "O1", "O2", "O2 float32", "split", "split float32", "model"),
     "HSDP 2 x 2": ("O0", "O1", "O2", "split"),
     "FSDP2": ("O0", "O1", "O2", "split"),
 }
@@ -82,23 +84,47 @@ def measure(engine: str, level: str) -> dict[str, Any]:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
     runs = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if engine == "DDP" else model
-    before = 0
-    for step in range(STEPS + 2):
-        if step == 2:  # what happens once is over
-            before = sent_by_all()
-        optimizer.zero_grad()
-        with mpinit.scale_loss(runs(torch.randn(2, WIDTH)).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with mpinit.scale_loss(runs(torch.randn(2, WIDTH)).square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+
+    # What happens once is over after two steps.
+    reduced = reduced_while(lambda: train(2))
+    before = sent_by_all()
+    train(STEPS)
     after = sent_by_all()
     memory = parts_of(model, optimizer)
     mpinit.undo(model)
     return {
         "engine": engine,
         "level": level,
+        "reduced_in": reduced,
         "bytes": {part: round(size / PARAMETERS, 2) for part, size in memory.items()},
         "bytes_sent": round((after - before) / STEPS / RANKS / PARAMETERS, 2),
     }
+
+
+def reduced_while(run: Any) -> list[str]:
+    """The types of the tensors that collectives of torch's reduce, but for single numbers, while a function runs."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    found: set[str] = set()
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == "c10d" and "reduce" in func.__name__:
+                sent = [each for each in tree_leaves(args) if hasattr(each, "numel") and each.numel() > WIDTH]
+                found.update(str(each.dtype).removeprefix("torch.") for each in sent)
+            return func(*args, **(kwargs or {}))
+
+    with Noted():
+        run()
+    return sorted(found)
 
 
 def sent_by_all() -> int:
@@ -174,16 +200,27 @@ def run(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-NAMES: Final = {"O0": "O0", "O1": "O1, O4", "O2": "O2, O5", "split": 'O5, `"split"`', "model": 'O2, O5, `"model"`'}
+IN_FLOAT32: Final = ", `reduce_dtype`"
+NAMES: Final = {
+    "O0": "O0",
+    "O1": "O1, O4",
+    "O2": "O2, O5",
+    "O2 float32": f"O2, O5{IN_FLOAT32}",
+    "split": 'O5, `"split"`',
+    "split float32": f'O5, `"split"`{IN_FLOAT32}',
+    "model": 'O2, O5, `"model"`',
+}
 
 
 def table(result: dict[str, Any]) -> str:
     """The guide's."""
-    head = ["engine", "level", *PARTS, "together", "sent a step"]
+    head = ["engine", "level", *PARTS, "together", "sent a step", "reduced in"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in result["rows"]:
         numbers = [row["bytes"][part] for part in PARTS]
         cells = [f"{number:.1f}" for number in (*numbers, sum(numbers), row["bytes_sent"])]
+        # The rows of O2 and of masters in the model are of float16, and O5's of bfloat16.
+        cells.append(" and ".join("16 bit" if name.endswith("16") else name for name in row["reduced_in"]))
         lines.append(f"| {row['engine']} | {NAMES[row['level']]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
