@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 examples/distributed.py
     torchrun --nproc-per-node 2 --max-restarts 2 examples/distributed.py --kill-at 45
 
-A CNN learns handwritten digits under DistributedDataParallel and a small transformer the standard library's text under
-FSDP2, side by side, over gloo on a CPU and NCCL on GPUs. Every process is seeded differently; the first one logs.
-``--runs digits:O2 digits:O5:master_weights=split text:O5`` chooses models, levels and properties. Both commands above
-end with the same fingerprints of weights and optimizer state, bit for bit.
+A CNN learns handwritten digits under DistributedDataParallel, and a small transformer the standard library's text, once
+under FSDP2 and once in a pipeline with a stage on every process; side by side, over gloo on a CPU and NCCL on GPUs.
+Every process is seeded differently; the first one logs.
+``--runs digits:O2 digits:O5:master_weights=split text:O5 stages:O2`` chooses models, levels and
+properties. Both commands above end with the same fingerprints of weights and optimizer state, bit for bit.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import mpinit
 
@@ -47,6 +49,11 @@ class Run:
     scheduler: torch.optim.lr_scheduler.LRScheduler
     inputs: torch.Tensor
     targets: torch.Tensor
+
+    @property
+    def key(self) -> str:
+        """Under what a process saves its part: that of a stage is its own."""
+        return self.name
 
     def train_on(self, chosen: torch.Tensor) -> torch.Tensor:
         """One step on the samples with these numbers; returns the loss."""
@@ -73,6 +80,57 @@ class Run:
         return found.hexdigest()[:16]
 
 
+class Stage(nn.Module):
+    """A process's share of a Writer: the first one reads text, the last one gives scores."""
+
+    def __init__(self, writer: Writer, index: int, count: int) -> None:
+        super().__init__()
+        first, last, blocks = index == 0, index == count - 1, len(writer.blocks)
+        self.bytes, self.places = (writer.bytes, writer.places) if first else (None, None)
+        self.blocks = nn.ModuleList(writer.blocks[index * blocks // count : (index + 1) * blocks // count])
+        self.norm, self.head = (writer.norm, writer.head) if last else (None, None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.bytes is not None and self.places is not None:
+            x = self.bytes(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None or self.norm is None else self.head(self.norm(x))
+
+
+@dataclass
+class Pipeline(Run):
+    """A run whose model is one stage of several."""
+
+    scale: torch.Tensor | float = 1.0
+
+    def __post_init__(self) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        stage = PipelineStage(self.model, self.rank, self.world, self.inputs.device)
+        self.schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=self.scaled_loss)
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}, stage {self.rank}"
+
+    def scaled_loss(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, -2), y.flatten()) * self.scale
+
+    def train_on(self, chosen: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(chosen, 0)
+        x, y = self.inputs[chosen], self.targets[chosen]
+        last, losses = self.rank == self.world - 1, []
+        self.optimizer.zero_grad()
+        # Only the last stage has a loss; all of them enter, to have its scale and to check their gradients.
+        with mpinit.scale_loss(torch.ones((), device=x.device), self.optimizer) as self.scale:
+            self.schedule.step(*([x] if self.rank == 0 else []), **({"target": y, "losses": losses} if last else {}))
+        mpinit.clip_grad_norm_(self.optimizer, 1.0, process_group=dist.group.WORLD)
+        self.optimizer.step()
+        mpinit.scheduler_step(self.scheduler)
+        # What is logged is the mean over processes.
+        return torch.stack(losses).mean().detach() / self.scale * self.world if last else torch.zeros_like(self.scale)
+
+
 def build(name: str, steps: int, device: torch.device) -> Run:
     """``digits:O2``, ``text:O3:cast_model_type=bfloat16`` and the like: sharded or replicated, and initialised."""
     task, level, *properties = name.split(":")
@@ -85,6 +143,10 @@ def build(name: str, steps: int, device: torch.device) -> Run:
         inputs = load_text().unfold(0, LENGTH + 1, LENGTH).long()
         inputs, targets = inputs[:, :-1], inputs[:, 1:]
         model = Writer().to(device)
+    if task == "stages":
+        model = Stage(model, dist.get_rank(), dist.get_world_size())
+        asked["process_group"] = dist.group.WORLD  # all stages skip a step together
+    elif task == "text":
         # FSDP2 replaces the parameters, so it comes before the optimizer, which comes before initialize ...
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for block in model.blocks:
@@ -96,7 +158,8 @@ def build(name: str, steps: int, device: torch.device) -> Run:
         # ... and DistributedDataParallel takes the parameters' types down, so it comes last.
         model = nn.parallel.DistributedDataParallel(model)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=steps)
-    return Run(name, model, optimizer, scheduler, inputs.to(device), targets.to(device))
+    kind = Pipeline if task == "stages" else Run
+    return kind(name, model, optimizer, scheduler, inputs.to(device), targets.to(device))
 
 
 class Progress:
@@ -118,7 +181,7 @@ class Checkpoints:
     def __init__(self, runs: list[Run], progress: Progress, out: Path) -> None:
         self.states: dict[str, Any] = {"progress": progress}
         for run in runs:
-            self.states[run.name] = mpinit.TrainState(run.model, run.optimizer)
+            self.states[run.key] = mpinit.TrainState(run.model, run.optimizer)
             self.states[f"{run.name} schedule"] = run.scheduler
         self.out = out
         self.latest = out / "latest"
@@ -172,7 +235,9 @@ def train(runs: list[Run], options: argparse.Namespace) -> None:
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", nargs="+", default=["digits:O2", "text:O2"], help="task:level[:property=value ...]")
+    parser.add_argument(
+        "--runs", nargs="+", default=["digits:O2", "text:O2", "stages:O2"], help="task:level[:property=value ...]"
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=32, help="samples a process")
     parser.add_argument("--save-every", type=int, default=20)

@@ -17,7 +17,7 @@ PROPERTIES = (
     "O0", "O1:cast_scope=model", "O2", "O3:cast_model_type=bfloat16", "O4:cast_scope=model",
     "O5", "O5:master_weights=split", "O5:master_weights=model",
 )  # fmt: skip
-RUNS = (*(f"digits:{properties}" for properties in PROPERTIES), "text:O2")
+RUNS = (*(f"digits:{properties}" for properties in PROPERTIES), "text:O2", "stages:O2")
 # torch's own processes find one another again after a crash, mostly; over gloo a restart may hang, and log nothing.
 ATTEMPTS, SECONDS = 2, 150
 
