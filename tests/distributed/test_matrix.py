@@ -16,6 +16,7 @@ from engines import (
     assert_one,
     assert_same,
     cycles,
+    ddp,
     no_sync,
     pair,
     passes,
@@ -45,7 +46,8 @@ def built(engine: Engine, level: str, overflows: bool) -> Any:
 @ranks(4, ("ddp", "O2", "overflow", "no_sync", "checkpoint"), long=CELLS)
 def test_cell(name: str, level: str, overflow: str, accumulates: str, resumes: str) -> None:
     """The bits of a loop by hand without the step that overflowed, O1's and O4's near float32; or refused by all."""
-    engine = ENGINES[name]
+    # DDP sorts gradients into other buckets after its first step, and would not resume to the bit.
+    engine = replace(ENGINES[name], wrap=ddp(find_unused_parameters=True)) if name == "ddp" else ENGINES[name]
     if accumulates:
         engine = replace(engine, micros=2, quiet=QUIET.get(name, engine.quiet))
     start = time.monotonic()
@@ -72,9 +74,11 @@ def test_cell(name: str, level: str, overflow: str, accumulates: str, resumes: s
         assert_one(mpinit.loss_scale(optimizer))
     state = whole(model.state_dict())
     assert_one(list(state.values()))
+    # A second scaled loss adds to tensor parallel gradients in float32, and one by hand in 16 bit.
+    sums = name == "tp" and bool(accumulates) and (bool(overflow) or level == "O2")
     exact = level in DTYPES and not (level == "O3" or (engine.has_policy and level == "split"))
     by_hand = trained_by_hand(engine, level if exact else "O0", STEPS, skips=(1,) if overflow else ())
-    if exact and not (overflow and level == "O0"):
+    if exact and not sums and not (overflow and level == "O0"):
         assert_same(state, by_hand)
     for key, value in by_hand.items():
         assert_close(state[key], value, atol=2e-2, rtol=2e-2, msg=lambda text, key=key: f"{key}: {text}")

@@ -359,7 +359,7 @@ ENGINES: dict[str, Engine] = {
     "tp": Engine(tensor_parallel(), **TP | {"levels": tuple(DTYPES)}),
     "tp sequence": Engine(tensor_parallel(sequence=True), **TP),
     "tp loss": Engine(tensor_parallel(sequence=True, losses=True), around=loss_parallel, **TP),
-    "tp fsdp": Engine(two_dimensions, sizes=(4, 4), **FSDP),
+    "tp fsdp": Engine(two_dimensions, sizes=(4, 4), **FSDP | ALL | {"levels": ("O2", "model")}),
 }
 
 
@@ -463,7 +463,8 @@ def trained_by_hand(engine: Engine, level: str, steps: int, skips: Sequence[int]
 def round_into(weights: State, masters: State, level: str) -> None:
     """Masters into weights, to the nearest; of two that are as near, split masters take the larger one."""
     for weight, master in zip(weights.values(), masters.values(), strict=True):
-        if weight is not master and level == "split":
+        if isinstance(weight, DTensor) and isinstance(master, DTensor):
+            weight, master = weight.to_local(), master.to_local()  # a DTensor has no bits to shift
+        if level == "split" and weight.dtype is not master.dtype:
             master = ((master.view(torch.int32) + 0x8000) >> 16 << 16).view(torch.float32)
-        if weight is not master:
-            weight.copy_(master)
+        weight.copy_(master)
