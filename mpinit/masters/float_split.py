@@ -6,6 +6,7 @@ read as a signed integer: where it is negative, the upper half was rounded up.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Final
 
@@ -28,6 +29,8 @@ def take_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> None:
         remainder: int16, the same length, written to.
     """
     for part, rest in _chunks(bits, remainder):
+        # The one nan with whose bits this can be done: others, such as CUDA's, would be rounded to 0.
+        part.view(torch.float32).nan_to_num_(math.nan, math.inf, -math.inf)
         rest.copy_(part)
         part.add_(_HALF).bitwise_right_shift_(16)
 

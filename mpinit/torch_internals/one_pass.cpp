@@ -66,6 +66,7 @@ void join(const uint16_t* weight, const int16_t* remainder, float* out, int64_t 
 void split(const float* values, uint16_t* weight, int16_t* remainder, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     uint32_t bits = bits_of(values[i]);
+    bits = (bits & MAGNITUDE) > INFINITE ? 0x7FC00000u : bits;  // others, such as CUDA's, would be rounded to 0
     remainder[i] = static_cast<int16_t>(bits & 0xFFFF);
     weight[i] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
   }

@@ -66,6 +66,16 @@ def test_a_float32_number_comes_back_bit_for_bit(bits: list[int]) -> None:
     assert torch.equal(join(*parts(numbers)).view(torch.int32), numbers.view(torch.int32))
 
 
+@given(st.lists(st.integers(1, 2**23 - 1), min_size=1), st.booleans())
+def test_every_nan_stays_one(mantissas: list[int], is_negative: bool) -> None:
+    """Those of CUDA have all bits set, and rounding one up goes beyond the largest whole number."""
+    sign = -(2**31) if is_negative else 0
+    values = torch.tensor([0x7F800000 + each + sign for each in [*mantissas, 2**23 - 1]], dtype=torch.int32)
+    weight, rest = parts(values.view(torch.float32))
+    assert weight.isnan().all()
+    assert join(weight, rest).isnan().all()
+
+
 @pytest.mark.parametrize("device", ["read freely", "not read"])
 @given(st.lists(st.integers(-(2**15), 2**15 - 1), min_size=1, max_size=64))
 def test_a_written_weight_counts_whatever_its_remainder_was(device: str, rests: list[int]) -> None:
