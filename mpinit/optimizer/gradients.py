@@ -159,7 +159,7 @@ class Gradients:
         fresh = [gradient for gradient in fresh if id(gradient) not in done] if done else fresh
         done.update(map(id, fresh))
         self._inverse = scaler.inverse_scale()
-        if not scaler.rule.skips:
+        if not (scaler.rule.dynamic or scaler.rule.skips_nonfinite):
             unscale_(fresh, self._inverse)
             return None
         found_inf = unscale_and_check_(fresh, self._inverse)

@@ -66,6 +66,7 @@ class ManagedOptimizer:
         observers: objects with ``backward_ended(loss, scaler)`` and ``step_ended(skipped)``, which are told.
         overflow_log: what is known of its last overflow.
         counter: of its steps.
+        skips: whether steps are skipped whose gradients hold inf or nan.
     """
 
     def __init__(self, optimizer: Optimizer, members: Members, scope: Scope, rule: ScalingRule, ranks: Ranks) -> None:
@@ -76,6 +77,7 @@ class ManagedOptimizer:
         self.exposed = ExposedMasters(members)
         self.overflow_log = OverflowLog(members)
         self.observers: list[Any] = []
+        self.skips = rule.skips
         self._rule = rule
         self._ranks = ranks
         self.counter = StepCounter()
@@ -84,7 +86,6 @@ class ManagedOptimizer:
         self._halves = Halves(self)
         self.release = GradientRelease(self) if scope.releases else None
         self._is_active = False
-        self._is_stepping = False
         self._has_agreed = False
         self._was_named = False
         self._skipped: bool | torch.Tensor = False
@@ -101,11 +102,6 @@ class ManagedOptimizer:
     def scales(self) -> bool:
         """Whether losses are scaled by more than 1."""
         return self._rule.dynamic or self._rule.init_scale != 1.0
-
-    @property
-    def skips(self) -> bool:
-        """Whether steps are skipped whose gradients hold inf or nan."""
-        return self._rule.skips
 
     # -- the methods ----------------------------------------------------------------------------------------------
 
@@ -349,7 +345,7 @@ class ManagedOptimizer:
     def _check_finite(self) -> None:
         """Look at gradients where no backward pass has: a scale that moves does, in the pass that unscales."""
         rule = self._rule
-        if rule.skips and not rule.dynamic and self._is_active:
+        if self.skips and not rule.dynamic and self._is_active:
             first = next((weight for weight in self.members.weights if weight.grad is not None), None)
             if first is not None and (rule.may_wait or is_read_freely(first.device) or self._can_skip_in_kernel()):
                 self.gradients.check()
@@ -557,7 +553,7 @@ class ManagedOptimizer:
     def _step_with_closure(self, closure: Closure, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer that evaluates the loss itself; casts are off in it and on again in the closure."""
         # A scale that moves is tried again; else an optimizer that evaluates the loss first has changed nothing yet.
-        is_kept = self._rule.dynamic or (self._rule.skips and not steps_per_parameter(self.optimizer))
+        is_kept = self._rule.dynamic or (self.skips and not steps_per_parameter(self.optimizer))
         before = Snapshot(self.members) if is_kept else None
         evaluate = self._evaluator(closure)
         try:

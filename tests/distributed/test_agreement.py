@@ -170,13 +170,13 @@ def test_stages_are_clipped_as_one_model() -> None:
 
 @ranks(2)
 def test_a_step_without_any_gradient_is_told_once() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
     mpinit.initialize([model], optimizer, "O1", verbosity=0, loss_scale=8.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            with mpinit.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+            with mpinit.scale_loss(model[0](torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
     assert ["does nothing" in str(warning.message) for warning in caught].count(True) == 1
