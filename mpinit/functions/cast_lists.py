@@ -42,7 +42,7 @@ class CastRow:
         reaches: dotted names that follow the row without a wrapper of their own.
         native: device types whose own autocast list does what the row says.
         arguments: how many leading arguments are cast, lists of weights among them excepted: an RNN's weights are
-            left to the native casts inside, which are cached. 0: all.
+            left to the native casts inside, which are cached, on devices that have such. 0: all.
         casts_off: whether the body runs with casts off, because a native kernel inside would cast otherwise.
     """
 
@@ -63,6 +63,8 @@ class CastRow:
 # CUDA and XPU register the same lists; the CPU has a list of its own.
 _LISTED: Final = frozenset({"cuda", "xpu"})
 _EVERYWHERE: Final = _LISTED | {"cpu"}
+# Devices whose own autocast casts matrix products, also those inside of a function.
+CASTS_INSIDE: Final = _EVERYWHERE
 _NOWHERE: Final = frozenset[str]()
 
 _PREFIXES: Final = {
@@ -101,6 +103,11 @@ def _row(
 def _rows(cast: Cast, prefixes: str, names: str, native: frozenset[str] = _LISTED) -> Iterator[CastRow]:
     """Rows that are alike: functions by the names they have below each prefix."""
     return (_row(cast, name, f"{prefixes}:{name}", native=native) for name in names.split())
+
+
+def _losses(prefix: str, names: str) -> Iterator[CastRow]:
+    """Losses, wrapped where their Python bodies look a kernel up: a criterion may be bound under other names."""
+    return (_row(Cast.FP32, name, f"{prefix}:{name}", f"F:{name}", _EVERYWHERE) for name in names.split())
 
 
 _lower: Final = functools.partial(_row, Cast.LOWER_PRECISION)
@@ -164,16 +171,12 @@ _FP32_ROWS: Final = (
     _fp32("cdist", "V:cdist", "t:cdist", _EVERYWHERE),
     _fp32("cosine_similarity", "tF:cosine_similarity", casts_off=True),
     _fp32("interpolate", _UPSAMPLE, "F:interpolate F:upsample F:upsample_nearest F:upsample_bilinear"),
-    *_rows(Cast.FP32, "F", "cross_entropy nll_loss l1_loss mse_loss smooth_l1_loss huber_loss", _EVERYWHERE),
-    *_rows(Cast.FP32, "F", "soft_margin_loss multi_margin_loss multilabel_margin_loss", _EVERYWHERE),
-    *_rows(Cast.FP32, "tF", "poisson_nll_loss triplet_margin_loss", _EVERYWHERE),
-    *_rows(Cast.FP32, "tF", "kl_div cosine_embedding_loss hinge_embedding_loss margin_ranking_loss", _EVERYWHERE),
-    _fp32(
-        "binary_cross_entropy_with_logits",
-        "t:binary_cross_entropy_with_logits",
-        "F:binary_cross_entropy_with_logits",
-        _EVERYWHERE,
-    ),
+    _fp32("cross_entropy", "N:cross_entropy_loss", "F:cross_entropy", _EVERYWHERE),
+    _fp32("nll_loss", "N:nll_loss_nd", "F:nll_loss", _EVERYWHERE),
+    *_losses("N", "l1_loss mse_loss smooth_l1_loss huber_loss soft_margin_loss multi_margin_loss"),
+    *_losses("N", "multilabel_margin_loss"),
+    *_losses("t", "poisson_nll_loss triplet_margin_loss kl_div cosine_embedding_loss hinge_embedding_loss"),
+    *_losses("t", "margin_ranking_loss binary_cross_entropy_with_logits"),
 )
 
 _STACKS: Final = "t:concat t:concatenate t:hstack t:vstack t:row_stack t:dstack t:column_stack"

@@ -13,7 +13,7 @@ import torch
 from ..basics.dtypes import LOWER_PRECISION
 from ..basics.trees import cast_tree
 from ..torch_internals.native_autocast import call_without_casts, device_types
-from .cast_lists import Cast, CastRow
+from .cast_lists import CASTS_INSIDE, Cast, CastRow
 
 Function = Callable[..., Any]
 
@@ -76,7 +76,7 @@ def _named(function: Function, original: Function, name: str) -> Function:
 def _for_device(row: CastRow, name: str, original: Function, body: Function, device: str) -> Function:
     """``body`` with its arguments cast while the device's casts are on, and ``original`` while they are off."""
     if row.cast is Cast.LOWER_PRECISION:
-        return _lower(row.arguments, original, body, device)
+        return _lower(row.arguments if device in CASTS_INSIDE else 0, original, body, device)
     if row.cast is Cast.PROMOTE:
         return _promote(original, body, device)
     if row.cast is Cast.REFUSED:
