@@ -9,6 +9,7 @@ from typing import final
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..basics.dtypes import as_float32, cast_within_range
 from ..distributed.sharding import arriving_gradient_dtype, is_sharded, local, set_data
@@ -46,7 +47,7 @@ class FullMasters(Masters):
         >>> masters.discard(master)
 
     Attributes:
-        accessed: ids of weights whose ``data`` was read.
+        accessed: ids of weights, and of masters that were given out, whose ``data`` was read.
         given: by id, masters that were given out until their next step, by whichever of their optimizers.
     """
 
@@ -66,7 +67,14 @@ class FullMasters(Masters):
     def _forget(self, master: Master) -> None:
         forget_data(master.weight)
         self.accessed.discard(id(master.weight))
-        self.given.pop(id(master), None)
+        if id(master) in self.given:
+            self.take_back(self.given[id(master)])
+
+    def take_back(self, given: Given) -> None:
+        """A master is in the user's hands no more."""
+        forget_data(given.master.parameter)
+        self.accessed.discard(id(given.master.parameter))
+        del self.given[id(given.master)]
 
     def _cast(self, master: Master, dtype: torch.dtype) -> None:
         note_data(master.weight, self.accessed)
@@ -100,8 +108,12 @@ class FullMasters(Masters):
         if parameter.device != weight.device:
             set_data(parameter, TENSOR_DATA.__get__(parameter).to(weight.device))
         is_cast = self.is_cast(master) and not weight.is_meta
-        if is_cast and follow_weight(local(weight), local(TENSOR_DETACH(parameter))):
-            self._changed(master)
+        if not is_cast:
+            return
+        # Its version says whether the user has written to it, where it is given out.
+        with _unsafe_preserve_version_counter(parameter):
+            if follow_weight(local(weight), local(TENSOR_DETACH(parameter))):
+                self._changed(master)
 
     def _changed(self, master: Master) -> None:
         """A master has new numbers: a weight that is what it was at the last step is not its rounding any more."""

@@ -13,6 +13,7 @@ from ..distributed.sharding import local
 from ..masters.full import FullMasters, Given
 from ..masters.law import is_rounding, round_into
 from ..torch_internals.devices import is_read_freely
+from ..torch_internals.parameter_data import note_data
 from .members import Members
 
 
@@ -55,6 +56,7 @@ class ExposedMasters:
             if id(master) not in table.given:
                 table.values(master)
                 table.given[id(master)] = Given(master)
+                note_data(master.parameter, table.accessed)
         self.bind()
         yield from map(members.inside, asked)
         self.settle()
@@ -73,8 +75,11 @@ class ExposedMasters:
         parameter.grad = gradient
         given.gradient = gradient
         given.version, given.weight_version = parameter._version, weight._version
-        here = local(weight.detach())
-        given.before = here.clone() if is_read_freely(here.device) and not here.is_meta else None
+        here, table = local(weight.detach()), self._members.table
+        assert isinstance(table, FullMasters)
+        # Elsewhere than on a CPU a copy is kept of those alone whose data may be written to at any time, unseen.
+        keeps = is_read_freely(here.device) or id(weight) in table.accessed
+        given.before = here.clone() if keeps and not here.is_meta else None
 
     def settle(self) -> None:
         """Let weights be what was done to their masters.
@@ -91,11 +96,19 @@ class ExposedMasters:
         here, there = local(weight.detach()), local(parameter.detach())
         # Without a look at the numbers a master may have been written to at any time, through its data.
         is_written, may_be = weight._version != given.weight_version, True
-        if given.before is not None:
+        if given.before is not None and not is_read_freely(here.device):
+            if not (is_written and parameter._version != given.version):
+                self._merge(given, here, there)
+                is_written = may_be = False
+        elif given.before is not None:
             is_written = not torch.equal(here.view(torch.int16), given.before.view(torch.int16))
             may_be = parameter._version != given.version or not bool(is_rounding(given.before, there).all())
-        elif is_written:
-            may_be = parameter._version != given.version
+        else:
+            table = self._members.table
+            assert isinstance(table, FullMasters)
+            is_written |= id(weight) in table.accessed
+            if is_written:
+                may_be = parameter._version != given.version or id(parameter) in table.accessed
         if is_written and may_be and not bool(is_rounding(here, there).all()):
             raise RuntimeError(_BOTH.format(self._members.names.of(weight), "written to"))
         if may_be and not is_written:
@@ -116,6 +129,14 @@ class ExposedMasters:
             weight.grad = mine
         self._bind(given)
 
+    def _merge(self, given: Given, here: torch.Tensor, there: torch.Tensor) -> None:
+        """What was written to either counts, number by number, without a wait for their device."""
+        assert given.before is not None
+        is_written = here.view(torch.int16) != given.before.view(torch.int16)
+        there.copy_(torch.where(is_written & ~is_rounding(here, there), here.float(), there))
+        with _unsafe_preserve_version_counter(given.master.weight):
+            round_into(given.master.weight, given.master.parameter, given.master.clamps)
+
     def close(self) -> None:
         """A step is about to begin: nothing is done to masters between this and the next time they are given out."""
         self.settle()
@@ -123,7 +144,7 @@ class ExposedMasters:
         for given in self._given():
             assert isinstance(table, FullMasters)
             given.master.parameter.grad = None
-            del table.given[id(given.master)]
+            table.take_back(given)
         table.exposed.discard(self)
 
 
