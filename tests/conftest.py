@@ -10,6 +10,7 @@ from typing import Any
 import hypothesis
 import pytest
 import quick_process
+import session_device
 import torch
 from casts import Initialize, StartCasts, o1_plan
 from torch import nn
@@ -31,14 +32,30 @@ _SUPPORT = str(Path(__file__).parent / "support")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_SUPPORT, os.environ.get("PYTHONPATH"))))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--device sim``, or ``cuda``: run what is marked ``device`` there; without it, everything on the CPU."""
+    parser.addoption("--device", choices=("cpu", "sim", "cuda"), default="cpu")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The device is there before any test, and before any backward pass."""
+    session_device.choose(config.option.device)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """``gpu`` tests are skipped where there is no CUDA device, ``nightly`` ones left out unless asked for."""
-    if "nightly" not in config.option.markexpr:
-        config.hook.pytest_deselected(items=[item for item in items if "nightly" in item.keywords])
-        items[:] = [item for item in items if "nightly" not in item.keywords]
+    """``nightly`` tests are left out unless asked for; off the CPU all but those for devices, on it ``gpu`` ones."""
+    on_cpu = config.option.device == "cpu"
+    left_out = [
+        item
+        for item in items
+        if ("nightly" in item.keywords and "nightly" not in config.option.markexpr)
+        or not (on_cpu or item.keywords.keys() & {"device", "gpu"})
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if "gpu" in item.keywords and on_cpu:
+            item.add_marker(pytest.mark.skip(reason="needs an accelerator: pytest --device sim, or --device cuda"))
 
 
 def pytest_collection_finish() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import simulated_device
 import torch
 from cast_samples import SAMPLES, Make, resolve, sample
 from casts import BF16, FP32, HALF, StartCasts
+from session_device import device
 from torch.utils._pytree import tree_leaves
 
 from mpinit.functions.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
@@ -32,15 +34,6 @@ NAMES = [
     for index, (row, policy, name) in enumerate((*case, name) for case in CASES for name in case[0].names)
     for lower in (HALF, BF16)
 ]
-DEVICES = [
-    pytest.param(
-        device,
-        marks=()
-        if device == "cpu"
-        else (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
-    )
-    for device in ("cpu", "cuda")
-]
 
 
 @pytest.fixture(params=[HALF, BF16], ids=["fp16", "bf16"])
@@ -60,13 +53,13 @@ def expected(row: CastRow, lower: torch.dtype, given: tuple[torch.dtype, ...]) -
     return FP32
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.device
 @pytest.mark.parametrize(("row", "policy", "name", "lower"), NAMES)
 def test_every_name_gives_the_rows_dtype_and_gradients_in_the_inputs_dtype(
-    row: CastRow, policy: str, name: str, device: str, lower: torch.dtype, start_casts: StartCasts
+    row: CastRow, policy: str, name: str, lower: torch.dtype, start_casts: StartCasts
 ) -> None:
     start_casts(patch_torch_functions_type=lower, cast_policy=policy, allow_banned=True)
-    follows(row, name, device, lower)
+    follows(row, name, device().type, lower)
 
 
 @pytest.mark.parametrize("accelerator", ["cuda", "mps"])
@@ -79,6 +72,17 @@ def test_rows_hold_for_tensors_of_the_cpu_where_there_is_an_accelerator(
     for row in TORCH_POLICY:
         for name in row.names:
             follows(row, name, "cpu", HALF)
+
+
+@pytest.mark.gpu
+def test_rows_hold_on_a_device_with_a_list_of_its_own(start_casts: StartCasts) -> None:
+    if device().type != "sim":
+        pytest.skip("every other device has one always")
+    start_casts(allow_banned=True)
+    with simulated_device.autocast_list():
+        for row in TORCH_POLICY:
+            for name in row.names:
+                follows(row, name, "sim", HALF)
 
 
 def follows(row: CastRow, name: str, device: str, lower: torch.dtype) -> None:
@@ -120,11 +124,11 @@ def test_each_row_has_one_sample_and_each_sample_a_row_or_a_name() -> None:
     assert set(SAMPLES) <= rows | names
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_operators(device: str, lower: torch.dtype, start_casts: StartCasts) -> None:
+@pytest.mark.device
+def test_operators(lower: torch.dtype, start_casts: StartCasts) -> None:
     start_casts(patch_torch_functions_type=lower)
-    make = Make(device, lower)
-    x, wide = make(3, 3), Make(device, FP32)(3, 3)
+    make = Make(device().type, lower)
+    x, wide = make(3, 3), Make(device().type, FP32)(3, 3)
     assert [(x**2).dtype, (2.0**x).dtype, (1 / x).dtype, (x**x).dtype] == [FP32] * 4
     assert [(wide @ wide).dtype, (wide @ x).dtype, (x @ x).dtype] == [lower] * 3
     product = wide
@@ -132,20 +136,18 @@ def test_operators(device: str, lower: torch.dtype, start_casts: StartCasts) -> 
     assert product.dtype is lower
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_in_place_out_and_explicit_dtypes_are_left_alone(
-    device: str, lower: torch.dtype, start_casts: StartCasts
-) -> None:
+@pytest.mark.device
+def test_in_place_out_and_explicit_dtypes_are_left_alone(lower: torch.dtype, start_casts: StartCasts) -> None:
     start_casts(patch_torch_functions_type=lower)
-    x = Make(device, lower)(2, 3).detach()
+    x = Make(device().type, lower)(2, 3).detach()
     out = torch.empty_like(x)
     assert torch.exp(x, out=out) is out
     assert out.dtype is lower
     kept = x.clone()
     assert kept.exp_() is kept
     assert kept.dtype is lower
-    kept += Make(device, FP32)(2, 3).detach()
-    kept.mul_(torch.ones(2, 3, device=device))
+    kept += Make(device().type, FP32)(2, 3).detach()
+    kept.mul_(torch.ones(2, 3, device=device()))
     assert kept.dtype is lower
     assert torch.softmax(x, -1, dtype=torch.float64).dtype is torch.float64
     assert x.sum(dtype=lower).dtype is lower
@@ -190,10 +192,11 @@ def test_the_policies_differ_only_where_they_should(start_casts: StartCasts) -> 
         x.clone().exp_()
 
 
-@pytest.mark.parametrize("device", device_types())
-def test_wrappers_follow_the_flag_of_the_tensors_device(device: str, start_casts: StartCasts) -> None:
+@pytest.mark.device
+@pytest.mark.parametrize("kind", device_types())
+def test_wrappers_follow_the_flag_of_the_tensors_device(kind: str, start_casts: StartCasts) -> None:
     start_casts(cast_scope="model")
-    x = torch.ones(2, 3, dtype=HALF, device=device)
+    x = torch.ones(2, 3, dtype=HALF, device=kind)
     assert x.exp().dtype is HALF
     with ForwardCasts(HALF):
         assert x.exp().dtype is FP32

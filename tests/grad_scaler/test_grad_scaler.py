@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from loops import backward, batches, close, gradients, mlp, momentum, mse, plain_sgd, poison, same
+from session_device import device
 from torch import nn
 from torch.optim import AdamW
 
 import mpinit
+
+pytestmark = pytest.mark.device
 
 BF16 = torch.bfloat16
 DYNAMIC: dict[str, Any] = {"loss_scale": "dynamic", "init_loss_scale": 1024.0, "growth_interval": 3, "verbosity": 0}
@@ -124,7 +127,7 @@ def trained(recipe: Recipe, scaler_of: Any, make: Any = momentum, **given: Any) 
 
 
 def torchs_own(_: Any) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    return torch.amp.GradScaler(device().type, init_scale=1024.0, growth_interval=3)
 
 
 @each_setting
@@ -221,7 +224,7 @@ def test_a_static_scale_stays(level: str, scale: float) -> None:
 
 def test_setters_and_states_are_torchs() -> None:
     model, optimizer, scaler = begin()
-    theirs = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    theirs = torch.amp.GradScaler(device().type, init_scale=8.0, growth_interval=3)
     assert scaler.state_dict() == theirs.state_dict()
     for each in (scaler, theirs):
         each.set_growth_factor(3.0)
@@ -235,7 +238,7 @@ def test_setters_and_states_are_torchs() -> None:
     assert scaler.state_dict()["_growth_tracker"] == 1
     theirs.load_state_dict(scaler.state_dict())
     assert theirs.state_dict() == scaler.state_dict()
-    saved = torch.amp.GradScaler("cpu", init_scale=2.0, growth_factor=4.0, growth_interval=7).state_dict()
+    saved = torch.amp.GradScaler(device().type, init_scale=2.0, growth_factor=4.0, growth_interval=7).state_dict()
     scaler.load_state_dict(saved)
     for wrong in ({"scale": 2.0}, saved | {"scale": -1.0}, saved | {"growth_factor": "x"}):
         with pytest.raises(ValueError):

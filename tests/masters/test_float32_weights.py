@@ -11,6 +11,8 @@ from torch import nn
 
 import mpinit
 
+pytestmark = pytest.mark.device
+
 KINDS = LEVELS | {"O3": {"opt_level": "O3", "cast_model_type": torch.bfloat16}}
 
 

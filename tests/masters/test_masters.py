@@ -9,6 +9,8 @@ from torch import nn
 
 import mpinit
 
+pytestmark = pytest.mark.device
+
 
 def test_tiny_updates_add_up_in_the_masters() -> None:
     model = nn.Linear(1, 1, bias=False)

@@ -17,6 +17,8 @@ import mpinit
 from mpinit import registry
 from mpinit.masters.codecs.encoded import EncodedState
 
+pytestmark = pytest.mark.device
+
 SPLIT = ("O5", {"master_weights": "split"})
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "split": SPLIT,

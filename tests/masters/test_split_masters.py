@@ -14,6 +14,8 @@ from torch import nn
 
 import mpinit
 
+pytestmark = pytest.mark.device
+
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)

@@ -25,6 +25,8 @@ from torch import nn
 
 import mpinit
 
+pytestmark = pytest.mark.device
+
 LEVELS = ("O0", "O1", "O2", "O3")
 DELAYS: tuple[dict[str, bool], ...] = ({}, {"delay_unscale": True}, {"delay_overflow_check": True})
 

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 import mpinit
 
+pytestmark = pytest.mark.device
+
 LEVELS = ("O0", "O1", "O2", "O3")
 
 

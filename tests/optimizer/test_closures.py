@@ -14,6 +14,8 @@ from torch.optim import LBFGS, SGD, Adam, Optimizer
 
 import mpinit
 
+pytestmark = pytest.mark.device
+
 LEVELS = ("O0", "O1", "O2")
 
 

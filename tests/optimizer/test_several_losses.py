@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 import mpinit
 
+pytestmark = pytest.mark.device
+
 
 def test_a_loss_for_no_optimizer_is_scaled_and_leaves_everything_alone() -> None:
     model = mlp()

@@ -8,6 +8,8 @@ import torch
 from mpinit.basics.dtypes import as_float32
 from mpinit.optimizer import gradients as unscaling
 
+pytestmark = pytest.mark.device
+
 INVERSE = torch.tensor(0.25)
 BAD = (float("inf"), float("-inf"), float("nan"))
 

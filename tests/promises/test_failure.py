@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import simulated_device
 import torch
 from loops import backward, keywords
+from session_device import device, placed
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpinit
+
+pytestmark = pytest.mark.device
 
 # What needs a closure, sparse gradients or matrices alone.
 OTHERS = ("Optimizer", "LBFGS", "SparseAdam", "Muon")
@@ -49,6 +53,14 @@ class FailsAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def fails_at(at: int) -> Any:
+    """A block whose n-th operation fails, on the device itself where that can be told to."""
+    return simulated_device.failing_at(at) if device().type == "sim" else FailsAt(at)
+
+
+FAILURES = (Injected, torch.OutOfMemoryError)
+
+
 class Loop:
     """Two good iterations, and whatever the test does then."""
 
@@ -56,8 +68,8 @@ class Loop:
         torch.manual_seed(0)
         # Weights of that many numbers have their states encoded.
         width = 64 if "encoded" in configuration else 4
-        self.model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 2))
-        self.batch = torch.randn(4, width)
+        self.model = placed(nn.Sequential(nn.Linear(width, width), nn.Linear(width, 2)))
+        self.batch = placed(torch.randn(4, width))
         more = {"momentum": 0.9} if name == "SGD" else {}
         self.optimizer = getattr(torch.optim, name)(self.model.parameters(), lr=0.01, **more)
         mpinit.initialize(self.model, self.optimizer, **CONFIGURATIONS[configuration])
@@ -108,9 +120,9 @@ def failures(name: str, configuration: str, each: int) -> Iterator[tuple[int, Lo
             continue
         loop = Loop(name, configuration)
         try:
-            with FailsAt(at):
+            with fails_at(at):
                 loop.optimizer.step()
-        except Injected:
+        except FAILURES:
             yield at, loop
         else:
             assert at > 4
@@ -152,9 +164,9 @@ def test_an_error_at_any_operation_of_a_backward_pass_leaves_nothing_scaled(conf
         loop.optimizer.zero_grad()
         loss = (loop.model(loop.batch) - 1.0).square().mean()
         try:
-            with FailsAt(at):
+            with fails_at(at):
                 backward(loss, loop.optimizer)
-        except Injected:
+        except FAILURES:
             try:
                 for parameter, gradient in zip(loop.model.parameters(), expected, strict=True):
                     found = parameter.grad

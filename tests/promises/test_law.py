@@ -19,11 +19,16 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from law import SETUPS, Pick, Run, Setup
 from law_actions import KINDS, WRITES
+from session_device import device
 
 import mpinit
 
+pytestmark = pytest.mark.device
+
 WANTED = tuple(os.environ.get("LAW_KINDS", "").replace(",", " ").split()) or ("",)
-CHOSEN = [kind for kind in KINDS if kind.startswith(WANTED)]
+# Where reading waits for a device, what torch does not count is not noticed; numpy reads a CPU alone.
+UNSEEN = () if device().type == "cpu" else ("write numpy", "write view")
+CHOSEN = [kind for kind in KINDS if kind.startswith(WANTED) and kind not in UNSEEN]
 OFTEN = [kind for kind in ("backward", "step") if kind in CHOSEN]
 ACTIONS = st.lists(
     st.tuples(st.sampled_from(CHOSEN + OFTEN * (len(CHOSEN) // 6)), st.integers(0, 2**24)), min_size=4, max_size=14
@@ -53,7 +58,7 @@ RUNS = os.environ.get("LAW_RUNS")
 PARTS = 16
 
 
-@settings(max_examples=300, derandomize=True, **COMMON)
+@settings(max_examples=300 if device().type == "cpu" else 50, derandomize=True, **COMMON)
 @given(st.sampled_from(SETUPS), ACTIONS)
 def test_300_random_runs_keep_the_law(setup: Setup, actions: list[tuple[str, int]]) -> None:
     play(setup, actions)

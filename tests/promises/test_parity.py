@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 import mpinit
 
+pytestmark = pytest.mark.device
+
 STEPS = 20
 NETWORKS = ("cnn", "lstm", "transformer")
 

@@ -25,6 +25,8 @@ from mpinit.masters import full, split
 from mpinit.model import casting, copies, forward, state_dict
 from mpinit.optimizer import managed
 
+pytestmark = pytest.mark.device
+
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("network", "optimizer"), [("cnn", "sgd"), ("lstm", "adam"), ("transformer", "adamw_fused")])

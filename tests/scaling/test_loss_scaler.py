@@ -16,6 +16,8 @@ from mpinit.plan import ScalingRule
 from mpinit.scaling.scaler import LossScaler, check_state
 from mpinit.settings.spellings import SMALLEST_SCALE
 
+pytestmark = pytest.mark.device
+
 RULE = ScalingRule(
     dynamic=True,
     init_scale=2.0**16,

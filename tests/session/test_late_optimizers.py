@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 from loops import adam, backward, batches, close, keywords, masters, mlp, momentum, mse, poison, same, states, train
+from session_device import device
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import mpinit
 from mpinit import registry
+
+pytestmark = pytest.mark.device
 
 BF16 = torch.bfloat16
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -101,7 +104,7 @@ def change(model: nn.Module, how: str) -> None:
         mse(model, batches(1)[0])
     else:
         torch.compile(model, backend="eager")
-        model.to("cpu").train()
+        model.to(device()).train()
 
 
 @pytest.mark.parametrize("setting", ["O0", "O3", "O5", "O5-split"])

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from loops import poison
+from session_device import device, placed
 from torch import nn
 from torch.optim import SGD
 
@@ -153,7 +154,7 @@ class Run:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.model = Vectors()
+        self.model = placed(Vectors())
         homes = [["a", "long"], ["b", "kept"]] if setup.optimizers == 2 else [["a", "long", "b", "kept"]]
         more = {"lr": RATE, "momentum": MOMENTUM if setup.momentum else 0.0}
         self.by_hand = {name: nn.Parameter(self.weight(name).detach().clone()) for name in SIZES}
@@ -206,8 +207,8 @@ class Run:
 
     def loss(self, gradients: dict[str, torch.Tensor], bad: str | None = None) -> torch.Tensor:
         """A loss that gives these gradients, and an infinite one."""
-        outputs = self.model(torch.ones(1, 1))
-        loss: Any = torch.zeros(())
+        outputs = self.model(torch.ones(1, 1, device=device()))
+        loss: Any = torch.zeros((), device=device())
         for name, gradient in gradients.items():
             if name == "a":
                 loss = loss + (outputs["again"].float() * gradient.view(-1) / 2).sum()
@@ -217,7 +218,7 @@ class Run:
 
     def pattern(self, name: str, factor: float) -> torch.Tensor:
         """Numbers that every type holds, and a few sums of them."""
-        return factor * (1 + torch.arange(SIZES[name]) % 3).float().view(-1, 1)
+        return factor * (1 + torch.arange(SIZES[name], device=device()) % 3).float().view(-1, 1)
 
     def gradients(self, pick: Pick, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Gradients for some; all are cleared before they would become numbers that not every type holds."""

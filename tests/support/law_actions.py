@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from law import LOSSES, RATE, SIZES, VALUES, Interrupted, Kind, Pick, Run, exact, same
+from session_device import device
 from torch.optim import SGD
 
 import mpinit
@@ -61,7 +62,7 @@ def _inside(run: Run, pick: Pick) -> None:
     name, factor = pick.of(names), pick.of((None, 0.0, -1.0))
     index = run.owners(name)[0]
     run.begins([index])
-    with mpinit.scale_loss(torch.zeros(()), run.optimizers[index]):
+    with mpinit.scale_loss(torch.zeros((), device=device()), run.optimizers[index]):
         parameter, number = run.weight(name), run.by_hand[name]
         parameter.grad = None if factor is None else parameter.grad * factor
         number.grad = None if factor is None else number.grad * factor  # type: ignore[operator]
@@ -279,7 +280,7 @@ def _write_master(run: Run, pick: Pick) -> None:
             run.by_hand[name][:2] = value
     look = pick.of(("forward", "state_dict", "master_params", "step"))
     if look == "forward":
-        run.model(torch.ones(1, 1))
+        run.model(torch.ones(1, 1, device=device()))
     elif look == "state_dict":
         run.model.state_dict()
         list(mpinit.master_params(run.optimizers[index]))

@@ -8,6 +8,7 @@ from typing import Any
 
 import models
 import torch
+from session_device import placed
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
@@ -21,15 +22,17 @@ def mlp(seed: int = 0, dropout: float = 0.0, batchnorm: bool = False) -> nn.Sequ
     """A small regression net, the same for the same seed."""
     torch.manual_seed(seed)
     norm = [nn.BatchNorm1d(8)] if batchnorm else []
-    return nn.Sequential(nn.Linear(6, 8), *norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3))
+    net: nn.Sequential = placed(nn.Sequential(nn.Linear(6, 8), *norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)))
+    return net
 
 
 def batches(count: int, seed: int = 1, size: int = 4) -> list[Batch]:
     """``count`` batches for :func:`mlp`."""
     generator = torch.Generator().manual_seed(seed)
-    return [
+    made: list[Batch] = [
         (torch.randn(size, 6, generator=generator), torch.randn(size, 3, generator=generator)) for _ in range(count)
     ]
+    return [placed(batch) for batch in made]
 
 
 def mse(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -116,13 +119,12 @@ class _Infinite(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
-        ctx.like = parameter.shape, parameter.dtype
-        return torch.zeros((), dtype=torch.float32)
+        ctx.like = {"size": parameter.shape, "dtype": parameter.dtype, "device": parameter.device}
+        return torch.zeros((), device=parameter.device)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> torch.Tensor:
-        shape, dtype = ctx.like
-        return torch.full(shape, float("inf"), dtype=dtype)
+        return torch.full(fill_value=float("inf"), **ctx.like)
 
 
 def same(ours: Iterable[Any], theirs: Iterable[Any]) -> None:

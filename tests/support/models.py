@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from session_device import placed
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -130,10 +131,11 @@ class Case:
 
     def build(self, seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
-        return self.network()
+        model: nn.Module = placed(self.network())
+        return model
 
     def batches(self, count: int) -> list[Batch]:
-        return [batch for batch, _ in zip(self.data(), range(count), strict=False)]
+        return [placed(batch) for batch, _ in zip(self.data(), range(count), strict=False)]
 
 
 CASES = {

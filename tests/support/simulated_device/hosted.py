@@ -1,0 +1,66 @@
+"""Collectives for the simulated device: gloo, over copies on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
+
+
+class HostedGroup(dist.ProcessGroup):
+    """A process group whose tensors may be on the device: each goes to the host, through gloo, and back."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def getBackendName(self) -> str:
+        """What messages call it."""
+        return "hosted"
+
+    def _through(self, collective: str, into: Any, *given: Any) -> Any:
+        """Run a collective on host tensors in the places of ``into``'s, which get what comes out."""
+        there = _on_host(into)
+        getattr(self._gloo, collective)(there, *map(_on_host, given)).wait()
+        _copy(into, there)
+        done: Any = torch.futures.Future()
+        done.set_result(into)
+        return _create_work_from_future(done)
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:
+        return self._through("allreduce", tensors, *_given(options))
+
+    def broadcast(self, tensors: Any, options: Any = None) -> Any:
+        return self._through("broadcast", tensors, *_given(options))
+
+    def allgather(self, into: Any, tensors: Any, options: Any = None) -> Any:
+        return self._through("allgather", into, tensors, *_given(options))
+
+    def barrier(self, options: Any = None) -> Any:
+        return self._gloo.barrier()
+
+
+def _given(options: Any) -> list[Any]:
+    return [] if options is None else [options]
+
+
+def _on_host(tensors: Any) -> Any:
+    if isinstance(tensors, list):
+        return [_on_host(each) for each in tensors]
+    return tensors.cpu() if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _copy(into: Any, there: Any) -> None:
+    for target, source in zip(into, there, strict=True):
+        if isinstance(target, list):
+            _copy(target, source)
+        elif target is not source:
+            target.copy_(source)
+
+
+def register() -> None:
+    """Make ``hosted`` a backend of ``torch.distributed``."""
+    if not hasattr(dist.Backend, "HOSTED"):
+        dist.Backend.register_backend("hosted", HostedGroup, devices=["cpu", "sim"])
