@@ -1,0 +1,93 @@
+"""What an iteration asks of an accelerator, counted on the simulated one: ``python -m benchmarks.launches``.
+
+It writes the table between the marks of the page about limits. A launch is an operation on the device, a multi-tensor
+one is one; the batch is there already.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+import torch
+
+from .case import Unavailable
+from .results import ROOT
+from .roster import ROSTER, Row
+from .tasks import TASKS, Task
+from .with_mpinit import Mpinit
+
+PAGE: Final = ROOT / "docs" / "reference" / "limits.md"
+SIZE: Final[Mapping[str, int]] = {"blocks": 20, "width": 64, "batch": 8}
+FORMS: Final = ("fused", "foreach")
+NAMES: Final = (
+    *("fp32", "amp_fp16", "amp_bf16", "hand_fp16", "hand_bf16", "o1_fp16", "o1_bf16", "o2_fp16", "o2_bf16"),
+    *("o2_split", "o2_int8"),
+)
+IN_MODEL: Final = Row('mpinit O2, "model"', partial(Mpinit, opt_level="O2", master_weights="model"))
+ROWS: Final[Mapping[str, Row]] = {name: ROSTER[name] for name in NAMES} | {"in_model": IN_MODEL}
+_MARKED: Final = re.compile(r"(<!-- launches: begin -->\n).*?(<!-- launches: end -->)", re.S)
+
+
+def counted(row: Row, form: str) -> tuple[int, int, int] | None:
+    """Launches, host reads and copies between devices of a good iteration; None where there is none of that form."""
+    import simulated_device
+
+    torch.manual_seed(0)
+    task: Task = TASKS["launch"].build(SIZE, torch.device("sim"))
+    try:
+        contender = row.build(replace(task, rule=replace(task.rule, form=form)))
+    except Unavailable:
+        return None
+    for index in range(4):
+        with simulated_device.counted() as found:
+            loss = contender.forward(*task.batches[index])
+            contender.backward(loss)
+            contender.settle()
+            contender.update()
+    if isinstance(contender, Mpinit):
+        contender.mpinit.undo(contender.model)
+    return found.launches, found.reads, found.copies
+
+
+def table() -> str:
+    """Markdown."""
+    import simulated_device
+
+    simulated_device.start()
+    head = ["", *(f"{what}, {form}" for form in FORMS for what in ("launches", "reads", "copies")), "what is read"]
+    lines = [head, ["---"] * len(head)]
+    with simulated_device.autocast_list():
+        for name, row in ROWS.items():
+            found = [counted(row, form) for form in FORMS]
+            scales = name.endswith("fp16") or name == "in_model"
+            title = f"{row.title}, {'fp16' if scales else 'bf16'}" if name != "fp32" else row.title
+            cells = [str(number) for counts in found for number in counts or ("-",) * 3]
+            lines.append([title, *cells, _what_is_read(scales, [counts[1] for counts in found if counts is not None])])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+def _what_is_read(scales: bool, reads: list[int]) -> str:
+    if any(reads):
+        return "the verdict on an overflow: without it a step that is not fused cannot be skipped"
+    return "nothing: the step skips by itself" if scales else "nothing: no scale moves"
+
+
+def replaced(text: str) -> str:
+    """``text`` with the table made anew."""
+    return _MARKED.sub(lambda mark: f"{mark[1]}\n{table()}\n{mark[2]}", text)
+
+
+def main() -> int:
+    """Write the page."""
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
