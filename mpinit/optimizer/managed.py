@@ -345,10 +345,17 @@ class ManagedOptimizer:
     def _check_finite(self) -> None:
         """Look at gradients where no backward pass has: a scale that moves does, in the pass that unscales."""
         rule = self._rule
-        if self.skips and not rule.dynamic and self._is_active:
+        # A GradScaler of torch's leaves its own verdict, and its scale, to a step that is fused.
+        is_checked = getattr(self.optimizer, "found_inf", None) is not None
+        if self.skips and not rule.dynamic and self._is_active and not is_checked:
             first = next((weight for weight in self.members.weights if weight.grad is not None), None)
-            if first is not None and (rule.may_wait or is_read_freely(first.device) or self._can_skip_in_kernel()):
+            if first is None:
+                return
+            if rule.may_wait or is_read_freely(first.device) or self._can_skip_in_kernel():
                 self.gradients.check()
+            else:
+                # Found in the pass that unscales, and not read: that would wait for the device.
+                self.gradients.forget_overflow()
 
     def skips_step(self) -> bool:
         """Skip a step here and now where gradients overflowed; False where it is to be done, or skips by itself."""
