@@ -18,7 +18,7 @@ from .devices import is_capturing, works_within_a_cache
 # Compiling takes some seconds: about as long as this many rows of 128 numbers take without.
 _WORTH_ROWS: Final = 1 << 20
 # Rows worked on at a time where that keeps them in a cache.
-_CHUNK_ROWS: Final = 2048
+_CHUNK_ROWS: Final = 512
 
 
 @final
