@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, final
+from typing import Final, Protocol, final
 
 import torch
 from torch import nn
@@ -19,6 +20,9 @@ from ..torch_internals.devices import is_read_freely
 
 # By the id of a gradient that another optimizer has unscaled in the same pass.
 Done = set[int]
+
+# Numbers of a gradient up to which a copy costs less time than one more call.
+_SMALL: Final = 1 << 14
 
 
 class HoldsWeights(Protocol):
@@ -213,9 +217,12 @@ class Gradients:
     def check(self) -> None:
         """Look at gradients that no backward pass has checked, as those of a plain ``backward()``; a step begins."""
         if self.found_inf is None or self._was_found_at_step:
-            # Times 1, because torch's own check multiplies: no other pass over memory is as fast.
             left = [gradient.coalesce() if gradient.is_sparse else gradient for gradient in self.present()]
-            self.found_inf = unscale_and_check_(left, torch.ones((), device=left[0].device)) if left else None
+            if left and is_read_freely(left[0].device) and are_plain(left, left[0].device) and have_finite_sum(left):
+                self.found_inf = torch.zeros((), device=left[0].device)
+            else:
+                # Times 1, because torch's own check multiplies.
+                self.found_inf = unscale_and_check_(left, torch.ones((), device=left[0].device)) if left else None
             self.is_agreed, self._was_found_at_step = False, True
 
     def note(self, found_inf: torch.Tensor | None) -> None:
@@ -375,6 +382,25 @@ def _unscale_double_(tensors: list[torch.Tensor], inverse_scale: torch.Tensor, f
     torch._foreach_mul_(tensors, inverse_scale.double())
     for tensor in tensors:
         found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(tensor)).any().float()))
+
+
+def have_finite_sum(gradients: Sequence[torch.Tensor]) -> bool:
+    """Whether the sums of gradients are finite, which are so only where all numbers are. Waits for the device.
+
+    The reverse is not so: finite numbers may have an infinite sum. It is a pass over memory that only reads.
+
+    Args:
+        gradients: dense ones of one type, on one device.
+
+    Example:
+        >>> have_finite_sum([torch.ones(2)]), have_finite_sum([torch.tensor([torch.inf, -torch.inf])])
+        (True, False)
+    """
+    small = [gradient for gradient in gradients if gradient.numel() <= _SMALL]
+    sums = [gradient.sum() for gradient in gradients if gradient.numel() > _SMALL]
+    if small:
+        sums.append(torch._C._nn.flatten_dense_tensors(small).sum())
+    return all(math.isfinite(each.item()) for each in sums)
 
 
 def largest(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
