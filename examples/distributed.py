@@ -1,8 +1,10 @@
 """Several processes, mixed precision, checkpoints, and a training that goes on where a killed worker left it.
 
     torchrun --nproc-per-node 2 examples/distributed.py
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nproc-per-node 2 --max-restarts 2 examples/distributed.py --kill-at 45
 
+(Without the variable processes that torch 2.13 started again may read addresses of those before them, and hang.)
 A CNN learns handwritten digits under DistributedDataParallel, and a small transformer the standard library's text, once
 under FSDP2 and once in a pipeline with a stage on every process; side by side, over gloo on a CPU and NCCL on GPUs.
 Every process is seeded differently; the first one logs.

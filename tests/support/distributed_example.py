@@ -7,7 +7,6 @@ are for both trainings. Started again, the first training is over, and the secon
 
 from __future__ import annotations
 
-import datetime
 import os
 import runpy
 import sys
@@ -16,7 +15,6 @@ from pathlib import Path
 import quick_process
 import torch.distributed as dist
 
-TIMEOUT = datetime.timedelta(seconds=30)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "distributed.py"
 
 
@@ -27,15 +25,14 @@ def launch(*words: str) -> None:
     quick_process.prepare()
     runpy.run_path(str(EXAMPLE))
     quick_process.keep()
-    torchrun = ["--nproc-per-node=2", "--max-restarts=4", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    torchrun = ["--nproc-per-node=2", "--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     run.main([*torchrun, "--start-method=fork", "--run-path", __file__, *words])
 
 
 def train(folder: str, step: str, *words: str) -> None:
     """Run it as a user would, twice, with one process group: that of a launch is made once."""
     make, destroy = dist.init_process_group, dist.destroy_process_group
-    # Where processes do not find one another after a crash they give up, and torchrun starts them once more.
-    dist.init_process_group = lambda *args: None if dist.is_initialized() else make(*args, timeout=TIMEOUT)
+    dist.init_process_group = lambda *args: None if dist.is_initialized() else make(*args)
     dist.destroy_process_group = lambda: None
     for name, more in (("whole", ()), ("killed", ("--kill-at", step))):
         sys.argv = [str(EXAMPLE), "--out", str(Path(folder) / name), *more, *words]
