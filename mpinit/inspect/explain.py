@@ -17,8 +17,7 @@ from ..settings.resolve import resolve
 from .copies import at_level, kept_from_running, plain_copy, random_numbers
 from .numbers import tensors_in
 from .precision_report import PrecisionReport
-from .reasons import Reasons
-from .recording import Recording
+from .reasons import Recording
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -75,9 +74,7 @@ def explain(
             _at_level(model, session, twin, opt_level) as in_force,
             kept_from_running(model, _TOOL, _ADVICE),
         ):
-            plan = None if in_force is None else in_force.plan
-            modules = () if in_force is None else list(in_force.selection.float32_modules)
-            recording = Recording(twin, Reasons(plan, modules))
+            recording = Recording(twin, in_force)
             with recording.trace:
                 _run(twin, args, kwargs, loss)
     finally:

@@ -1,28 +1,36 @@
-"""Why an operation runs in the dtype it does: the cast policy, the weights' type, promotion, the user's code."""
+"""Every operation of a run, counted by module and dtypes, and why: the policy, weights, promotion, the user's code."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, final
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..basics.dtypes import dtype_name
 from ..functions.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
-from ..plan import CastPolicy, Plan
-from ..torch_internals.callers import Caller
+from ..plan import CastPolicy
+from ..session import Session
+from ..torch_internals.callers import caller_of_operation
 from ..torch_internals.native_autocast import is_on
+from .numbers import tensors_in
+from .precision_report import Row
+from .trace import BACKWARD, ModelTrace, Place
 
 _PACKAGE: Final = str(Path(__file__).parents[1]).replace("\\", "/")
+_WATCHERS: Final = (f"{_PACKAGE}/inspect/", f"{_PACKAGE}/torch_internals/operations.py")
 _CASTING: Final = frozenset(
     {"to", "float", "half", "bfloat16", "double", "type", "type_as", "asarray", "as_tensor", "tensor"}
 )
 _LOWER: Final = ("float16", "bfloat16")
 _FLOAT32: Final = "float32"
-_NO_FLOATS: Final = "no floating point"
+# What operations are in that no module runs: the loss, most of all.
+_NO_MODULE: Final = "(loss)"
 
 # The dispatcher's operations have the name of their row in the cast policy, but for these.
 _OTHER_NAMES: Final = {
@@ -56,32 +64,8 @@ _PREFIXES: Final = (
 )
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One operation, as it was seen.
-
-    Attributes:
-        name: its name, without the overload's.
-        inputs, outputs: names of the floating dtypes among them, each once.
-        cast: from which floating dtype to which it casts; None where it is no cast.
-        caller: the frame that asked for it.
-    """
-
-    name: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    cast: tuple[str, str] | None
-    caller: Caller | None
-
-
-class Reason(NamedTuple):
-    """Why.
-
-    Attributes:
-        why: in words.
-        where: file and line of a cast in the user's code; "" elsewhere.
-        flagged: whether it ran in 16 bits though the cast policy calls for float32.
-    """
+class _Reason(NamedTuple):
+    """Why; where in the user's code a cast is; whether it ran in 16 bits though the cast policy calls for float32."""
 
     why: str
     where: str = ""
@@ -102,136 +86,161 @@ class _Frame:
     casts: dict[str, str]
 
 
-class AtenPolicy:
-    """The rows of a cast policy, by the names that the dispatcher knows.
+@final
+class Recording:
+    """Counts operations, by the module of ``model`` whose forward they belong to, and says why they run as they do.
 
     Args:
-        policy: which table.
+        model: whose modules are told apart.
+        session: what is in force for it; None: it is not initialised.
 
-    Example:
-        >>> AtenPolicy(CastPolicy.TORCH).row_of("_softmax").cast.value
-        'fp32'
-        >>> AtenPolicy(CastPolicy.TORCH).row_of("exp_") is None
-        True
+    Attributes:
+        trace: to be entered around the run.
     """
 
-    def __init__(self, policy: CastPolicy) -> None:
-        rows: Iterable[CastRow] = APEX_POLICY if policy is CastPolicy.APEX else TORCH_POLICY
-        self._rows = {row.name: row for row in rows}
+    def __init__(self, model: nn.Module, session: Session | None) -> None:
+        self.trace = ModelTrace(model, self._operation, self._module_begins, self._module_ends)
+        self._types = {name: type(module).__name__ for name, module in model.named_modules()}
+        self._plan = None if session is None else session.plan
+        self._kept = () if session is None else tuple(session.selection.float32_modules)
+        is_apex = self._plan is not None and self._plan.cast_policy is CastPolicy.APEX
+        self._policy: dict[str, CastRow] = {row.name: row for row in (APEX_POLICY if is_apex else TORCH_POLICY)}
+        # In front, what is outside of all modules.
+        self._frames = [_Frame((), False, False, is_on(), {})]
+        # Count, casts and bytes cast of every row.
+        self._rows: dict[Row, list[int]] = {}
 
-    def row_of(self, operation: str) -> CastRow | None:
-        """The row that an operation, without its overload's name, carries out; None for in-place ones and others."""
-        row = self._rows.get(_OTHER_NAMES.get(operation, operation))
+    def rows(self) -> tuple[Row, ...]:
+        """What was counted, in the order in which it was first met."""
+        return tuple(
+            dataclasses.replace(row, count=count, casts=casts, cast_bytes=cast_bytes)
+            for row, (count, casts, cast_bytes) in self._rows.items()
+        )
+
+    # -- what is shown ------------------------------------------------------------------------------------------
+
+    def _module_begins(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        weights = _floating(t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
+        is_norm = isinstance(module, _NormBase)
+        is_kept = module in self._kept or (is_norm and _FLOAT32 in weights)
+        begins = len(self._frames) == 1 and self._plan is not None and self._plan.patch_functions
+        self._frames.append(_Frame(weights, is_kept, is_norm, begins or is_on(), {}))
+
+    def _module_ends(self, name: str, output: Any) -> None:
+        self._frames.pop()
+
+    def _operation(
+        self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        """Run it and count it."""
+        inputs = _floating(tensors_in((args, kwargs)))
+        result = run()
+        written = list(tensors_in(result))
+        outputs, cast = _floating(written), _cast_of(operation, args, written)
+        name = str(operation.overloadpacket).rpartition(".")[2]
+        place = self.trace.place()
+        reason = self._reason(name, inputs, outputs, cast, place)
+        module = _NO_MODULE if place.module is None else place.module
+        row = Row(module, self._types.get(module, ""), place.phase, name, inputs, outputs, *reason)
+        counts = self._rows.setdefault(row, [0, 0, 0])
+        counts[0] += 1
+        if cast is not None:
+            counts[1] += 1
+            counts[2] += sum(tensor.nbytes for tensor in written)
+        return result
+
+    # -- why ----------------------------------------------------------------------------------------------------
+
+    def _reason(
+        self, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], cast: tuple[str, str] | None, place: Place
+    ) -> _Reason:
+        is_backward = place.phase == BACKWARD
+        if cast is not None:
+            words = f"{cast[0]} to {cast[1]}"
+            return _Reason(f"backward of a cast: {words}") if is_backward else self._of_cast(words, cast[1])
+        if not (inputs or outputs):
+            return _Reason("no floating point")
+        if is_backward:
+            forward = place.node.removesuffix("0").removesuffix("Backward")
+            if forward == "AccumulateGrad":
+                return _Reason("gradient of a parameter")
+            return _Reason(f"backward of {forward}, in the type of its forward")
+        row = self._row_of(name)
+        lower = any(each in _LOWER for each in inputs)
+        followed = _of_row(row, inputs, lower) if row is not None and self._frames[-1].casts_on else None
+        if followed is not None:
+            return followed
+        flagged = row is not None and row.cast in (Cast.FP32, Cast.BANNED) and lower
+        return self._of_inputs(inputs, outputs)._replace(flagged=flagged)
+
+    def _row_of(self, operation: str) -> CastRow | None:
+        """The policy's row that an operation of the dispatcher carries out; None for in-place ones and others."""
+        row = self._policy.get(_OTHER_NAMES.get(operation, operation))
         if row is not None:
             return None if operation.endswith("_") else row
         named = next((name for prefix, name in _PREFIXES if operation.startswith(prefix)), "")
-        return None if "backward" in operation else self._rows.get(named)
+        return None if "backward" in operation else self._policy.get(named)
 
-
-class Reasons:
-    """Says why, for one model.
-
-    Args:
-        plan: what is in force for the model; None: it is not initialised.
-        float32_modules: modules that the plan leaves in float32.
-    """
-
-    def __init__(self, plan: Plan | None, float32_modules: Collection[nn.Module]) -> None:
-        self._plan = plan
-        self._float32_modules = float32_modules
-        self._policy = AtenPolicy(CastPolicy.TORCH if plan is None else plan.cast_policy)
-        self._outermost = _Frame((), False, False, is_on(), {})
-        self._frames: list[_Frame] = []
-
-    def enter(self, module: nn.Module) -> None:
-        """A module's forward begins."""
-        own = (*module._parameters.values(), *module._buffers.values())
-        floating = dict.fromkeys(dtype_name(t.dtype) for t in own if t is not None and t.is_floating_point())
-        is_kept = module in self._float32_modules or (isinstance(module, _NormBase) and _FLOAT32 in floating)
-        begins = not self._frames and self._plan is not None and self._plan.patch_functions
-        self._frames.append(_Frame(tuple(floating), is_kept, isinstance(module, _NormBase), begins or is_on(), {}))
-
-    def leave(self) -> None:
-        """It has ended."""
-        self._frames.pop()
-
-    def of_backward(self, operation: Operation, node: str) -> Reason:
-        """Of an operation that the node of the backward graph of this name runs."""
-        if operation.cast is not None:
-            return Reason(f"backward of a cast: {operation.cast[0]} to {operation.cast[1]}")
-        if not (operation.inputs or operation.outputs):
-            return Reason(_NO_FLOATS)
-        forward = node.removesuffix("0").removesuffix("Backward")
-        if forward == "AccumulateGrad":
-            return Reason("gradient of a parameter")
-        return Reason(f"backward of {forward}, in the type of its forward")
-
-    def of_forward(self, operation: Operation) -> Reason:
-        """Of any other operation."""
-        if operation.cast is not None:
-            return self._of_cast(operation.cast, operation.caller)
-        if not (operation.inputs or operation.outputs):
-            return Reason(_NO_FLOATS)
-        row = self._policy.row_of(operation.name)
-        lower = any(name in _LOWER for name in operation.inputs)
-        if row is not None and self._frame.casts_on:
-            followed = _of_row(row, operation, lower)
-            if followed is not None:
-                return followed
-        flagged = row is not None and row.cast in (Cast.FP32, Cast.BANNED) and lower
-        why, where = self._of_inputs(operation)
-        return Reason(why, where, flagged)
-
-    @property
-    def _frame(self) -> _Frame:
-        return self._frames[-1] if self._frames else self._outermost
-
-    def _of_inputs(self, operation: Operation) -> tuple[str, str]:
-        frame = self._frame
-        inputs = operation.inputs or operation.outputs
-        if len(inputs) > 1:
+    def _of_inputs(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> _Reason:
+        frame = self._frames[-1]
+        if len(inputs or outputs) > 1:
             if frame.is_norm:
-                return f"weight type: BatchNorm kept in {_FLOAT32} takes {inputs[0]}", ""
-            return f"promotion: {' with '.join(inputs)} gives {', '.join(operation.outputs) or 'no floats'}", ""
-        (dtype,) = inputs
+                return _Reason(f"weight type: BatchNorm kept in {_FLOAT32} takes {(inputs or outputs)[0]}")
+            return _Reason(f"promotion: {' with '.join(inputs or outputs)} gives {', '.join(outputs) or 'no floats'}")
+        (dtype,) = inputs or outputs
         if dtype in frame.casts:
-            return f"user's code: cast to {dtype}", frame.casts[dtype]
+            return _Reason(f"user's code: cast to {dtype}", frame.casts[dtype])
         if frame.is_kept and dtype == _FLOAT32 and self._plan is not None:
-            return f"weight type: module kept in {_FLOAT32}", ""
+            return _Reason(f"weight type: module kept in {_FLOAT32}")
         if dtype in frame.weights:
-            return f"weight type: weights are {dtype}", ""
-        if operation.inputs:
-            return f"input type: {dtype}", ""
-        return f"made in {dtype}", ""
+            return _Reason(f"weight type: weights are {dtype}")
+        return _Reason(f"input type: {dtype}" if inputs else f"made in {dtype}")
 
-    def _of_cast(self, cast: tuple[str, str], caller: Caller | None) -> Reason:
-        words = f"{cast[0]} to {cast[1]}"
+    def _of_cast(self, words: str, target: str) -> _Reason:
+        caller, frame = caller_of_operation(_WATCHERS), self._frames[-1]
         if caller is None:
-            return Reason(f"cast by torch: {words}")
+            return _Reason(f"cast by torch: {words}")
         if caller.file.startswith(_PACKAGE):
             folder = caller.file.removeprefix(_PACKAGE).split("/")[1]
             if folder in ("functions", "torch_internals"):
-                return Reason(f"policy: argument cast, {words}")
-            return Reason(f"weight type: cast at the boundary of a module, {words}")
-        if caller.called in _CASTING or not self._frame.casts_on:
-            where = f"{caller.file}:{caller.line}"
-            if caller.is_torch:
-                return Reason(f"torch's code: {words}", "/".join(where.split("/")[-2:]))
-            self._frame.casts[cast[1]] = where
-            return Reason(f"user's code: {words}", where)
-        return Reason(f"policy: argument of {caller.called or 'an operator'} cast, {words}")
+                return _Reason(f"policy: argument cast, {words}")
+            return _Reason(f"weight type: cast at the boundary of a module, {words}")
+        if caller.called not in _CASTING and frame.casts_on:
+            return _Reason(f"policy: argument of {caller.called or 'an operator'} cast, {words}")
+        where = f"{caller.file}:{caller.line}"
+        if caller.is_torch:
+            return _Reason(f"torch's code: {words}", "/".join(where.split("/")[-2:]))
+        frame.casts[target] = where
+        return _Reason(f"user's code: {words}", where)
 
 
-def _of_row(row: CastRow, operation: Operation, lower: bool) -> Reason | None:
+def _of_row(row: CastRow, inputs: tuple[str, ...], lower: bool) -> _Reason | None:
     """Of an operation that has a row, while casts are on; None where the row was not followed."""
     if row.cast is Cast.PROMOTE:
-        return Reason(f"policy: {row.name} takes the widest type given")
+        return _Reason(f"policy: {row.name} takes the widest type given")
     if row.cast is Cast.LOWER_PRECISION:
-        return Reason(f"policy: {row.name} runs in {operation.inputs[0]}") if lower else None
+        return _Reason(f"policy: {row.name} runs in {inputs[0]}") if lower else None
     if not lower:
-        return Reason(f"policy: {row.name} runs in {_FLOAT32}")
-    called = "" if operation.caller is None else operation.caller.called
-    if called and not any(name.rpartition(".")[2] == called for name in row.names):
+        return _Reason(f"policy: {row.name} runs in {_FLOAT32}")
+    caller = caller_of_operation(_WATCHERS)
+    if caller is not None and caller.called and not any(n.rpartition(".")[2] == caller.called for n in row.names):
         # A kernel of torch's calls it, behind the casts.
-        return Reason(f"inside {called}, which runs in {operation.inputs[0]}")
+        return _Reason(f"inside {caller.called}, which runs in {inputs[0]}")
     return None
+
+
+def _floating(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(dtype_name(tensor.dtype) for tensor in tensors if tensor.is_floating_point()))
+
+
+def _cast_of(operation: Any, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> tuple[str, str] | None:
+    """From which floating dtype to which an operation casts; None where it is no cast."""
+    if operation is torch.ops.aten._to_copy.default and args and outputs:
+        source, target = args[0], outputs[0]
+    elif operation is torch.ops.aten.copy_.default and len(args) > 1:
+        target, source = args[0], args[1]
+    else:
+        return None
+    if source.dtype == target.dtype or not (source.is_floating_point() and target.is_floating_point()):
+        return None
+    return dtype_name(source.dtype), dtype_name(target.dtype)
