@@ -23,7 +23,7 @@ from ..plan import Masters, make_plan
 from ..session import Session
 from ..settings.resolve import resolve
 from ..torch_internals.native_autocast import CastsOff
-from .copies import copy_of_optimizer, random_numbers
+from .copies import copy_of_optimizer, same_random_numbers
 
 KINDS: Final = ("weights", "masters", "gradients", "optimizer state")
 # What is foreseen beside what is there now.
@@ -160,7 +160,7 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
         foreseen |= _foresee(each, session)
     kind = Masters.NONE if session is None else session.plan.masters
     rows = tuple(
-        _row(name, p, p.dtype, kind if session and session.masters.of(p) else Masters.NONE, foreseen.get(p), True)
+        _row(name, p, p.dtype, kind if session and session.masters.of(p) else Masters.NONE, foreseen.get(p, _UNKNOWN))
         for name, p in model.named_parameters()
     )
     sizes = {"now": _bytes(rows)}
@@ -172,32 +172,22 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
             continue  # what initialize would refuse as well
         is_cast = plan.masters is not Masters.NONE
         to = {p: targets.get(p, torch.float32 if is_cast else p.dtype) for p in model.parameters()}
-        sizes[level] = _bytes([_row("", p, to[p], plan.masters, foreseen.get(p), False) for p in to])
+        # What is kept now is no measure of what is kept there.
+        after = {p: foreseen.get(p, _UNKNOWN)._replace(state=None) for p in to}
+        sizes[level] = _bytes([_row("", p, to[p], plan.masters, after[p]) for p in to])
     return Audit(rows, sizes, _advice(rows, foreseen, session))
 
 
 # -- types and bytes ----------------------------------------------------------------------------------------------
 
 
-def _row(
-    name: str, parameter: Any, weight: torch.dtype, kind: Masters, known: _Foreseen | None, is_now: bool
-) -> AuditRow:
+def _row(name: str, parameter: Any, weight: torch.dtype, kind: Masters, known: _Foreseen) -> AuditRow:
     """A parameter whose weight is in a type, with a kind of masters where that is a 16-bit one."""
     master, gradient = (_MASTERS.get(kind) if is_lower_precision(weight) else None) or ("", weight)
-    state = 0.0
-    if known is not None:
-        state = known.slots * (torch.float32 if master else weight).itemsize
-        state = known.state if is_now and known.state is not None else state
-    return AuditRow(
-        name,
-        local(parameter).numel(),
-        dtype_name(weight),
-        master,
-        dtype_name(gradient or weight) if parameter.requires_grad else "",
-        None if known is None else known.rate,
-        state,
-        None if known is None else known.stuck,
-    )
+    state = known.slots * (torch.float32 if master else weight).itemsize if known.state is None else known.state
+    trained = dtype_name(gradient or weight) if parameter.requires_grad else ""
+    elements = local(parameter).numel()
+    return AuditRow(name, elements, dtype_name(weight), master, trained, known.rate, state, known.stuck)
 
 
 def _bytes(rows: Sequence[AuditRow]) -> dict[str, float]:
@@ -222,17 +212,20 @@ class _Foreseen(NamedTuple):
 
     Attributes:
         kind: the optimizer's name.
-        rate: the learning rate of its group.
-        slots: how many numbers it keeps for one of the parameter's.
-        state: bytes that it keeps for one now; None before its first step.
+        rate: the learning rate of its group; None where no optimizer has it.
+        state: bytes that it keeps for one of the parameter's numbers now; None before its first step.
+        slots: how many numbers it keeps for one.
         stuck: share of the numbers that a step leaves as they are; None where that is not known.
     """
 
-    kind: str
-    rate: float
-    slots: float
-    state: float | None
-    stuck: float | None
+    kind: str = ""
+    rate: float | None = None
+    state: float | None = None
+    slots: float = 0.0
+    stuck: float | None = None
+
+
+_UNKNOWN: Final = _Foreseen()
 
 
 class _Steps(NamedTuple):
@@ -246,32 +239,27 @@ class _Steps(NamedTuple):
 @torch.no_grad()
 def _foresee(optimizer: Optimizer, session: Session | None) -> dict[Any, _Foreseen]:
     """What an optimizer does with its parameters, by copies of parts of them."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups for _ in group["params"]]
-    parts = [_part(p, session) for p in parameters]
-    sizes = [None if p.grad is None else _size_of(p.grad) for p in parameters]
-    again = random_numbers()
-    steps: list[tuple[_Steps, float | None]] = [(_Steps(0.0, 0.0, 0.0), None)] * len(parts)
-    try:
-        small, large = (_run(optimizer, parameters, parts, [size] * len(parts)) for size in _SIZES)
-        steps = [
-            (one, (one.stuck + other.stuck) / 2 if 0 < 0.5 * one.size <= other.size <= 2 * one.size else None)
-            for one, other in zip(small, large, strict=True)
-        ]
-        if all(size is not None for size in sizes) and any(stuck is None for _, stuck in steps):
-            measured = _run(optimizer, parameters, parts, [size or 0.0 for size in sizes])
-            steps = [
-                (one, m.stuck if stuck is None else stuck) for (one, stuck), m in zip(steps, measured, strict=True)
-            ]
-    except Exception:  # whatever a foreign optimizer may say to a copy of itself, or to a step without a closure
-        pass
-    finally:
-        again()
-    kind = type(optimizer).__name__
-    return {
-        p: _Foreseen(kind, rate, one.slots, _bytes_kept(optimizer.state.get(p), p), stuck)
-        for p, rate, (one, stuck) in zip(parameters, rates, steps, strict=True)
+    found = {
+        p: _Foreseen(type(optimizer).__name__, float(group.get("lr", 0.0)), _bytes_kept(optimizer.state.get(p), p))
+        for group in optimizer.param_groups
+        for p in group["params"]
     }
+    parts = {p: _part(p, session) for p in found}
+    with same_random_numbers():
+        try:
+            small, large = (_run(optimizer, parts, dict.fromkeys(parts, size)) for size in _SIZES)
+            uneven = {p for p in parts if not 0 < 0.5 * small[p].size <= large[p].size <= 2 * small[p].size}
+            measured: dict[Any, _Steps] = {}
+            if uneven and all(p.grad is not None for p in parts):
+                measured = _run(optimizer, parts, {p: _size_of(p.grad) for p in parts})
+        except Exception:  # whatever a foreign optimizer may say to a copy of itself, or to a step without a closure
+            return found
+    for p, known in found.items():
+        stuck = None if p in uneven else (small[p].stuck + large[p].stuck) / 2
+        if p in uneven and measured:
+            stuck = measured[p].stuck
+        found[p] = known._replace(slots=small[p].slots, stuck=stuck)
+    return found
 
 
 def _part(parameter: Any, session: Session | None) -> torch.Tensor:
@@ -287,27 +275,25 @@ def _size_of(gradient: torch.Tensor) -> float:
     return float(values.square().mean().sqrt()) if values.numel() else 0.0
 
 
-def _run(optimizer: Optimizer, parameters: list[Any], parts: list[torch.Tensor], sizes: list[float]) -> list[_Steps]:
+def _run(optimizer: Optimizer, parts: Mapping[Any, torch.Tensor], sizes: Mapping[Any, float]) -> dict[Any, _Steps]:
     """Step copies of parts on random gradients of these root mean squares."""
-    copies = {p: nn.Parameter(part.float()) for p, part in zip(parameters, parts, strict=True)}
+    copies = {p: nn.Parameter(part.float()) for p, part in parts.items()}
     twin = copy_of_optimizer(optimizer, copies, with_state=False)
     chance = torch.Generator().manual_seed(0)
-    totals = [[0.0, 0.0] for _ in parts]
+    totals = {p: [0.0, 0.0] for p in parts}
     for number in range(_STEPS):
-        for copied, size in zip(copies.values(), sizes, strict=True):
-            copied.grad = size * torch.randn(copied.shape, generator=chance).to(copied.device)
-        before = [copied.clone() for copied in copies.values()]
+        for p, copied in copies.items():
+            copied.grad = sizes[p] * torch.randn(copied.shape, generator=chance).to(copied.device)
+        before = {p: copied.clone() for p, copied in copies.items()}
         with CastsOff():
             twin.step()
-        for total, copied, old, part in zip(totals, copies.values(), before, parts, strict=True):
-            if number >= _STEPS - _COUNTED and part.numel():
-                step = copied - old
-                total[0] += float(step.abs().mean()) / _COUNTED
-                total[1] += float(((part.float() + step).to(part.dtype) == part).double().mean()) / _COUNTED
-    slots = [
-        sum(v.numel() for v in _kept(twin.state.get(copied))) / max(1, copied.numel()) for copied in copies.values()
-    ]
-    return [_Steps(size, stuck, kept) for (size, stuck), kept in zip(totals, slots, strict=True)]
+        for p, part in parts.items() if number >= _STEPS - _COUNTED else ():
+            if part.numel():
+                step = copies[p] - before[p]
+                totals[p][0] += float(step.abs().mean()) / _COUNTED
+                totals[p][1] += float(((part.float() + step).to(part.dtype) == part).double().mean()) / _COUNTED
+    slots = {p: sum(v.numel() for v in _kept(twin.state.get(c))) / max(1, c.numel()) for p, c in copies.items()}
+    return {p: _Steps(size, stuck, slots[p]) for p, (size, stuck) in totals.items()}
 
 
 def _kept(state: Any) -> list[torch.Tensor]:
@@ -320,9 +306,8 @@ def _bytes_kept(state: Any, parameter: torch.Tensor) -> float | None:
     if not state:
         return None
     encoded = ((encoded_part(value), local(value)) for value in _kept(state))
-    return sum(v.nbytes if codes is None else codes.nbytes_held for codes, v in encoded) / max(
-        1, local(parameter).numel()
-    )
+    total = sum(value.nbytes if codes is None else codes.nbytes_held for codes, value in encoded)
+    return total / max(1, local(parameter).numel())
 
 
 def _percent(share: float | None) -> str:

@@ -124,16 +124,16 @@ def kept_from_running(model: nn.Module, tool: str, advice: str) -> Iterator[None
             guard.remove()
 
 
-def random_numbers() -> Undo:
-    """The generators of torch on every device in use, of Python, and of numpy where it is loaded.
+@contextmanager
+def same_random_numbers() -> Iterator[Undo]:
+    """Put back the generators of torch on every device in use, of Python, and of numpy where it is loaded.
 
-    Returns:
-        A function that puts back their present state, as often as it is called.
+    Yields:
+        A function that puts back the state at the beginning, as often as it is called; at the end it is called, too.
 
     Example:
-        >>> again = random_numbers()
-        >>> first = torch.rand(1)
-        >>> again()
+        >>> with same_random_numbers() as again:
+        ...     first = torch.rand(1)
         >>> bool(first == torch.rand(1))
         True
     """
@@ -147,8 +147,11 @@ def random_numbers() -> Undo:
     if numpy is not None:
         undos.append(functools.partial(numpy.random.set_state, numpy.random.get_state()))
 
-    def give_back() -> None:
+    def again() -> None:
         for undo in undos:
             undo()
 
-    return give_back
+    try:
+        yield again
+    finally:
+        again()

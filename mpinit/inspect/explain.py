@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .. import registry
 from ..session import Session
 from ..settings.resolve import resolve
-from .copies import at_level, kept_from_running, plain_copy, random_numbers
+from .copies import at_level, kept_from_running, plain_copy, same_random_numbers
 from .numbers import tensors_in
 from .precision_report import PrecisionReport
 from .reasons import Recording
@@ -67,18 +67,15 @@ def explain(
     _check(model, loss, opt_level)
     model = getattr(model, "_orig_mod", model)  # of a compiled model, whose copy is one of the model inside
     session = registry.of(model)
-    restore_random_numbers = random_numbers()
-    try:
+    with same_random_numbers():
         twin, args, kwargs = _copied(model, args, kwargs)
         with (
             _at_level(model, session, twin, opt_level) as in_force,
-            kept_from_running(model, _TOOL, _ADVICE),
+            kept_from_running(model, "mpinit.explain", _ADVICE),
         ):
             recording = Recording(twin, in_force)
             with recording.trace:
                 _run(twin, args, kwargs, loss)
-    finally:
-        restore_random_numbers()
     return PrecisionReport(
         model=type(model).__name__,
         level=in_force.opt_level if in_force is not None else "",

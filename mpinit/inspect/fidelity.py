@@ -14,7 +14,7 @@ from .. import registry
 from ..basics.dtypes import cast_within_range, dtype_name
 from ..basics.trees import cast_tree
 from ..torch_internals.native_autocast import CastsOff
-from .copies import plain_copy, random_numbers
+from .copies import plain_copy, same_random_numbers
 from .numbers import floating_tensors
 from .trace import ModelTrace
 
@@ -105,14 +105,11 @@ def fidelity(
         dtype = torch.bfloat16 if plan is None or plan.model_dtype == torch.float32 else plan.model_dtype
     plain = _served(model, dtype) if served is None else served
     dtype = next((p.dtype for p in plain.parameters() if p.is_floating_point()), dtype)
-    again = random_numbers()
-    try:
+    with same_random_numbers() as again:
         trained, seen = _run(model, inputs, keywords)
         again()
         with CastsOff():
             expected, known = _run(plain, *cast_tree((inputs, keywords), dtype))
-    finally:
-        again()
     pairs = _paired(trained if output is None else output(trained), expected if output is None else output(expected))
     differences = torch.cat([_difference(one, other).reshape(-1) for one, other in pairs])
     parted = (name for name, result in seen.items() if name in known and not _are_equal(result, known[name]))

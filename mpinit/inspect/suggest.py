@@ -15,6 +15,7 @@ from .. import registry
 from ..session import Session
 from ..settings.opt_levels import OPT_LEVELS
 from ..settings.resolve import resolve
+from .copies import same_random_numbers
 from .faults import Fault
 from .trial import Run, Trial, Trials, UserStep, compare
 
@@ -153,11 +154,9 @@ def suggest(
         raise ValueError(f"levels={levels!r}: give a tuple of levels, such as ('O2', 'O5')")
     for level in levels:
         resolve(level, keywords)
-    trials = Trials(model, optimizer, step)
-    try:
+    with same_random_numbers() as again:
+        trials = Trials(model, optimizer, step, again)
         return _Doctor(trials, tolerance, keywords, registry.of(optimizer)).examine(levels)
-    finally:
-        trials.restore_random_numbers()
 
 
 @final

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -12,9 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..basics.dtypes import is_lower_precision
+from ..basics.patching import Undo
 from ..settings.resolve import resolve
 from ..torch_internals.native_autocast import CastsOff
-from .copies import at_level, copy_of_optimizer, float32_copy, kept_from_running, random_numbers
+from .copies import at_level, copy_of_optimizer, float32_copy, kept_from_running
 from .faults import OverflowWatch
 
 UserStep = Callable[[Any, Any], Any]
@@ -25,37 +26,52 @@ _NEGLIGIBLE = 0.01
 _GONE = 0.5
 
 
-@dataclass(frozen=True)
+@final
+@dataclass
 class Trial:
     """What a run gave.
 
     Attributes:
+        model: the copy that ran.
         watch: what was seen of operations.
+        damaged_buffers: names of buffers that the level's type cannot hold, with an error above one part in a hundred.
         loss: the loss, a number.
         gradients: parameter's dotted name -> its unscaled gradient in float32; only of those that have one.
-        damaged_buffers: names of buffers that the level's type cannot hold, with an error above one part in a hundred.
     """
 
+    model: nn.Module
     watch: OverflowWatch
-    loss: float
-    gradients: Mapping[str, torch.Tensor]
     damaged_buffers: Sequence[str]
+    loss: float = math.nan
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def backward_ended(self, *_: Any) -> None:
+        """Copy the gradients that the next step would use: the step may clear them."""
+        for name, parameter in self.model.named_parameters():
+            gradient = parameter.grad
+            if gradient is not None:
+                whole = gradient.to_dense() if gradient.is_sparse else gradient
+                self.gradients[name] = whole.detach().to(torch.float32, copy=True)
+
+    def step_ended(self, skipped: bool | torch.Tensor) -> None:
+        """What a step does is not compared."""
 
 
 @final
+@dataclass(frozen=True)
 class Trials:
     """Runs of a user's step, each on fresh copies and with the same random numbers.
 
-    Args:
+    Attributes:
         model, optimizer: copied; nothing happens to them.
         step: ``step(model, optimizer)`` gives the loss of one batch.
+        again: puts back the random numbers that every run begins with.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, step: UserStep) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._step = step
-        self.restore_random_numbers = random_numbers()
+    model: nn.Module
+    optimizer: Optimizer
+    step: UserStep
+    again: Undo
 
     def run(self, level: str, keywords: Mapping[str, Any], rounded_to: Iterable[torch.dtype] = ()) -> Trial:
         """Run the step once.
@@ -64,19 +80,16 @@ class Trials:
             level, keywords: what the copies are initialised with.
             rounded_to: the 16-bit types whose rounding errors are weighed.
         """
-        clone = float32_copy(self._model)
-        copies = dict(zip(self._model.parameters(), clone.parameters(), strict=True))
-        twin = copy_of_optimizer(self._optimizer, copies)
+        clone = float32_copy(self.model)
+        twin = copy_of_optimizer(self.optimizer, dict(zip(self.model.parameters(), clone.parameters(), strict=True)))
         before = {name: buffer.detach().clone() for name, buffer in clone.named_buffers()}
-        name, properties = resolve(level, keywords)
-        with CastsOff(), at_level([clone], [twin], name, properties, quiet=True) as session:
-            gradients = _Gradients(clone)
-            session.managed(twin).observers.append(gradients)
+        with CastsOff(), at_level([clone], [twin], *resolve(level, keywords), quiet=True) as session:
             watch = OverflowWatch(clone, rounded_to)
-            damaged = _damaged(before, dict(clone.named_buffers()))
-            self.restore_random_numbers()
-            with kept_from_running(self._model, "mpinit.suggest", _ADVICE), watch, torch.enable_grad():
-                loss = self._step(clone, twin)
+            trial = Trial(clone, watch, _damaged(before, dict(clone.named_buffers())))
+            session.managed(twin).observers.append(trial)
+            self.again()
+            with kept_from_running(self.model, "mpinit.suggest", _ADVICE), watch, torch.enable_grad():
+                loss = self.step(clone, twin)
                 if watch.batch is None:
                     raise ValueError(
                         "step(model, optimizer) did not run the model it was given: it has to use its arguments"
@@ -88,32 +101,10 @@ class Trials:
                 if not watch.went_backward and loss.requires_grad:
                     with session.scaled(loss, [twin], 0, False) as scaled_loss:
                         scaled_loss.backward()
-            if not gradients.found:
-                gradients.copy()
-        return Trial(watch, float(loss.detach()), gradients.found, damaged)
-
-
-@final
-class _Gradients:
-    """The gradients of the last backward pass: a step may clear them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.found: dict[str, torch.Tensor] = {}
-        self._names = dict(model.named_parameters())
-
-    def backward_ended(self, loss: torch.Tensor, scaler: Any) -> None:
-        self.copy()
-
-    def step_ended(self, skipped: bool | torch.Tensor) -> None:
-        return
-
-    def copy(self) -> None:
-        """Copy what the next step would use."""
-        for name, parameter in self._names.items():
-            gradient = parameter.grad
-            if gradient is not None:
-                whole = gradient.to_dense() if gradient.is_sparse else gradient
-                self.found[name] = whole.detach().to(torch.float32, copy=True)
+            trial.loss = float(loss.detach())
+            if not trial.gradients:
+                trial.backward_ended()
+        return trial
 
 
 def _damaged(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
@@ -160,40 +151,25 @@ class Run:
 def compare(trial: Trial, reference: Trial, tolerance: float, level: str, keep: tuple[str, ...]) -> Run:
     """Compare a run with the same run in float32."""
     whole = math.sqrt(sum(float(g.double().square().sum()) for g in reference.gradients.values()))
-    errors = (_gradient_error(trial.gradients.get(name), g, whole) for name, g in reference.gradients.items())
-    loss, gradient = _loss_error(trial.loss, reference.loss), max(errors, default=0.0)
-    gone = _underflowing(trial, reference)
+    loss, gradient = math.inf, 0.0
+    if math.isfinite(trial.loss):
+        # A loss near 0 is compared absolutely: the gradients tell more of it.
+        loss = abs(trial.loss - reference.loss) / max(abs(reference.loss), 0.1)
+    of_module: dict[str, list[tuple[str, bool]]] = {}
+    for name, expected in reference.gradients.items():
+        found = trial.gradients.get(name, torch.zeros_like(expected))
+        gradient = max(gradient, _error(found, expected, whole))
+        meant = expected != 0
+        if bool(meant.any()):
+            is_gone = float((found[meant] == 0).double().mean()) >= _GONE
+            of_module.setdefault(name.rpartition(".")[0], []).append((name, is_gone))
+    gone = tuple(name for rows in of_module.values() if all(is_gone for _, is_gone in rows) for name, _ in rows)
     agrees = loss <= tolerance and gradient <= tolerance and not gone
     return Run(level, keep, trial.loss, loss, gradient, gone, agrees)
 
 
-def _loss_error(loss: float, reference: float) -> float:
-    if not math.isfinite(loss):
-        return math.inf
-    # A loss near 0 is compared absolutely: the gradients tell more of it.
-    return abs(loss - reference) / max(abs(reference), 0.1)
-
-
-def _gradient_error(gradient: torch.Tensor | None, reference: torch.Tensor, whole: float) -> float:
-    if gradient is None:
-        gradient = torch.zeros_like(reference)
+def _error(gradient: torch.Tensor, expected: torch.Tensor, whole: float) -> float:
     if not bool(torch.isfinite(gradient).all()):
         return math.inf
-    scale = max(float(reference.double().norm()), _NEGLIGIBLE * whole)
-    return float((gradient.double() - reference.double()).norm()) / scale if scale > 0 else 0.0
-
-
-def _underflowing(trial: Trial, reference: Trial) -> tuple[str, ...]:
-    of_module: dict[str, list[tuple[str, bool]]] = {}
-    for name, gradient in reference.gradients.items():
-        if bool((gradient != 0).any()):
-            gone = _underflows(trial.gradients.get(name), gradient)
-            of_module.setdefault(name.rpartition(".")[0], []).append((name, gone))
-    return tuple(name for rows in of_module.values() if all(gone for _, gone in rows) for name, _ in rows)
-
-
-def _underflows(gradient: torch.Tensor | None, reference: torch.Tensor) -> bool:
-    meant = reference != 0
-    if gradient is None or not bool(meant.any()):
-        return gradient is None
-    return float((gradient[meant] == 0).double().mean()) >= _GONE
+    scale = max(float(expected.double().norm()), _NEGLIGIBLE * whole)
+    return float((gradient.double() - expected.double()).norm()) / scale if scale > 0 else 0.0
