@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, final
@@ -128,43 +129,38 @@ def gradient_histogram(optimizer: Optimizer, parameter: str | None = None) -> Gr
         >>> mpinit.undo(model)
     """
     session = registry.session_of(optimizer)
-    counts: dict[str, dict[int, int]] = {}
-    zeros, nonfinite, elements = {}, {}, {}
-    known = []
-    for weight in session.watched(optimizer).parameters():
-        name = session.name_of(weight)
-        known.append(name)
-        if weight.grad is not None and parameter in (None, name):
-            values = dense(weight.grad)
-            counts[name], zeros[name], nonfinite[name] = _count(values)
-            elements[name] = values.numel()
-    if parameter is not None and parameter not in known:
+    weights = {session.name_of(weight): weight for weight in session.watched(optimizer).parameters()}
+    if parameter is not None and parameter not in weights:
         raise ValueError(
-            f"parameter={parameter!r} is no parameter of this optimizer; it has {', '.join(known[:5])}, ..."
+            f"parameter={parameter!r} is no parameter of this optimizer; it has {', '.join([*weights][:5])}, ..."
         )
-    if not counts:
+    values = {
+        name: dense(weight.grad)
+        for name, weight in weights.items()
+        if weight.grad is not None and parameter in (None, name)
+    }
+    if not values:
         raise RuntimeError(
             "there are no gradients: call mpinit.gradient_histogram after scale_loss, before zero_grad()"
         )
-    bins: dict[int, int] = {}
-    for of_one in counts.values():
-        for exponent, number in of_one.items():
-            bins[exponent] = bins.get(exponent, 0) + number
-    bins = dict(sorted(bins.items(), reverse=True))
-    scale = session.scaler(0).loss_scale()
-    return GradientHistogram(bins, counts, zeros, nonfinite, elements, scale, _suggested(bins))
+    counts = {name: _exponents(gradient) for name, gradient in values.items()}
+    together = sum(counts.values(), Counter[int]())
+    return GradientHistogram(
+        bins=dict(sorted(together.items(), reverse=True)),
+        per_parameter=counts,
+        zeros={name: int((gradient == 0).sum()) for name, gradient in values.items()},
+        nonfinite={name: int((~gradient.isfinite()).sum()) for name, gradient in values.items()},
+        elements={name: gradient.numel() for name, gradient in values.items()},
+        scale=session.scaler(0).loss_scale(),
+        suggested_scale=_suggested(together),
+    )
 
 
-def _count(values: torch.Tensor) -> tuple[dict[int, int], int, int]:
-    flat = values.reshape(-1)
-    flat = flat if flat.dtype == torch.float64 else flat.float()
-    finite = torch.isfinite(flat)
-    there = flat[finite & (flat != 0)]
-    exponents = torch.frexp(there).exponent.long() - 1
-    counted = torch.bincount(exponents.clamp(min=_LOWEST) - _LOWEST) if there.numel() else exponents
-    bins = {index + _LOWEST: number for index, number in enumerate(counted.tolist()) if number}
-    bad = int((~finite).sum())
-    return bins, flat.numel() - bad - there.numel(), bad
+def _exponents(gradient: torch.Tensor) -> Counter[int]:
+    values = gradient if gradient.dtype == torch.float64 else gradient.float()
+    exponents = torch.frexp(values[values.isfinite() & (values != 0)]).exponent.long() - 1
+    found, numbers = exponents.clamp(min=_LOWEST).unique(return_counts=True)
+    return Counter(dict(zip(found.tolist(), numbers.tolist(), strict=True)))
 
 
 def _suggested(bins: Mapping[int, int]) -> float | None:

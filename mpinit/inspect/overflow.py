@@ -23,8 +23,7 @@ class OverflowReport:
         loss_id: of the loss that overflowed; None where that is not known.
         scale: the loss scale its backward pass had; None likewise.
         loss: the loss, unscaled; None where reading it would have waited for the device.
-        parameters: dotted names of the parameters whose gradients hold inf or nan, the largest share of them first.
-        gradients: the numbers of each, in the same order.
+        gradients: the parameters whose gradients hold inf or nan, with their numbers, the largest share of them first.
         module_types: parameter's name -> the type of its module.
         first_module: the dotted name of the module that the backward pass came to first of those; None where it is no
             module's.
@@ -35,12 +34,16 @@ class OverflowReport:
     loss_id: int | None
     scale: float | None
     loss: float | None
-    parameters: tuple[str, ...]
     gradients: tuple[BadGradient, ...]
     module_types: dict[str, str]
     first_module: str | None
     is_certain: bool
     advice: str
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Dotted names of the parameters of ``gradients``."""
+        return tuple(bad.name for bad in self.gradients)
 
     def __str__(self) -> str:
         if self.loss_id is None and not self.parameters:
@@ -101,7 +104,6 @@ def overflow_report(optimizer: Optimizer) -> OverflowReport:
         loss_id=known[0] if known else (0 if has_overflowed and len(session.scalers) == 1 else None),
         scale=record.scale,
         loss=record.loss,
-        parameters=tuple(bad.name for bad in worst),
         gradients=worst,
         module_types=_types_of_modules(session.models),
         first_module=record.first_module,
@@ -115,15 +117,12 @@ def _names(record: OverflowRecord) -> set[str]:
 
 
 def _types_of_modules(models: list[nn.Module]) -> dict[str, str]:
-    many = len(models) > 1
-    return {
-        (f"models[{index}].{name}.{own}" if many else f"{name}.{own}").replace("..", ".").lstrip("."): type(
-            part
-        ).__name__
-        for index, model in enumerate(models)
-        for name, part in model.named_modules()
-        for own in part._parameters
-    }
+    types = {}
+    for index, model in enumerate(models):
+        prefix = f"models[{index}]." if len(models) > 1 else ""
+        for name, _ in model.named_parameters():
+            types[prefix + name] = type(model.get_submodule(name.rpartition(".")[0])).__name__
+    return types
 
 
 def watch_overflow(model: nn.Module) -> OverflowWatch:

@@ -172,15 +172,6 @@ class _Doctor:
         self._findings: list[Finding] = []
         self._reference: Trial
 
-    @property
-    def _may_go_on(self) -> bool:
-        return len(self._runs) < _MOST_RUNS
-
-    def _run_in_float32(self, types: set[torch.dtype]) -> None:
-        self._reference = trial = self._trials.run("O0", {}, types)
-        bad = trial.watch.first is not None or not math.isfinite(trial.loss)
-        self._runs.append(Run(_FLOAT32, (), trial.loss, 0.0, 0.0, (), not bad))
-
     def _run_at(self, level: str, keywords: Mapping[str, Any], keep: Sequence[str]) -> tuple[Trial, Run]:
         given = self._with_scale(level, keywords)
         kept = [*(given.pop("keep_fp32", None) or ()), *keep]
@@ -204,8 +195,7 @@ class _Doctor:
         if resolve(level, keywords)[1].loss_scale != "dynamic":
             return dict(keywords)
         largest = max(self._reference.watch.largest_gradient, 1e-30)
-        lower = _lower_type(level, keywords) or torch.float16
-        scale = 2.0 ** math.floor(math.log2(min(torch.finfo(lower).max, 65504.0) / _HEADROOM / largest))
+        scale = 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / _HEADROOM / largest))
         return dict(keywords) | {"loss_scale": min(max(scale, _SMALLEST_SCALE), _LARGEST_SCALE)}
 
     def _keywords_at(self, level: str) -> dict[str, Any]:
@@ -220,19 +210,21 @@ class _Doctor:
 
     def examine(self, levels: Sequence[str]) -> Suggestion:
         types = {_lower_type(level, self._keywords_at(level)) for level in levels}
-        self._run_in_float32({dtype for dtype in types if dtype is not None})
+        self._reference = trial = self._trials.run("O0", {}, {dtype for dtype in types if dtype is not None})
+        is_good = trial.watch.first is None and math.isfinite(trial.loss)
+        self._runs.append(Run(_FLOAT32, (), trial.loss, 0.0, 0.0, (), is_good))
         blameless = self._not_of_precision()
         if blameless is not None:
             return self._say(None, [], {}, blameless, at_fault=False)
         reasons: list[str] = []
         for level in levels:
-            if self._may_go_on:
-                found, keywords, why = self._examine_level(level, self._keywords_at(level))
-                reasons.append(why)
-                if found is not None:
-                    return self._say(level, found, keywords, " ".join(reasons))
-            else:
+            if len(self._runs) == _MOST_RUNS:
                 reasons.append(f"{level} was not tried: give levels=({level!r},).")
+                continue
+            found, keywords, why = self._examine_level(level, self._keywords_at(level))
+            reasons.append(why)
+            if found is not None:
+                return self._say(level, found, keywords, " ".join(reasons))
         reasons.append(
             "No level that was tried agrees with float32: train in float32 (O0), or mend what is named here."
         )
@@ -263,24 +255,24 @@ class _Doctor:
 
     def _examine_level(self, level: str, keywords: dict[str, Any]) -> tuple[list[str] | None, dict[str, Any], str]:
         trial, result = self._run_at(level, keywords, [])
-        if result.agrees and trial.watch.first is None:
+        if result.agrees:
             return [], keywords, f"{level} agrees with float32 as it is."
         lower = _lower_type(level, keywords)
-        self._note_findings(level, lower, trial, result)
-        keep = self._to_keep(lower, trial, result)
+        sensitive = self._most_sensitive(lower, result)
+        self._note_findings(level, trial, result, sensitive)
+        keep = self._to_keep(lower, trial, sensitive)
+        may_go_on = len(self._runs) < _MOST_RUNS
         if result.underflowing and keywords.get("loss_scale", "dynamic") != "dynamic":
             scaled = {**keywords, "loss_scale": "dynamic"}
-            if self._may_go_on and self._run_at(level, scaled, [])[1].agrees:
+            if may_go_on and self._run_at(level, scaled, [])[1].agrees:
                 return [], scaled, f"{level} needs loss scaling: at {keywords['loss_scale']} gradients become 0."
-        elif keep and self._may_go_on:
-            trial, result = self._run_at(level, keywords, keep)
-            if result.agrees and trial.watch.first is None:
-                names = ", ".join(map(repr, keep))
-                return keep, keywords, f"{level} agrees with float32 with {names} kept in float32."
+        elif keep and may_go_on and self._run_at(level, keywords, keep)[1].agrees:
+            names = ", ".join(map(repr, keep))
+            return keep, keywords, f"{level} agrees with float32 with {names} kept in float32."
         first = self._findings[0].detail if self._findings else "gradients differ"
         return None, keywords, f"{level} does not do ({first})."
 
-    def _note_findings(self, level: str, lower: torch.dtype | None, trial: Trial, result: Run) -> None:
+    def _note_findings(self, level: str, trial: Trial, result: Run, sensitive: list[str]) -> None:
         fault = trial.watch.first
         for name in trial.damaged_buffers:
             self._findings.append(
@@ -291,13 +283,11 @@ class _Doctor:
         elif result.underflowing:
             name = result.underflowing[-1]
             self._findings.append(Finding("underflow", name, f"most of the gradient of {name!r} becomes 0"))
-        elif most := self._most_sensitive(lower, result):
-            detail = (
-                f"loss or gradients differ by more than {self._tolerance:g}, and rounding in {most[0]!r} most of all"
-            )
-            self._findings.append(Finding("precision", most[0], detail))
+        elif sensitive:
+            detail = f"loss or gradients differ by more than {self._tolerance:g}, and rounding in {sensitive[0]!r} most"
+            self._findings.append(Finding("precision", sensitive[0], f"{detail} of all"))
 
-    def _to_keep(self, lower: torch.dtype | None, trial: Trial, result: Run) -> list[str]:
+    def _to_keep(self, lower: torch.dtype | None, trial: Trial, sensitive: list[str]) -> list[str]:
         """The modules that are at fault; empty where none can be kept in float32."""
         seen, fault = self._reference.watch, trial.watch.first
         largest = torch.finfo(lower or torch.float32).max
@@ -305,7 +295,7 @@ class _Doctor:
         if fault is not None and fault.module is not None:
             wanted.append(fault.module)
         wanted += [name for name, peak in seen.peaks.items() if name and peak > largest]
-        found = [] if wanted else self._most_sensitive(lower, result)
+        found = [] if wanted else sensitive
         for name in wanted:
             # What a module returns leaves it in 16 bits: where that is too large, what is around it is kept.
             while name and seen.result_peaks.get(name, 0.0) > largest:
@@ -331,18 +321,12 @@ class _Doctor:
     def _say(
         self, level: str | None, keep: list[str], keywords: dict[str, Any], reason: str, at_fault: bool = True
     ) -> Suggestion:
-        words = {name: value for name, value in keywords.items() if name != "keep_fp32"}
         kept = [*(keywords.get("keep_fp32") or ()), *keep]
-        return Suggestion(
-            level,
-            keep,
-            words | ({"keep_fp32": kept} if kept else {}),
-            reason,
-            tuple(self._findings),
-            tuple(self._runs),
-            self._tolerance,
-            at_fault and bool(self._findings),
-        )
+        words = {**keywords, "keep_fp32": kept}
+        if not kept:
+            del words["keep_fp32"]
+        found, runs = tuple(self._findings), tuple(self._runs)
+        return Suggestion(level, keep, words, reason, found, runs, self._tolerance, at_fault and bool(found))
 
 
 def _lower_type(level: str, keywords: Mapping[str, Any]) -> torch.dtype | None:

@@ -136,7 +136,7 @@ class Run:
         gradient_error: the largest of a parameter's gradient, relative to the reference.
         underflowing: parameters most of whose gradient is 0 here and not in the reference, in modules of which that is
             true of every parameter (a bias in front of a norm has no gradient but rounding errors).
-        agrees: whether loss and gradients are within the tolerance, and no gradient is lost.
+        agrees: whether loss and gradients are within the tolerance, no gradient is lost, and nothing left the range.
     """
 
     level: str
@@ -164,7 +164,7 @@ def compare(trial: Trial, reference: Trial, tolerance: float, level: str, keep: 
             is_gone = float((found[meant] == 0).double().mean()) >= _GONE
             of_module.setdefault(name.rpartition(".")[0], []).append((name, is_gone))
     gone = tuple(name for rows in of_module.values() if all(is_gone for _, is_gone in rows) for name, _ in rows)
-    agrees = loss <= tolerance and gradient <= tolerance and not gone
+    agrees = loss <= tolerance and gradient <= tolerance and not gone and trial.watch.first is None
     return Run(level, keep, trial.loss, loss, gradient, gone, agrees)
 
 
