@@ -159,7 +159,7 @@ def gradient_histogram(optimizer: Optimizer, parameter: str | None = None) -> Gr
 def _exponents(gradient: torch.Tensor) -> Counter[int]:
     values = gradient if gradient.dtype == torch.float64 else gradient.float()
     exponents = torch.frexp(values[values.isfinite() & (values != 0)]).exponent.long() - 1
-    found, numbers = exponents.clamp(min=_LOWEST).unique(return_counts=True)
+    found, numbers = torch.unique(exponents.clamp(min=_LOWEST), return_counts=True)
     return Counter(dict(zip(found.tolist(), numbers.tolist(), strict=True)))
 
 

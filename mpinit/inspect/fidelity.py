@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -98,11 +97,7 @@ def fidelity(
         raise TypeError(f"fidelity takes a module and its inputs, not {type(model).__name__}")
     model = getattr(model, "_orig_mod", model)
     session = registry.of(model)
-    plan = None if session is None else session.plan
-    if plan is not None and plan.patch_functions:
-        dtype = plan.function_dtype
-    else:
-        dtype = torch.bfloat16 if plan is None or plan.model_dtype == torch.float32 else plan.model_dtype
+    dtype = (None if session is None else session.properties.lower_precision_type) or torch.bfloat16
     plain = _served(model, dtype) if served is None else served
     dtype = next((p.dtype for p in plain.parameters() if p.is_floating_point()), dtype)
     with same_random_numbers() as again:
@@ -110,8 +105,14 @@ def fidelity(
         again()
         with CastsOff():
             expected, known = _run(plain, *cast_tree((inputs, keywords), dtype))
-    pairs = _paired(trained if output is None else output(trained), expected if output is None else output(expected))
-    differences = torch.cat([_difference(one, other).reshape(-1) for one, other in pairs])
+    one, other = (list(floating_tensors(out if output is None else output(out))) for out in (trained, expected))
+    if not one or [tensor.shape for tensor in one] != [tensor.shape for tensor in other]:
+        shapes = ", ".join(str([tuple(tensor.shape) for tensor in each]) for each in (one, other))
+        raise ValueError(
+            f"there is nothing to compare: the floating tensors of the two outputs have shapes {shapes}; give output=, "
+            "a function from the output to the tensor that is to be compared"
+        )
+    differences = torch.cat([_difference(a, b).reshape(-1) for a, b in zip(one, other, strict=True)])
     parted = (name for name, result in seen.items() if name in known and not _are_equal(result, known[name]))
     return Fidelity(
         float(differences.mean()),
@@ -149,31 +150,14 @@ def _run(model: nn.Module, inputs: Any, keywords: Mapping[str, Any]) -> tuple[An
         # Cloned, because a later operation may write to it.
         results[name] = [tensor.clone() for tensor in floating_tensors(output)]
 
-    with _in_evaluation(model), ModelTrace(model, None, lambda *_: None, ended):
-        output = model(*inputs, **keywords)
-    return output, results
-
-
-@contextmanager
-def _in_evaluation(model: nn.Module) -> Iterator[None]:
     trained = [module for module in model.modules() if module.training]
     try:
         model.eval()
-        yield
+        with ModelTrace(model, None, lambda *_: None, ended):
+            return model(*inputs, **keywords), results
     finally:
         for module in trained:
             module.training = True
-
-
-def _paired(trained: Any, expected: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    one, other = list(floating_tensors(trained)), list(floating_tensors(expected))
-    if not one or [tensor.shape for tensor in one] != [tensor.shape for tensor in other]:
-        shapes = ", ".join(str([tuple(tensor.shape) for tensor in each]) for each in (one, other))
-        raise ValueError(
-            f"there is nothing to compare: the floating tensors of the two outputs have shapes {shapes}; give output=, "
-            "a function from the output to the tensor that is to be compared"
-        )
-    return list(zip(one, other, strict=True))
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

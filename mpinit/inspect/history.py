@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -19,11 +18,10 @@ from .numbers import dense
 class _Row:
     """One step as it was seen: tensors that were not read yet, or numbers."""
 
-    step: int
-    losses: list[torch.Tensor]
-    scale: torch.Tensor | None
-    norm: torch.Tensor | None
-    skipped: bool | torch.Tensor
+    losses: list[torch.Tensor] = field(default_factory=list)
+    scale: torch.Tensor | None = None
+    norm: torch.Tensor | None = None
+    skipped: bool | torch.Tensor = False
 
 
 @final
@@ -61,11 +59,10 @@ class History:
             raise ValueError(f"capacity={capacity!r}: give a number of steps from 1 up")
         self._managed = registry.session_of(optimizer).watched(optimizer)
         self._rows: deque[_Row] = deque(maxlen=capacity)
-        self._steps = 0
+        # The step that is to come; how many are kept no more, and how many of those were skipped.
+        self._next = _Row()
+        self._lost = 0
         self._lost_skipped: int | torch.Tensor = 0
-        self._losses: list[torch.Tensor] = []
-        self._scale: torch.Tensor | None = None
-        self._norm: torch.Tensor | None = None
         self._managed.observers.append(self)
 
     # -- what is shown ------------------------------------------------------------------------------------------
@@ -73,22 +70,22 @@ class History:
     @torch.no_grad()
     def backward_ended(self, loss: torch.Tensor, scaler: Any) -> None:
         """A scaled backward pass is over."""
-        if not self._losses:
-            self._scale = scaler.scale_now()
-        self._losses.append(loss.detach().float().mean().clone())
+        if not self._next.losses:
+            self._next.scale = scaler.scale_now()
+        self._next.losses.append(loss.detach().float().mean().clone())
         gradients = [dense(weight.grad) for weight in self._managed.parameters() if weight.grad is not None]
-        self._norm = torch.nn.utils.get_total_norm(gradients) if gradients else None
+        self._next.norm = torch.nn.utils.get_total_norm(gradients) if gradients else None
 
     def step_ended(self, skipped: bool | torch.Tensor) -> None:
         """A step is over."""
-        kept = skipped.clone() if isinstance(skipped, torch.Tensor) else skipped
+        self._next.skipped = skipped.clone() if isinstance(skipped, torch.Tensor) else skipped
         if len(self._rows) == self._rows.maxlen:
             # A count on the device goes on being one.
             oldest: Any = self._rows[0].skipped
             self._lost_skipped += (oldest > 0).int() if isinstance(oldest, torch.Tensor) else int(oldest)
-        self._steps += 1
-        self._rows.append(_Row(self._steps, self._losses, self._scale, self._norm, kept))
-        self._losses, self._scale, self._norm = [], None, None
+            self._lost += 1
+        self._rows.append(self._next)
+        self._next = _Row()
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -101,18 +98,18 @@ class History:
         """
         rows = []
         skipped_so_far = int(self._lost_skipped)
-        for row in self._rows:
-            skipped = bool(row.skipped > 0) if isinstance(row.skipped, torch.Tensor) else row.skipped
+        for step, row in enumerate(self._rows, self._lost + 1):
+            skipped = bool(row.skipped > 0)
             skipped_so_far += skipped
             losses = [float(loss) for loss in row.losses]
             rows.append(
                 {
-                    "step": row.step,
+                    "step": step,
                     "loss": sum(losses) / len(losses) if losses else math.nan,
                     "scale": math.nan if row.scale is None else float(row.scale),
                     "skipped": skipped,
                     "gradient_norm": math.nan if row.norm is None else float(row.norm),
-                    "good": row.step - skipped_so_far,
+                    "good": step - skipped_so_far,
                     "skipped_so_far": skipped_so_far,
                 }
             )
@@ -131,7 +128,5 @@ class History:
     def __enter__(self) -> History:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self.close()

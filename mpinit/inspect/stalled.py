@@ -20,17 +20,14 @@ class _Movement:
     def __init__(self, session: Session, optimizer: Optimizer) -> None:
         self._session = session
         self._steps: list[bool | torch.Tensor] = []
-        self._start = {
-            weight: self._now(weight).clone()
-            for weight in session.watched(optimizer).parameters()
-            if weight.requires_grad
-        }
+        weights = [weight for weight in session.watched(optimizer).parameters() if weight.requires_grad]
+        self._start = {weight: self._now(weight).clone() for weight in weights}
         self._moved = {weight: torch.zeros_like(old, dtype=torch.bool) for weight, old in self._start.items()}
         self._meant = {weight: torch.zeros_like(moved) for weight, moved in self._moved.items()}
 
     def _now(self, weight: nn.Parameter) -> torch.Tensor:
-        master = self._session.masters.of(weight)
-        values = None if master is None else self._session.float32_values(weight)
+        has_master = self._session.masters.of(weight) is not None
+        values = self._session.float32_values(weight) if has_master else None
         return dense(weight.detach() if values is None else values)
 
     def backward_ended(self, loss: torch.Tensor, scaler: Any) -> None:
@@ -43,14 +40,16 @@ class _Movement:
             gradient = weight.grad
             if gradient is not None:
                 there = dense(gradient.to_dense() if gradient.is_sparse else gradient) != 0
-                done = ~(skipped > 0) if isinstance(skipped, torch.Tensor) else torch.tensor(not skipped)
-                self._meant[weight] |= there & done.to(there.device)
+                self._meant[weight] |= there & ~torch.as_tensor(skipped > 0, device=there.device)
             self._moved[weight] |= self._now(weight) != start
 
-    def result(self) -> dict[str, float] | None:
-        """Dotted name -> share; None where no step was done."""
+    def result(self) -> dict[str, float]:
+        """Dotted name -> share."""
         if all(bool(skipped) for skipped in self._steps):
-            return None
+            raise RuntimeError(
+                "no step was done since mpinit.stalled(optimizer, start=True): call it again after some "
+                "optimizer.step()"
+            )
         shares = {
             self._session.name_of(weight): float((~self._moved[weight])[meant].double().mean())
             for weight, meant in self._meant.items()
@@ -93,19 +92,14 @@ def stalled(optimizer: Optimizer, start: bool = False) -> dict[str, float] | Non
     """
     session = registry.session_of(optimizer)
     observers = session.watched(optimizer).observers
-    running = [observer for observer in observers if isinstance(observer, _Movement)]
+    running = next((observer for observer in observers if isinstance(observer, _Movement)), None)
     if start:
-        fresh = _Movement(session, optimizer)
-        for old in running:
-            observers.remove(old)
-        observers.append(fresh)
-        return None
-    if not running:
+        observers.append(_Movement(session, optimizer))
+        result = None
+    elif running is None:
         raise RuntimeError("nothing to compare with: call mpinit.stalled(optimizer, start=True) some steps before")
-    result = running[0].result()
-    if result is None:
-        raise RuntimeError(
-            "no step was done since mpinit.stalled(optimizer, start=True): call it again after some optimizer.step()"
-        )
-    observers.remove(running[0])
+    else:
+        result = running.result()
+    if running is not None:
+        observers.remove(running)
     return result

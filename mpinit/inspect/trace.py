@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from contextlib import nullcontext
-from types import TracebackType
+from contextlib import ExitStack, nullcontext
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -55,33 +54,22 @@ class ModelTrace:
         self._begins, self._ends = begins, ends
         self._mode: Any = nullcontext() if operation is None else OperationsSeen(operation)
         self._thread = threading.get_ident()
-        self._hooks: list[Any] = []
+        self._stack = ExitStack()
         self._running: list[str] = []
         self._numbers: list[int] = []
         self._ran: list[str | None] = []
 
     def __enter__(self) -> ModelTrace:
-        # Hooks of the process: modules with hooks of their own take other paths.
-        self._hooks.append(module_hooks.register_module_forward_pre_hook(self._begin))
-        try:
-            self._hooks.append(module_hooks.register_module_forward_hook(self._end, always_call=True))
-            self._mode.__enter__()
-        except BaseException:
-            self._remove()
-            raise
+        with ExitStack() as stack:
+            # Hooks of the process: modules with hooks of their own take other paths.
+            stack.callback(module_hooks.register_module_forward_pre_hook(self._begin).remove)
+            stack.callback(module_hooks.register_module_forward_hook(self._end, always_call=True).remove)
+            stack.enter_context(self._mode)
+            self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self._mode.__exit__(kind, error, traceback)
-        finally:
-            self._remove()
-
-    def _remove(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.__exit__(*raised)
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:
         if self._is_ours(module):
