@@ -113,8 +113,8 @@ class OverflowWatch:
 
     def __enter__(self) -> OverflowWatch:
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            is_weight = isinstance(tensor, torch.nn.Parameter)
             for values in floating_tensors(tensor):
-                is_weight = isinstance(tensor, torch.nn.Parameter)
                 if not is_finite(values) if is_weight else bool(values.isnan().any()):
                     module = name.rpartition(".")[0]
                     self._faults.append(Fault("weights", module, FORWARD, name, tensor.dtype, (stats_of(values),)))
@@ -140,10 +140,8 @@ class OverflowWatch:
         """The first fault that did harm; where results and gradients are finite, what may be meant did none."""
         if self.results_are_bad:
             return next(iter((*self._faults, *self._infinite_inputs)), None)
-        surely = next((fault for fault in self._faults if not fault.may_be_meant), None)
-        if surely is not None or not self.gradients_are_bad:
-            return surely
-        return next(iter(self._faults), None)
+        surely = [fault for fault in self._faults if not fault.may_be_meant]
+        return next(iter(surely or (self._faults if self.gradients_are_bad else ())), None)
 
     @property
     def first_module(self) -> str | None:
@@ -172,9 +170,7 @@ class OverflowWatch:
         for tensor in tensors:
             if not is_finite(tensor):
                 fault = Fault("data", "", FORWARD, "inputs", tensor.dtype, (stats_of(tensor),))
-                # -inf may be a mask.
-                is_mask = not bool(tensor.isnan().any()) and not bool((tensor == math.inf).any())
-                (self._infinite_inputs if is_mask else self._faults).append(fault)
+                (self._infinite_inputs if _may_be_mask(tensor) else self._faults).append(fault)
 
     def _module_begins(self, name: str, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """The model's own inputs are the data."""
@@ -246,20 +242,21 @@ class OverflowWatch:
             self.went_backward = self.gradients_are_bad = True
         elif place.module is None and tensor.numel() == 1:
             self.results_are_bad = True
-        has_nan = bool(tensor.isnan().any())
-        made_here = not inputs.any_nan if has_nan else not inputs.any_inf and not inputs.any_nan
-        if made_here and not inputs.infinite_number and len(self._faults) < _ENOUGH:
-            kind = self._kind(name, place.phase, tensor, inputs)
-            meant = place.phase == FORWARD and (
-                kind == "float32" or bool((~tensor.isfinite() == (tensor == -math.inf)).all())
-            )
-            stats = inputs.stats()
-            self._faults.append(Fault(kind, place.module, place.phase, operation, tensor.dtype, stats, meant))
-
-    def _kind(self, name: str, phase: str, tensor: torch.Tensor, inputs: _Inputs) -> str:
+        # An inf among the inputs may become nan here.
+        came_in = inputs.any_nan or (inputs.any_inf and not bool(tensor.isnan().any()))
+        if came_in or inputs.infinite_number or len(self._faults) == _ENOUGH:
+            return
+        kind: str = place.phase
         if not is_lower_precision(tensor.dtype):
-            return "float32"
-        return "cast" if name in _CASTS and inputs.is_wider_than(tensor.dtype) else phase
+            kind = "float32"
+        elif name in _CASTS and inputs.bits > torch.finfo(tensor.dtype).bits:
+            kind = "cast"
+        meant = place.phase == FORWARD and (kind == "float32" or _may_be_mask(tensor))
+        self._faults.append(Fault(kind, place.module, place.phase, operation, tensor.dtype, inputs.stats(), meant))
+
+
+def _may_be_mask(tensor: torch.Tensor) -> bool:
+    return not bool((tensor.isnan() | (tensor == math.inf)).any())
 
 
 def _peak(tensor: torch.Tensor) -> float:
@@ -278,14 +275,12 @@ class _Inputs:
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         tensors = list(floating_tensors((args, dict(kwargs))))
         self._stats = [(tensor, None if is_finite(tensor) else stats_of(tensor)) for tensor in tensors]
+        self.bits = max((torch.finfo(tensor.dtype).bits for tensor in tensors), default=0)
         bad = [tensor for tensor, stats in self._stats if stats is not None]
         self.any_nan = any(bool(tensor.isnan().any()) for tensor in bad)
         self.any_inf = any(bool(tensor.isinf().any()) for tensor in bad)
         numbers = (*args, *kwargs.values())
         self.infinite_number = any(isinstance(n, float) and not math.isfinite(n) for n in numbers)
-
-    def is_wider_than(self, dtype: torch.dtype) -> bool:
-        return any(torch.finfo(tensor.dtype).bits > torch.finfo(dtype).bits for tensor, _ in self._stats)
 
     def stats(self) -> tuple[TensorStats, ...]:
         return tuple(stats or stats_of(tensor) for tensor, stats in self._stats)
