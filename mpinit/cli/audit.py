@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..basics.dtypes import parse_dtype
-from ..inspect.audit import Audit, audit
-from .explain import load
+from ..inspect.audit import audit
+from .explain import load, make
 from .output import show_json, show_table, show_text
 
 
@@ -31,30 +31,20 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Audit it and show the report."""
-    model, optimizer = _pair(load(arguments.factory), arguments.factory)
+    model, optimizer = make(arguments.factory)
     if arguments.dtype is not None:
         model = model.to(parse_dtype(arguments.dtype))
     if arguments.optimizer is not None:
         optimizer = make_optimizer(arguments.optimizer, model, arguments.lr)
     report = audit(model, optimizer)
-    show_json(json.loads(report.to_json())) if arguments.json else _show(report)
-    return 0
-
-
-def _pair(factory: Any, name: str) -> tuple[nn.Module, Any]:
-    torch.manual_seed(0)
-    made = factory if isinstance(factory, nn.Module) else factory()
-    model, optimizer = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"{name} returned {type(model).__name__}, not a torch.nn.Module, nor one with its optimizer")
-    return model, optimizer
-
-
-def _show(report: Audit) -> None:
+    if arguments.json:
+        show_json(json.loads(report.to_json()))
+        return 0
     parameters, sizes = report.tables()
     show_table("What is stored, what moves least first", *parameters, numbers=(1, 5))
     show_table("What it takes in training", *sizes, numbers=range(1, 6))
     show_text(report.advice)
+    return 0
 
 
 def make_optimizer(name: str, model: nn.Module, rate: float | None = None) -> torch.optim.Optimizer:
@@ -68,6 +58,6 @@ def make_optimizer(name: str, model: nn.Module, rate: float | None = None) -> to
     kind = load(name) if ":" in name else known.get(name.lower())
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise ValueError(f"{name!r} is no optimizer of torch.optim, such as sgd or adamw; others are pkg.mod:Name")
-    made: Any = kind
-    optimizer: torch.optim.Optimizer = made(model.parameters(), **({} if rate is None else {"lr": rate}))
+    make_it: Any = kind
+    optimizer: torch.optim.Optimizer = make_it(model.parameters(), **({} if rate is None else {"lr": rate}))
     return optimizer

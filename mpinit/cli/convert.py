@@ -59,8 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     _write(result, target)
     if arguments.json:
         show_json({"in": str(source), "out": str(target), "to": arguments.to, "keys": list(result), "changes": said})
-        return 0
-    show_text("\n".join([f"{target}: {', '.join(result)}", *(f"  {line}" for line in said)]))
+    else:
+        show_text("\n".join([f"{target}: {', '.join(result)}", *(f"  {line}" for line in said)]))
     return 0
 
 
@@ -120,19 +120,21 @@ def converted(checkpoint: Any, to: str, loss_id: int = 0) -> tuple[dict[str, Any
         raise ValueError(f"the file holds {type(checkpoint).__name__}, not a dict with a model and an optimizer in it")
     result, said = dict(checkpoint), list[str]()
     scales = _take_scales(result)
+    is_known = bool(scales)
     for name, value in result.items():
-        if isinstance(value, Mapping) and "fp32_from_fp16" in value:
+        if not isinstance(value, Mapping):
+            continue
+        if "fp32_from_fp16" in value:
             raise ValueError(
                 f"{name!r} is apex's FP16_Optimizer, whose masters are the model's weights: load the file with "
                 "apex.fp16_utils.FP16_Optimizer, in a script under mpinit run, and save model.state_dict() and "
                 "optimizer.optimizer.state_dict()"
             )
-        if _is_optimizer_state(value):
-            result[name] = _with_steps(value, name, said)
-        elif _is_model_state(value):
-            result[name] = _in_float32(value, name, said)
-    known = (_is_model_state(value) or _is_optimizer_state(value) for value in result.values())
-    if not scales and not any(known):
+        if "state" in value and "param_groups" in value:
+            result[name], is_known = _with_steps(value, name, said), True
+        elif any(isinstance(tensor, torch.Tensor) for tensor in value.values()):
+            result[name], is_known = _in_float32(value, name, said), True
+    if not is_known:
         raise ValueError(
             "found no loss scale, model or optimizer in the file to convert; its keys are "
             f"{', '.join(map(repr, checkpoint)) or 'none'}"
@@ -150,31 +152,27 @@ def _take_scales(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The loss scalers' states, taken out of a checkpoint, as mpinit's."""
     for key in _SCALER_KEYS:
         state = result.get(key)
+        found: dict[str, dict[str, Any]] = {}
         if not isinstance(state, Mapping):
             continue
-        found = _as_ours(state)
+        if "scale" in state and "_growth_tracker" in state:
+            ours = {"loss_scale": float(state["scale"]), "unskipped": int(state["_growth_tracker"])}
+            found = {"loss_scaler0": ours | ({"scales": state["scales"]} if "scales" in state else {})}
+        elif all(str(name).startswith("loss_scaler") for name in state):
+            found = {str(name): dict(value) for name, value in state.items()}
+        for name, value in found.items():
+            faults = check_state(value)
+            if faults:
+                raise ValueError(f"{key!r}: {name} {'; it '.join(faults)}")
         if found:
-            for name, value in found.items():
-                faults = check_state(value)
-                if faults:
-                    raise ValueError(f"{key!r}: {name} {'; it '.join(faults)}")
             del result[key]
             return found
     return {}
 
 
-def _as_ours(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    if "scale" in state and "_growth_tracker" in state:
-        ours = {"loss_scale": float(state["scale"]), "unskipped": int(state["_growth_tracker"])}
-        return {"loss_scaler0": ours | ({"scales": state["scales"]} if "scales" in state else {})}
-    if state and all(str(name).startswith("loss_scaler") for name in state):
-        return {str(name): dict(value) for name, value in state.items()}
-    return {}
-
-
-def _written(scales: Mapping[str, Mapping[str, Any]], to: str, loss_id: int) -> dict[str, Any]:
+def _written(scales: dict[str, dict[str, Any]], to: str, loss_id: int) -> dict[str, Any]:
     if to == "mpinit":
-        return {name: dict(state) for name, state in scales.items()}
+        return scales
     if to == "apex":
         # apex knows no hysteresis.
         return {n: {"loss_scale": s["loss_scale"], "unskipped": s["unskipped"]} for n, s in scales.items()}
@@ -184,34 +182,21 @@ def _written(scales: Mapping[str, Mapping[str, Any]], to: str, loss_id: int) -> 
     return {"scale": chosen["loss_scale"], **_GRAD_SCALER, "_growth_tracker": chosen["unskipped"]}
 
 
-def _is_model_state(value: Any) -> bool:
-    return isinstance(value, Mapping) and any(isinstance(tensor, torch.Tensor) for tensor in value.values())
-
-
 def _in_float32(state: Mapping[str, Any], name: str, said: list[str]) -> Mapping[str, Any]:
-    lower = {key for key, value in state.items() if isinstance(value, torch.Tensor) and is_lower_precision(value.dtype)}
-    if not lower:
-        return state
-    first = next(key for key in state if key in lower)
-    said.append(f"{name}: {len(lower)} tensors were 16-bit, the first {first!r}; widened to float32")
-    return {key: tensor.float() if key in lower else tensor for key, tensor in state.items()}
-
-
-def _is_optimizer_state(value: Any) -> bool:
-    return isinstance(value, Mapping) and "state" in value and "param_groups" in value
+    lower = [key for key, value in state.items() if isinstance(value, torch.Tensor) and is_lower_precision(value.dtype)]
+    if lower:
+        said.append(f"{name}: {len(lower)} tensors were 16-bit, the first {lower[0]!r}; widened to float32")
+    return {**state, **{key: state[key].float() for key in lower}} if lower else state
 
 
 def _with_steps(state: Mapping[str, Any], name: str, said: list[str]) -> dict[str, Any]:
     """apex's fused optimizers count steps in their groups, torch's for each parameter: say both."""
-    per_parameter = {index: dict(values) for index, values in state["state"].items()}
-    added = 0
-    for group in state["param_groups"]:
-        for index in group["params"] if "step" in group else ():
-            values = per_parameter.get(index)
-            if values and "step" not in values:
-                values["step"] = torch.tensor(float(group["step"]))
-                added += 1
-    if added:
-        given_to = counted(added, "parameter")
+    per_parameter = dict(state["state"])
+    steps = {index: group["step"] for group in state["param_groups"] if "step" in group for index in group["params"]}
+    lacking = [index for index in steps if per_parameter.get(index) and "step" not in per_parameter[index]]
+    for index in lacking:
+        per_parameter[index] = {**per_parameter[index], "step": torch.tensor(float(steps[index]))}
+    if lacking:
+        given_to = counted(len(lacking), "parameter")
         said.append(f"{name}: the step in the groups, as apex's fused optimizers have it, given to {given_to}")
-    return {**state, "state": per_parameter} if added else dict(state)
+    return {**state, "state": per_parameter}

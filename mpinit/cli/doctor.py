@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import shutil
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -99,10 +101,9 @@ def _milliseconds(function: Any, x: torch.Tensor, y: torch.Tensor, dtype: torch.
 
 def _has_fused(kind: str, device: str) -> bool:
     parameter = torch.nn.Parameter(torch.zeros(2, device=device))
+    parameter.grad = torch.ones_like(parameter)
     try:
-        optimizer = getattr(torch.optim, kind)([parameter], lr=0.1, fused=True)
-        parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
+        getattr(torch.optim, kind)([parameter], lr=0.1, fused=True).step()
     except (RuntimeError, TypeError, ValueError):
         return False
     return True
@@ -132,17 +133,14 @@ def recommended(device: Device) -> tuple[str, str]:
         >>> recommended(Device("cpu", "", None, matmul=slow, convolution=slow))[0]
         'O0'
     """
-    gains = {name: _gain(device, name) for name in ("bfloat16", "float16")}
-    if gains["bfloat16"] >= _WORTH and gains["bfloat16"] >= 0.7 * gains["float16"]:
-        return "O5", (
-            f"bfloat16 weights, float32 masters: {gains['bfloat16']:.1f} times as fast as float32 on {device.name}, "
-            "and nothing to scale (O4 where float32 weights are wanted)"
-        )
-    if gains["float16"] >= _WORTH:
-        return "O2", (
-            f"float16 weights, float32 masters: {gains['float16']:.1f} times as fast as float32 on {device.name}, "
-            "with a dynamic loss scale (O1 where float32 weights are wanted)"
-        )
+    for level, dtype, more in (
+        ("O5", "bfloat16", "and nothing to scale (O4 where float32 weights are wanted)"),
+        ("O2", "float16", "with a dynamic loss scale (O1 where float32 weights are wanted)"),
+    ):
+        gain = _gain(device, dtype)
+        if gain >= _WORTH and gain >= 0.7 * _gain(device, "float16"):
+            times = f"{gain:.1f} times as fast as float32 on {device.name}"
+            return level, f"{dtype} weights, float32 masters: {times}, {more}"
     return "O0", (
         f'16 bits are no faster than float32 on {device.name}; where memory is short, O5 with master_weights="split" '
         "takes a quarter less for weights, masters and gradients"
@@ -151,24 +149,24 @@ def recommended(device: Device) -> tuple[str, str]:
 
 def _gain(device: Device, dtype: str) -> float:
     """How many times as fast as float32, over both operations; 0 where one cannot."""
-    gain = 1.0
-    for times in (device.matmul, device.convolution):
-        lower, full = times.get(dtype), times.get("float32")
-        if not lower or not full:
-            return 0.0
-        gain *= full / lower
-    return float(gain**0.5)
+    gains = [_speed(times, dtype) for times in (device.matmul, device.convolution)]
+    return math.sqrt(math.prod(gain or 0.0 for gain in gains))
+
+
+def _speed(times: Mapping[str, float | None], dtype: str) -> float | None:
+    """How many times as fast as float32; None where one of the two cannot."""
+    took, full = times.get(dtype), times.get("float32")
+    return full / took if took and full else None
 
 
 def _show(device: Device) -> None:
     memory = f", {bytes_text(device.memory)}" if device.memory else ""
     rows = []
     for name in device.matmul:
-        row = [name]
+        rows.append([name])
         for times in (device.matmul, device.convolution):
-            took, full = times[name], times["float32"]
-            row += [f"{took:.3g}", f"{full / took:.2f}x"] if took and full else ["cannot", ""]
-        rows.append(row)
+            speed = _speed(times, name)
+            rows[-1] += ["cannot", ""] if speed is None else [f"{times[name]:.3g}", f"{speed:.2f}x"]
     head = ("type", "matmul ms", "speed", "convolution ms", "speed")
     show_table(f"{device.name}: {device.model}{memory}", head, rows, numbers=range(1, 5))
     print(f"fused optimizers on {device.name}: {', '.join(device.fused) or 'none'}\n")

@@ -18,12 +18,6 @@ from .output import WIDTH, show_json, show_text, wrapped
 
 _DTYPES: Final = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64, "bool": torch.bool}
 
-# What the report advises to callers of mpinit.explain, and what says the same here.
-_OPTIONS: Final = (
-    (r"\bloss=", "--loss"),
-    (r"\.rows\b", "--json"),
-)
-
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The arguments."""
@@ -54,23 +48,20 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run it and show the report."""
-    model = make_model(arguments.factory, arguments.device)
-    inputs = make_inputs(arguments.input, arguments.batch, arguments.device)
+    model = make(arguments.factory)[0].to(arguments.device)
+    chance = torch.Generator().manual_seed(0)
+    inputs = [make_input(spec, arguments.batch, chance).to(arguments.device) for spec in arguments.input]
     loss = None if arguments.loss is None else mean_square if arguments.loss == "mean" else load(arguments.loss)
     report = explain(model, *inputs, loss=loss, opt_level=arguments.opt_level)
-    if arguments.json:
-        show_json(report.as_dict())
-    else:
-        _show(str(report))
+    show_json(report.as_dict()) if arguments.json else _show(str(report))
     return 0
 
 
 def _show(report: str) -> None:
     """Print a report; a reason that has no room beside its operation stands below it."""
     last = 0
-    for pattern, option in _OPTIONS:
-        report = re.sub(pattern, option, report)
-    for line in report.splitlines():
+    # What it advises to callers of mpinit.explain, in the options here.
+    for line in re.sub(r"\.rows\b", "--json", re.sub(r"\bloss=", "--loss", report)).splitlines():
         if line and not line.strip("- "):
             last = line.rindex(" ") + 1
             line = line[:WIDTH]
@@ -104,14 +95,15 @@ def load(name: str) -> Any:
     return found
 
 
-def make_model(name: str, device: str) -> nn.Module:
-    """Call a factory, with the same random numbers each time."""
+def make(name: str) -> tuple[nn.Module, Any]:
+    """The model of a factory, called with the same random numbers each time, and its optimizer or None."""
     factory = load(name)
     torch.manual_seed(0)
-    model = factory if isinstance(factory, nn.Module) else factory()
+    made = factory if isinstance(factory, nn.Module) else factory()
+    model, optimizer = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{name} returned {type(model).__name__}, not a torch.nn.Module")
-    return model.to(device)
+        raise ValueError(f"{name} returned {type(model).__name__}, not a torch.nn.Module, nor one with its optimizer")
+    return model, optimizer
 
 
 def mean_square(output: Any) -> torch.Tensor:
@@ -132,18 +124,14 @@ def mean_square(output: Any) -> torch.Tensor:
     )
 
 
-def make_inputs(specs: list[str], batch: int, device: str) -> list[torch.Tensor]:
-    """Random tensors as ``--input`` says.
+def make_input(spec: str, batch: int, generator: torch.Generator) -> torch.Tensor:
+    """A random tensor as ``--input`` says.
 
     Example:
-        >>> [(x.shape, x.dtype) for x in make_inputs(["3x4", "5:int64:9"], 2, "cpu")]
-        [(torch.Size([2, 3, 4]), torch.float32), (torch.Size([2, 5]), torch.int64)]
+        >>> x = make_input("5:int64:9", 2, torch.Generator())
+        >>> x.shape, x.dtype
+        (torch.Size([2, 5]), torch.int64)
     """
-    generator = torch.Generator().manual_seed(0)
-    return [_input(spec, batch, generator).to(device) for spec in specs]
-
-
-def _input(spec: str, batch: int, generator: torch.Generator) -> torch.Tensor:
     shape_text, _, rest = spec.partition(":")
     dtype_text, _, below = rest.partition(":")
     dtype = _DTYPES.get(dtype_text or "float32")

@@ -1,0 +1,23 @@
+"""``mpinit run``: a script that was written for apex, as it is."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """The arguments."""
+    parser.usage = "mpinit run [-h] (-m MODULE | SCRIPT) [ARGUMENT ...]"
+    parser.description = (
+        "Run a script that was written for apex as it is: `import apex` finds mpinit's stand-in, in this process "
+        "only. Under torchrun: torchrun --nproc-per-node 2 -m mpinit run SCRIPT ..."
+    )
+    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT names a module, as in python -m")
+    parser.add_argument("target", metavar="SCRIPT", help="path of the script, or a module's dotted name after -m")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run it."""
+    from ..compat.running import run_module, run_script
+
+    return (run_module if arguments.is_module else run_script)(arguments.target, arguments.rest)
