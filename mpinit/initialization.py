@@ -135,7 +135,6 @@ def initialize(
             level, props, plan, settings["num_losses"], settings["verbosity"], await_optimizers, process_group
         )
         _set_up(model_list, optimizer_list, request)
-        registry.enable([*model_list, *optimizer_list])
     else:
         registry.disable(model_list, optimizer_list)
     return models if optimizers is None else (models, optimizers)
@@ -147,10 +146,13 @@ def _set_up(models: list[nn.Module], optimizers: list[Optimizer], request: Reque
         warn_of_target_networks(models, optimizers)
     check_process_group(request.process_group, models, plan)
     came_in_16_bit = checks.names_in_16_bit(models)
-    session = Session(models, optimizers, request)
-    session.apply()
-    registry.add(session)
-    _announce(session, came_in_16_bit)
+
+    def join(session: Session) -> None:
+        registry.add(session)
+        _announce(session, came_in_16_bit)
+        registry.enable([*models, *optimizers])
+
+    Session(models, optimizers, request).apply(join)
 
 
 def _announce(session: Session, came_in_16_bit: list[str]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,7 +38,7 @@ from .optimizer.per_parameter import steps_per_parameter
 from .optimizer.ranks import OPTIMIZERS, Ranks
 from .optimizer.scaled_loss import ScaledLoss, Unscaled
 from .optimizer.scope import Scope
-from .optimizer.state import cast_state, cast_states, wrapped_by
+from .optimizer.state import cast_state, cast_states, with_wrapped, wrapped_by
 from .optimizer.step_counts import CountedOptimizer
 from .plan import Masters as MasterKind
 from .plan import OptimizerStates, Plan
@@ -134,19 +134,30 @@ class Session:
 
     # -- set up and undo ----------------------------------------------------------------------------------------
 
-    def apply(self) -> None:
-        """Carry the plan out. If anything raises, everything done so far is undone, newest first."""
+    def apply(self, join: Callable[[Session], None]) -> None:
+        """Carry the plan out. If anything raises, everything done so far is undone, newest first.
+
+        Args:
+            join: makes the session known to others, before it is live.
+        """
         selected = self.selection = selection.select(self.models, self.plan)
         if selected.changes:
             check_memory(self.models, selected.targets)
         self._check(self.optimizers)
+        failed = UndoStack()
+        failed.push(_states_as_they_are(self.optimizers))
+        failed.push(self._undos.unwind)
         try:
             self._apply()
+            self.tensor_ids = selection.ids_of_tensors(self.models)  # after the casts: they replace buffers
+            join(self)
+            self.is_live = True
+            if selected.changes:
+                self._casts.settle()
         except BaseException:
-            self._undos.unwind()
+            self.is_live = False
+            failed.unwind()
             raise
-        self.tensor_ids = selection.ids_of_tensors(self.models)  # after the casts: they replace buffers
-        self.is_live = True
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
         """Whether these optimizers can be stepped as the plan says.
@@ -171,8 +182,7 @@ class Session:
     def _apply(self) -> None:
         plan, push, selected = self.plan, self._undos.push, self.selection
         targets = dict(selected.targets)
-        self.forwards = forward.patch_forwards(selected, plan, self, self.before_forward)
-        push(self.forwards.undo)
+        self.forwards = forward.patch_forwards(selected, plan, self, self.before_forward, self._undos)
         if selected.kept and encoder_fast_path.is_bypassed(selected.kept, self.models):
             encoder_fast_path.switch_off(self._undos)
         if selected.holds_16_bit:
@@ -180,7 +190,7 @@ class Session:
             self._float32_state = float32_state
             push(float32_state.remove)
             float32_state.install(self.models)
-            push(hide_gradients(self, _weights))
+            hide_gradients(self, _weights, self._undos)
         if plan.patch_functions:
             push(functions.apply(plan, verbose=self.verbosity > 1, owner=self))
         push(functools.partial(casting.rebuild_flat_weights, self.models))
@@ -192,13 +202,11 @@ class Session:
         if selected.changes or len(self.masters) > 0:
             self._cast(targets)
         self.ranks.reduces_in_float32 = self.plan.reduces_in_float32
-        push(self.ranks.watch(selected.changes, self._casts if selected.changes else None, self._words()))
+        self.ranks.watch(selected.changes, self._casts if selected.changes else None, self._words(), self._undos)
         for optimizer in self.optimizers:
-            push(self._take_in(optimizer))
+            self._take_in(optimizer, self._undos)
         if self._makes_masters:
-            push(check_steps(self, Session._check_step))
-        if selected.changes:
-            self._casts.settle()
+            check_steps(self, Session._check_step, self._undos)
         push(self._give_masters_up)  # first to be undone: weights may have got masters later
 
     def _words(self) -> dict[str, str]:
@@ -209,7 +217,7 @@ class Session:
 
     def _make_masters(self, targets: Mapping[torch.Tensor, torch.dtype]) -> None:
         """Masters of the weights that are trained, before anything is cast."""
-        stepped = {p: None for each in self.optimizers for p in _parameters_of([each, *wrapped_by(each)])}
+        stepped = dict.fromkeys(_parameters_of(with_wrapped(self.optimizers)))
         trained = [parameter for parameter in stepped if parameter.requires_grad]
         if self.awaits:
             known = set(map(id, trained))
@@ -230,36 +238,17 @@ class Session:
                 casting.convert(weight, dtype)
 
         self._undos.push(narrow)
-        self._undos.push(self._cast_states_of(came_in))
+        _widen_states(self.optimizers, came_in)
         for weight in weights:
             casting.convert(weight, torch.float32)
-
-    def _cast_states_of(self, came_in: Mapping[Any, torch.dtype]) -> Undo:
-        """State in the type of 16-bit weights becomes float32, as their masters are; its undo is for failures."""
-        states = [
-            (state, dict(state), parameter)
-            for top in self.optimizers
-            for each in (top, *wrapped_by(top))
-            for parameter, state in each.state.items()
-            if parameter in came_in and isinstance(state, dict)
-        ]
-
-        def restore() -> None:
-            for state, before, _ in states if not self.is_live else ():
-                state.clear()
-                state.update(before)
-
-        for state, _, parameter in states:
-            cast_state(state, parameter.shape, came_in[parameter], torch.float32)
-        return restore
 
     def _cast(self, targets: dict[torch.Tensor, torch.dtype]) -> None:
         mastered: list[torch.Tensor] = [master.weight for master in self.masters]
         ids = set(map(id, mastered))
         others = {tensor: dtype for tensor, dtype in targets.items() if id(tensor) not in ids}
         casts = {tensor: (tensor.dtype, dtype) for tensor, dtype in others.items() if dtype != tensor.dtype}
-        self._undos.push(cast_states(self.optimizers, casts))
-        self._undos.push(self._cast_states_of({w: w.dtype for w in mastered if is_lower_precision(w.dtype)}))
+        cast_states(self.optimizers, casts, self._undos)
+        _widen_states(self.optimizers, {w: w.dtype for w in mastered if is_lower_precision(w.dtype)})
         trained = {p for p in _parameters_of(self.optimizers) if id(p) not in ids and p.requires_grad}
         self._casts = casting.TensorCasts(self.models, others, trained)
         self._undos.push(self._casts.undo)
@@ -274,30 +263,30 @@ class Session:
     def _members_of(self, optimizer: Optimizer) -> Members:
         return Members(optimizer, self.masters, self._casts, self.names, self.plan.masters)
 
-    def _manage(self, optimizer: Optimizer) -> Undo:
+    def _manage(self, optimizer: Optimizer, undos: UndoStack) -> None:
         members = self._members_of(optimizer)
+        undos.push(functools.partial(self._forget, optimizer))
         self._members.append(members)
         members.refresh()
         scope = Scope(members, self._states, self.plan.split_bucket_bytes, self.plan.gradient_release)
         managed = ManagedOptimizer(optimizer, members, scope, self.plan.scaling, self.ranks)
-        with UndoStack() as undos:
-            undos.push(functools.partial(self._forget, optimizer))
-            self._managed[optimizer] = managed
-            if self.plan.masters is MasterKind.IN_MODEL:
-                managed.observers.append(_RenewedCasts())
-            undos.push(managed.install(self._states))
-            if self._loose[1] is not None:
-                managed.gradients.take_over(self._loose[1])
-        return undos.unwind
+        self._managed[optimizer] = managed
+        if self.plan.masters is MasterKind.IN_MODEL:
+            managed.observers.append(_RenewedCasts())
+        managed.install(self._states, undos)
+        if self._loose[1] is not None:
+            managed.gradients.take_over(self._loose[1])
 
-    def _take_in(self, optimizer: Optimizer) -> Undo:
+    def _take_in(self, optimizer: Optimizer, undos: UndoStack) -> None:
         # Steps of torch's own are known to run an optimizer's hooks, and once.
         is_known = type(optimizer).__module__.startswith("torch.optim.")
         leaves_alone = self.plan.leaves_steps_alone and not self.selection.holds_16_bit
-        return self._count(optimizer) if is_known and leaves_alone else self._manage(optimizer)
+        take_in = self._count if is_known and leaves_alone else self._manage
+        take_in(optimizer, undos)
 
-    def _count(self, optimizer: Optimizer) -> Undo:
+    def _count(self, optimizer: Optimizer, undos: UndoStack) -> None:
         """Count the steps of an optimizer, and do nothing else; :meth:`managed` does the rest once it is asked for."""
+        undos.push(functools.partial(self._forget, optimizer))
         counted = self._counted[optimizer] = CountedOptimizer(optimizer)
         begun: list[Any] = []
 
@@ -314,11 +303,8 @@ class Session:
                 for observer in counted.observers:
                     observer.step_ended(False)
 
-        with UndoStack() as undos:
-            undos.push(functools.partial(self._forget, optimizer))
-            undos.push(optimizer.register_step_pre_hook(before).remove)
-            undos.push(optimizer.register_step_post_hook(after).remove)
-        return undos.unwind
+        undos.push(optimizer.register_step_pre_hook(before).remove)
+        undos.push(optimizer.register_step_post_hook(after).remove)
 
     def _before_counted_step(self, optimizer: Optimizer) -> None:
         if self.masters.are_in_model:
@@ -421,22 +407,19 @@ class Session:
             for optimizer in optimizers:
                 new = {id(p) for p in _parameters_of([optimizer]) if self.masters.of(p) is None}
                 failed.push(functools.partial(self._discard, new))
-                mastered = [p for p in _parameters_of([optimizer, *wrapped_by(optimizer)]) if p.requires_grad]
+                mastered = [p for p in _parameters_of(with_wrapped([optimizer])) if p.requires_grad]
                 came_in: dict[Any, torch.dtype] = {
                     p: p.dtype for p in mastered if self._makes_masters and is_lower_precision(p.dtype)
                 }
-                failed.push(_states_as_they_are(optimizer))
-                undos.push(self._take_in(optimizer))
+                failed.push(_states_as_they_are([optimizer]))
                 failed.push(undos.unwind)
+                self._take_in(optimizer, undos)
                 plain = [p for p in _parameters_of([optimizer]) if p not in came_in]
                 casts: dict[Any, Any] = {
                     p: (self._casts.came_in(p), p.dtype) for p in plain if self._casts.came_in(p) != p.dtype
                 }
-                undos.push(cast_states([optimizer], casts))
-                for each in (optimizer, *wrapped_by(optimizer)):
-                    for parameter, state in each.state.items():
-                        if parameter in came_in:
-                            cast_state(state, parameter.shape, came_in[parameter], torch.float32)
+                cast_states([optimizer], casts, undos)
+                _widen_states([optimizer], came_in)
                 failed.push(functools.partial(self.optimizers.remove, optimizer))
                 self.optimizers.append(optimizer)
         self._undos.push(undos.unwind)
@@ -508,7 +491,9 @@ class Session:
         known = self.watched(optimizer)
         if isinstance(known, CountedOptimizer):
             self._forget(known.optimizer)
-            self._undos.push(self._manage(known.optimizer))
+            with UndoStack() as undos:
+                self._manage(known.optimizer, undos)
+            self._undos.push(undos.unwind)
             managed = self._managed[known.optimizer]
             managed.counter, managed.observers = known.counter, known.observers
             return managed
@@ -675,15 +660,22 @@ def _states_for(plan: Plan) -> EncodedStates | None:
     return EncodedStates(codec, plan.split_bucket_bytes)
 
 
-def _states_as_they_are(optimizer: Optimizer) -> Undo:
-    """A way back to the state of an optimizer and those it wraps, as it is now."""
-    states = [
-        (each.state, {p: dict(state) if type(state) is dict else state for p, state in each.state.items()})
-        for each in (optimizer, *wrapped_by(optimizer))
-    ]
+def _widen_states(optimizers: Sequence[Optimizer], came_in: Mapping[Any, torch.dtype]) -> None:
+    """State in the type of 16-bit weights becomes float32, as their masters are."""
+    for each in with_wrapped(optimizers):
+        for parameter, state in each.state.items():
+            if parameter in came_in:
+                cast_state(state, parameter.shape, came_in[parameter], torch.float32)
+
+
+def _states_as_they_are(optimizers: Sequence[Optimizer]) -> Undo:
+    """A way back to the state of optimizers and those they wrap, as it is now."""
+    states: list[Any] = [each.state for each in with_wrapped(optimizers)]
+    states += [entries for state in states for entries in state.values() if isinstance(entries, dict)]
+    as_now = [(state, dict(state)) for state in states]
 
     def restore() -> None:
-        for state, before in states:
+        for state, before in as_now:
             state.clear()
             state.update(before)
 

@@ -31,10 +31,12 @@ def set_attribute(owner: Any, name: str, value: Any) -> Undo:
         raise
 
 
-def _reverting(owner: Any, name: str) -> Undo:
+def _reverting(owner: Any, name: str, only: Any = _ABSENT) -> Undo:
     before = vars(owner).get(name, _ABSENT)
 
     def revert() -> None:
+        if only is not _ABSENT and vars(owner).get(name) is not only:
+            return
         if before is _ABSENT:
             if name in vars(owner):
                 delattr(owner, name)
@@ -60,8 +62,12 @@ class UndoStack:
         """Remember one undo function."""
         self._undos.append(undo)
 
-    def set_attribute(self, owner: Any, name: str, value: Any) -> None:
+    def set_attribute(self, owner: Any, name: str, value: Any, stays_wrapped: bool = False) -> None:
         """:func:`set_attribute`, with the way back on the stack before anything is changed.
+
+        Args:
+            owner, name, value: what is set.
+            stays_wrapped: whether what another has put in the value's place since is left there.
 
         Example:
             >>> import types
@@ -70,7 +76,7 @@ class UndoStack:
             >>> undos.unwind(); box.a
             1
         """
-        self._undos.append(_reverting(owner, name))
+        self._undos.append(_reverting(owner, name, value if stays_wrapped else _ABSENT))
         setattr(owner, name, value)
 
     def forget(self, undo: Undo) -> None:

@@ -101,8 +101,7 @@ def at_level(
         if check:
             checks.check(models, optimizers, properties, plan)
         session = Session(models, optimizers, Request(level, properties, plan, verbosity=0))
-        session.apply()
-    registry.add(session)
+        session.apply(registry.add)
     try:
         yield session
     finally:

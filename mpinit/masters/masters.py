@@ -129,11 +129,11 @@ class Masters(ABC):
             weight.grad = None
             self._cast(master, dtype)
             self.set_gradient_dtype(master)
+            weight.grad = self.held([gradient])[0]
         except BaseException:
             weight.grad_dtype = None
             weight.grad = gradient
             raise
-        weight.grad = self.held([gradient])[0]
 
     @abstractmethod
     def _make(self, weight: nn.Parameter) -> Master:

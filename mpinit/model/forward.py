@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..basics.modules import modules_of
-from ..basics.patching import Undo, UndoStack
+from ..basics.patching import UndoStack
 from ..plan import Masters, Plan
 from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
 from ..torch_internals.native_autocast import is_on
@@ -216,9 +216,8 @@ class PatchedReplicate:
 class Forwards:
     """The patched forwards of a session."""
 
-    def __init__(self, kept: Boundary, cast: Boundary, undo: Undo) -> None:
+    def __init__(self, kept: Boundary, cast: Boundary) -> None:
         self._kept, self._cast = kept, cast
-        self.undo = undo
 
     def in_float32(self) -> AbstractContextManager[None]:
         """Inside the block all forwards compute in float32, for models whose parameters are float32 there."""
@@ -226,7 +225,7 @@ class Forwards:
 
 
 def patch_forwards(
-    selection: Selection, plan: Plan, owner: object, before_forward: Callable[[], None] | None = None
+    selection: Selection, plan: Plan, owner: object, before_forward: Callable[[], None] | None, undos: UndoStack
 ) -> Forwards:
     """Put casts around the models' forwards and entry points, and around whatever of them can be called by itself.
 
@@ -236,10 +235,10 @@ def patch_forwards(
         owner: kept alive as long as the models are.
         before_forward: called before every forward that comes from outside of all initialised models, but for those
             in compiled code.
+        undos: gets the way back, which leaves a wrapper that was put around a forward later where it is.
 
     Returns:
-        The patched forwards. A wrapper that was put around one later is left where it is by their undo, and casts no
-        longer.
+        The patched forwards.
     """
     casts = ForwardCasts(plan.function_dtype) if plan.patch_functions else NO_CASTS
     output_dtype = plan.output_dtype if plan.cast_outputs else None
@@ -252,26 +251,25 @@ def patch_forwards(
     kept, cast = boundary(torch.float32), boundary(plan.model_dtype)
     within = {module for model in selection.models for module in modules_of(model)[1:]}
     casts_weights = plan.masters is Masters.IN_MODEL
-    with UndoStack() as undos:
-        undos.push(kept.retire)
-        undos.push(cast.retire)
+    undos.push(kept.retire)
+    undos.push(cast.retire)
 
-        def patch(module: nn.Module, is_kept: bool, name: str, is_part: bool) -> PatchedForward:
-            weights = None
-            if casts_weights and not is_kept:
-                weights = ForwardWeights(module, plan.model_dtype, selection.float32_modules)
-            forward = PatchedForward(module, kept if is_kept else cast, name, is_part, weights)
-            _patch_forward(forward, undos)
-            return forward
+    def patch(module: nn.Module, is_kept: bool, name: str, is_part: bool) -> PatchedForward:
+        weights = None
+        if casts_weights and not is_kept:
+            weights = ForwardWeights(module, plan.model_dtype, selection.float32_modules)
+        forward = PatchedForward(module, kept if is_kept else cast, name, is_part, weights)
+        _patch_forward(forward, undos)
+        return forward
 
-        for module, dtype in selection.parts.items():
-            patch(module, dtype is torch.float32, "forward", is_part=True)
-        for module, name in entry_points(selection.models, plan.entry_points) if plan.entry_points else ():
-            patch(module, module in selection.float32_modules, name, is_part=bool(selection.parts))
-        for model in selection.models:
-            is_part = bool(selection.parts) and model in within
-            patch(model, model in selection.kept, "forward", is_part).owner = owner
-    return Forwards(kept, cast, undos.unwind)
+    for module, dtype in selection.parts.items():
+        patch(module, dtype is torch.float32, "forward", is_part=True)
+    for module, name in entry_points(selection.models, plan.entry_points) if plan.entry_points else ():
+        patch(module, module in selection.float32_modules, name, is_part=bool(selection.parts))
+    for model in selection.models:
+        is_part = bool(selection.parts) and model in within
+        patch(model, model in selection.kept, "forward", is_part).owner = owner
+    return Forwards(kept, cast)
 
 
 def _patch_forward(forward: PatchedForward, undos: UndoStack) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..basics.patching import Undo, UndoStack, set_attribute
+from ..basics.patching import UndoStack, set_attribute
 from ..basics.user_warnings import warn_user
 from ..distributed.sharding import is_distributed
 from ..masters.full import FullMasters
@@ -105,11 +105,12 @@ class ManagedOptimizer:
 
     # -- the methods ----------------------------------------------------------------------------------------------
 
-    def install(self, states: EncodedStates | None) -> Undo:
-        """Put the methods on the optimizer; the undo puts back what stood there.
+    def install(self, states: EncodedStates | None, undos: UndoStack) -> None:
+        """Put the methods on the optimizer.
 
         Args:
             states: how its states are kept; None: as they are.
+            undos: gets what puts back what stood there.
         """
         optimizer, managed = self.optimizer, self
 
@@ -122,24 +123,21 @@ class ManagedOptimizer:
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         step.is_managed = True  # type: ignore[attr-defined]
         methods: list[Any] = [step, *map(self._in_scope, ["load_state_dict", *_methods_of_its_own(optimizer)])]
-        with UndoStack() as undos:
-            undos.push(self._deactivate)
-            if states is not None:
-                undos.push(self._decode_states)
-                self._hold_states()
-                for holder in self.members.holders():
-                    if hasattr(holder, "_optimizer_state_dict_post_hooks"):
-                        undos.push(holder.register_state_dict_post_hook(lambda _, state: shown(state)).remove)
-            for function in methods:
-                # Bound, because learning-rate schedulers reach for ``optimizer.step.__func__``.
-                method = types.MethodType(function, optimizer)
-                name = function.__name__
-                undos.push(_revert_if_ours(optimizer, name, method, set_attribute(optimizer, name, method)))
-            self._is_active = True
-            if self.release is not None:
-                undos.push(self.release.end)
-                self.release.follow()
-        return undos.unwind
+        undos.push(self._deactivate)
+        if states is not None:
+            undos.push(self._decode_states)
+            self._hold_states()
+            for holder in self.members.holders():
+                if hasattr(holder, "_optimizer_state_dict_post_hooks"):
+                    undos.push(holder.register_state_dict_post_hook(lambda _, state: shown(state)).remove)
+        for function in methods:
+            # Bound, because learning-rate schedulers reach for ``optimizer.step.__func__``. One that is built later
+            # wraps our method: pulling that away would take its wrapper too, so both stay, and hand through.
+            undos.set_attribute(optimizer, function.__name__, types.MethodType(function, optimizer), stays_wrapped=True)
+        self._is_active = True
+        if self.release is not None:
+            undos.push(self.release.end)
+            self.release.follow()
 
     def _hold_states(self) -> None:
         """States that were there before are encoded as well."""
@@ -148,6 +146,7 @@ class ManagedOptimizer:
 
     def _decode_states(self) -> None:
         """The optimizer gets its states back in float32."""
+        self.scope.close()
         for holder in self.members.holders():
             for state in holder.state.values():
                 if isinstance(state, dict):
@@ -647,13 +646,3 @@ def _methods_of_its_own(optimizer: Optimizer) -> list[str]:
         and inspect.isfunction(getattr(type(optimizer), name, None))
         and not isinstance(inspect.getattr_static(type(optimizer), name), staticmethod)
     ]
-
-
-def _revert_if_ours(optimizer: Any, name: str, method: Any, revert: Undo) -> Undo:
-    def undo() -> None:
-        # A scheduler built later has wrapped our method: pulling it away would take the scheduler's wrapper too.
-        # It stays, and hands through to what was there before.
-        if vars(optimizer).get(name) is method:
-            revert()
-
-    return undo

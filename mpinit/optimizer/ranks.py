@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..basics.patching import UndoStack
 from ..distributed.agreement import Group, agree, check_same, device_for, groups_of, meshes_of, say_same
 from ..distributed.replicas import (
     after_join,
@@ -113,14 +114,15 @@ class Ranks:
     # -- set-up -------------------------------------------------------------------------------------------------
 
     def watch(
-        self, changed: Iterable[torch.Tensor], casts: TensorCasts | None, words: Mapping[str, str]
-    ) -> Callable[[], None]:
-        """Agree with the other ranks from here on; returns the undo.
+        self, changed: Iterable[torch.Tensor], casts: TensorCasts | None, words: Mapping[str, str], undos: UndoStack
+    ) -> None:
+        """Agree with the other ranks from here on.
 
         Args:
             changed: parameters whose dtype the session has changed, which a wrapper that is older does not know.
             casts: what has no masters; None: nothing was cast.
             words: what was asked for, which has to be the same on all ranks.
+            undos: gets the way back.
 
         Raises:
             ValueError: ranks that share parameters or a process group were asked for different things.
@@ -133,17 +135,15 @@ class Ranks:
             if ranks is not None and submodule is not None and name in _INSIDE and is_distributed():
                 ranks._on_wrapping(module, name, submodule)
 
-        remove = register_module_module_registration_hook(note).remove
-        weakref.finalize(self, remove).atexit = False
-        try:
-            if is_distributed():
-                check_same(words, {}, groups_of(meshes_of(self._parameters())))
-                alike = {word: said for word, said in words.items() if word not in _OF_A_STAGE}
-                check_same(alike, {}, groups_of([], self._process_group))
-        except BaseException:
-            remove()
-            raise
-        return remove
+        handles: list[Any] = []
+        end = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+        end.atexit = False
+        undos.push(end)
+        handles.append(register_module_module_registration_hook(note))
+        if is_distributed():
+            check_same(words, {}, groups_of(meshes_of(self._parameters())))
+            alike = {word: said for word, said in words.items() if word not in _OF_A_STAGE}
+            check_same(alike, {}, groups_of([], self._process_group))
 
     def _on_wrapping(self, wrapper: nn.Module, name: str, module: nn.Module) -> None:
         if name == _INSIDE_FSDP1:

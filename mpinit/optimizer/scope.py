@@ -55,8 +55,9 @@ class Part:
         """Masters get the gradients of their weights, in float32."""
         if self.masters is not None:
             theirs = grads_of(self.weights)
-            given = self.given = self.masters.widened(theirs)
+            given = self.masters.widened(theirs)
             set_grads(self.inner, given)
+            self.given = given  # not before: masters without gradients would mean that they were cleared
             if not are_same(given, theirs):
                 pairs = zip(given, theirs, strict=True)
                 self.versions = [None if mine is None or mine is its else mine._version for mine, its in pairs]
@@ -75,8 +76,8 @@ class Part:
             was_written = version is not None and given is not None and mine is given and given._version != version
             if was_written and weight.grad is not None:
                 weight.grad.copy_(given)
-        set_grads(self.inner, repeat(None))
         self.given, self.versions = None, ()
+        set_grads(self.inner, repeat(None))
 
     def write(self) -> None:
         """Masters are rounded into their weights."""
@@ -143,6 +144,11 @@ class Scope:
             yield
         finally:
             self._enter()
+
+    def close(self) -> None:
+        """End what an interruption has left open."""
+        if self.is_open:
+            self._leave()
 
     def _check_not_in_model(self) -> None:
         if self._members.table.are_in_model:
@@ -368,12 +374,13 @@ class _StateExchange:
         """Every holder gets the dict it had, with what its code has made of the entries."""
         done: set[int] = set()
         while self._inside:
-            holder, outer = self._inside.pop()
+            holder, outer = self._inside[-1]
             inner = vars(holder)[_SHARED]
-            if id(outer) not in done:
-                done.add(id(outer))
+            if inner is not outer and id(outer) not in done:
                 self._take(outer, inner)
+                done.add(id(outer))
             vars(holder)[_SHARED] = outer
+            self._inside.pop()  # last: interrupted, it is called again
 
     def _take(self, outer: Any, inner: Any) -> None:
         known = self._known[id(outer)]

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..basics.patching import Undo, UndoStack
+from ..basics.patching import UndoStack
 from ..distributed.sharding import local
 from ..masters.residual import unchanged_or_present
+
+Casts = Mapping[torch.Tensor, tuple[torch.dtype, torch.dtype]]
 
 
 def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
@@ -20,6 +22,11 @@ def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
     _collect(optimizer, found)
     found.pop(optimizer, None)
     return list(found)
+
+
+def with_wrapped(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Optimizers, and all that they wrap."""
+    return [each for top in optimizers for each in (top, *wrapped_by(top))]
 
 
 def _collect(optimizer: Optimizer, found: dict[Optimizer, None]) -> None:
@@ -54,29 +61,25 @@ def _is_code(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.dtype in (torch.uint8, torch.int8)
 
 
-def cast_states(optimizers: Sequence[Optimizer], casts: Mapping[torch.Tensor, tuple[torch.dtype, torch.dtype]]) -> Undo:
-    """Cast the state of parameters that are cast without a master; its undo casts state made since then as well.
+def cast_states(optimizers: Sequence[Optimizer], casts: Casts, undos: UndoStack) -> None:
+    """Cast the state of parameters that are cast without a master.
 
     Args:
         optimizers: whose state.
         casts: parameter -> the dtype it came in with, and the one it is cast to.
+        undos: gets the way back, which casts state made since then as well.
     """
-    with UndoStack() as undos:
-        for optimizer in (each for top in optimizers for each in (top, *wrapped_by(top))):
-            known = {parameter for parameter in optimizer.state if parameter in casts}
-            undos.push(functools.partial(_cast_newer_states, optimizer, casts, known))
-            for parameter in known:
-                old, new = casts[parameter]
-                state = optimizer.state[parameter]
-                before = dict(state)
-                cast_state(state, None, old, new)
-                undos.push(_restorer(state, before, new, old))
-    return undos.unwind
+    for optimizer in with_wrapped(optimizers):
+        known = {parameter for parameter in optimizer.state if parameter in casts}
+        undos.push(functools.partial(_cast_newer_states, optimizer, casts, known))
+        for parameter in known:
+            old, new = casts[parameter]
+            state = optimizer.state[parameter]
+            undos.push(_restorer(state, dict(state), new, old))
+            cast_state(state, None, old, new)
 
 
-def _cast_newer_states(
-    optimizer: Optimizer, casts: Mapping[torch.Tensor, tuple[torch.dtype, torch.dtype]], known: set[torch.Tensor]
-) -> None:
+def _cast_newer_states(optimizer: Optimizer, casts: Casts, known: set[torch.Tensor]) -> None:
     for parameter, state in optimizer.state.items():
         if parameter in casts and parameter not in known:
             old, new = casts[parameter]

@@ -20,32 +20,30 @@ from typing import Any, Final
 
 import torch
 
-from ..basics.patching import Undo
+from ..basics.patching import UndoStack
 from .running import current_pass
 
 _owners: Final[weakref.WeakKeyDictionary[Any, Callable[[Any], Iterable[torch.Tensor]]]] = weakref.WeakKeyDictionary()
 _hidden: Final[list[tuple[torch.Tensor, torch.Tensor]]] = []
 
 
-def hide_gradients(owner: Any, weights_of: Callable[[Any], Iterable[torch.Tensor]]) -> Undo:
+def hide_gradients(owner: Any, weights_of: Callable[[Any], Iterable[torch.Tensor]], undos: UndoStack) -> None:
     """Take gradients of another dtype than their weight's away whenever a function is compiled, and put them back.
 
     Args:
         owner: whose weights they are; held weakly.
         weights_of: owner -> the weights it has then.
-
-    Returns:
-        The undo.
+        undos: gets the way back.
     """
-    _owners[owner] = weights_of
-    follow_dynamo()
 
     def undo() -> None:
         _owners.pop(owner, None)
         if not _owners:
             _leave_dynamo()
 
-    return undo
+    undos.push(undo)
+    _owners[owner] = weights_of
+    follow_dynamo()
 
 
 def follow_dynamo() -> None:
@@ -59,9 +57,10 @@ def follow_dynamo() -> None:
 
 def _leave_dynamo() -> None:
     dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is not None and _hide in dynamo.callback_handler.start_callbacks:
-        dynamo.callback_handler.remove_start_callback(_hide)
-        dynamo.callback_handler.remove_end_callback(_put_back)
+    if dynamo is not None:
+        handler = dynamo.callback_handler
+        for callbacks, ours in ((handler.start_callbacks, _hide), (handler.end_callbacks, _put_back)):
+            callbacks[:] = [callback for callback in callbacks if callback is not ours]
 
 
 def _hide(_: Any) -> None:

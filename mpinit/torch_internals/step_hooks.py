@@ -14,6 +14,8 @@ from typing import Any, Final
 from torch.optim import Optimizer
 from torch.optim import optimizer as module
 
+from ..basics.patching import UndoStack
+
 _OWN: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL: Final = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
@@ -76,23 +78,21 @@ _checks: Final[dict[int, tuple[weakref.ref[Any], Callable[[Any, Optimizer], None
 _handle: Final[list[Any]] = []
 
 
-def check_steps(owner: Any, check: Callable[[Any, Optimizer], None]) -> Callable[[], None]:
+def check_steps(owner: Any, check: Callable[[Any, Optimizer], None], undos: UndoStack) -> None:
     """Have every optimizer of the process checked before it steps.
 
     Args:
         owner: what ``check`` gets first; held weakly.
         check: raises where an optimizer must not step.
-
-    Returns:
-        What ends it.
+        undos: gets what ends it.
     """
-    _checks[id(owner)] = weakref.ref(owner), check
-    if not _handle:
-        _handle.append(module.register_optimizer_step_pre_hook(_check))
     # Runs by itself where an owner is dropped without it.
     end = weakref.finalize(owner, _end, id(owner))
     end.atexit = False
-    return lambda: end() or None
+    undos.push(end)
+    _checks[id(owner)] = weakref.ref(owner), check
+    if not _handle:
+        _handle.append(module.register_optimizer_step_pre_hook(_check))
 
 
 def _end(owner: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import sys
 import types
 from collections.abc import Callable
@@ -20,10 +19,6 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from undo_snapshots import KINDS, Snapshot, rounds, set_up
 
 import mpinit
-from mpinit import registry, session
-from mpinit.masters import full, split
-from mpinit.model import casting, copies, forward, state_dict
-from mpinit.optimizer import managed
 
 pytestmark = pytest.mark.device
 
@@ -210,70 +205,6 @@ def test_torch_is_what_it_was(kind: str) -> None:
     after = picture()
     assert not {name for name in before if after.get(name) != before[name]}
     assert "data" not in vars(nn.Parameter)
-
-
-# -- initialize fails in any of its phases ----------------------------------------------------------------------------
-
-
-# What raises, at which call of it, and when: before its work, or having done it.
-PHASES: dict[str, tuple[Any, str, int, str]] = {
-    "the forwards": (forward, "patch_forwards", 1, "before"),
-    "a second forward": (forward, "_patch_forward", 2, "before"),
-    "the end of a second forward": (forward, "_patch_forward", 2, "after"),
-    "a second module's state hook": (copies, "put_on", 2, "before"),
-    "the end of the state hooks": (state_dict.Float32State, "install", 1, "after"),
-    "a second master": (full.FullMasters, "_make", 2, "before"),
-    "the end of a second master": (full.FullMasters, "_make", 2, "after"),
-    "a second split master": (split.SplitMasters, "_make", 2, "before"),
-    "the optimizer's second method": (managed, "set_attribute", 2, "before"),
-    "the optimizer's states": (session, "cast_states", 1, "before"),
-    "the casts": (casting.TensorCasts, "apply", 1, "before"),
-    "a second cast": (casting, "_replace_data", 2, "before"),
-    "the end of a second cast": (casting, "_replace_data", 2, "after"),
-    "the end of the casts": (casting.TensorCasts, "apply", 1, "after"),
-    "a second weight": (full.FullMasters, "_cast", 2, "before"),
-    "the end of a second weight": (full.FullMasters, "_cast", 2, "after"),
-    "a second split weight": (split.SplitMasters, "_cast", 2, "before"),
-    "the end of a second split weight": (split.SplitMasters, "_cast", 2, "after"),
-    "the flat weights": (casting, "rebuild_flat_weights", 1, "before"),
-    "the check of all steps": (session, "check_steps", 1, "before"),
-    "the end of that check": (session, "check_steps", 1, "after"),
-    "the last thing": (casting.TensorCasts, "settle", 1, "before"),
-}
-
-
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("kind", ["O1", "O2 and a float32 head", "O3", "O5 split"])
-def test_a_failure_in_any_phase_leaves_no_trace(kind: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, name, call, when = PHASES[phase]
-    model, optimizer = set_up("cnn", "adam")
-    before = Snapshot(model, optimizer)
-    original, calls = getattr(owner, name), itertools.count(1)
-
-    def fails(*args: Any, **kwargs: Any) -> Any:
-        number = next(calls)
-        if number == call and when == "before":
-            raise ZeroDivisionError(phase)
-        result = original(*args, **kwargs)
-        if number == call:
-            raise ZeroDivisionError(phase)
-        return result
-
-    with monkeypatch.context() as patched:
-        patched.setattr(owner, name, fails)
-        try:
-            mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
-            reached = False
-            mpinit.undo(model)
-        except ZeroDivisionError:
-            reached = True
-    assert reached or kind != ("O5 split" if "split" in phase else "O2 and a float32 head"), "the phase exists"
-    before.check(lambda name: name.startswith("gradient") and kind != "O3" if reached else rounds(kind, model)(name))
-    assert registry.of(model) is None
-    assert registry.of(optimizer) is None
-    assert not registry.live()
-    mpinit.initialize(model, optimizer, verbosity=0, **KINDS[kind])
-    train(model, optimizer, CASES["cnn"].batches(1), CASES["cnn"].loss)
 
 
 def test_a_session_that_is_dropped_leaves_no_hook_on_all_steps() -> None:

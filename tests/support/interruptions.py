@@ -33,11 +33,11 @@ def _has_line(code: CodeType, number: int) -> bool:
     return any(line == number for _, _, line in code.co_lines())
 
 
-def _gives_a_lock_back(frame: Any) -> bool:
-    """Whether a ``with`` is about to release its lock: interrupts are held there, or come too late to be told from."""
+def _ends_a_block(frame: Any) -> bool:
+    """Whether a ``with`` is about to end: Python looks for signals at calls and jumps back, of which there is none."""
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     ends = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "LOAD_CONST"
-    return ends and line.lstrip().startswith("with ") and line.rstrip().endswith("lock:")
+    return ends and line.lstrip().startswith("with ")
 
 
 def _watch(action: Callable[[], Any], covers: Callable[[CodeType], bool], see: Callable[[Any], None]) -> None:
@@ -68,7 +68,7 @@ def count_runs(action: Callable[[], Any], covers: Callable[[str], bool]) -> dict
     runs: dict[tuple[str, int], int] = {}
 
     def see(frame: Any) -> None:
-        if not _gives_a_lock_back(frame):
+        if not _ends_a_block(frame):
             place = file_of(frame.f_code) or "", frame.f_lineno
             runs[place] = runs.get(place, 0) + 1
 
@@ -82,7 +82,7 @@ def raise_at(where: Where, action: Callable[[], Any], error: type[BaseException]
 
     def see(frame: Any) -> None:
         nonlocal left
-        if left and frame.f_lineno == number and not _gives_a_lock_back(frame):
+        if left and frame.f_lineno == number and not _ends_a_block(frame):
             left -= 1
             if left == 0:
                 # Made here: an exception that this frame held would hold its own traceback, and all objects in it.

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from models import CASES, OPTIMIZERS, train_plainly
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_module_registration_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from mpinit.torch_internals import native_autocast
 
@@ -42,6 +44,7 @@ def namespace() -> dict[str, Any]:
     }
     for device in native_autocast.device_types():
         seen[f"autocast {device}"] = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    seen["hooks"] = [*_global_optimizer_pre_hooks, *_global_module_registration_hooks]
     seen["autocast cache"] = torch.is_autocast_cache_enabled()
     seen["autocast tag"] = torch.compiler.config.cache_key_tag
     return seen

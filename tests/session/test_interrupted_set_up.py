@@ -1,0 +1,53 @@
+"""A set-up that is interrupted, wherever that is, leaves everything as it was."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from interruptions import interrupt, places
+from models import LEVELS
+from torch import nn
+from undo_snapshots import KINDS, Snapshot, set_up
+
+import mpinit
+from mpinit import registry
+
+
+@pytest.mark.parametrize("each", [29, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["O0", "O1", "O2 and a float32 head", "O3", "split", "model", "int8", "in 16-bit"])
+def test_a_set_up_interrupted_at_any_line_leaves_no_trace(kind: str, each: int) -> None:
+    asked = LEVELS["O5"] if kind == "in 16-bit" else LEVELS.get(kind) or KINDS[kind]
+
+    def case() -> tuple[Snapshot, Callable[[], Any]]:
+        model, optimizer = set_up("cnn", "adam")
+        if kind == "int8":
+            # Large enough for its states to be encoded.
+            model = nn.Linear(64, 80)
+            optimizer = torch.optim.Adam(model.parameters())
+            model(torch.randn(1, 64)).sum().backward()
+            optimizer.step()
+        elif kind == "in 16-bit":
+            model.bfloat16()
+            for state in optimizer.state.values():
+                state.update({key: value.bfloat16() for key, value in state.items() if value.dim()})
+        return Snapshot(model, optimizer), lambda: mpinit.initialize(model, optimizer, verbosity=0, **asked)
+
+    for _ in range(2):  # the first sees what a process does once
+        gc.collect()
+        *wheres, last = places(case()[1], "", both=False)
+        for session in registry.live():
+            session.undo()
+    assert last[0] == "initialization.py" and len(wheres) > 400
+    for where in wheres[::each]:
+        before, action = case()
+        interrupt(where, action)
+        assert not registry.live(), where
+        try:
+            before.check(lambda name: False)
+        except AssertionError as error:
+            raise AssertionError(f"interrupted at {where}") from error
+    action()  # and it can be done again
