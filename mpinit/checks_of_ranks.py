@@ -87,7 +87,7 @@ def check_process_group(group: Any, models: Sequence[nn.Module], plan: Plan) -> 
 
     Raises:
         ValueError: there is no process group, this process is in none, or parameters are sharded over a part of the
-            ranks and nobody said whether the others train the same model.
+            ranks and it was not said whether the others train the same model.
         TypeError: it is something else.
     """
     if group is not None:

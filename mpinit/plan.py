@@ -1,6 +1,6 @@
 """The plan: what will be done to the models, the functions and the optimizers. Inert and printable.
 
-Everything below this layer reads a Plan: it holds no None, no strings and no dtype names, so nobody has to ask again
+Everything below this layer reads a Plan: it holds no None, no strings and no dtype names, so no question is asked again
 what was meant.
 """
 

@@ -1,4 +1,4 @@
-"""Names of a module that are imported when somebody asks for them: what takes long to import, or few need."""
+"""Names of a module that are imported when they are asked for: what takes long to import, or few need."""
 
 from __future__ import annotations
 

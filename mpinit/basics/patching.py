@@ -80,7 +80,7 @@ class UndoStack:
         setattr(owner, name, value)
 
     def forget(self, undo: Undo) -> None:
-        """Take one undo function off: somebody has run it. Harmless where it is not there."""
+        """Take one undo function off: it has been run. Harmless where it is not there."""
         self._undos = [each for each in self._undos if each != undo]
 
     def __len__(self) -> int:

@@ -127,7 +127,7 @@ class FinalSync:
         self._afterwards: Any = weakref.WeakMethod(afterwards)
 
     def __call__(self, is_last_joiner: bool) -> None:
-        """Let torch broadcast the 16-bit weights, and whoever asked for it follow."""
+        """Let torch broadcast the 16-bit weights, and tell those that wait for it."""
         type(self._wrapper)._sync_final_model(self._wrapper, is_last_joiner)
         afterwards = self._afterwards()
         if afterwards is not None:
@@ -135,10 +135,10 @@ class FinalSync:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the wrapper is no part of any session.
-        return {"_wrapper": self._wrapper, "_afterwards": _nobody}
+        return {"_wrapper": self._wrapper, "_afterwards": _nothing_follows}
 
 
-def _nobody() -> None:
+def _nothing_follows() -> None:
     return None
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 _log: Final = logging.getLogger("mpinit")
 
-# torch's own modules bind each other's functions all over: that is nobody's early import.
+# torch's own modules bind each other's functions all over: these are no early imports of a user's.
 _OWN: Final = ("torch", "mpinit")
 _INSTALLED: Final = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 

@@ -1,4 +1,4 @@
-"""What a cast to 16 bits loses, kept apart: the original comes back bit for bit where nobody changed the 16-bit value.
+"""What a cast to 16 bits loses, kept apart: the original comes back bit for bit where the 16-bit value was not changed.
 
 A float32 number and its 16-bit rounding differ, as bits read as integers, by an amount that nearly always fits into 16
 bits: that is what is kept, in host memory. The few numbers for which it does not (ties, what is subnormal or out of
@@ -36,7 +36,7 @@ class Residual:
 
     Attributes:
         length: how many elements there are.
-        checksums: int64, one for each block of 16-bit values; None where nobody is going to change them.
+        checksums: int64, one for each block of 16-bit values; None where they are not going to change.
         differences: int16, for each element; None where ``values`` holds everything.
         places: int64, the elements kept as they are; None: every one.
         values: those, in the original's dtype.
@@ -58,7 +58,7 @@ def encode(original: torch.Tensor, cast: Cast, *, may_change: bool = True) -> Re
         may_change: whether the rounded values may have been changed when they are decoded.
 
     Returns:
-        What is needed for :func:`decode`; None where nothing is lost (but of a few numbers that nobody may change).
+        What is needed for :func:`decode`; None where nothing is lost (but of a few numbers that must not change).
 
     Example:
         >>> original = torch.tensor([1 / 3, 1e-30, -1e9])

@@ -1,4 +1,4 @@
-"""The boundary around an initialised model: whoever calls across it has arguments and results cast.
+"""The boundary around an initialised model: arguments and results of a call across it are cast.
 
 Inside a forward everything is in one type already, and a call from one module to the next casts nothing. Which type
 that is, each thread remembers while the forward runs; outside of every forward there is none, and a call is one that

@@ -35,7 +35,7 @@ class TensorCasts:
     module of the models that holds it: the tensor may be the user's own, or another model's. Finite values beyond the
     narrower type's largest become that, with a warning.
 
-    Where nobody changed the 16-bit values, :meth:`undo` gives back the original bits: buffers are the tensors they
+    Where the 16-bit values were not changed, :meth:`undo` gives back the original bits: buffers are the tensors they
     were, and what was cut off of parameters is kept (on the host; nothing where nothing was). Trained parameters change
     with every step: what was cut off of them is kept until :meth:`settle`.
 
@@ -97,7 +97,7 @@ class TensorCasts:
         self._gradients, self._residuals = {}, kept
 
     def original_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A tensor's values before it was cast, where nobody changed them since; None where they are what it holds."""
+        """A tensor's values before it was cast, unchanged since; None where they are what it holds."""
         if tensor in self._buffers:
             return _unchanged_from(self._buffers[tensor], tensor)
         residual = self._residuals.get(tensor)
@@ -144,7 +144,7 @@ class TensorCasts:
             self._keep_residual(tensor, values.to(self._came_in[tensor]), cast)
 
     def undo(self) -> None:
-        """Give every tensor the dtype it came in with, and every bit that nobody changed. May be called again."""
+        """Give every tensor the dtype it came in with, and every bit that was not changed. May be called again."""
         for parameter in reversed(list(self._came_in)):
             self._restore_parameter(parameter)
         for entry in reversed(list(self._buffers.values())):

@@ -40,7 +40,7 @@ class PatchedForward:
         boundary: what is done to calls from outside.
         name: the method's name.
         is_part: whether calls from any forward that computes in the same type are passed on as they are. A model casts
-            its inputs and outputs for whoever calls it but itself.
+            its inputs and outputs for all callers but itself.
         weights: casts that stand in the places of its float32 parameters while it runs; None where it has its own.
     """
 

@@ -124,7 +124,7 @@ class Float32State:
         metadata = getattr(state_dict, "_metadata", None)
         if not metadata or next(iter(metadata.values())) is not local_metadata:
             return
-        self.take_in(module)  # ModuleList.insert and Sequential.insert tell nobody of newcomers
+        self.take_in(module)  # ModuleList.insert and Sequential.insert run no hook for newcomers
         left = [key for key, value in state_dict.items() if key.startswith(prefix) and is_16_bit(value)]
         if not left:
             return

@@ -147,7 +147,7 @@ class LossScaler:
     """A loss scale and its counters.
 
     The state is a few 0-dimensional tensors on the loss's device: updating them never waits for the device, and
-    they are read only when somebody asks.
+    they are read only when they are asked for.
 
     Args:
         rule: how the scale moves.

@@ -164,7 +164,7 @@ def resolve(opt_level: Any, overrides: Mapping[str, Any], config: Config = None)
 
     Keywords beat the configuration, and the configuration beats the level. A value of None means "not given"; the
     string "None" means "nothing", or "not given" to a property that must be something. Where the 16-bit type comes
-    out as bfloat16 and nobody gave a loss_scale, the level's "dynamic" becomes 1.0: bfloat16 has float32's range.
+    out as bfloat16 and no loss_scale was given, the level's "dynamic" becomes 1.0: bfloat16 has float32's range.
 
     Args:
         opt_level: "O0" to "O5".

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 _TORCH: Final = str(Path(torch.__file__).parent).replace("\\", "/")
-# Between an operation and whoever watches operations.
+# Between an operation and what watches operations.
 _BETWEEN: Final = tuple(f"{_TORCH}/{name}" for name in ("_dynamo/", "_compile.py", "utils/_python_dispatch.py"))
 
 

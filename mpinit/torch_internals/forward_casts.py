@@ -28,7 +28,7 @@ class ForwardCasts:
     - flag off and weight-cast cache off: switched off on purpose, stays off;
     - flag off inside an open ``torch.autocast`` block of this thread: that block switched it off, it stays off,
       unless torch itself opened the block to carry state into a checkpoint's recomputation or a replica's thread;
-    - flag off otherwise (a thread, or ``cast_scope="model"``, in which nobody switched it on): on, with this dtype.
+    - flag off otherwise (a thread, or ``cast_scope="model"``, in which it was not switched on): on, with this dtype.
 
     The cached weight casts are dropped when the thread's outermost block ends, so they never outlive a weight change
     made between two forwards. On exit everything is put back, after an exception too. torch.compile cannot trace a

@@ -140,11 +140,11 @@ def test_what_goes_wrong_is_an_answer(interpreters: Interpreters) -> None:
     start = {"workload": "o1_linear", "size": "quick", "device": "cpu", "patience_s": 60.0}
     unheard = interpreters.ask(0, ["fp32_again"], start={**start, "workload": "unheard of"})["fp32_again"]
     late = interpreters.ask(0, ["fp32"], start={**start, "patience_s": 1e-4})["fp32"]
-    ready = interpreters.ask(0, ["nobody", "fp32"], at_once=2, start=start)
+    ready = interpreters.ask(0, ["unknown", "fp32"], at_once=2, start=start)
     turn = interpreters.ask(0, ["fp32"], turn=2, untimed=1)["fp32"]
     facts = interpreters.ask(0, ["fp32"], first=True)["fp32"]["facts"]
     assert "KeyError" in unheard["failed"] and "no answer within" in late["failed"]
-    assert "KeyError" in ready["nobody"]["failed"] and ready["fp32"]["once"] > 0
+    assert "KeyError" in ready["unknown"]["failed"] and ready["fp32"]["once"] > 0
     assert turn["seconds"] > 0 and facts["parameters"] == 4 * (32 * 32 + 32)
 
 

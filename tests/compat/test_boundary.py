@@ -56,7 +56,7 @@ def test_only_the_two_doors_import_it_and_only_when_used(path: Path) -> None:
 @pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_quirk_leaks_out(path: Path) -> None:
     found = set(QUIRKS.findall(path.read_text(encoding="utf-8")))
-    # The one other finder of modules: for parts of torch that are patched when somebody imports them.
+    # The one other finder of modules: for parts of torch that are patched when they are imported.
     assert found <= ({"sys.meta_path"} if path.name == "patches_on_import.py" else set())
 
 

@@ -56,7 +56,7 @@ class Experts(nn.Module):
 
 
 @ranks(2, ("O2",), long=[("O1",)])
-def test_an_expert_without_tokens_keeps_nobody_waiting(level: str) -> None:
+def test_an_expert_without_tokens_keeps_no_rank_waiting(level: str) -> None:
     model = Experts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, level, **SCALED)

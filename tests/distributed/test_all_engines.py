@@ -219,7 +219,7 @@ def network(seed: int) -> nn.Module:
 
 @ranks(4, ("O1",), ("O2",), long=[("split",), ("model",)])
 def test_a_rank_without_a_batch_ends_with_the_others_masters(level: str) -> None:
-    """Neither does it keep anybody waiting, nor is it left behind when all train on, with scales that moved since."""
+    """It does not keep the others waiting, and is not left behind when all train on, with scales that moved since."""
     rank = dist.get_rank()
     model = network(seed=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

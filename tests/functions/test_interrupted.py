@@ -18,7 +18,7 @@ from mpinit.functions.installation import INSTALLATION
 from mpinit.torch_internals.cpu_autocast_list import listed_on_cpu_only
 from mpinit.torch_internals.native_autocast import device_types
 
-device_types()  # found out once in a process, by whoever asks first
+device_types()  # found out once in a process, by the first that asks
 TRACED = ("functions/", "basics/patching.py", "torch_internals/")
 
 
@@ -80,7 +80,7 @@ def test_an_interrupted_setup_leaves_torch_as_it_was(live: str, both: bool) -> N
         check(live, before, where)
         count += 1
     assert count > 90
-    in_thread(apply(PLAN))  # nobody has kept the lock
+    in_thread(apply(PLAN))  # the lock was let go
 
 
 def flags(seen: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What an optimizer of somebody else's does in its step, where that is done in parts: as if it were done at once."""
+"""What an optimizer from another package does in its step, where that is done in parts: as if it were done at once."""
 
 from __future__ import annotations
 

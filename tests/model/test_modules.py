@@ -81,7 +81,7 @@ def test_cast_model_type_false_leaves_weights_and_inputs() -> None:
 
 
 class UsersBatchNorm(nn.BatchNorm1d):
-    """A user's own, whose kernel nobody has seen."""
+    """A user's own, whose kernel is not known."""
 
     def forward(self, x: Tensor) -> Tensor:
         mean, var = x.mean(0), x.var(0, unbiased=False)

@@ -50,7 +50,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, width: int = 3) -> 
 
 
 def master_of(model: nn.Module, name: str) -> Tensor:
-    """A weight's master by undoing a session that nobody else needs any more."""
+    """A weight's master by undoing a session that nothing else needs any more."""
     mpinit.undo(model)
     return model.get_parameter(name).detach().clone()
 

@@ -73,7 +73,7 @@ class Training:
 
 def assert_same(one: Training, other: Training) -> None:
     for mine, its in zip(one.numbers(), other.numbers(), strict=True):
-        # A nan's own bits are nobody's promise, as they depend on the order of a sum.
+        # A nan's own bits are not promised, as they depend on the order of a sum.
         assert torch.equal(mine.isnan(), its.isnan()) and torch.equal(mine.nan_to_num(7), its.nan_to_num(7))
 
 

@@ -16,7 +16,7 @@ import mpinit
 
 @pytest.fixture(autouse=True)
 def _opt_out_of_checks() -> Iterator[None]:
-    # torch warns, once a process, of whoever has not said whether sparse tensors are to be checked.
+    # torch warns, once a process, where it was not said whether sparse tensors are to be checked.
     with torch.sparse.check_sparse_tensor_invariants(enable=False):
         yield
 

@@ -49,7 +49,7 @@ def test_a_step_in_two_halves_is_right() -> None:
 
 
 class SharpnessOf(Optimizer):
-    """Two halves around another optimizer, which nobody but it steps; a whole step is made of both."""
+    """Two halves around another optimizer, which it alone steps; a whole step is made of both."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})

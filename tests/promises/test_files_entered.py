@@ -49,7 +49,7 @@ def test_a_call_enters_few_files(level: str, set_up: int, iteration: int) -> Non
         optimizer.step()
         optimizer.zero_grad()
 
-    # What the process does once, for whatever model comes first, is nobody's way through this one.
+    # What the process does once, for whatever model comes first, is no way through this one.
     mpinit.undo(mpinit.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0))
     found = files_entered(lambda: mpinit.initialize(model, optimizer, opt_level=level, verbosity=0))
     assert len(found) <= set_up, sorted(found)

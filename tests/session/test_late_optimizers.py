@@ -284,7 +284,7 @@ def test_scale_loss_before_any_optimizer() -> None:
 
 
 @with_masters
-def test_a_step_of_an_optimizer_that_nobody_added(setting: str) -> None:
+def test_a_step_of_an_optimizer_that_was_never_added(setting: str) -> None:
     model, other = mlp(), mlp(1)
     await_optimizers(model, setting)
     optimizer, strange = momentum(model.parameters()), momentum(other.parameters())

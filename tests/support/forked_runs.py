@@ -83,7 +83,7 @@ if __name__ == "__main__":
         # The first optimizer does so, and takes two seconds.
         import torch._dynamo  # noqa: F401
 
-    # Nobody's garbage: a run would copy the memory of all of it by looking through it.
+    # No garbage to collect: a run would copy the memory of all of it by looking through it.
     gc.freeze()
     job = serve()
     if job is not None:

@@ -27,7 +27,7 @@ LARGE = {"opt_level": "O2", "init_loss_scale": 2.0**21, "max_loss_scale": 2.0**4
 
 
 class Module(lightning.LightningModule):
-    """Calls a child with a float32 batch, as many do; forward is for whoever predicts."""
+    """Calls a child with a float32 batch, as many do; forward is for predictions."""
 
     def __init__(self, make: Callable[..., Any] = torch.optim.AdamW, **settings: Any) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ def prepare() -> None:
 
 
 def keep() -> None:
-    """What there is by now stays to the end: nobody looks through it for garbage, or for wrappers of a model."""
+    """What there is by now stays to the end: it is not looked through for garbage, or for wrappers of a model."""
     gc.collect()
     gc.freeze()
 
