@@ -58,7 +58,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         *("inspect.audit.Audit", "inspect.audit.AuditRow", "inspect.fidelity.Fidelity"),
         "masters.changes.Changes",
         *("inspect.exponents.GradientHistogram", "inspect.exponents.Lost"),
-        *("inspect.suggest.Suggestion", "inspect.suggest.Finding", "inspect.trial.Run"),
+        *("inspect.suggest.Suggestion", "inspect.suggest.Finding", "inspect.suggest.Run"),
     ),
     "In frameworks": (
         *("integrations.transformers.enable", "integrations.pretrained.save_in", "integrations.accelerate.attach"),

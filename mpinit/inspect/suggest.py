@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from .. import registry
-from ..session import Session
+from ..basics.dtypes import is_lower_precision
+from ..basics.patching import Undo
 from ..settings.opt_levels import OPT_LEVELS
 from ..settings.resolve import resolve
-from .copies import same_random_numbers
-from .faults import Fault
-from .trial import Run, Trial, Trials, UserStep, compare
+from ..torch_internals.native_autocast import CastsOff
+from .copies import at_level, copy_of_optimizer, float32_copy, kept_from_running, same_random_numbers
+from .faults import Fault, OverflowWatch
 
+UserStep = Callable[[Any, Any], Any]
+_ADVICE: Final = "let step(model, optimizer) use its arguments"
 # Scales that a dynamic one would come down, or up, to.
 _LARGEST_SCALE, _SMALLEST_SCALE = 2.0**16, 2.0**-10
 # Room between the largest gradient and the type's largest number.
-_HEADROOM = 4.0
+_HEADROOM: Final = 4.0
 # No activation of a network that trains is this large.
-_DIVERGED = 1e15
-_FLOAT32 = "float32"
-_MOST_RUNS = 3
+_DIVERGED: Final = 1e15
+# A gradient below this share of the whole gradient's norm is compared as if it had that.
+_NEGLIGIBLE: Final = 0.01
+# A parameter underflows where this share of the elements that should have a gradient has none.
+_GONE: Final = 0.5
+_FLOAT32: Final = "float32"
+_MOST_RUNS: Final = 3
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,31 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.detail}"
+
+
+@final
+@dataclass(frozen=True)
+class Run:
+    """One run of the step, beside the same run in float32.
+
+    Attributes:
+        level: what the copy was initialised at; "float32" is the reference.
+        keep_fp32: what it kept in float32.
+        loss: what came out.
+        loss_error: of the loss, relative to the reference.
+        gradient_error: the largest of a parameter's gradient, relative to the reference.
+        underflowing: parameters most of whose gradient is 0 here and not in the reference, in modules of which that is
+            true of every parameter (a bias in front of a norm has no gradient but rounding errors).
+        agrees: whether loss and gradients are within the tolerance, no gradient is lost, and nothing left the range.
+    """
+
+    level: str
+    keep_fp32: tuple[str, ...]
+    loss: float
+    loss_error: float
+    gradient_error: float
+    underflowing: tuple[str, ...]
+    agrees: bool
 
 
 @final
@@ -155,28 +187,134 @@ def suggest(
     for level in levels:
         resolve(level, keywords)
     with same_random_numbers() as again:
-        trials = Trials(model, optimizer, step, again)
-        return _Doctor(trials, tolerance, keywords, registry.of(optimizer)).examine(levels)
+        return _Doctor(model, optimizer, step, again, tolerance, keywords).examine(levels)
+
+
+# -- one run ----------------------------------------------------------------------------------------------------------
 
 
 @final
+@dataclass
+class _Trial:
+    """What a run gave.
+
+    Attributes:
+        model: the copy that ran.
+        watch: what was seen of operations.
+        damaged_buffers: names of buffers that the level's type cannot hold, with an error above one part in a hundred.
+        loss: the loss, a number.
+        gradients: parameter's dotted name -> its unscaled gradient in float32; only of those that have one.
+    """
+
+    model: nn.Module
+    watch: OverflowWatch
+    damaged_buffers: Sequence[str]
+    loss: float = math.nan
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def backward_ended(self, *_: Any) -> None:
+        """Copy the gradients that the next step would use: the step may clear them."""
+        for name, parameter in self.model.named_parameters():
+            gradient = parameter.grad
+            if gradient is not None:
+                whole = gradient.to_dense() if gradient.is_sparse else gradient
+                self.gradients[name] = whole.detach().to(torch.float32, copy=True)
+
+    def step_ended(self, skipped: bool | torch.Tensor) -> None:
+        """What a step does is not compared."""
+
+
+def _damaged(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
+    damaged = []
+    for name, buffer in after.items():
+        old = before.get(name)
+        if old is None or not is_lower_precision(buffer.dtype) or old.dtype == buffer.dtype:
+            continue
+        finite = torch.isfinite(old)
+        difference = (buffer.double() - old.double())[finite].abs()
+        if bool((difference > 0.01 * old.double()[finite].abs()).any()):
+            damaged.append(name)
+    return damaged
+
+
+def _compare(trial: _Trial, reference: _Trial, tolerance: float, level: str, keep: tuple[str, ...]) -> Run:
+    """Compare a run with the same run in float32."""
+    whole = math.sqrt(sum(float(g.double().square().sum()) for g in reference.gradients.values()))
+    loss, gradient = math.inf, 0.0
+    if math.isfinite(trial.loss):
+        # A loss near 0 is compared absolutely: the gradients tell more of it.
+        loss = abs(trial.loss - reference.loss) / max(abs(reference.loss), 0.1)
+    of_module: dict[str, list[tuple[str, bool]]] = {}
+    for name, expected in reference.gradients.items():
+        found = trial.gradients.get(name, torch.zeros_like(expected))
+        gradient = max(gradient, _error(found, expected, whole))
+        meant = expected != 0
+        if bool(meant.any()):
+            is_gone = float((found[meant] == 0).double().mean()) >= _GONE
+            of_module.setdefault(name.rpartition(".")[0], []).append((name, is_gone))
+    gone = tuple(name for rows in of_module.values() if all(is_gone for _, is_gone in rows) for name, _ in rows)
+    agrees = loss <= tolerance and gradient <= tolerance and not gone and trial.watch.first is None
+    return Run(level, keep, trial.loss, loss, gradient, gone, agrees)
+
+
+def _error(gradient: torch.Tensor, expected: torch.Tensor, whole: float) -> float:
+    if not bool(torch.isfinite(gradient).all()):
+        return math.inf
+    scale = max(float(expected.double().norm()), _NEGLIGIBLE * whole)
+    return float((gradient.double() - expected.double()).norm()) / scale if scale > 0 else 0.0
+
+
+# -- the examination ----------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass
 class _Doctor:
-    """One examination."""
+    """One examination; every run of the step is on fresh copies, and with the same random numbers."""
 
-    def __init__(self, trials: Trials, tolerance: float, keywords: Mapping[str, Any], at: Session | None) -> None:
-        self._trials = trials
-        self._tolerance = tolerance
-        self._keywords = dict(keywords)
-        self._session = at
-        self._runs: list[Run] = []
-        self._findings: list[Finding] = []
-        self._reference: Trial
+    model: nn.Module
+    optimizer: Optimizer
+    step: UserStep
+    again: Undo
+    tolerance: float
+    keywords: Mapping[str, Any]
+    runs: list[Run] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    reference: _Trial = field(init=False)
 
-    def _run_at(self, level: str, keywords: Mapping[str, Any], keep: Sequence[str]) -> tuple[Trial, Run]:
+    def _try(self, level: str, keywords: Mapping[str, Any], rounded_to: Iterable[torch.dtype] = ()) -> _Trial:
+        """Run the step once; ``rounded_to`` are the 16-bit types whose rounding errors are weighed."""
+        clone = float32_copy(self.model)
+        twin = copy_of_optimizer(self.optimizer, dict(zip(self.model.parameters(), clone.parameters(), strict=True)))
+        before = {name: buffer.detach().clone() for name, buffer in clone.named_buffers()}
+        with CastsOff(), at_level([clone], [twin], *resolve(level, keywords), quiet=True) as session:
+            watch = OverflowWatch(clone, rounded_to)
+            trial = _Trial(clone, watch, _damaged(before, dict(clone.named_buffers())))
+            session.managed(twin).observers.append(trial)
+            self.again()
+            with kept_from_running(self.model, "mpinit.suggest", _ADVICE), watch, torch.enable_grad():
+                loss = self.step(clone, twin)
+                if watch.batch is None:
+                    raise ValueError(
+                        "step(model, optimizer) did not run the model it was given: it has to use its arguments"
+                    )
+                if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                    raise TypeError(
+                        f"step(model, optimizer) must return the loss, a tensor of one number, not {loss!r:.80}"
+                    )
+                if not watch.went_backward and loss.requires_grad:
+                    with session.scaled(loss, [twin], 0, False) as scaled_loss:
+                        scaled_loss.backward()
+            trial.loss = float(loss.detach())
+            if not trial.gradients:
+                trial.backward_ended()
+        return trial
+
+    def _run_at(self, level: str, keywords: Mapping[str, Any], keep: Sequence[str]) -> tuple[_Trial, Run]:
         given = self._with_scale(level, keywords)
         kept = [*(given.pop("keep_fp32", None) or ()), *keep]
-        trial = self._trials.run(level, given | ({"keep_fp32": kept} if kept else {}))
-        inputs, expected = trial.watch.batch or [], self._reference.watch.batch or []
+        trial = self._try(level, given | ({"keep_fp32": kept} if kept else {}))
+        inputs, expected = trial.watch.batch or [], self.reference.watch.batch or []
         same = len(inputs) == len(expected) and all(
             a.shape == b.shape and torch.allclose(a, b, rtol=0.02, atol=1e-3, equal_nan=True)
             for a, b in zip(inputs, expected, strict=True)
@@ -186,22 +324,22 @@ class _Doctor:
                 "step(model, optimizer) gave the model another batch than the time before: let it use one batch, drawn "
                 "before mpinit.suggest is called"
             )
-        result = compare(trial, self._reference, self._tolerance, level, tuple(keep))
-        self._runs.append(result)
+        result = _compare(trial, self.reference, self.tolerance, level, tuple(keep))
+        self.runs.append(result)
         return trial, result
 
     def _with_scale(self, level: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """A dynamic scale is put where it would settle: overflows on the way there are no fault."""
         if resolve(level, keywords)[1].loss_scale != "dynamic":
             return dict(keywords)
-        largest = max(self._reference.watch.largest_gradient, 1e-30)
+        largest = max(self.reference.watch.largest_gradient, 1e-30)
         scale = 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / _HEADROOM / largest))
         return dict(keywords) | {"loss_scale": min(max(scale, _SMALLEST_SCALE), _LARGEST_SCALE)}
 
     def _keywords_at(self, level: str) -> dict[str, Any]:
-        session = self._session
-        if self._keywords or session is None or session.opt_level != level:
-            return dict(self._keywords)
+        session = registry.of(self.optimizer)
+        if self.keywords or session is None or session.opt_level != level:
+            return dict(self.keywords)
         row, given = OPT_LEVELS[level], session.properties
         names = type(row).model_fields
         return {name: getattr(given, name) for name in names if getattr(given, name) != getattr(row, name)}
@@ -210,15 +348,15 @@ class _Doctor:
 
     def examine(self, levels: Sequence[str]) -> Suggestion:
         types = {_lower_type(level, self._keywords_at(level)) for level in levels}
-        self._reference = trial = self._trials.run("O0", {}, {dtype for dtype in types if dtype is not None})
+        self.reference = trial = self._try("O0", {}, {dtype for dtype in types if dtype is not None})
         is_good = trial.watch.first is None and math.isfinite(trial.loss)
-        self._runs.append(Run(_FLOAT32, (), trial.loss, 0.0, 0.0, (), is_good))
+        self.runs.append(Run(_FLOAT32, (), trial.loss, 0.0, 0.0, (), is_good))
         blameless = self._not_of_precision()
         if blameless is not None:
             return self._say(None, [], {}, blameless, at_fault=False)
         reasons: list[str] = []
         for level in levels:
-            if len(self._runs) == _MOST_RUNS:
+            if len(self.runs) == _MOST_RUNS:
                 reasons.append(f"{level} was not tried: give levels=({level!r},).")
                 continue
             found, keywords, why = self._examine_level(level, self._keywords_at(level))
@@ -232,13 +370,13 @@ class _Doctor:
 
     def _not_of_precision(self) -> str | None:
         """What is wrong in float32 already."""
-        watch = self._reference.watch
+        watch = self.reference.watch
         fault = watch.first
         if fault is None:
-            return None if math.isfinite(self._reference.loss) else "The loss is inf or nan in float32 too."
+            return None if math.isfinite(self.reference.loss) else "The loss is inf or nan in float32 too."
         is_16_bit = fault.kind in ("forward", "backward")
         kind = "forced" if is_16_bit else fault.kind
-        self._findings.append(Finding(kind, fault.operation if kind == "weights" else fault.module, str(fault), fault))
+        self.findings.append(Finding(kind, fault.operation if kind == "weights" else fault.module, str(fault), fault))
         if kind in ("forced", "cast"):
             return (
                 f"{fault.where} computes in 16 bit at every level, float32 too, because the program says so, and "
@@ -261,7 +399,7 @@ class _Doctor:
         sensitive = self._most_sensitive(lower, result)
         self._note_findings(level, trial, result, sensitive)
         keep = self._to_keep(lower, trial, sensitive)
-        may_go_on = len(self._runs) < _MOST_RUNS
+        may_go_on = len(self.runs) < _MOST_RUNS
         if result.underflowing and keywords.get("loss_scale", "dynamic") != "dynamic":
             scaled = {**keywords, "loss_scale": "dynamic"}
             if may_go_on and self._run_at(level, scaled, [])[1].agrees:
@@ -269,27 +407,25 @@ class _Doctor:
         elif keep and may_go_on and self._run_at(level, keywords, keep)[1].agrees:
             names = ", ".join(map(repr, keep))
             return keep, keywords, f"{level} agrees with float32 with {names} kept in float32."
-        first = self._findings[0].detail if self._findings else "gradients differ"
+        first = self.findings[0].detail if self.findings else "gradients differ"
         return None, keywords, f"{level} does not do ({first})."
 
-    def _note_findings(self, level: str, trial: Trial, result: Run, sensitive: list[str]) -> None:
+    def _note_findings(self, level: str, trial: _Trial, result: Run, sensitive: list[str]) -> None:
         fault = trial.watch.first
         for name in trial.damaged_buffers:
-            self._findings.append(
-                Finding("buffer", name, f"buffer {name!r} holds numbers that {level}'s type does not")
-            )
+            self.findings.append(Finding("buffer", name, f"buffer {name!r} holds numbers that {level}'s type does not"))
         if fault is not None:
-            self._findings.append(Finding(fault.kind, fault.module, str(fault), fault))
+            self.findings.append(Finding(fault.kind, fault.module, str(fault), fault))
         elif result.underflowing:
             name = result.underflowing[-1]
-            self._findings.append(Finding("underflow", name, f"most of the gradient of {name!r} becomes 0"))
+            self.findings.append(Finding("underflow", name, f"most of the gradient of {name!r} becomes 0"))
         elif sensitive:
-            detail = f"loss or gradients differ by more than {self._tolerance:g}, and rounding in {sensitive[0]!r} most"
-            self._findings.append(Finding("precision", sensitive[0], f"{detail} of all"))
+            detail = f"loss or gradients differ by more than {self.tolerance:g}, and rounding in {sensitive[0]!r} most"
+            self.findings.append(Finding("precision", sensitive[0], f"{detail} of all"))
 
-    def _to_keep(self, lower: torch.dtype | None, trial: Trial, sensitive: list[str]) -> list[str]:
+    def _to_keep(self, lower: torch.dtype | None, trial: _Trial, sensitive: list[str]) -> list[str]:
         """The modules that are at fault; empty where none can be kept in float32."""
-        seen, fault = self._reference.watch, trial.watch.first
+        seen, fault = self.reference.watch, trial.watch.first
         largest = torch.finfo(lower or torch.float32).max
         wanted = [name.rpartition(".")[0] for name in trial.damaged_buffers]
         if fault is not None and fault.module is not None:
@@ -305,10 +441,10 @@ class _Doctor:
 
     def _most_sensitive(self, lower: torch.dtype | None, result: Run) -> list[str]:
         """The modules whose rounding moves the loss most: as few as leave half of what is tolerated to the others."""
-        rows = {} if lower is None else self._reference.watch.sensitivity[lower]
-        error = max(result.loss_error, result.gradient_error, self._tolerance)
+        rows = {} if lower is None else self.reference.watch.sensitivity[lower]
+        error = max(result.loss_error, result.gradient_error, self.tolerance)
         left = sum(rows.values())
-        tolerated = left * self._tolerance / (2 * (error if math.isfinite(error) else 1.0))
+        tolerated = left * self.tolerance / (2 * (error if math.isfinite(error) else 1.0))
         found = []
         for name, moved in sorted(rows.items(), key=lambda item: -item[1]):
             if left <= tolerated:
@@ -325,8 +461,8 @@ class _Doctor:
         words = {**keywords, "keep_fp32": kept}
         if not kept:
             del words["keep_fp32"]
-        found, runs = tuple(self._findings), tuple(self._runs)
-        return Suggestion(level, keep, words, reason, found, runs, self._tolerance, at_fault and bool(found))
+        found, runs = tuple(self.findings), tuple(self.runs)
+        return Suggestion(level, keep, words, reason, found, runs, self.tolerance, at_fault and bool(found))
 
 
 def _lower_type(level: str, keywords: Mapping[str, Any]) -> torch.dtype | None:
