@@ -209,9 +209,12 @@ class TensorCasts:
 def convert(weight: nn.Parameter, dtype: torch.dtype) -> None:
     """Give a parameter another type, and its gradient with it."""
     if weight.dtype != dtype:
-        gradient, weight.grad = weight.grad, None
-        set_data(weight, TENSOR_DATA.__get__(weight).to(dtype))
-        weight.grad = None if gradient is None else gradient.to(dtype)
+        before, gradient = TENSOR_DATA.__get__(weight), weight.grad
+        try:
+            _replace_data(weight, before.to(dtype), gradient)
+        except BaseException:
+            _replace_data(weight, before, gradient)
+            raise
 
 
 def _cast_to(dtype: torch.dtype, clamps: bool, values: torch.Tensor) -> torch.Tensor:

@@ -74,12 +74,3 @@ def test_unwinding_interrupted_at_any_line_goes_on_where_it_was() -> None:
         interrupt(where, stack.unwind)
         stack.unwind()
         assert vars(box) == {"a": 0}, f"interrupted at {where}"
-
-
-def test_the_way_back_is_on_the_stack_before_anything_changes() -> None:
-    first = UndoStack()
-    for where in places(lambda: first.set_attribute(types.SimpleNamespace(a=1), "a", 2), "basics/"):
-        box, stack = types.SimpleNamespace(a=1), UndoStack()
-        interrupt(where, lambda stack=stack, box=box: stack.set_attribute(box, "a", 2))
-        stack.unwind()
-        assert vars(box) == {"a": 1}, f"interrupted at {where}"

@@ -183,19 +183,6 @@ class Casts:
 
 
 @pytest.mark.filterwarnings("ignore:finite values")
-def test_casting_interrupted_at_any_line_is_taken_back_to_the_bit() -> None:
-    wheres = list(places(Casts().casts.apply, "model/", "masters/", "basics/", "distributed/"))
-    assert len(wheres) > 100
-    for where in wheres:
-        case = Casts()
-        interrupt(where, case.casts.apply)
-        case.casts.undo()
-        case.check()
-        case.casts.undo()
-        case.check()
-
-
-@pytest.mark.filterwarnings("ignore:finite values")
 @pytest.mark.parametrize("settled", [False, True])
 def test_undo_interrupted_at_any_line_completes_when_called_again(settled: bool) -> None:
     def cast() -> Casts:

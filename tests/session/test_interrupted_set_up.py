@@ -16,11 +16,13 @@ from undo_snapshots import KINDS, Snapshot, set_up
 import mpinit
 from mpinit import registry
 
+IN_16_BIT = {"in 16-bit": LEVELS["O5"], "model, in 16-bit": LEVELS["O5"] | {"master_weights": "model"}}
+
 
 @pytest.mark.parametrize("each", [29, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("kind", ["O0", "O1", "O2 and a float32 head", "O3", "split", "model", "int8", "in 16-bit"])
+@pytest.mark.parametrize("kind", ["O0", "O1", "O2 and a float32 head", "O3", "split", "model", "int8", *IN_16_BIT])
 def test_a_set_up_interrupted_at_any_line_leaves_no_trace(kind: str, each: int) -> None:
-    asked = LEVELS["O5"] if kind == "in 16-bit" else LEVELS.get(kind) or KINDS[kind]
+    asked = IN_16_BIT.get(kind) or LEVELS.get(kind) or KINDS[kind]
 
     def case() -> tuple[Snapshot, Callable[[], Any]]:
         model, optimizer = set_up("cnn", "adam")
@@ -30,7 +32,7 @@ def test_a_set_up_interrupted_at_any_line_leaves_no_trace(kind: str, each: int) 
             optimizer = torch.optim.Adam(model.parameters())
             model(torch.randn(1, 64)).sum().backward()
             optimizer.step()
-        elif kind == "in 16-bit":
+        elif kind in IN_16_BIT:
             model.bfloat16()
             for state in optimizer.state.values():
                 state.update({key: value.bfloat16() for key, value in state.items() if value.dim()})
