@@ -175,6 +175,19 @@ def test_clipping_and_accumulation_wait_for_nothing(kind: str, clip: str, sim: t
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["O1", "O5", "split", "model"])
+def test_compiled_models_train_alike(kind: str, sim: torch.device) -> None:
+    """By torch's own operations; of its code generator, Inductor, it says that there is none for this device."""
+    plain, compiled, generated = Training(kind), Training(kind), Training(kind)
+    compiled.model.compile(backend="aot_eager", fullgraph=True)
+    same(compiled.run(3).numbers(), plain.run(3).numbers())
+    generated.model.compile()
+    with pytest.raises(torch._inductor.exc.InductorError, match="sim"):
+        generated.run(1)
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "static"])
 @pytest.mark.parametrize(("first", "then"), [("sim", "cpu"), ("cpu", "sim"), ("sim", "sim:1")])
 def test_a_run_goes_on_on_another_device(kind: str, first: str, then: str, sim: torch.device) -> None:

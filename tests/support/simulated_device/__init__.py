@@ -99,6 +99,9 @@ def _module() -> types.ModuleType:
     module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     module.device = _Device
+    module.Stream = lambda device="sim", priority=0: torch.Stream(device, priority=priority)
+    module.Event = lambda **settings: torch.Event("sim", **settings)
+    module.current_stream, module.stream = torch.accelerator.current_stream, contextlib.nullcontext
     module.synchronize = lambda device=None: torch.accelerator.synchronize(device)
     return module
 

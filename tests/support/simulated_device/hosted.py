@@ -20,6 +20,11 @@ class HostedGroup(dist.ProcessGroup):
         """What messages call it."""
         return "hosted"
 
+    @property
+    def group_name(self) -> str:
+        """What torch has called it."""
+        return str(dist.distributed_c10d._world.pg_names[self])
+
     def _through(self, collective: str, into: Any, *given: Any) -> Any:
         """Run a collective on host tensors in the places of ``into``'s, which get what comes out."""
         there = _on_host(into)
@@ -38,6 +43,12 @@ class HostedGroup(dist.ProcessGroup):
     def allgather(self, into: Any, tensors: Any, options: Any = None) -> Any:
         return self._through("allgather", into, tensors, *_given(options))
 
+    def all_gather_single(self, into: Any, tensor: Any, options: Any = None) -> Any:
+        return self._through("_allgather_base", into, tensor, *_given(options))
+
+    def reduce_scatter_single(self, into: Any, tensor: Any, options: Any = None) -> Any:
+        return self._through("_reduce_scatter_base", into, tensor, *_given(options))
+
     def barrier(self, options: Any = None) -> Any:
         return self._gloo.barrier()
 
@@ -53,6 +64,9 @@ def _on_host(tensors: Any) -> Any:
 
 
 def _copy(into: Any, there: Any) -> None:
+    if isinstance(into, torch.Tensor):
+        into.copy_(there)
+        return
     for target, source in zip(into, there, strict=True):
         if isinstance(target, list):
             _copy(target, source)
