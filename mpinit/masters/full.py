@@ -202,6 +202,14 @@ class _Open(OpenMasters):
             self._writes.note()
         if changes is not None:
             changes.rounded()
+        self._tell_others()
+
+    def stepped(self) -> None:
+        """What weights are was not noted: all are looked at when they are read next."""
+        self._writes.forget()
+        self._tell_others()
+
+    def _tell_others(self) -> None:
         self.stale.clear()
         for other in self._owner._columns:
             if other is not self and not other.members.isdisjoint(self.members):

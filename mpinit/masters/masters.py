@@ -46,6 +46,10 @@ class OpenMasters(ABC):
     """Masters that are put together and rounded together, in columns."""
 
     @abstractmethod
+    def stepped(self) -> None:
+        """Other code has made masters follow their weights, stepped them and rounded them."""
+
+    @abstractmethod
     def read(self) -> None:
         """Let every parameter hold the meaning of its weight, in float32."""
 

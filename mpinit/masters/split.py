@@ -263,6 +263,10 @@ class _Bucket(OpenMasters):
             self._laid_out = None
             self._bits, self._wide, self._values, self._spaces = [], [], [], []
 
+    def stepped(self) -> None:
+        """Nothing of theirs is kept."""
+        return
+
     def _show(self, values: list[torch.Tensor]) -> None:
         if self._are_sharded:
             for parameter, part in zip(self._parameters, values, strict=True):

@@ -80,6 +80,10 @@ class Writes:
             self._versions = versions_of([self._weights[place] for place in self._counted])
         self._is_noted = True
 
+    def forget(self) -> None:
+        """Any weight may have been written to."""
+        self._is_noted = False
+
     def _divide(self) -> None:
         self._small: list[int] = []
         self._large: list[int] = []

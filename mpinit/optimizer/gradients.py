@@ -17,6 +17,8 @@ from ..masters.masters import Masters
 from ..scaling.scaler import LossScaler
 from ..torch_internals.columns import are_plain, grads_of, have_grads
 from ..torch_internals.devices import is_read_freely
+from ..torch_internals.one_pass import NATIVE
+from ..torch_internals.running import computes_at_once
 
 # By the id of a gradient that another optimizer has unscaled in the same pass.
 Done = set[int]
@@ -218,7 +220,7 @@ class Gradients:
         """Look at gradients that no backward pass has checked, as those of a plain ``backward()``; a step begins."""
         if self.found_inf is None or self._was_found_at_step:
             left = [gradient.coalesce() if gradient.is_sparse else gradient for gradient in self.present()]
-            if left and is_read_freely(left[0].device) and are_plain(left, left[0].device) and have_finite_sum(left):
+            if left and is_read_freely(left[0].device) and are_plain(left, left[0].device) and are_finite(left):
                 self.found_inf = torch.zeros((), device=left[0].device)
             else:
                 # Times 1, because torch's own check multiplies.
@@ -384,18 +386,23 @@ def _unscale_double_(tensors: list[torch.Tensor], inverse_scale: torch.Tensor, f
         found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(tensor)).any().float()))
 
 
-def have_finite_sum(gradients: Sequence[torch.Tensor]) -> bool:
-    """Whether the sums of gradients are finite, which are so only where all numbers are. Waits for the device.
+def are_finite(gradients: list[torch.Tensor]) -> bool:
+    """Whether numbers are finite, by a pass over memory that only reads; waits for the device.
 
-    The reverse is not so: finite numbers may have an infinite sum. It is a pass over memory that only reads.
+    Without native code the sums of gradients are looked at, which are finite only where all numbers are. The reverse is
+    not so: then False says nothing.
 
     Args:
         gradients: dense ones of one type, on one device.
 
     Example:
-        >>> have_finite_sum([torch.ones(2)]), have_finite_sum([torch.tensor([torch.inf, -torch.inf])])
+        >>> are_finite([torch.ones(2)]), are_finite([torch.tensor([torch.inf, -torch.inf])])
         (True, False)
     """
+    if NATIVE.may_come and (native := NATIVE.get()) is not None and computes_at_once():
+        found = native.are_finite(gradients)
+        if found is not None:
+            return bool(found)
     small = [gradient for gradient in gradients if gradient.numel() <= _SMALL]
     sums = [gradient.sum() for gradient in gradients if gradient.numel() > _SMALL]
     if small:

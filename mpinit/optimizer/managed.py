@@ -419,7 +419,9 @@ class ManagedOptimizer:
             with CastsOff():
                 return self.run(*args, alone=alone, **kwargs)
         if not self.scope.steps_in_parts:
-            with self.scope.open():
+            if not args and not kwargs and self.scope.is_stepped_in_one_pass():
+                return None
+            with self.scope.opened_for_step():
                 return self._inner_step(*args, **kwargs)
         result = None
         with self.scope.in_parts(alone) as parts:

@@ -1,4 +1,4 @@
-"""Steps of SGD, Adam and AdamW over split masters in one pass over memory, where that is faster than torch's.
+"""Steps of SGD, Adam and AdamW in one pass over memory, masters' rounding included, where that is faster than torch's.
 
 Both give the same bits: native code steps nothing that it was not seen to step so on a sample, in this process. Which
 is faster a clock says: the first steps of each kind and size take turns, on the numbers at hand, and the faster stays.
@@ -15,8 +15,11 @@ import torch
 from torch import nn
 
 from ..basics.logs import log
-from ..masters.split import SplitMaster, SplitMasters
+from ..masters.full import FullMasters
+from ..masters.masters import OpenMasters
+from ..masters.split import SplitMasters
 from ..masters.states import SMALLEST, EncodedStates
+from ..torch_internals.devices import is_read_freely
 from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.one_pass import NATIVE
 from ..torch_internals.running import computes_at_once
@@ -61,37 +64,43 @@ class OnePass:
     def __init__(self, members: Members, states: EncodedStates | None) -> None:
         self._members = members
         self._smallest = SMALLEST if states is not None else -1
-        kind = stepped_as(members.optimizer)
-        self._kind = kind if kind in _KINDS and isinstance(members.table, SplitMasters) else None
+        self._kind = kind_of(members.optimizer)
         self._last: Times | None = None
         # By the id of a list of weights: the times that their step by torch's operations is to be noted in.
         self._timed: dict[int, tuple[Times, int]] = {}
         self._generation = -1
         self._group_of: dict[int, int] = {}
+        # By the id of a list of weights: for each of the optimizer's groups those of its members, and their masters.
+        self._columns: dict[int, dict[int, tuple[list[Any], list[Any]]]] = {}
 
-    def steps(self, weights: Sequence[nn.Parameter]) -> bool:
+    def steps(self, weights: Sequence[nn.Parameter], masters: Sequence[OpenMasters]) -> bool:
         """Step those of some weights that have a gradient; False: nothing was done, and the optimizer has to.
 
         Args:
-            weights: with masters, from the optimizer's groups.
+            weights: from the optimizer's groups.
+            masters: theirs, in columns.
         """
-        if self._kind is None or self._members.table.changes is not None:
+        if self._members.table.changes is not None or not is_read_freely(weights[0].device):
             return False  # what follows changes is to see old and new
-        if not computes_at_once() or (native := NATIVE.get()) is None:
+        if (native := NATIVE.get()) is None or not computes_at_once():
             return False
         groups = self._groups_of(native, weights)
         if groups is None:
             return False
         size = sum(map(nn.Parameter.numel, weights)).bit_length()
-        times = _times.setdefault((self._kind, *(flags for *_, flags, _ in groups), self._smallest, size), Times())
+        times = _times.setdefault((self._form(), *(flags for *_, flags, _ in groups), self._smallest, size), Times())
         is_trial = not times.is_turn_of_native()
         if is_trial and len(times.torch) == _TURNS:
             return False
         begin = time.perf_counter()
-        numbers = native.step(groups, self._smallest, is_trial)
-        spent = time.perf_counter() - begin
+        is_split = isinstance(self._members.table, SplitMasters)
+        numbers = native.step(groups, self._members.optimizer.state, is_split, self._smallest, is_trial)
         if numbers <= 0:
             return bool(numbers == 0)
+        if not is_trial:
+            for each in masters:
+                each.stepped()
+        spent = time.perf_counter() - begin
         self._last = times
         if is_trial:
             self._timed[id(weights)] = times, numbers
@@ -101,8 +110,7 @@ class OnePass:
 
     def note(self, weights: Sequence[nn.Parameter], seconds: float) -> None:
         """The optimizer has stepped some weights by itself, in this time."""
-        if self._kind is not None:
-            NATIVE.miss(seconds)
+        NATIVE.miss(seconds)
         timed = self._timed.pop(id(weights), None)
         if timed is not None:
             timed[0].torch.append(seconds / timed[1] * 1e9)
@@ -115,31 +123,54 @@ class OnePass:
         what = "native code in one pass" if times.is_turn_of_native() else "torch's operations"
         return f"stepped by {what} ({native:.2f} ns a number natively, {by_torch:.2f} by torch's operations)"
 
+    def _form(self) -> tuple[Any, ...]:
+        return self._kind, type(self._members.table), bool(self._members.masters)
+
     def _groups_of(self, native: Any, weights: Sequence[nn.Parameter]) -> list[Any] | None:
-        """For each of the optimizer's groups its masters among them, their states, and its options.
+        """For each of the optimizer's groups those of its members, their masters, and its options.
 
         None where an option is not among those that native code knows.
         """
-        members, optimizer, kind = self._members, self._members.optimizer, self._kind
+        members, optimizer = self._members, self._members.optimizer
+        is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+        columns = self._columns_of(weights)
+        if not columns or members.unsound or is_scaled:
+            return None
+        found: list[Any] = []
+        for place, own in columns.items():
+            group = optimizer.param_groups[place]
+            options = _options(self._kind, group)
+            if options is None or not _gives_same_bits(native, self._form(), group, options):
+                return None
+            found.append((*own, *options))
+        return found
+
+    def _columns_of(self, weights: Sequence[nn.Parameter]) -> dict[int, tuple[list[Any], list[Any]]]:
+        members = self._members
         if self._generation != members.generation:
-            ids = [(id(p), place) for place, group in enumerate(optimizer.param_groups) for p in group["params"]]
-            self._group_of, self._generation = dict(ids), members.generation
+            groups = members.optimizer.param_groups
+            ids = [(id(p), place) for place, group in enumerate(groups) for p in group["params"]]
+            self._group_of, self._columns, self._generation = dict(ids), {}, members.generation
             if len(self._group_of) < len(ids):
                 self._group_of = {}  # one that is there twice is stepped twice
-        found: dict[int, tuple[Any, ...]] = {}
-        is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-        if not self._group_of or members.unsound or is_scaled or kind is None:
-            return None
-        for weight in weights:
-            place = self._group_of[id(weight)]
-            if place not in found:
-                options = _options(kind, optimizer.param_groups[place])
-                if options is None or not _gives_same_bits(native, kind, optimizer.param_groups[place], options):
-                    return None
-                found[place] = ([], [], *options)
-            found[place][0].append(members.table.of(weight))
-            found[place][1].append(optimizer.state.get(weight))
-        return list(found.values())
+        if self._group_of and id(weights) not in self._columns:
+            found = self._columns[id(weights)] = {}
+            for weight in weights:
+                own, masters = found.setdefault(self._group_of[id(weight)], ([], []))
+                own.append(weight)
+                masters.append(members.table.of(weight))
+        return self._columns.get(id(weights), {})
+
+
+def kind_of(optimizer: Any) -> str:
+    """Which of torch's optimizers native code would step it as; empty: none, or there is no such code.
+
+    Example:
+        >>> kind_of(torch.optim.Rprop([torch.ones(1)]))
+        ''
+    """
+    kind = stepped_as(optimizer) if NATIVE.may_come else None
+    return kind if kind in _KINDS else ""
 
 
 def _options(kind: str, group: dict[str, Any]) -> _Options | None:
@@ -160,42 +191,66 @@ def _options(kind: str, group: dict[str, Any]) -> _Options | None:
     return (is_adam, bool(group["fused"]), group["maximize"], is_decoupled, nesterov), numbers
 
 
-def _gives_same_bits(native: Any, kind: str, group: dict[str, Any], options: _Options) -> bool:
+def _gives_same_bits(native: Any, form: Sequence[Any], group: dict[str, Any], options: _Options) -> bool:
     """Whether native code steps a sample to the same bits as torch's optimizer, with options like these."""
     flags, (_, decay, momentum, dampening, beta1, *_) = options
-    key = (flags, bool(group["foreach"]), decay != 0, momentum != 0, dampening != 0, abs(1 - beta1) < 0.5)
+    key = (form, flags, bool(group["foreach"]), decay != 0, momentum != 0, dampening != 0, abs(1 - beta1) < 0.5)
     if key not in _proved:
+        kind, table, _ = form
+        dtypes = (torch.bfloat16,) if table is SplitMasters else (torch.bfloat16, torch.float16, torch.float32)
         with CastsOff(), torch.no_grad():
-            _proved[key] = _steps_alike(native, kind, group, options)
+            _proved[key] = all(_steps_alike(native, kind, table(), dtype, group, options) for dtype in dtypes)
         if not _proved[key]:
             log.info("%s is stepped by torch's operations: native code gives other bits", kind)
     return _proved[key]
 
 
-def _steps_alike(native: Any, kind: str, group: dict[str, Any], options: _Options) -> bool:
-    table, masters = SplitMasters(), []
+def _steps_alike(
+    native: Any,
+    kind: str,
+    table: FullMasters | SplitMasters,
+    dtype: torch.dtype,
+    group: dict[str, Any],
+    options: _Options,
+) -> bool:
+    weights, masters = [], []
     for size in (*range(1, 18), 300):  # any number that does not fill a vector
         weight = nn.Parameter(torch.linspace(-2, 3, size, device="cpu").pow(3))
         weight.grad = weight.detach().flip(0).sin().mul(0.1)
-        master = table.add(weight, torch.bfloat16)
-        assert isinstance(master, SplitMaster)
-        table.cast(master, torch.bfloat16, clamps=False)
-        weight.grad = weight.grad.bfloat16()
+        master = table.add(weight, dtype)
+        if master is not None:
+            table.cast(master, dtype, clamps=False)
+        if isinstance(table, SplitMasters):
+            weight.grad = weight.grad.to(dtype)
+        weights.append(weight)
         masters.append(master)
-    params = [nn.Parameter(table.values(master)) for master in masters]
+    pairs = list(zip(weights, masters, strict=True))
+    values = [weight.detach().clone() if master is None else table.values(master).clone() for weight, master in pairs]
+    params = list(map(nn.Parameter, values))
     optimizer: Any = getattr(torch.optim, kind)(params, lr=0.1)
     optimizer.param_groups[0].update({key: value for key, value in group.items() if key != "params"})
     states: list[dict[str, Any]] = []
     for _ in range(2):
-        for p, master in zip(params, masters, strict=True):
-            assert master.weight.grad is not None
-            p.grad = master.weight.grad.float()
-            table.load(master, p.detach())
+        for p, (weight, master) in zip(params, pairs, strict=True):
+            assert weight.grad is not None
+            p.grad = weight.grad.float()
+            if master is None:
+                weight.copy_(p)
+            else:
+                table.load(master, p.detach())
         states = [{k: v.clone() for k, v in optimizer.state[p].items() if v is not None} for p in params]
         with StepHooks(optimizer):
             optimizer.step()
-    if native.step([(masters, states, *options)], -1, False) <= 0:
+    by_weight = dict(zip(weights, states, strict=True))
+    if native.step([(weights, masters, *options)], by_weight, isinstance(table, SplitMasters), -1, False) <= 0:
         return False
-    made = [values for m, state in zip(masters, states, strict=True) for values in (table.values(m), *state.values())]
-    expected = [values for p in params for values in (p.detach(), *optimizer.state[p].values()) if values is not None]
+    made: list[torch.Tensor] = []
+    expected: list[torch.Tensor] = []
+    for p, (weight, master), state in zip(params, pairs, states, strict=True):
+        made += [weight.clone(), weight if master is None else table.values(master).clone(), *state.values()]
+        if master is None:
+            weight = p
+        else:
+            table.load(master, p.detach())
+        expected += [weight, p, *(each for each in optimizer.state[p].values() if each is not None)]
     return all(map(torch.equal, made, expected))

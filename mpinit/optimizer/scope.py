@@ -20,7 +20,7 @@ from ..masters.states import EncodedStates, states_of
 from ..torch_internals.columns import are_same, grads_of, have_grads, set_grads
 from ..torch_internals.devices import bucket_bytes_at_most
 from .members import Members
-from .one_pass import OnePass
+from .one_pass import OnePass, kind_of
 from .per_parameter import StepNumbers, kept_states, steps_per_parameter
 
 
@@ -99,7 +99,7 @@ class Scope:
     Attributes:
         is_open: whether the groups hold masters at the moment.
         releases: as given.
-        one_pass: steps parts without the optimizer's own code, where that gives the same.
+        one_pass: steps without the optimizer's own code, where that gives the same; None: it never does.
     """
 
     def __init__(self, members: Members, states: EncodedStates | None, bucket_bytes: int, releases: bool) -> None:
@@ -108,7 +108,7 @@ class Scope:
         self._states = states
         self._bucket_bytes = bucket_bytes
         self.releases = releases
-        self.one_pass = OnePass(members, states)
+        self.one_pass = OnePass(members, states) if kind_of(members.optimizer) else None
         # Whether masters are put together a part at a time, not all before the first.
         self._reads_parts = releases or members.table.steps_in_parts
         self._key: tuple[int, bool] = (-1, False)
@@ -135,6 +135,27 @@ class Scope:
             yield
         finally:
             self._leave()
+
+    def is_stepped_in_one_pass(self) -> bool:
+        """Do a step without :meth:`open` and the optimizer's own code; False: nothing was done."""
+        if self.one_pass is None:
+            return False
+        self._check_not_in_model()
+        self._members.refresh()
+        masters = [part.masters for part in self.parts() if part.masters is not None]
+        return self._is_stepped(self._members.weights, masters)
+
+    def _is_stepped(self, weights: Sequence[Any], masters: Sequence[OpenMasters]) -> bool:
+        return self.one_pass is not None and bool(weights) and self.one_pass.steps(weights, masters)
+
+    @contextmanager
+    def opened_for_step(self) -> Iterator[None]:
+        """:meth:`open` for a step, whose time is noted."""
+        begin = time.perf_counter()
+        with self.open():
+            yield
+        if self.one_pass is not None:
+            self.one_pass.note(self._members.weights, time.perf_counter() - begin)
 
     @contextmanager
     def closed(self) -> Iterator[None]:
@@ -209,7 +230,7 @@ class Scope:
         if alone is None:
             self._members.refresh()
         parts = self.parts() if alone is None else [alone]
-        left = [part for part in parts if part.masters is None or not self.one_pass.steps(part.weights)]
+        left = [part for part in parts if part.masters is None or not self._is_stepped(part.weights, [part.masters])]
         if not any(have_grads(part.weights) for part in left) and len(left) < len(parts):
             yield iter(())
             return
@@ -257,7 +278,8 @@ class Scope:
                     set_grads(part.weights, hidden[id(part)])
                 begin = time.perf_counter()
                 yield from self._step_of(part)
-                self.one_pass.note(part.weights, time.perf_counter() - begin)
+                if self.one_pass is not None:
+                    self.one_pass.note(part.weights, time.perf_counter() - begin)
                 if id(part) in hidden:
                     hidden[id(part)] = grads_of(part.weights)  # the optimizer may have cleared some
                     set_grads(part.weights, [None] * len(part.weights))

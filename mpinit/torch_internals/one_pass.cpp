@@ -1,4 +1,5 @@
-// Steps of SGD, Adam and AdamW over split masters, and the encodings of states, in one pass over memory.
+// Steps of SGD, Adam and AdamW over float32 weights and masters of 16-bit ones, full and split, and the encodings of
+// states, in one pass over memory.
 //
 // The operations of torch that the same step would run are the specification, to the bit: each rounding here is one of
 // theirs, in their order. Built with -ffp-contract=off; where they multiply and add in one rounding, fused() does.
@@ -11,9 +12,15 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/sqrt.h>
+#include <c10/util/Half.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -26,7 +33,7 @@ namespace {
 
 constexpr int64_t BLOCK = 128, NEIGHBOURS = 32;
 // Numbers worked on at a time: what is between two loops stays in a cache. Where torch is called for square roots, which
-// takes as long as some hundred numbers do, they are more.
+// takes as long as some hundred numbers do, they are more, of several weights where these are small.
 constexpr int64_t CHUNK = 256, CHUNK_OF_ROOTS = 4096;
 // Numbers that are worth a thread.
 constexpr int64_t GRAIN = 32768;
@@ -69,6 +76,40 @@ void split(const float* values, uint16_t* weight, int16_t* remainder, int64_t n)
     bits = (bits & MAGNITUDE) > INFINITE ? 0x7FC00000u : bits;  // others, such as CUDA's, would be rounded to 0
     remainder[i] = static_cast<int16_t>(bits & 0xFFFF);
     weight[i] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+  }
+}
+
+void round_to_bfloat16(const float* values, uint16_t* weight, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = bits_of(values[i]);
+    const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    weight[i] = static_cast<uint16_t>((bits & MAGNITUDE) > INFINITE ? 0x7FC0u : rounded);
+  }
+}
+
+void round_to_float16(const float* values, uint16_t* weight, int64_t n) {
+  int64_t i = 0;
+#ifdef __F16C__
+  for (; i + 8 <= n; i += 8)
+    _mm_storeu_si128(
+        reinterpret_cast<__m128i*>(weight + i),
+        _mm256_cvtps_ph(_mm256_loadu_ps(values + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#endif
+  for (; i < n; ++i) weight[i] = c10::Half(values[i]).x;
+}
+
+// The law of full masters: where a weight is not the rounding of its master it was written to, and counts. See
+// mpinit/masters/law.py.
+void follow(float* values, const uint16_t* weight, bool is_float16, uint16_t* rounded, int64_t n) {
+  (is_float16 ? round_to_float16 : round_to_bfloat16)(values, rounded, n);
+  if (std::memcmp(rounded, weight, n * sizeof(uint16_t)) == 0) return;
+  const uint32_t infinite = is_float16 ? 0x7C00 : 0x7F80, largest = infinite - 1;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t has = weight[i], would = rounded[i], size = has & 0x7FFF, other = would & 0x7FFF;
+    const bool is_clamped = is_float16 && size == largest && other == infinite && (has ^ would) < 0x8000 &&
+        (bits_of(values[i]) & MAGNITUDE) < INFINITE;
+    if (has == would || (size == 0 && other == 0) || (size > infinite && other > infinite) || is_clamped) continue;
+    values[i] = is_float16 ? static_cast<float>(c10::Half(weight[i], c10::Half::from_bits())) : number(has << 16);
   }
 }
 
@@ -151,14 +192,18 @@ struct State {
 };
 
 struct Weight {
+  // Float32 numbers: a full master's, or the weight's own, which has none; or none, and 16-bit ones with remainders.
+  float* values;
   uint16_t* weight;
   int16_t* remainder;
-  const uint16_t* gradient;
+  bool is_float16;
+  const float* gradient;
+  const uint16_t* short_gradient;
   int64_t size;
   State states[2];
   float* count;
   float step, root;  // Adam's: of the update's size, of the second moment's
-  c10::TensorImpl* impl;
+  c10::TensorImpl *impl, *master;
 };
 
 struct Options {
@@ -205,18 +250,27 @@ void sgd(float* __restrict p, float* __restrict g, float* __restrict m, int64_t 
     for (int64_t i = 0; i < n; ++i) p[i] = fused(m[i], rate, p[i]);
 }
 
-struct Scratch {  // lengths that are no powers of two: such arrays get into each other's way in a cache
-  alignas(64) float p[CHUNK_OF_ROOTS + 144], g[CHUNK_OF_ROOTS + 144], root[CHUNK_OF_ROOTS + 144];
-  alignas(64) float decoded[2][2 * NEIGHBOURS * BLOCK + 144];
-  at::Tensor roots = at::from_blob(root, {CHUNK_OF_ROOTS}, at::kFloat);
+// A part of a weight whose moments are there, and whose update waits for square roots.
+struct Waiting {
+  const Weight* weight;
+  const Options* options;
+  int64_t begin, size, at;
+  const float* first;
 };
 
-void adam(
-    float* __restrict p, const float* __restrict g, float* __restrict m, float* __restrict v, Scratch& scratch,
-    int64_t n, bool is_tail, const Weight& weight, const Options& o) {
+struct Scratch {  // lengths that are no powers of two: such arrays get into each other's way in a cache
+  alignas(64) float p[CHUNK_OF_ROOTS + 144], g[CHUNK_OF_ROOTS + 144], root[CHUNK_OF_ROOTS + 144];
+  alignas(64) uint16_t rounded[CHUNK_OF_ROOTS + 144];
+  alignas(64) float decoded[2][2 * NEIGHBOURS * BLOCK + 144];
+  at::Tensor roots = at::from_blob(root, {CHUNK_OF_ROOTS}, at::kFloat);
+  std::vector<Waiting> waiting;
+  int64_t filled = 0;
+};
+
+void moments(
+    const float* __restrict g, float* __restrict m, float* __restrict v, int64_t n, bool is_tail, const Options& o) {
   const float first = static_cast<float>(1 - o.beta1), beta2 = static_cast<float>(o.beta2);
-  const float second = static_cast<float>(1 - o.beta2), eps = static_cast<float>(o.eps);
-  const float step = weight.step, over = weight.root;
+  const float second = static_cast<float>(1 - o.beta2);
   if (std::fabs(first) < 0.5f)
     for (int64_t i = 0; i < n; ++i) m[i] = fused(first, g[i] - m[i], m[i]);
   else
@@ -225,15 +279,33 @@ void adam(
     for (int64_t i = 0; i < n; ++i) v[i] = fused(v[i], beta2, second * g[i] * g[i]);
   else
     for (int64_t i = 0; i < n; ++i) v[i] = fused(second * g[i], g[i], v[i] * beta2);
-  if (o.is_fused) {
-    for (int64_t i = 0; i < n; ++i) p[i] = p[i] + step * m[i] / (std::sqrt(v[i]) / over + eps);
-    return;
-  }
+}
+
+float* values_of(const Weight& weight, int64_t begin, float* scratch) {
+  return weight.values == nullptr ? scratch : weight.values + begin;
+}
+
+void put_back(const Weight& weight, int64_t begin, const float* p, int64_t n) {
+  if (weight.remainder != nullptr)
+    split(p, weight.weight + begin, weight.remainder + begin, n);
+  else if (weight.weight != nullptr)
+    (weight.is_float16 ? round_to_float16 : round_to_bfloat16)(p, weight.weight + begin, n);
+}
+
+void update_waiting(Scratch& scratch) {
+  const int64_t n = scratch.filled;
+  if (n == 0) return;
   // torch's own square root is not the nearest number everywhere, and belongs to whichever library it was built with.
-  float* root = scratch.root;
-  std::memcpy(root, v, n * sizeof(float));
-  (n == CHUNK_OF_ROOTS ? scratch.roots : at::from_blob(root, {n}, at::kFloat)).sqrt_();
-  for (int64_t i = 0; i < n; ++i) p[i] = p[i] + step * m[i] / (root[i] / over + eps);
+  (n == CHUNK_OF_ROOTS ? scratch.roots : at::from_blob(scratch.root, {n}, at::kFloat)).sqrt_();
+  for (const Waiting& part : scratch.waiting) {
+    const float step = part.weight->step, over = part.weight->root, eps = static_cast<float>(part.options->eps);
+    float* __restrict p = values_of(*part.weight, part.begin, scratch.p + part.at);
+    const float *m = part.first, *root = scratch.root + part.at;
+    for (int64_t i = 0; i < part.size; ++i) p[i] = p[i] + step * m[i] / (root[i] / over + eps);
+    put_back(*part.weight, part.begin, p, part.size);
+  }
+  scratch.waiting.clear();
+  scratch.filled = 0;
 }
 
 struct Chunk {
@@ -245,20 +317,39 @@ struct Chunk {
 void step_part(const Chunk& chunk, int64_t begin, int64_t n, float* first, float* second, Scratch& scratch) {
   const Weight& weight = *chunk.weight;
   const Options& o = *chunk.options;
-  float *p = scratch.p, *g = scratch.g;
-  join(weight.weight + begin, weight.remainder + begin, p, n);
-  for (int64_t i = 0; i < n; ++i) g[i] = number(static_cast<uint32_t>(weight.gradient[begin + i]) << 16);
+  const bool waits = o.is_adam && !o.is_fused;
+  if (waits && scratch.filled + n > CHUNK_OF_ROOTS) update_waiting(scratch);
+  const int64_t at = scratch.filled;
+  float *p = values_of(weight, begin, scratch.p + at), *g = scratch.g;
+  if (weight.remainder != nullptr) {
+    join(weight.weight + begin, weight.remainder + begin, p, n);
+    for (int64_t i = 0; i < n; ++i) g[i] = number(static_cast<uint32_t>(weight.short_gradient[begin + i]) << 16);
+  } else {
+    if (weight.weight != nullptr) follow(p, weight.weight + begin, weight.is_float16, scratch.rounded, n);
+    std::memcpy(g, weight.gradient + begin, n * sizeof(float));
+  }
   prepare(p, g, n, o);
+  if (waits) {
+    moments(g, first, second, n, false, o);
+    std::memcpy(scratch.root + at, second, n * sizeof(float));
+    scratch.waiting.push_back({&weight, &o, begin, n, at, first});
+    scratch.filled += n;
+    return;
+  }
   const int64_t body = o.is_fused ? n / LANES * LANES : n;
   for (int part = 0; part < 2; ++part) {
     const int64_t from = part == 0 ? 0 : body, count = part == 0 ? body : n - body;
     if (count == 0) continue;
-    if (o.is_adam)
-      adam(p + from, g + from, first + from, second + from, scratch, count, part == 1, weight, o);
-    else
+    if (!o.is_adam) {
       sgd(p + from, g + from, first == nullptr ? nullptr : first + from, count, part == 1, o);
+      continue;
+    }
+    float *__restrict q = p + from, *__restrict m = first + from, *__restrict v = second + from;
+    moments(g + from, m, v, count, part == 1, o);
+    const float step = weight.step, over = weight.root, eps = static_cast<float>(o.eps);
+    for (int64_t i = 0; i < count; ++i) q[i] = q[i] + step * m[i] / (std::sqrt(v[i]) / over + eps);
   }
-  split(p, weight.weight + begin, weight.remainder + begin, n);
+  put_back(weight, begin, p, n);
 }
 
 void step_chunk(const Chunk& chunk, Scratch& scratch) {
@@ -278,6 +369,7 @@ void step_chunk(const Chunk& chunk, Scratch& scratch) {
     }
     step_part(chunk, begin, n, states[0], states[1], scratch);
   }
+  if (weight.states[0].codes != nullptr || weight.states[1].codes != nullptr) update_waiting(scratch);
   for (int which = 0; which < 2; ++which) {
     const State& state = weight.states[which];
     if (state.codes == nullptr) continue;
@@ -310,6 +402,7 @@ void step_all(const std::vector<Chunk>& chunks, int64_t numbers) {
     at::AutoDispatchBelowADInplaceOrView guard;
     Scratch scratch;
     for (int64_t i = from; i < to; ++i) step_chunk(chunks[i], scratch);
+    update_waiting(scratch);
   });
 }
 
@@ -321,6 +414,25 @@ struct Object {
   Object(const Object&) = delete;
   ~Object() { Py_XDECREF(held); }
 };
+
+// Names that are looked up for each weight, each made once.
+PyObject* named(const char* name) {
+  static std::vector<std::pair<const char*, PyObject*>> known;
+  for (const auto& [text, made] : known)
+    if (text == name) return made;
+  known.emplace_back(name, PyUnicode_InternFromString(name));
+  return known.back().second;
+}
+
+constexpr const char CODES[] = "codes", STRIDES[] = "strides", REMAINDER[] = "remainder", PARAMETER[] = "parameter",
+                     CLAMPS[] = "clamps", STEP[] = "step", FIRST[] = "exp_avg", SECOND[] = "exp_avg_sq",
+                     MOMENTUM[] = "momentum_buffer";
+
+PyObject* attribute(PyObject* owner, const char* name) {
+  PyObject* found = PyObject_GetAttr(owner, named(name));
+  if (found == nullptr) PyErr_Clear();
+  return found;
+}
 
 struct WithoutPython {
   PyThreadState* state = PyEval_SaveThread();
@@ -338,7 +450,7 @@ bool lies_like(const at::Tensor& t, const at::Tensor& other) {
 
 // The entry of a state; whether it is there, and can be worked on.
 bool find_state(PyObject* entries, const char* name, const at::Tensor& weight, State& found) {
-  PyObject* entry = PyDict_GetItemString(entries, name);
+  PyObject* entry = PyDict_GetItem(entries, named(name));
   if (entry == nullptr || !THPVariable_Check(entry)) return false;
   const at::Tensor& state = THPVariable_Unpack(entry);
   if (!lies_like(state, weight)) return false;
@@ -346,8 +458,7 @@ bool find_state(PyObject* entries, const char* name, const at::Tensor& weight, S
     found.values = state.mutable_data_ptr<float>();
     return true;
   }
-  Object codes(PyObject_GetAttrString(entry, "codes"));
-  if (codes.held == nullptr) PyErr_Clear();
+  Object codes(attribute(entry, CODES));
   if (codes.held == nullptr || !PyTuple_Check(codes.held) || PyTuple_GET_SIZE(codes.held) != 2) return false;
   PyObject *bytes = PyTuple_GET_ITEM(codes.held, 0), *scales = PyTuple_GET_ITEM(codes.held, 1);
   if (!THPVariable_CheckExact(bytes) || !THPVariable_CheckExact(scales)) return false;
@@ -360,41 +471,72 @@ bool find_state(PyObject* entries, const char* name, const at::Tensor& weight, S
   return true;
 }
 
-// One master with what is kept for it; false where it has to be stepped by torch's operations.
-bool find(PyObject* master, PyObject* entries, int64_t smallest, const Options& o, std::vector<Weight>& found) {
-  Object own(PyObject_GetAttrString(master, "weight"));
-  if (own.held == nullptr || !THPVariable_Check(own.held)) return false;
-  const at::Tensor& weight = THPVariable_Unpack(own.held);
-  const at::Tensor& gradient = weight.grad();
-  if (!gradient.defined()) return true;
-  Object lower(PyObject_GetAttrString(master, "remainder")), strides(PyObject_GetAttrString(master, "strides"));
+// A split master's halves; false where torch's operations have to step it.
+bool find_halves(const at::Tensor& weight, PyObject* master, Weight& w) {
+  if (master == Py_None) return false;
+  Object lower(attribute(master, REMAINDER)), strides(attribute(master, STRIDES));
   if (lower.held == nullptr || !THPVariable_CheckExact(lower.held) || strides.held == nullptr) return false;
-  const at::Tensor& remainder = THPVariable_Unpack(lower.held);
+  const at::Tensor &remainder = THPVariable_Unpack(lower.held), &gradient = weight.grad();
   if (!is_plain(weight, at::kBFloat16) || !is_plain(gradient, at::kBFloat16) || !is_plain(remainder, at::kShort))
     return false;
-  if (!lies_like(gradient, weight) || !weight.is_non_overlapping_and_dense() || !remainder.is_contiguous())
-    return false;
-  if (remainder.numel() != weight.numel() || !PyTuple_Check(strides.held)) return false;
+  if (!remainder.is_contiguous() || remainder.numel() != weight.numel() || !PyTuple_Check(strides.held)) return false;
   if (PyTuple_GET_SIZE(strides.held) != weight.dim()) return false;
   for (int64_t d = 0; d < weight.dim(); ++d)
     if (PyLong_AsLongLong(PyTuple_GET_ITEM(strides.held, d)) != weight.stride(d)) return false;
-  Weight w{};
   w.weight = reinterpret_cast<uint16_t*>(weight.mutable_data_ptr<at::BFloat16>());
-  w.gradient = reinterpret_cast<const uint16_t*>(gradient.const_data_ptr<at::BFloat16>());
+  w.short_gradient = reinterpret_cast<const uint16_t*>(gradient.const_data_ptr<at::BFloat16>());
   w.remainder = remainder.mutable_data_ptr<int16_t>();
+  return true;
+}
+
+// A weight's full master, or itself where it is float32; false where torch's operations have to step it.
+bool find_values(const at::Tensor& weight, PyObject* master, Weight& w) {
+  const at::Tensor& gradient = weight.grad();
+  if (!is_plain(gradient, at::kFloat)) return false;
+  w.gradient = gradient.const_data_ptr<float>();
+  if (master == Py_None) {
+    if (!is_plain(weight, at::kFloat)) return false;
+    w.values = weight.mutable_data_ptr<float>();
+    return true;
+  }
+  Object parameter(attribute(master, PARAMETER)), clamps(attribute(master, CLAMPS));
+  if (parameter.held == nullptr || !THPVariable_Check(parameter.held) || clamps.held != Py_False) return false;
+  const at::Tensor& values = THPVariable_Unpack(parameter.held);
+  w.is_float16 = is_plain(weight, at::kHalf);
+  if (!w.is_float16 && !is_plain(weight, at::kBFloat16)) return false;
+  if (!is_plain(values, at::kFloat) || !lies_like(values, weight)) return false;
+  w.weight = static_cast<uint16_t*>(weight.mutable_data_ptr());
+  w.values = values.mutable_data_ptr<float>();
+  w.master = values.unsafeGetTensorImpl();
+  return true;
+}
+
+// One weight with what is kept for it; false where it has to be stepped by torch's operations.
+bool find(
+    PyObject* own, PyObject* master, bool is_split, PyObject* states, int64_t smallest, const Options& o,
+    std::vector<Weight>& found) {
+  if (!THPVariable_Check(own)) return false;
+  const at::Tensor& weight = THPVariable_Unpack(own);
+  const at::Tensor& gradient = weight.grad();
+  if (!gradient.defined()) return true;
+  Weight w{};
+  if (is_split ? !find_halves(weight, master, w) : !find_values(weight, master, w)) return false;
+  if (!lies_like(gradient, weight) || !weight.is_non_overlapping_and_dense()) return false;
   w.size = weight.numel();
   w.impl = weight.unsafeGetTensorImpl();
+  PyObject* entries = PyDict_GetItem(states, own);
   const Py_ssize_t kept = entries == nullptr || !PyDict_Check(entries) ? -1 : PyDict_GET_SIZE(entries);
   const int count = o.is_adam ? 2 : o.momentum != 0 ? 1 : 0;
+  if (count > 0 && kept < 0) return false;
   if (o.is_adam) {
-    PyObject* step = kept == 3 ? PyDict_GetItemString(entries, "step") : nullptr;
+    PyObject* step = kept == 3 ? PyDict_GetItem(entries, named(STEP)) : nullptr;
     if (step == nullptr || !THPVariable_CheckExact(step)) return false;
     const at::Tensor& steps = THPVariable_Unpack(step);
     if (!is_plain(steps, at::kFloat) || steps.numel() != 1) return false;
     w.count = steps.mutable_data_ptr<float>();
     check_states(w, o);
   }
-  const char* names[2] = {o.is_adam ? "exp_avg" : "momentum_buffer", "exp_avg_sq"};
+  const char* names[2] = {o.is_adam ? FIRST : MOMENTUM, SECOND};
   for (int which = 0; which < count; ++which) {
     if (!find_state(entries, names[which], weight, w.states[which])) return false;
     // It is to be encoded, and not yet.
@@ -406,10 +548,11 @@ bool find(PyObject* master, PyObject* entries, int64_t smallest, const Options& 
 
 // What shares memory is stepped one after another, by torch.
 bool are_apart(const std::vector<Weight>& weights) {
-  std::vector<std::pair<const uint16_t*, const uint16_t*>> ranges;
+  std::vector<std::pair<const char*, const char*>> ranges;
   std::vector<const void*> kept;
   for (const Weight& w : weights) {
-    ranges.emplace_back(w.weight, w.weight + w.size);
+    if (w.weight != nullptr) ranges.emplace_back((const char*)w.weight, (const char*)(w.weight + w.size));
+    if (w.values != nullptr) ranges.emplace_back((const char*)w.values, (const char*)(w.values + w.size));
     for (const void* each : {static_cast<const void*>(w.count), static_cast<const void*>(w.states[0].values),
                              static_cast<const void*>(w.states[1].values), static_cast<const void*>(w.states[0].codes),
                              static_cast<const void*>(w.states[1].codes)})
@@ -432,30 +575,32 @@ PyObject* guarded(Function function) {
   }
 }
 
-// step([(masters, states, flags, numbers)], smallest encoded or -1, is_trial): how many numbers of all groups were
-// stepped, or would be; -1 where torch has to do it, and nothing was changed.
+// step([(weights, masters or None, flags, numbers)], states by weight, are masters split, smallest encoded or -1,
+// is_trial): how many numbers of all groups were stepped, or would be; -1 where torch has to do it, and nothing was
+// changed.
 PyObject* step(PyObject*, PyObject* arguments) {
-  PyObject* given;
+  PyObject *given, *states;
   long long smallest;
-  int is_trial;
-  if (!PyArg_ParseTuple(arguments, "O!Lp", &PyList_Type, &given, &smallest, &is_trial)) return nullptr;
+  int is_split, is_trial;
+  if (!PyArg_ParseTuple(arguments, "O!O!pLp", &PyList_Type, &given, &PyDict_Type, &states, &is_split, &smallest, &is_trial))
+    return nullptr;
   return guarded([&]() -> PyObject* {
     std::vector<Group> groups(PyList_GET_SIZE(given));
     std::vector<Weight> all;
     for (size_t which = 0; which < groups.size(); ++which) {
-      PyObject *masters, *states;
+      PyObject *owns, *masters;
       int is_adam, is_fused, maximize, is_decoupled, nesterov;
       Options& o = groups[which].options;
       if (!PyArg_ParseTuple(
-              PyList_GET_ITEM(given, which), "O!O!(ppppp)(ddddddd)", &PyList_Type, &masters, &PyList_Type, &states,
+              PyList_GET_ITEM(given, which), "O!O!(ppppp)(ddddddd)", &PyList_Type, &owns, &PyList_Type, &masters,
               &is_adam, &is_fused, &maximize, &is_decoupled, &nesterov, &o.rate, &o.decay, &o.momentum, &o.dampening,
               &o.beta1, &o.beta2, &o.eps))
         return nullptr;
       o.is_adam = is_adam, o.is_fused = is_fused, o.maximize = maximize, o.is_decoupled = is_decoupled;
       o.nesterov = nesterov;
       std::vector<Weight>& weights = groups[which].weights;
-      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(masters); ++i)
-        if (!find(PyList_GET_ITEM(masters, i), PyList_GET_ITEM(states, i), smallest, o, weights)) {
+      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(owns); ++i)
+        if (!find(PyList_GET_ITEM(owns, i), PyList_GET_ITEM(masters, i), is_split, states, smallest, o, weights)) {
           PyErr_Clear();
           return PyLong_FromLong(-1);
         }
@@ -468,6 +613,7 @@ PyObject* step(PyObject*, PyObject* arguments) {
     if (is_trial) return PyLong_FromLongLong(numbers);
     for (const Weight& w : all) {
       w.impl->bump_version();
+      if (w.master != nullptr) w.master->bump_version();
       if (w.count != nullptr) *w.count += 1.f;
     }
     {
@@ -541,8 +687,47 @@ PyObject* round(PyObject*, PyObject* arguments) {
   });
 }
 
+template <class Bits>
+bool is_finite(const at::Tensor& t, Bits infinite) {
+  const Bits* numbers = static_cast<const Bits*>(t.const_data_ptr());
+  std::atomic<bool> found = false;
+  at::parallel_for(0, t.numel(), GRAIN, [&](int64_t begin, int64_t end) {
+    for (int64_t from = begin; from < end && !found; from += GRAIN) {
+      const int64_t to = std::min(from + GRAIN, end);
+      Bits largest = 0;
+      for (int64_t i = from; i < to; ++i) largest = std::max<Bits>(largest, numbers[i] & infinite);
+      if (largest == infinite) found = true;
+    }
+  });
+  return !found;
+}
+
+// are_finite(tensors): whether all numbers are; None where that cannot be told here.
+PyObject* are_finite(PyObject*, PyObject* given) {
+  if (!PyList_Check(given)) Py_RETURN_NONE;
+  return guarded([&]() -> PyObject* {
+    std::vector<const at::Tensor*> tensors;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given); ++i) {
+      if (!THPVariable_Check(PyList_GET_ITEM(given, i))) Py_RETURN_NONE;
+      const at::Tensor& t = THPVariable_Unpack(PyList_GET_ITEM(given, i));
+      if (!is_plain(t, at::kFloat) && !is_plain(t, at::kBFloat16) && !is_plain(t, at::kHalf)) Py_RETURN_NONE;
+      if (!t.is_non_overlapping_and_dense()) Py_RETURN_NONE;
+      tensors.push_back(&t);
+    }
+    bool are = true;
+    {
+      WithoutPython here;
+      for (const at::Tensor* t : tensors)
+        are = are && (t->scalar_type() == at::kFloat ? is_finite<uint32_t>(*t, INFINITE)
+                        : is_finite<uint16_t>(*t, t->scalar_type() == at::kHalf ? 0x7C00 : 0x7F80));
+    }
+    return PyBool_FromLong(are);
+  });
+}
+
 PyMethodDef methods[] = {
     {"step", step, METH_VARARGS, nullptr},
+    {"are_finite", are_finite, METH_O, nullptr},
     {"encode", encode, METH_VARARGS, nullptr},
     {"decode", decode, METH_VARARGS, nullptr},
     {"round", round, METH_VARARGS, nullptr},

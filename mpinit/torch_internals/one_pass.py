@@ -36,6 +36,9 @@ class NativeCode:
 
     Args:
         folder: where they are kept; None: where torch keeps extensions.
+
+    Attributes:
+        may_come: whether they are there, or may be some time.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -43,14 +46,14 @@ class NativeCode:
         self._module: Any = None
         self._compiler: subprocess.Popen[bytes] | None = None
         self._missed = 0.0
-        # Whether it may still come, and whether what was kept was looked for.
-        self._may_come = True
+        self.may_come = os.name == "posix" and os.environ.get("MPINIT_NATIVE") != "0"
+        # Whether what was kept was looked for.
         self._has_looked = False
 
     def get(self) -> Any | None:
         """The module; None where it is not there, or not yet."""
         is_built = self._compiler is not None and self._compiler.poll() is not None
-        if self._module is None and self._may_come and (is_built or not self._has_looked):
+        if self._module is None and self.may_come and (is_built or not self._has_looked):
             self._has_looked = True
             self._load(is_built)
         return self._module
@@ -58,12 +61,12 @@ class NativeCode:
     def miss(self, seconds: float) -> None:
         """So much time was spent without it."""
         self._missed += seconds
-        if self._missed >= _WORTH_SECONDS and self._may_come and self._module is None and self._compiler is None:
+        if self._missed >= _WORTH_SECONDS and self.may_come and self._module is None and self._compiler is None:
             self._build()
 
     def wait(self) -> Any | None:
         """:meth:`get`, after building it where it is not there."""
-        if self.get() is None and self._may_come:
+        if self.get() is None and self.may_come:
             if self._compiler is None:
                 self._build()
             if self._compiler is not None:
@@ -71,8 +74,6 @@ class NativeCode:
         return self.get()
 
     def _path(self) -> Path:
-        if os.name != "posix" or os.environ.get("MPINIT_NATIVE") == "0":
-            raise OSError("switched off by MPINIT_NATIVE=0, or not for this system")
         made_for = (
             *(_SOURCE.read_text("utf-8"), Path(__file__).read_text("utf-8"), torch.__version__),
             *(
@@ -117,8 +118,8 @@ class NativeCode:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        self._may_come = False
-        log.info("split masters and encoded states are stepped without native code: %s", error)
+        self.may_come = False
+        log.info("steps are done, and states are encoded, without native code: %s", error)
 
 
 def _command(made: Path) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 
 import mpinit
 from mpinit.masters.codecs import codec
-from mpinit.optimizer import one_pass
+from mpinit.optimizer import gradients, managed, one_pass
 from mpinit.torch_internals.one_pass import NativeCode
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -25,19 +25,25 @@ SHAPES = [(97, 131), (5,), (4099,), (1,), (3, 7, 11)]
 
 
 @pytest.fixture(scope="module")
-def native() -> Iterator[Any]:
+def native() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MPINIT_NATIVE", raising=False)
         module = NativeCode().wait()
     if module is None:
         pytest.skip("no C++ compiler here")
-    yield module
+    return module
+
+
+@pytest.fixture(autouse=True)
+def may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native code is there for those who ask, and comes where a test lets it."""
+    use(monkeypatch, None, always=False)
 
 
 def use(monkeypatch: pytest.MonkeyPatch, module: Any, always: bool = True) -> None:
     """Step natively from here on, ``always``: without a look at the clock."""
-    code = SimpleNamespace(get=lambda: module, miss=lambda seconds: None)
-    for owner in (one_pass, codec):
+    code = SimpleNamespace(get=lambda: module, miss=lambda seconds: None, may_come=True)
+    for owner in (one_pass, gradients, codec):
         monkeypatch.setattr(owner, "NATIVE", code)
     for kept in (one_pass._times, one_pass._proved, codec._proved):
         kept.clear()
@@ -46,15 +52,22 @@ def use(monkeypatch: pytest.MonkeyPatch, module: Any, always: bool = True) -> No
 
 
 class Training:
-    """A list of weights at O5, stepped with gradients that are numbers of their own."""
+    """A list of weights, stepped with gradients that are numbers of their own."""
 
-    def __init__(self, make: Make, state: str, weights: list[torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        make: Make,
+        state: str,
+        weights: list[torch.Tensor] | None = None,
+        level: str = "O5",
+        masters: Any = "split",
+    ) -> None:
         torch.manual_seed(0)
         own = weights or [torch.randn(shape) * 0.02 for shape in SHAPES]
         self.model = nn.ParameterList([nn.Parameter(weight) for weight in own])
         self.optimizer = make(self.model.parameters())
-        asked = {"master_weights": "split", "optimizer_state": state, "skip_nonfinite": False}
-        mpinit.initialize(self.model, self.optimizer, "O5", verbosity=0, **asked)
+        asked = {"master_weights": masters, "optimizer_state": state, "skip_nonfinite": False, "loss_scale": 1.0}
+        mpinit.initialize(self.model, self.optimizer, level, verbosity=0, **asked)
 
     def step(self, seed: int, odd: bool = False) -> None:
         random = torch.Generator().manual_seed(seed)
@@ -62,7 +75,7 @@ class Training:
             gradient = (torch.randn(weight.shape, generator=random) * 0.01).bfloat16()
             if odd:
                 gradient.view(-1)[0], gradient.view(-1)[-1] = torch.inf, torch.nan
-            weight.grad = torch.empty_like(weight).copy_(gradient)
+            weight.grad = torch.empty_like(weight, dtype=weight.grad_dtype or weight.dtype).copy_(gradient)
         self.optimizer.step()
 
     def numbers(self) -> list[torch.Tensor]:
@@ -82,7 +95,7 @@ def assert_stepped_alike(
 ) -> int:
     """Step one by torch and one natively; how many of the steps were native."""
     calls: list[int] = []
-    counted = SimpleNamespace(**{name: getattr(native, name) for name in ("encode", "decode", "round")})
+    counted = SimpleNamespace(**{name: getattr(native, name) for name in ("encode", "decode", "round", "are_finite")})
     counted.step = lambda groups, *rest: calls.append(native.step(groups, *rest)) or calls[-1]
     by_torch, natively = trainings
     for seed in range(steps):
@@ -124,6 +137,87 @@ def test_the_bits_are_those_of_torchs_operations(
     made_first = kind == "SGD"
     # The first step makes the state; foreach adds a momentum to the gradients themselves, which only torch does.
     assert own == (0 if (kind, form) == ("SGD, nesterov", "foreach") else steps - (not made_first))
+
+
+# Masters of both 16-bit types, and none.
+STORES = {"O2": True, "O5": True, "O4": False}
+
+
+@pytest.mark.parametrize("level", STORES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["AdamW", "SGD, momentum"])
+def test_full_masters_and_float32_weights(
+    monkeypatch: pytest.MonkeyPatch, native: Any, kind: str, form: str, level: str
+) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return KINDS[kind](parameters, **FORMS[form])
+
+    trainings = tuple(Training(make, "float32", level=level, masters=STORES[level]) for _ in range(2))
+    assert assert_stepped_alike(monkeypatch, native, trainings, 12, odd=10) == 11  # type: ignore[arg-type]
+
+
+def written(values: torch.Tensor) -> dict[str, Callable[[torch.Tensor], Any]]:
+    """Ways to write to a weight: counted by torch, through its memory, with what it is, with 0, inf and nan."""
+    return {
+        "counted": lambda w: w.detach().copy_(values),
+        "a part of it": lambda w: w.detach()[3:5].view(-1).data.fill_(0.5),
+        "by numpy": lambda w: w.detach().view(torch.int16).numpy().__setitem__(0, 0),
+        "what it is": lambda w: w.detach().copy_(w.detach().clone()),
+        "odd numbers": lambda w: w.detach()[0, :4].copy_(torch.tensor([0.0, -0.0, torch.inf, torch.nan])),
+        "the largest": lambda w: w.detach()[0, :2].copy_(torch.tensor([1.0, -1.0]) * torch.finfo(w.dtype).max),
+    }
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("way", written(torch.ones(1)))
+def test_what_was_written_to_a_weight_counts(
+    monkeypatch: pytest.MonkeyPatch, native: Any, way: str, level: str
+) -> None:
+    write = written(torch.randn(97, 131))[way]
+    trainings = tuple(Training(torch.optim.AdamW, "float32", level=level, masters=True) for _ in range(2))
+    calls: list[int] = []
+    for training in trainings:
+        if training is trainings[1]:
+            counted = SimpleNamespace(are_finite=native.are_finite)
+            counted.step = lambda groups, *rest: calls.append(native.step(groups, *rest)) or calls[-1]
+            use(monkeypatch, counted)
+        for seed in range(6):
+            training.step(seed)
+            if seed in (2, 3):
+                write(training.model[0])
+        # By torch's operations again, and after a write between the two.
+        use(monkeypatch, None, always=False)
+        write(training.model[0])
+        training.step(6)
+    assert_same(*trainings)
+    assert sum(numbers > 1000 for numbers in calls) == 5
+
+
+def test_float16_masters_that_grew_too_large_are_left_to_torch(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
+    monkeypatch.setattr(managed, "_LOOKS_EVERY", 20)
+    weights = [torch.full((40, 40), 65500.0), torch.ones(40, 40)]
+    trainings = tuple(
+        Training(lambda p: torch.optim.SGD(p, lr=1e5), "float32", [w.clone() for w in weights], "O2", True)
+        for _ in range(2)
+    )
+    with pytest.warns(UserWarning, match="beyond the largest float16"):
+        for training in trainings:
+            if training is trainings[1]:
+                use(monkeypatch, native)
+            for seed in range(50):
+                training.step(seed)
+    assert_same(*trainings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_numbers_that_are_not_finite_are_found(native: Any, dtype: torch.dtype) -> None:
+    largest = torch.full((300, 301), torch.finfo(dtype).max, dtype=dtype)
+    assert native.are_finite([largest, -largest, largest[:0]]) is True
+    for place, value in ((0, torch.inf), (300 * 301 - 1, torch.nan), (40_000, -torch.inf)):
+        odd = largest.clone()
+        odd.view(-1)[place] = value
+        assert native.are_finite([largest, odd.t()]) is False
+    assert native.are_finite([largest[:, ::2]]) is None and native.are_finite([largest.to("meta")]) is None
 
 
 @pytest.mark.long
@@ -194,10 +288,10 @@ def test_a_step_that_fails_before_it_begins_changes_nothing(monkeypatch: pytest.
     before = training.numbers()
     versions = [weight._version for weight in training.model]
 
-    def fail(groups: Any, smallest: int, is_trial: bool) -> int:
-        if groups[0][0][0].weight is training.model[0]:
+    def fail(groups: Any, *more: Any) -> int:
+        if groups[0][0][0] is training.model[0]:
             raise MemoryError
-        return int(native.step(groups, smallest, is_trial))
+        return int(native.step(groups, *more))
 
     failing = SimpleNamespace(step=fail, encode=native.encode, decode=native.decode)
     use(monkeypatch, failing)
@@ -212,20 +306,20 @@ def test_a_step_that_fails_before_it_begins_changes_nothing(monkeypatch: pytest.
 def slow_or_fast(seconds: float, change: float = 0.0) -> Any:
     """Native code that does what torch does to a weight without gradients' moments, and takes its time."""
 
-    def step(groups: Any, smallest: int, is_trial: bool) -> int:
+    def step(groups: Any, states: Any, is_split: bool, smallest: int, is_trial: bool) -> int:
         numbers = 0
-        for masters, _, _, options in groups:
-            for master in masters:
-                if master.weight.grad is not None:
-                    numbers += master.weight.numel()
+        for weights, masters, _, options in groups:
+            for weight, master in zip(weights, masters, strict=True):
+                if weight.grad is not None:
+                    numbers += weight.numel()
                     if not is_trial:
                         table = one_pass.SplitMasters()
-                        values = table.values(master).add_(master.weight.grad.float(), alpha=-options[0])
+                        values = table.values(master).add_(weight.grad.float(), alpha=-options[0])
                         table.load(master, values + change)
         time.sleep(0 if is_trial else seconds)
         return numbers
 
-    return SimpleNamespace(step=step)
+    return SimpleNamespace(step=step, are_finite=lambda tensors: None)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.2], ids=["fast", "slow"])
