@@ -45,12 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(chosen, COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
         parser.error(f"there is no command {chosen!r}; {hint}")
-    ours = len(words)
-    if chosen == "run":
-        # All that follows a script's name is its own, whatever it looks like.
-        ours = next((index for index, word in enumerate(words) if index and not word.startswith("-")), ours) + 1
-    arguments, unknown = parser.parse_known_args(words[:ours])
-    arguments.rest = words[ours:]
+    own, rest = _split(words)
+    arguments, unknown = parser.parse_known_args(own)
+    arguments.rest = rest
     name = arguments.command
     if unknown:
         return _fail(name, f"unrecognized arguments: {' '.join(unknown)}")
@@ -61,6 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         return _run(name, arguments)
     return 0
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """What is ours and what belongs to the script: all that follows its name, whatever it looks like."""
+    end = len(words)
+    if words[:1] == ["run"]:
+        end = next((index for index, word in enumerate(words) if index and not word.startswith("-")), end) + 1
+    return words[:end], words[end:]
 
 
 def _run(name: str, arguments: argparse.Namespace) -> int:

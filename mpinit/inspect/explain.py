@@ -145,12 +145,9 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: 
     with torch.enable_grad():
         value = loss(model(*args, **kwargs))
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            raise TypeError(f"loss must return a tensor with one number, not {_described(value)}")
+            given = f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise TypeError(f"loss must return a tensor with one number, not {given}")
         leaves = [leaf for leaf in (*model.parameters(), *tensors_in((args, kwargs))) if leaf.requires_grad]
         if value.requires_grad and leaves:
             # No other tensor that the loss may use gets a gradient.
             torch.autograd.backward(value.reshape(()) if value.dim() else value, inputs=leaves)
-
-
-def _described(value: Any) -> str:
-    return f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from .. import registry
 from ..basics.tables import counted
-from ..optimizer.overflow_log import BadGradient, OverflowRecord
+from ..optimizer.overflow_log import BadGradient
 from .faults import OverflowWatch
 
 
@@ -95,7 +95,8 @@ def overflow_report(optimizer: Optimizer) -> OverflowReport:
     session = registry.session_of(optimizer)
     log = session.overflow_log(optimizer)
     record = log.read(None, None, None)
-    if log.last is not None and (not record.parameters or _names(log.last) == _names(record)):
+    last, now = ({bad.name for bad in each.parameters} for each in (log.last or record, record))
+    if log.last is not None and (not now or last == now):
         record = log.last
     worst = record.worst()
     has_overflowed = log.last is not None or bool(worst)
@@ -110,10 +111,6 @@ def overflow_report(optimizer: Optimizer) -> OverflowReport:
         is_certain=record.is_in_backward_order,
         advice=record.advice() if has_overflowed else "no step of this optimizer has overflowed",
     )
-
-
-def _names(record: OverflowRecord) -> set[str]:
-    return {bad.name for bad in record.parameters}
 
 
 def _types_of_modules(models: list[nn.Module]) -> dict[str, str]:
