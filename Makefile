@@ -99,6 +99,7 @@ examples: $(VENV)/.dev
 	$(PY) examples/minimal.py
 	$(PY) examples/digits.py --epochs 1 --width 4 --out runs/smoke
 	$(PY) examples/why_did_my_step_skip.py --out runs/smoke
+	$(PY) examples/other_optimizers.py --steps 20
 
 check:
 	.ci/run

@@ -154,6 +154,18 @@ def test_the_finetuning_example_compares_four_ways(tmp_path: Path, script) -> No
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
+def test_optimizers_of_a_package_come_to_the_loss_of_float32(script) -> None:  # type: ignore[no-untyped-def]
+    output = script("other_optimizers.py")
+    rows = {row[0]: [float(cell.rstrip("%")) for cell in row[1:]] for row in map(str.split, output.splitlines()[1:])}
+    assert list(rows) == ["AdamW", "Muon", "SOAP", "Shampoo"]
+    for name, (exact, alone, far, split, near) in rows.items():
+        assert abs(split - exact) < 0.1 * exact, name
+        assert abs(split - exact) < abs(alone - exact), name
+        assert near < far / (1 if name == "SOAP" else 4), name
+    assert shown("examples/README.md", "[other_optimizers.py]") == words(output, NUMBERS)
+
+
 def test_the_index_names_every_example_and_shows_pictures_that_there_are() -> None:
     index = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"^## \[(\w+\.py)\]\(\1\)", index, flags=re.MULTILINE))
