@@ -145,7 +145,8 @@ class Session:
             check_memory(self.models, selected.targets)
         self._check(self.optimizers)
         failed = UndoStack()
-        failed.push(_states_as_they_are(self.optimizers))
+        if selected.changes or self._makes_masters:
+            failed.push(_states_as_they_are(self.optimizers))
         failed.push(self._undos.unwind)
         try:
             self._apply()
