@@ -170,10 +170,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "the factory's own": (["explain", "cli_models:raises"], "KeyError: 'on purpose'"),
     "an input": (["explain", "cli_models:classifier", "--input", "3xa"], "--input '3xa' is no input"),
     "a shape": (["explain", "cli_models:classifier", "--input", "7"], "shapes cannot be multiplied"),
-    "an optimizer": (
-        ["audit", "cli_models:classifier", "--optimizer", "adamx"],
-        "'adamx' is no optimizer of torch.optim",
-    ),
+    "an optimizer": (["audit", MODEL[0], "--optimizer", "adamx"], "'adamx' is no optimizer of torch.optim"),
     "a size": (["doctor", "--size", "1"], "too small to measure"),
     "a file": (["convert", "no_such.pt", "out.pt", "--to", "mpinit"], "there is no file 'no_such.pt'"),
 }
