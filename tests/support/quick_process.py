@@ -7,6 +7,9 @@ import os
 
 import torch
 
+# Steps are torch's operations, also where native code is there: tests of it ask for it. Read when mpinit is imported.
+os.environ.setdefault("MPINIT_NATIVE", "0")
+
 
 def prepare() -> None:
     """One thread, rare looks for garbage, no seeds for devices that are not there, kernels that compile soon."""
@@ -22,8 +25,6 @@ def prepare() -> None:
     # there are takes it 11 s of a compiler. It does so in this process: another one would have to import torch first.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    # Steps are torch's operations, also where native code is there: tests of it ask for it.
-    os.environ.setdefault("MPINIT_NATIVE", "0")
 
 
 def keep() -> None:
