@@ -136,9 +136,8 @@ class Ranks:
                 ranks._on_wrapping(module, name, submodule)
 
         handles: list[Any] = []
-        end = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
-        end.atexit = False
-        undos.push(end)
+        weakref.finalize(self, _remove, handles).atexit = False
+        undos.push(functools.partial(_remove, handles))
         handles.append(register_module_module_registration_hook(note))
         if is_distributed():
             check_same(words, {}, groups_of(meshes_of(self._parameters())))
@@ -393,6 +392,11 @@ class Ranks:
             found.sort(key=lambda group: str(group.group_name))
             self._groups = key, groups_of(meshes_of(stepped), self._process_group, *found)
         return self._groups[1]
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _check_passes(parted: Sequence[bool]) -> None:

@@ -56,9 +56,12 @@ class ScaledLoss:
             raise RuntimeError(IN_FLOAT32.format("mpinit.scale_loss"))
         for gradients in (*self._mine, *self._others):
             if gradients.is_open and gradients.scaled_by is not None:
+                for each in (*self._mine, *self._others):
+                    each.drop()  # the end of the other may have been interrupted, and this be the next attempt
                 raise RuntimeError(
-                    "mpinit.scale_loss was entered inside another block for the same optimizer, whose gradients are "
-                    "still scaled: close the outer block first, or add the losses up and call backward() once"
+                    "mpinit.scale_loss was entered inside another block for the same optimizer, whose gradients were "
+                    "still scaled, and are dropped: close the outer block first, or add the losses up and call "
+                    "backward() once. Where that block was interrupted, go on with the next step"
                 )
             gradients.check_closed("mpinit.scale_loss", "move it after the with-block")
         for optimizer in self._optimizers:

@@ -172,6 +172,7 @@ class LossScaler:
             unskipped=torch.zeros((), dtype=torch.int32, device="cpu"),
             tolerance=torch.tensor(rule.hysteresis, dtype=torch.int32, device="cpu"),
         )
+        self._before_meta = self._state
         self._noted: torch.Tensor | None = None
         self.passes = self.loads = 0
 
@@ -201,8 +202,11 @@ class LossScaler:
         """Move the state to ``device``; nothing happens where it is there already."""
         state = self._state
         if state.scale.device != device:
-            self._state = ScaleState(state.scale.to(device), state.unskipped.to(device), state.tolerance.to(device))
-            self._noted = None if self._noted is None else self._noted.to(device)
+            # On the meta device there are no numbers: what was before a loss there counts on.
+            before = self._before_meta if state.scale.is_meta else state
+            self._state = ScaleState(before.scale.to(device), before.unskipped.to(device), before.tolerance.to(device))
+            self._before_meta = before
+            self._noted = None if self._noted is None or state.scale.is_meta else self._noted.to(device)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` in float32, times the scale; differentiable.

@@ -6,6 +6,7 @@ between a master's step and its rounding, and once for every part of a step that
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -87,9 +88,8 @@ def check_steps(owner: Any, check: Callable[[Any, Optimizer], None], undos: Undo
         undos: gets what ends it.
     """
     # Runs by itself where an owner is dropped without it.
-    end = weakref.finalize(owner, _end, id(owner))
-    end.atexit = False
-    undos.push(end)
+    weakref.finalize(owner, _end, id(owner)).atexit = False
+    undos.push(functools.partial(_end, id(owner)))
     _checks[id(owner)] = weakref.ref(owner), check
     if not _handle:
         _handle.append(module.register_optimizer_step_pre_hook(_check))

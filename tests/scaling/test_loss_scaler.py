@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from loops import backward, batches, iterate, mlp, momentum, mse, start
+from torch import nn
 
 import mpinit
 from mpinit import registry
@@ -243,3 +244,18 @@ def test_a_session_made_where_the_default_device_is_meta_trains(level: str) -> N
     assert results[0][0] == results[1][0]
     for on_meta, on_cpu in zip(results[0][1], results[1][1], strict=True):
         assert torch.equal(on_meta, on_cpu)
+
+
+def test_a_loss_on_the_meta_device_costs_nothing_but_itself() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, "O2", init_loss_scale=1024.0, verbosity=0)
+    for device in ("meta", "cpu", "meta", "cpu"):
+        loss = torch.ones((), device="meta", requires_grad=True) if device == "meta" else model(torch.ones(1, 3)).sum()
+        with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        if device == "cpu":
+            assert torch.equal(next(mpinit.master_params(optimizer)).grad, torch.ones(2, 3))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (mpinit.loss_scale(optimizer), mpinit.step_counts(optimizer)) == (1024.0, (2, 0))

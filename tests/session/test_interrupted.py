@@ -1,14 +1,15 @@
-"""A set-up that is interrupted, wherever that is, leaves everything as it was."""
+"""What is interrupted, wherever that is: a set-up leaves everything as it was, a block does not stay open."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from interruptions import interrupt, places
+from interruptions import interrupt, places, raise_at
 from models import LEVELS
 from torch import nn
 from undo_snapshots import KINDS, Snapshot, set_up
@@ -53,3 +54,29 @@ def test_a_set_up_interrupted_at_any_line_leaves_no_trace(kind: str, each: int) 
         except AssertionError as error:
             raise AssertionError(f"interrupted at {where}") from error
     action()  # and it can be done again
+
+
+def test_a_block_that_was_interrupted_does_not_stay_open() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, "O2", init_loss_scale=1024.0, verbosity=0)
+    known = []  # as a notebook keeps the last error, and all that it has seen
+
+    def block() -> None:
+        optimizer.zero_grad()
+        with mpinit.scale_loss(model(torch.ones(1, 3)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    wheres = list(places(block, "optimizer/", both=False))
+    assert len(wheres) > 50
+    for where in wheres:
+        try:
+            raise_at(where, block, KeyboardInterrupt)
+        except KeyboardInterrupt as interruption:
+            known.append(interruption)
+        with contextlib.suppress(RuntimeError):
+            block()
+        block()
+        gradient = next(mpinit.master_params(optimizer)).grad
+        assert gradient is not None and torch.equal(gradient, torch.ones(2, 3)), where
+    assert len(known) > 40
