@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from ..compat.checking import report
-
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """The arguments."""
@@ -18,4 +16,6 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read them and say."""
+    from ..compat.checking import report
+
     return report(arguments.files)
