@@ -40,28 +40,15 @@ def scale_loss(
     Returns:
         A context manager that yields the scaled loss.
     """
-    if _amp_state.disabled and not _is_known(optimizers):
+    many = [unwrapped(each) for each in (optimizers if isinstance(optimizers, (list, tuple)) else [optimizers])]
+    is_known = any(_core.session_of(optimizer) is not None for optimizer in many)
+    if _amp_state.disabled and not is_known:
         return nullcontext(loss)
-    if isinstance(optimizers, (list, tuple)):
-        optimizers = list(dict.fromkeys(unwrapped(optimizer) for optimizer in optimizers))
-    else:
-        optimizers = unwrapped(optimizers)
-    for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+    for optimizer in many:
         stash = getattr(optimizer, "_amp_stash", None)
         if stash is not None:
             stash.lazy_init_called = True
-    if isinstance(optimizers, list) and len(optimizers) > 1 and _is_known(optimizers):
-        return SeveralOptimizers(loss, optimizers, loss_id, delay_unscale or delay_overflow_check)
-    return mp.scale_loss(
-        loss,
-        optimizers,
-        loss_id,
-        model=model,
-        delay_unscale=delay_unscale,
-        delay_overflow_check=delay_overflow_check,
-    )
-
-
-def _is_known(optimizers: Any) -> bool:
-    each = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    return any(_core.session_of(unwrapped(optimizer)) is not None for optimizer in each)
+    later = delay_unscale or delay_overflow_check
+    if len(many) > 1 and is_known:
+        return SeveralOptimizers(loss, many, loss_id, later)
+    return mp.scale_loss(loss, many, loss_id, delay_overflow_check=later)
