@@ -61,12 +61,7 @@ def master_params(optimizer: Any) -> Iterator[torch.nn.Parameter]:
     Args:
         optimizer: any optimizer, initialised or not.
 
-    Yields:
-        The parameters of its groups.
+    Returns:
+        An iterator over the parameters of its groups.
     """
-    known = unwrapped(optimizer)
-    if _core.session_of(known) is not None:
-        yield from mp.master_params(known)
-    else:
-        for group in optimizer.param_groups:
-            yield from group["params"]
+    return mp.master_params(unwrapped(optimizer))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import Any, ClassVar
 
 import torch
 
 from .... import amp as mp
-from ... import _core
 from ..optimizers._shared import attribute_of, loss_of
 
 
@@ -87,7 +86,8 @@ class LARC(torch.optim.Optimizer):
         loss = loss_of(closure)
         # The decay is in the gradients once they are scaled.
         decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
-        stepped = self._stepped()
+        # In the groups' order: masters, where the wrapped optimizer was initialised without this.
+        stepped = mp.master_params(self.optim)
         with torch.no_grad():
             for group, decay in zip(self.param_groups, decays, strict=True):
                 for p in islice(stepped, len(group["params"])):
@@ -101,12 +101,6 @@ class LARC(torch.optim.Optimizer):
             for group, decay in zip(self.param_groups, decays, strict=True):
                 group.update({"weight_decay": decay} if "weight_decay" in group else {})
         return loss
-
-    def _stepped(self) -> Iterator[torch.Tensor]:
-        """What the wrapped optimizer steps, in the groups' order: masters, where that was initialised without this."""
-        if _core.session_of(self.optim) is not None:
-            return iter(mp.master_params(self.optim))
-        return (p for group in self.param_groups for p in group["params"])
 
     def _scale_gradient(self, p: torch.Tensor, grad: torch.Tensor, lr: float, decay: float) -> None:
         weight_norm, grad_norm = p.float().norm(), grad.float().norm()
