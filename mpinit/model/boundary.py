@@ -152,7 +152,6 @@ class Boundary:
         """
         if names is None and len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor and self._casts_plainly():
             return self._cross_with_tensor(module, function, args[0], output_dtype)
-        dtype, outer = here.dtype, here.module
         inputs = None
         if self.cast_inputs and self.inner_dtype is not None:
             inputs = TreeCast(self.inner_dtype)
@@ -161,11 +160,9 @@ class Boundary:
                 kwargs = {name: inputs(value) for name, value in kwargs.items()} if kwargs else kwargs
             else:
                 args, kwargs = names.cast(args, kwargs, self.keep_inputs, inputs)
-        here.dtype, here.module = self.inner_dtype or dtype, module
         try:
-            output = function(*args, **kwargs)
+            output = self.stay(module, function, args, kwargs)
         finally:
-            here.dtype, here.module = dtype, outer
             if inputs is not None and output_dtype is not None:
                 inputs.write_back(output_dtype)
         if output_dtype is None:
@@ -177,7 +174,7 @@ class Boundary:
     ) -> Any:
         """Call ``function`` from inside: nothing is cast, and what it calls is inside too."""
         dtype, outer = here.dtype, here.module
-        here.dtype, here.module = self.inner_dtype, module
+        here.dtype, here.module = self.inner_dtype or dtype, module
         try:
             return function(*args, **kwargs)
         finally:
@@ -192,13 +189,10 @@ class Boundary:
         """The same for one tensor, as norms kept in float32 have it many times in a forward: a third of the time."""
         passed = given.to(self.inner_dtype) if given.is_floating_point() else given
         version = passed._version if passed is not given and not passed.is_inference() else None
-        dtype, outer = here.dtype, here.module
-        here.dtype, here.module = self.inner_dtype, module
         stands = version is not None
         try:
-            output = function(passed)
+            output = self.stay(module, function, (passed,), {})
         finally:
-            here.dtype, here.module = dtype, outer
             if stands and passed._version != version:
                 stands = write_elements(given, passed)
         if output_dtype is None:
