@@ -88,12 +88,6 @@ def live() -> list[Session]:
     return sorted((session for session in _sessions if session.is_live), key=lambda session: session.number)
 
 
-def latest() -> Session | None:
-    """The newest live session, or None."""
-    sessions = live()
-    return sessions[-1] if sessions else None
-
-
 def session_of(optimizer: Any) -> Session:
     """The live session of an optimizer or model; a RuntimeError that lists the sessions where it has none."""
     session = of(optimizer)
