@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-_LOGGER = logging.getLogger("mpinit")
+from ..basics.logs import log
 
 NAME: Final = "apex"
 FACE: Final = "mpinit.compat.apex"
@@ -188,7 +187,7 @@ class _FillingLoader(Loader):
 
 def _replace_broken(error: Exception) -> None:
     """A real apex that cannot be imported, because it was built for another torch, must not stop the script."""
-    _LOGGER.warning("the installed apex cannot be imported (%s: %s) and is left aside", type(error).__name__, error)
+    log.warning("the installed apex cannot be imported (%s: %s) and is left aside", type(error).__name__, error)
     for name in [name for name in sys.modules if name.startswith(NAME + ".")]:
         del sys.modules[name]
     # The import system hands out what stands here when the loader returns.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-_log: Final = logging.getLogger("mpinit")
+from ..basics.logs import log
 
 # torch's own modules bind each other's functions all over: these are no early imports of a user's.
 _OWN: Final = ("torch", "mpinit")
@@ -43,7 +42,7 @@ def _is_installed(module: Any) -> bool:
 def warn_of_torch_names(functions: Mapping[int, str]) -> None:
     """Log which of torch's wrapped functions the user's own modules have bound already."""
     for where, name in bound_elsewhere(functions, None, users_only=True):
-        _log.warning(
+        log.warning(
             "%s was imported from torch before mpinit.initialize and keeps the function without casts: call it as %s, "
             "or import it after initialize",
             where,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 import threading
 import types
@@ -15,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from ..basics.interrupts import InterruptsHeld
+from ..basics.logs import log
 from ..basics.patching import Undo, UndoStack
 from ..plan import CastPolicy, CastScope, Plan
 from ..torch_internals import cpu_autocast_list, encoder_fast_path
@@ -23,8 +23,6 @@ from .cast_lists import APEX_POLICY, TORCH_POLICY, Cast, wrapped_on
 from .casters import user_wrapper, wrapper
 from .earlier_imports import warn_of_torch_names
 from .observing import log_counts, observer
-
-_log: Final = logging.getLogger("mpinit")
 
 _MARK: Final = "+mpinit"
 
@@ -308,7 +306,7 @@ def apply(plan: Plan, verbose: bool = False, owner: object = None) -> Undo:
 
 def _end(casts: ThreadCasts) -> None:
     if not casts.end():
-        _log.warning(
+        log.warning(
             "casts were switched on in another thread (%d) and stay on there until its next backward pass: call "
             "mpinit.undo in the thread that called mpinit.initialize",
             casts.thread_id,

@@ -7,18 +7,16 @@ they don't.
 from __future__ import annotations
 
 import functools
-import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from ..basics.dtypes import dtype_name
+from ..basics.logs import log
 from .cast_lists import Cast, CastRow
 from .casters import found_dtypes, left_alone, widest
-
-_log: Final = logging.getLogger("mpinit")
 
 _counts: Counter[tuple[str, str, str]] = Counter()
 
@@ -66,11 +64,11 @@ def _record(name: str, given: torch.dtype, to: torch.dtype) -> None:
     cast = (name, dtype_name(given), dtype_name(to))
     _counts[cast] += 1
     if _counts[cast] == 1:
-        _log.debug("cast: %s from %s to %s", *cast)
+        log.debug("cast: %s from %s to %s", *cast)
 
 
 def log_counts() -> None:
     """Log how often each cast was seen, and forget."""
     for (name, given, to), count in _counts.items():
-        _log.debug("casts: %s from %s to %s, %d times", name, given, to, count)
+        log.debug("casts: %s from %s to %s, %d times", name, given, to, count)
     _counts.clear()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
+from ....basics.logs import log
 from ... import _core
 from ..parallel.LARC import LARC
-
-_log = logging.getLogger("mpinit")
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -50,4 +48,4 @@ def share_scalers(optimizers: Sequence[Any]) -> None:
     if others and session.verbosity > 0:
         kind = "dynamic" if session.scalers[0].rule.dynamic else "static: overflows are not looked for"
         named = "; ".join(earlier.describe() for earlier in others)
-        _log.info("the loss scalers of %s (%s) are now those of %s too, as in apex", session.describe(), kind, named)
+        log.info("the loss scalers of %s (%s) are now those of %s too, as in apex", session.describe(), kind, named)

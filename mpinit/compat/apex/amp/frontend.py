@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from .... import amp as mp
+from ....basics.logs import log
 from ... import _core
 from . import lists
 from ._amp_state import _amp_state
@@ -16,8 +16,6 @@ from ._sessions import share_scalers, training_session
 from .stash import attach
 
 __all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
-
-_log = logging.getLogger("mpinit")
 
 Properties = mp.Properties
 opt_levels = mp.OPT_LEVELS
@@ -118,7 +116,7 @@ def _end_earlier_sessions(models: list[Any], optimizers: list[Any]) -> None:
         if earlier is None or any(optimizer in earlier.optimizers for optimizer in optimizers):
             continue
         if all(any(own is given for given in models) for own in earlier.models):
-            _log.info("%s is initialised again: its earlier session ends", type(model).__name__)
+            log.info("%s is initialised again: its earlier session ends", type(model).__name__)
             mp.undo(model)
 
 
@@ -154,7 +152,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     unexpected = [key for key in state_dict if "loss_scaler" not in key]
     in_use = mp.state_dict(owner := (*session.optimizers, *session.models)[0])
     if len(saved) != len(in_use):
-        _log.warning("the saved amp state has %d loss scalers, and %d are in use", len(saved), len(in_use))
+        log.warning("the saved amp state has %d loss scalers, and %d are in use", len(saved), len(in_use))
     try:
         if unexpected:
             raise ValueError("; ".join(f"unexpected key {key!r}" for key in unexpected))

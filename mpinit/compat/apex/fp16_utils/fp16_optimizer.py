@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ....basics.dtypes import is_lower_precision
+from ....basics.logs import log
 from ..optimizers._shared import attribute_of
 from .fp16util import clip_grad_norm, master_params_to_model_params, model_grads_to_master_grads
 from .loss_scaler import DynamicLossScaler, LossScaler
-
-_LOGGER = logging.getLogger("mpinit")
 
 _SAVED = ("dynamic_loss_scale", "overflow")
 
@@ -138,7 +136,7 @@ class FP16_Optimizer:
         self.loss_scaler.update_scale(self.overflow)
         if self.overflow:
             if self.verbose:
-                _LOGGER.info("FP16_Optimizer: overflow; step skipped, loss scale now %g", self.loss_scale)
+                log.info("FP16_Optimizer: overflow; step skipped, loss scale now %g", self.loss_scale)
             return None
         result: Any = self.optimizer.step()
         self._masters_to_model()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-_LOGGER = logging.getLogger("mpinit")
+from ....basics.logs import log
 
 
 def buffers_option(kind: Any) -> str:
@@ -98,7 +97,7 @@ def _element_bytes(module: nn.Module) -> int:
 @functools.cache
 def _log_ignored_once(names: tuple[str, ...]) -> None:
     if names:
-        _LOGGER.info(
+        log.info(
             "DistributedDataParallel: %s given for apex's engine; torch's has no use for it and goes without",
             ", ".join(names),
         )
