@@ -57,4 +57,5 @@ def test_a_call_enters_few_files(level: str, set_up: int, iteration: int) -> Non
         train()
     found = files_entered(train)
     assert len(found) <= iteration, sorted(found)
+    assert len(files_entered(lambda: model(inputs))) <= 8
     mpinit.undo(model)

@@ -175,7 +175,7 @@ def test_clipping_and_accumulation_wait_for_nothing(kind: str, clip: str, sim: t
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["O1", "O5", "split", "model"])
+@pytest.mark.parametrize("kind", ["O1", "model"])
 def test_compiled_models_train_alike(kind: str, sim: torch.device) -> None:
     """By torch's own operations; of its code generator, Inductor, it says that there is none for this device."""
     plain, compiled, generated = Training(kind), Training(kind), Training(kind)

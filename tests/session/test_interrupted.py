@@ -67,9 +67,7 @@ def test_a_block_that_was_interrupted_does_not_stay_open() -> None:
         with mpinit.scale_loss(model(torch.ones(1, 3)).sum(), optimizer) as scaled_loss:
             scaled_loss.backward()
 
-    wheres = list(places(block, "optimizer/", both=False))
-    assert len(wheres) > 50
-    for where in wheres:
+    for where in list(places(block, "optimizer/", both=False)):
         try:
             raise_at(where, block, KeyboardInterrupt)
         except KeyboardInterrupt as interruption:
