@@ -233,7 +233,7 @@ def _steps_alike(
     for _ in range(2):
         for p, (weight, master) in zip(params, pairs, strict=True):
             assert weight.grad is not None
-            p.grad = weight.grad.float()
+            p.grad = weight.grad.to(torch.float32, copy=True)
             if master is None:
                 weight.copy_(p)
             else:

@@ -22,7 +22,7 @@ _PER_PARAMETER: Final = (
 _KEPT: Final = {"ASGD": frozenset({"ax"}), "SparseAdam": frozenset({"exp_avg", "exp_avg_sq"})}
 # What a class may do in a way of its own without touching its step, which is compared by itself.
 _BESIDE_STEPS: Final = ("step", "add_param_group", "load_state_dict", "state_dict", "zero_grad")
-# Where functions come from that may stand around an object's own step: schedulers' and compilers'.
+# Where functions come from that may be a step, or stand around it: optimizers', schedulers' and compilers'.
 _TRUSTED: Final = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, Path(__file__).parent))
 
 
@@ -65,17 +65,18 @@ def kept_states(optimizer: Optimizer) -> frozenset[str]:
 
 
 def _steps_as_its_class(optimizer: Optimizer) -> bool:
-    """Whether ``step`` was not replaced on the object: another may look across parameters, to clip gradients say."""
-    step = vars(optimizer).get("step")
-    of_class = (type(optimizer).step, inspect.unwrap(type(optimizer).step))
-    while step is not None:
-        function = getattr(step, "__func__", step)
-        if function in of_class:
-            return True
+    """Whether ``step`` was replaced neither on the object nor on its class: another may look across parameters."""
+    return _is_trusted(optimizer.step) and _is_trusted(type(optimizer).step)
+
+
+def _is_trusted(function: Any) -> bool:
+    """Whether a function, and all that it wraps, is torch's or mpinit's."""
+    while function is not None:
+        function = getattr(function, "__func__", function)
         code = getattr(function, "__code__", None)
         if code is None or not code.co_filename.startswith(_TRUSTED):
             return False
-        step = getattr(function, "__wrapped__", None)
+        function = getattr(function, "__wrapped__", None)
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -348,6 +349,25 @@ def test_native_code_with_other_bits_is_not_used(
     expected.step(0)
     assert_same(expected, training)
     assert "other bits" in caplog.text
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_a_step_that_was_replaced_is_done(monkeypatch: pytest.MonkeyPatch, native: Any, level: str) -> None:
+    use(monkeypatch, native)
+    own = torch.optim.SGD.step
+
+    @functools.wraps(own)
+    def other(self: Any, *args: Any) -> Any:
+        for weight in self.param_groups[0]["params"]:
+            weight.grad.fill_(1)
+        return own(self, *args)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", other)
+    training = Training(torch.optim.SGD, "float32", [torch.ones(30, 30)], level, level == "O5")
+    for seed in range(3):
+        training.step(seed)
+    master = next(iter(mpinit.master_params(training.optimizer)))
+    assert torch.allclose(master, torch.full((30, 30), 0.997), rtol=1e-6, atol=0)
 
 
 # -- the build --------------------------------------------------------------------------------------------------------
