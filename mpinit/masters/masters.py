@@ -31,15 +31,31 @@ class Master:
     Attributes:
         came_in: the weight's dtype before it was cast.
         clamps: whether finite numbers beyond the weight's largest are known to be there; they become that largest.
+        gradient: the weight's, while it gets another type; what is interrupted there may be done again.
     """
 
-    __slots__ = ("came_in", "clamps", "parameter", "weight")
+    __slots__ = ("came_in", "clamps", "gradient", "parameter", "weight")
 
     def __init__(self, weight: nn.Parameter, parameter: nn.Parameter) -> None:
         self.weight = weight
         self.parameter = parameter
         self.came_in = weight.dtype
         self.clamps = False
+        self.gradient: torch.Tensor | None = None
+
+
+def _take_gradient(master: Master) -> None:
+    """Let the weight take gradients of any type: torch has no way back to "the tensor's own dtype"."""
+    if master.weight.grad is not None:
+        master.gradient = master.weight.grad
+    master.weight.grad = None
+    master.weight.grad_dtype = None
+
+
+def _give_gradient(master: Master) -> None:
+    if master.gradient is not None:
+        master.weight.grad = master.gradient.to(master.weight.dtype)
+        master.gradient = None
 
 
 class OpenMasters(ABC):
@@ -97,14 +113,11 @@ class Masters(ABC):
 
     def discard(self, master: Master) -> None:
         """Forget a master; its weight is a plain 16-bit parameter from here on. Harmless where it is forgotten."""
-        if self._of.pop(id(master.weight), None) is not None:
+        if id(master.weight) in self._of:
+            _take_gradient(master)
+            _give_gradient(master)
             self._forget(master)
-            weight, gradient = master.weight, master.weight.grad
-            weight.grad = None
-            # torch has no way back to "the tensor's own dtype"; None takes any.
-            weight.grad_dtype = None
-            if gradient is not None:
-                weight.grad = gradient.to(weight.dtype)
+            del self._of[id(master.weight)]
 
     def restore(self, master: Master, dtype: torch.dtype) -> None:
         """Give a weight its master's numbers in ``dtype``, and its gradient; harmless where it has them already."""
@@ -112,12 +125,10 @@ class Masters(ABC):
         if weight.shape != master.parameter.shape:
             return  # FSDP1 has taken its memory, and was refused
         if weight.dtype != dtype and self.is_cast(master):
-            values, gradient = self.values(master).to(dtype), weight.grad
-            weight.grad = None
-            weight.grad_dtype = None
+            values = self.values(master).to(dtype)
+            _take_gradient(master)
             set_data(weight, values)
-            if gradient is not None:
-                weight.grad = gradient.to(dtype)
+        _give_gradient(master)
 
     def cast(self, master: Master, dtype: torch.dtype, clamps: bool) -> None:
         """Cast a weight that was just added; no bit of it is lost to its master. Its gradient goes along.

@@ -78,3 +78,26 @@ def test_a_block_that_was_interrupted_does_not_stay_open() -> None:
         gradient = next(mpinit.master_params(optimizer)).grad
         assert gradient is not None and torch.equal(gradient, torch.ones(2, 3)), where
     assert len(known) > 40
+
+
+@pytest.mark.parametrize("masters", [True, "split"])
+def test_an_interrupted_undo_keeps_gradients(masters: Any) -> None:
+    def case() -> tuple[nn.Module, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mpinit.initialize(model, optimizer, "O5", verbosity=0, master_weights=masters)
+        model(torch.randn(2, 5)).square().sum().backward()
+        assert model.weight.grad is not None
+        return model, model.weight.grad.float()
+
+    model, _ = case()
+    wheres = [where for where in places(lambda: mpinit.undo(model), "", both=False) if "masters/masters.py" in where]
+    assert len(wheres) > 10
+    for where in wheres:
+        model, gradient = case()
+        interrupt(where, lambda model=model: mpinit.undo(model))
+        for session in registry.live():
+            session.undo()
+        assert model.weight.dtype == torch.float32 and model.weight.grad is not None, where
+        assert torch.equal(model.weight.grad, gradient), where
