@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 
@@ -14,6 +15,8 @@ os.environ.setdefault("MPINIT_NATIVE", "0")
 def prepare() -> None:
     """One thread, rare looks for garbage, no seeds for devices that are not there, kernels that compile soon."""
     torch.set_num_threads(1)
+    # torch makes its pool of threads anew in a forked process: here, where no two threads can find it half made.
+    os.register_at_fork(after_in_child=functools.partial(torch.set_num_threads, 1))
     # The heap of a compiler is large: looking through all of it for garbage takes a second, and is rarely needed.
     gc.set_threshold(10_000, 20, 50)
     # Where there is no such device, seeding it keeps a text of the whole stack for the day that there is one: 3 ms of
