@@ -82,7 +82,8 @@ class OnePass:
         """
         if self._members.table.changes is not None or not is_read_freely(weights[0].device):
             return False  # what follows changes is to see old and new
-        if (native := NATIVE.get()) is None or not computes_at_once():
+        state = self._members.optimizer.state
+        if (native := NATIVE.get()) is None or not computes_at_once() or not isinstance(state, dict):
             return False
         groups = self._groups_of(native, weights)
         if groups is None:
@@ -94,7 +95,7 @@ class OnePass:
             return False
         begin = time.perf_counter()
         is_split = isinstance(self._members.table, SplitMasters)
-        numbers = native.step(groups, self._members.optimizer.state, is_split, self._smallest, is_trial)
+        numbers = native.step(groups, state, is_split, self._smallest, is_trial)
         if numbers <= 0:
             return bool(numbers == 0)
         if not is_trial:

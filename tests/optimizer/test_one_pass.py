@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import time
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -349,6 +350,14 @@ def test_native_code_with_other_bits_is_not_used(
     expected.step(0)
     assert_same(expected, training)
     assert "other bits" in caplog.text
+
+
+def test_state_in_another_mapping_is_left_to_torch(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
+    trainings = tuple(Training(torch.optim.AdamW, "float32", level="O5", masters=True) for _ in range(2))
+    for training in trainings:
+        training.step(0)
+        training.optimizer.state = UserDict(training.optimizer.state)  # type: ignore[assignment]
+    assert assert_stepped_alike(monkeypatch, native, trainings, 3) == 0  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("level", ["O4", "O5"])
