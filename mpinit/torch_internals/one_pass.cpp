@@ -326,7 +326,11 @@ void step_part(const Chunk& chunk, int64_t begin, int64_t n, float* first, float
     for (int64_t i = 0; i < n; ++i) g[i] = number(static_cast<uint32_t>(weight.short_gradient[begin + i]) << 16);
   } else {
     if (weight.weight != nullptr) follow(p, weight.weight + begin, weight.is_float16, scratch.rounded, n);
-    std::memcpy(g, weight.gradient + begin, n * sizeof(float));
+    // Where nothing is added to a gradient it is read where it is: a copy of its own takes as long as all the rest.
+    if (o.maximize || (o.decay != 0 && !o.is_decoupled))
+      std::memcpy(g, weight.gradient + begin, n * sizeof(float));
+    else
+      g = const_cast<float*>(weight.gradient + begin);
   }
   prepare(p, g, n, o);
   if (waits) {
