@@ -70,8 +70,8 @@ class OnePass:
         self._timed: dict[int, tuple[Times, int]] = {}
         self._generation = -1
         self._group_of: dict[int, int] = {}
-        # By the id of a list of weights: for each of the optimizer's groups those of its members, and their masters.
-        self._columns: dict[int, dict[int, tuple[list[Any], list[Any]]]] = {}
+        # By the id of a list of weights: it, and for each of the optimizer's groups those of its members, with masters.
+        self._columns: dict[int, tuple[Any, dict[int, tuple[list[Any], list[Any]]]]] = {}
 
     def steps(self, weights: Sequence[nn.Parameter], masters: Sequence[OpenMasters]) -> bool:
         """Step those of some weights that have a gradient; False: nothing was done, and the optimizer has to.
@@ -155,12 +155,13 @@ class OnePass:
             if len(self._group_of) < len(ids):
                 self._group_of = {}  # one that is there twice is stepped twice
         if self._group_of and id(weights) not in self._columns:
-            found = self._columns[id(weights)] = {}
+            found: dict[int, tuple[list[Any], list[Any]]] = {}
+            self._columns[id(weights)] = weights, found
             for weight in weights:
                 own, masters = found.setdefault(self._group_of[id(weight)], ([], []))
                 own.append(weight)
                 masters.append(members.table.of(weight))
-        return self._columns.get(id(weights), {})
+        return self._columns[id(weights)][1] if self._group_of else {}
 
 
 def kind_of(optimizer: Any) -> str:
