@@ -54,16 +54,23 @@ def test_it_trains_and_after_a_killed_worker_ends_with_the_same_bits(tmp_path: P
 
 
 MIXED = """
-import os, time, torch, mpinit
+import pathlib, sys, time, torch, mpinit
 torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 start = time.monotonic()
 try:
-    mpinit.initialize(model, optimizer, "O2", verbosity=0, loss_scale=128.0 * 2 ** torch.distributed.get_rank())
+    mpinit.initialize(model, optimizer, "O2", verbosity=0, loss_scale=128.0 * 2**rank)
     torch.nn.parallel.DistributedDataParallel(model)
-finally:
-    print(f"after {time.monotonic() - start:.2f} s", flush=True)
+except Exception as error:
+    folder = pathlib.Path(sys.argv[1])
+    (folder / f"{rank}.part").write_text(f"{time.monotonic() - start} {error}")
+    (folder / f"{rank}.part").rename(folder / f"{rank}.txt")
+    # The launcher ends the other process as soon as this one has failed: that one's own error comes first.
+    while not (folder / f"{1 - rank}.txt").exists() and time.monotonic() - start < 60:
+        time.sleep(0.01)
+    raise
 """
 
 
@@ -71,10 +78,15 @@ finally:
 def test_keywords_that_differ_end_a_launch_on_all_ranks(tmp_path: Path) -> None:
     script = tmp_path / "mixed.py"
     script.write_text(MIXED, encoding="utf-8")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(torchrun, env=environment, capture_output=True, text=True, timeout=150)
+    ended = subprocess.run(
+        [*torchrun, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=150
+    )
     assert ended.returncode == 1
-    assert ended.stderr.count("loss_scale is 128.0 on rank 0 and 256.0 on rank 1") == 2, ended.stderr[-4000:]
-    waited = [float(line.split()[1]) for line in ended.stdout.splitlines() if line.startswith("after")]
-    assert len(waited) == 2 and max(waited) < 15
+    errors = [(tmp_path / f"{rank}.txt") for rank in range(2)]
+    assert all(error.exists() for error in errors), ended.stderr[-4000:]
+    for error in errors:
+        waited, text = error.read_text(encoding="utf-8").split(" ", 1)
+        assert "loss_scale is 128.0 on rank 0 and 256.0 on rank 1" in text
+        assert float(waited) < 15
