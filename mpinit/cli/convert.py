@@ -126,9 +126,9 @@ def converted(checkpoint: Any, to: str, loss_id: int = 0) -> tuple[dict[str, Any
             continue
         if "fp32_from_fp16" in value:
             raise ValueError(
-                f"{name!r} is apex's FP16_Optimizer, whose masters are the model's weights: load the file with "
-                "apex.fp16_utils.FP16_Optimizer, in a script under mpinit run, and save model.state_dict() and "
-                "optimizer.optimizer.state_dict()"
+                f"{name!r} is apex's FP16_Optimizer, whose masters are the model's weights: copy the tensors of "
+                f"[{name!r}]['fp32_from_fp16'], group by group, into the parameters of a float32 model, and save "
+                f"model.state_dict() and [{name!r}]['optimizer_state_dict']"
             )
         if "state" in value and "param_groups" in value:
             result[name], is_known = _with_steps(value, name, said), True

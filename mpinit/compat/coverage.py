@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 _LEVEL_1: Final = "mpinit.initialize(model, optimizer, opt_level='O1')"
-_LEVEL_2: Final = "mpinit.initialize(opt_level='O2')"
-_LEVEL_3: Final = "mpinit.initialize(opt_level='O3', keep_batchnorm_fp32=True)"
+_LEVEL_2: Final = "mpinit.initialize(model, optimizer, opt_level='O2')"
+_LEVEL_3: Final = "mpinit.initialize(model, opt_level='O3', keep_batchnorm_fp32=True) or model.half()"
 
 # A package's spelling, and after a bar its modules: naming one is covered, and what it holds where it is in COVERED.
 _PACKAGES: Final[dict[str, str]] = {
@@ -19,8 +19,6 @@ _PACKAGES: Final[dict[str, str]] = {
     "apex.normalization": "torch.nn | fused_layer_norm",
     "apex.optimizers": "torch.optim | fused_adam fused_sgd fused_adagrad fused_lamb",
     "apex.multi_tensor_apply": "torch._foreach_*",
-    "apex.fp16_utils": f"{_LEVEL_2} | fp16util fp16_optimizer",
-    "apex.fp16_utils.loss_scaler": "mpinit.initialize(loss_scale=...)",
 }
 
 # A package's names: spelling, and after a bar the modules inside of it that have the name too.
@@ -74,22 +72,6 @@ _NAMES: Final[dict[str, dict[str, str]]] = {
         "multi_tensor_applier": "torch._foreach_*",
         "MultiTensorApply": "torch._foreach_*",
     },
-    "apex.fp16_utils": {
-        "FP16_Optimizer": f"{_LEVEL_2} | fp16_optimizer",
-        "FP16Model": f"{_LEVEL_3} | fp16util",
-        "network_to_half": f"{_LEVEL_3} | fp16util",
-        "convert_network": f"{_LEVEL_3} | fp16util",
-        "convert_module": "torch.nn.Module.to(dtype) | fp16util",
-        "BN_convert_float": "mpinit.initialize(keep_batchnorm_fp32=True) | fp16util",
-        "tofp16": "torch.Tensor.half | fp16util",
-        "prep_param_lists": f"{_LEVEL_2} | fp16util",
-        "master_params_to_model_params": f"{_LEVEL_2} | fp16util",
-        "model_grads_to_master_grads": f"{_LEVEL_2} | fp16util",
-        "to_python_float": "torch.Tensor.item | fp16util",
-        "clip_grad_norm": "torch.nn.utils.clip_grad_norm_ | fp16util",
-        "DynamicLossScaler": "mpinit.initialize(loss_scale='dynamic') | loss_scaler",
-        "LossScaler": "mpinit.initialize(loss_scale=128.0) | loss_scaler",
-    },
 }
 
 
@@ -108,11 +90,15 @@ COVERED: Final[dict[str, str]] = {"apex.__version__": "mpinit.__version__"} | {
     for each, way in _spread(package, cell, f".{name}").items()
 }
 
-# What apex has and its stand-in has not: what to do instead.
+# What apex has and its stand-in has not: what to do instead. A name comes before the module that it is in.
 MISSING: Final[dict[str, str]] = {
     "apex.amp.init": _LEVEL_1,
     "apex.amp.amp.init": _LEVEL_1,
     "apex.amp.opt": "amp.scale_loss(loss, optimizer, loss_id=...) for each loss",
+    "apex.fp16_utils.convert_network": _LEVEL_3,
+    "apex.fp16_utils.network_to_half": _LEVEL_3,
+    "apex.fp16_utils.prep_param_lists": f"{_LEVEL_2} and mpinit.master_params(optimizer)",
+    "apex.fp16_utils": f"{_LEVEL_2} for FP16_Optimizer, masters and loss scalers, model.half() for network_to_half",
     "apex.optimizers.FusedNovoGrad": "FusedLAMB or torch.optim.AdamW",
     "apex.optimizers.fused_novograd": "FusedLAMB or torch.optim.AdamW",
 }

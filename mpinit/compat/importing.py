@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from ..basics.logs import log
+from .coverage import MISSING
 
 NAME: Final = "apex"
 FACE: Final = "mpinit.compat.apex"
@@ -80,7 +81,8 @@ def _looks_real(spec: ModuleSpec) -> bool:
 class ApexFinder(MetaPathFinder):
     """Finds ``apex`` and its submodules: a real package's own where it has them, the stand-in's otherwise.
 
-    A name that neither has is not found here, so that importing it is a plain ModuleNotFoundError.
+    A name that neither has is not found here, so that importing it is a plain ModuleNotFoundError; where something
+    takes its place, the error says what.
     """
 
     def find_spec(
@@ -95,6 +97,11 @@ class ApexFinder(MetaPathFinder):
             return real
         ours = _face_spec(fullname)
         if ours is None:
+            if fullname in MISSING:
+                raise ModuleNotFoundError(
+                    f"{fullname} is not part of the apex that mpinit provides. In its place, {MISSING[fullname]}",
+                    name=fullname,
+                )
             return None
         spec = ModuleSpec(fullname, _AliasLoader(), origin=ours.origin, is_package=True)
         spec.submodule_search_locations = ours.submodule_search_locations

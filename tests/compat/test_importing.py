@@ -30,7 +30,7 @@ def test_without_it_there_is_no_apex() -> None:
 @pytest.mark.usefixtures("installed")
 def test_submodules_are_the_same_objects_under_both_names() -> None:
     apex = importlib.import_module("apex")
-    for name in ("amp", "amp.lists", "parallel.distributed", "fp16_utils.fp16util"):
+    for name in ("amp", "amp.lists", "parallel.distributed"):
         alias = importlib.import_module(f"apex.{name}")
         assert alias is importlib.import_module(f"mpinit.compat.apex.{name}")
         assert alias.__spec__ is not None
@@ -62,6 +62,25 @@ def test_what_is_not_there_is_an_import_error(name: str) -> None:
 
 
 @pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import apex.fp16_utils",
+        "import apex.fp16_utils.fp16util",
+        "from apex import fp16_utils",
+        "from apex.fp16_utils import FP16_Optimizer",
+        "import apex; apex.fp16_utils.network_to_half",
+        "import pickle; pickle.loads(b'capex.fp16_utils.loss_scaler\\nDynamicLossScaler\\n.')",
+    ],
+)
+def test_manual_mixed_precision_is_refused_with_the_way_out(statement: str) -> None:
+    with pytest.raises(
+        ImportError, match=r"apex\.fp16_utils is not .*opt_level='O2'\) for FP16_Opt.*model\.half\(\) for"
+    ):
+        exec(statement)
+
+
+@pytest.mark.usefixtures("installed")
 def test_availability_checks() -> None:
     apex = importlib.import_module("apex")
     with pytest.raises(ImportError, match=r"apex\.contrib is not part of"):
@@ -87,8 +106,6 @@ def test_pickles_load_under_both_names() -> None:
 
     saved = pickle.dumps(SyncBatchNorm(2))
     assert b"apex.parallel" in saved
-    old = b"capex.fp16_utils.loss_scaler\nDynamicLossScaler\n."
-    assert pickle.loads(old) is importlib.import_module("mpinit.compat.apex.fp16_utils").DynamicLossScaler
     uninstall_apex()
     assert type(pickle.loads(saved)).__name__ == "SyncBatchNorm"
 
@@ -114,7 +131,7 @@ def test_the_table_of_coverage_tells_the_truth() -> None:
     for name in COVERED:
         owner, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(owner), attribute), name
-    for package in ("amp", "parallel", "normalization", "optimizers", "multi_tensor_apply", "fp16_utils"):
+    for package in ("amp", "parallel", "normalization", "optimizers", "multi_tensor_apply"):
         for attribute in importlib.import_module(f"apex.{package}").__all__:
             name = f"apex.{package}.{attribute}"
             assert name in COVERED or name in MODULES, f"{name} is provided but not in the table"
@@ -147,7 +164,6 @@ def check_completed(real: Path) -> None:
     assert apex.optimizers.FusedLAMB.__module__ == "mpinit.compat.apex.optimizers.fused_lamb"
     assert apex.amp is importlib.import_module("mpinit.compat.apex.amp")
     assert importlib.import_module("apex.amp.frontend").initialize is apex.amp.initialize
-    assert apex.fp16_utils.FP16_Optimizer
     assert apex.parallel.SyncBatchNorm.real
     assert apex.parallel.LARC.__module__.startswith("mpinit.compat")
     assert importlib.import_module("apex.contrib").here

@@ -1,6 +1,6 @@
 """The package that scripts know as ``apex``, over mpinit and torch.
 
-It holds what such scripts use: amp, parallel, optimizers, normalization, multi_tensor_apply and fp16_utils.
+It holds what such scripts use: amp, parallel, optimizers, normalization and multi_tensor_apply.
 Importing anything else, ``apex.contrib`` for one, is an ImportError, as with an apex built without it.
 """
 
@@ -9,24 +9,26 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
-from . import amp, fp16_utils, multi_tensor_apply, normalization, optimizers, parallel
+from ..coverage import MISSING
+from . import amp, multi_tensor_apply, normalization, optimizers, parallel
 
-__all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
+__all__ = ["amp", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
 
 try:
     __version__ = f"0.1+mpinit.{version('mpinit')}"
 except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0.1+mpinit"
 
-_ABSENT = ("RNN", "contrib", "fused_dense", "mlp", "pyprof", "reparameterization", "transformer")
+_ABSENT = ("RNN", "contrib", "fp16_utils", "fused_dense", "mlp", "pyprof", "reparameterization", "transformer")
 
 
 def __getattr__(name: str) -> NoReturn:
     # ``import apex; apex.contrib...`` stands under ``except ImportError`` in scripts that can do without it.
     if name in _ABSENT:
+        installed = f"install NVIDIA apex for apex.{name}: mpinit then adds only what it lacks"
         raise ImportError(
             f"apex.{name} is not part of the apex that mpinit provides; it provides {', '.join(__all__)}. "
-            f"Install NVIDIA apex for apex.{name}: mpinit then adds only what it lacks",
+            f"In its place, {MISSING.get(f'apex.{name}', installed)}",
             name=f"{__name__}.{name}",
         )
     raise AttributeError(f"module 'apex' has no attribute {name!r}")

@@ -31,7 +31,7 @@ class LossScaler:
         if not isinstance(core, _core.Scaler):
             raise TypeError(
                 f"LossScaler({core!r}): amp.initialize makes amp's loss scalers; for a loop by hand take "
-                "apex.fp16_utils.DynamicLossScaler or LossScaler"
+                "torch.amp.GradScaler"
             )
         self.core = core
         self._overflowed = False
