@@ -554,7 +554,9 @@ class Session:
         if loose is None or known != key:
             stepped = {id(weight) for members in self._members for weight in members.weights}
             weights = [p for p in dict.fromkeys(_weights(self)) if id(p) not in stepped]
-            loose = Gradients(_Loose(weights), self.masters)
+            before, loose = loose, Gradients(_Loose(weights), self.masters)
+            if before is not None:
+                loose.take_over(before)
             self._loose = key, loose
         others = [managed.gradients for managed in self._managed.values() if managed not in mine]
         return [*others, loose] if loose.weights else others

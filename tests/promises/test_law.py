@@ -87,6 +87,14 @@ ONCE: dict[str, tuple[Setup, list[tuple[str, int]]]] = {
         Setup(loss_scale="dynamic", **FULL),
         [("hook before", 0), ("write foreach", 8098776), ("hook before", 0)],
     ),
+    "states are loaded before a weight without an optimizer overflows": (
+        Setup(loss_scale="dynamic", **FLOAT16, masters=True, momentum=False, optimizers=1),
+        [("save", 0), ("load", 0), ("overflow", 15), ("backward", 0)],
+    ),
+    "a weight is written to and back, and looked at in between or not": (
+        Setup(loss_scale="dynamic", **FLOAT16, masters=True, momentum=False, optimizers=1),
+        [("backward", 0), ("backward", 0), ("write vector", 1), ("write vector", 1), ("write vector", 3)],
+    ),
     "states are loaded while masters are given out": (
         Setup(loss_scale="dynamic", **FULL),
         [("replace master_params", 13416950), ("save", 0), ("load", 152009), ("backward", 0)],

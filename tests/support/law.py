@@ -170,6 +170,8 @@ class Run:
         self.mastered = {name for name in self.stepped() if self.casts(name)}
         # Of split masters, as of the last step: a write leaves them as they are.
         self.remainders: dict[str, torch.Tensor] = {}
+        # Of full masters: what a weight was before it was written to, and what it has become.
+        self.firsts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.scalers = [Scaler(self.setup.loss_scale) for _ in range(LOSSES)]
         self.overflowed: set[int] = set()
         self.used: set[int] = set()
@@ -296,7 +298,13 @@ class Run:
             low = torch.where(held == 0, low.clamp(min=0), low)
             number.copy_((held.float().view(torch.int32) + low).view(torch.float32))
         elif name in self.mastered:
-            number.copy_(torch.where(number.to(held.dtype) == held, number, held.float()))
+            first, after = self.firsts.get(name, (number, number))
+            first = first if after.equal(number) else number
+            now, back = (torch.where(each.to(held.dtype) == held, each, held.float()) for each in (number, first))
+            if not now.equal(back):  # written back to what it was: the low bits are gone if it was looked at in between
+                now = torch.where(self.model.state_dict()[f"{name}.weight"] == back, back, now)
+            self.firsts[name] = first.clone(), now.clone()
+            number.copy_(now)
         else:
             number.copy_(held)
 

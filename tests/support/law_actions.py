@@ -395,6 +395,7 @@ def _grouped(run: Run, pick: Pick, how: str) -> None:
 
 
 def _freeze(run: Run, pick: Pick) -> None:
+    run.calm()
     run.clear_all()
     name = pick.of(run.stepped() or list(SIZES))
     for parameter in (run.weight(name), run.by_hand[name]):
