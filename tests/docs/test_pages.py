@@ -22,8 +22,9 @@ DOCS, README = ROOT / "docs", ROOT / "README.md"
 PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 GENERATOR = runpy.run_path(str(DOCS / "generate.py"))
-# The blocks of migrate.md have a test of their own: tests/compat/test_migration_page.py.
-ALL = [snippet for page in PAGES if page.name != "migrate.md" for snippet in snippets(page)]
+# These blocks have tests of their own: tests/compat/test_migration_page.py, tests/integrations/test_recipes.py.
+APART = ("migrate.md", "recipes.md")
+ALL = [snippet for page in PAGES if page.name not in APART for snippet in snippets(page)]
 # The beginning that the others share: the README's own, and the site's.
 PRELUDES = {snippet.page == README: snippet for snippet in ALL if snippet.mark == "prelude"}
 EXAMPLES = [snippet for snippet in ALL if snippet.mark != "prelude"]
@@ -42,7 +43,7 @@ def process_group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[No
 
 
 def test_every_block_is_found() -> None:
-    assert len(ALL) == sum(blocks(page) for page in PAGES if page.name != "migrate.md") > 35
+    assert len(ALL) == sum(blocks(page) for page in PAGES if page.name not in APART) > 35
 
 
 # Lightning's data loading asks torch's pytree so, and would like processes of its own.

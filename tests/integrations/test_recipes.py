@@ -1,0 +1,118 @@
+"""The blocks of docs/how-to/recipes.md with the real libraries, beside the same loops written by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipe_names import names_of
+from snippets import ROOT, blocks, snippets
+from torch.nn.functional import cross_entropy, mse_loss
+
+import mpinit
+
+PAGE = ROOT / "docs" / "how-to" / "recipes.md"
+RECIPES = {snippet.mark: snippet for snippet in snippets(PAGE)}
+NEEDED = {"trl": ("peft",), "sentence_transformers": ("datasets",)}
+CLASSIFIERS = ("ignite", "mmengine", "fastai")
+# What libraries say of each other and of torch; mpinit's own warnings are errors, as everywhere.
+THEIRS = ("DeprecationWarning", "FutureWarning", "PendingDeprecationWarning")
+IGNORED = (*(f"ignore::{kind}" for kind in THEIRS), "ignore:'pin_memory' argument is set as true:UserWarning")
+pytestmark = [pytest.mark.long, *map(pytest.mark.filterwarnings, IGNORED)]
+
+
+def run(library: str, folder: Path) -> dict[str, Any]:
+    """The names that a reader has after the block of a library."""
+    for needed in (library, *NEEDED.get(library, ())):
+        pytest.importorskip(needed)
+    folder.mkdir()
+    names = {"torch": torch, "mpinit": mpinit, **names_of(library, folder)}
+    RECIPES[library].run(names)
+    return names
+
+
+def test_every_block_has_a_library() -> None:
+    assert len(RECIPES) == blocks(PAGE) == 7
+
+
+@pytest.mark.parametrize("library", CLASSIFIERS)
+def test_a_classifier_has_the_bits_of_a_loop_by_hand(library: str, tmp_path: Path) -> None:
+    model = run(library, tmp_path / "there")["model"]
+    mine, loader = names_of(library, tmp_path)["model"], names_of("ignite", tmp_path)["loader"]
+    optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+    mpinit.initialize(mine, optimizer, opt_level="O2", verbosity=0)
+    for _ in range(2):
+        for x, y in loader:
+            loss = mine(x, y, mode="loss")["loss"] if library == "mmengine" else cross_entropy(mine(x), y)
+            with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert next(model.parameters()).dtype is torch.float16
+    for one, other in zip(model.state_dict().values(), mine.state_dict().values(), strict=True):
+        assert one.dtype is torch.float32 and torch.equal(one, other)
+
+
+def test_diffusers_trains_averages_and_saves_float32(tmp_path: Path) -> None:
+    from diffusers import UNet2DModel
+
+    names = run("diffusers", tmp_path / "there")
+    by_hand = names_of("diffusers", tmp_path)
+    model, optimizer = by_hand["model"], by_hand["optimizer"]
+    mpinit.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    average = [value.clone() for value in model.state_dict().values()]
+    for number, (images, noise, times) in enumerate(by_hand["batches"]):
+        predicted = model(by_hand["noise_scheduler"].add_noise(images, noise, times), times).sample
+        mse_loss(predicted, noise).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        decay = min(0.9, (1 + number) / (10 + number)) if number else 0.0  # as EMAModel begins
+        for mean, value in zip(average, model.state_dict().values(), strict=True):
+            mean.sub_((1 - decay) * (mean - value))
+    saved = UNet2DModel.from_pretrained(names["folder"]).state_dict()
+    for (name, value), mean, shadow in zip(
+        model.state_dict().items(), average, names["average"].shadow_params, strict=True
+    ):
+        assert saved[name].dtype is shadow.dtype is torch.float32
+        assert torch.equal(saved[name], value) and torch.equal(shadow, mean)
+
+
+def test_peft_trains_adapters_over_a_16_bit_model(tmp_path: Path) -> None:
+    names = run("peft", tmp_path / "there")
+    model = names["model"]
+    adapters = {name: p for name, p in model.named_parameters() if "lora" in name}
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert all(p.requires_grad for p in adapters.values()) and len(adapters) == 8
+    assert mpinit.step_counts(names["optimizer"]) == (4, 0)
+    values = model.state_dict()
+    # Begun as zeros, and moved by some 1e-3 a step of AdamW.
+    moved = [values[name].abs().max() for name in adapters if "lora_B" in name]
+    assert all(1e-3 < move < 5e-3 for move in moved) and values[next(iter(adapters))].dtype is torch.float32
+
+
+@pytest.mark.parametrize("library", ["trl", "sentence_transformers"])
+def test_a_trainer_of_another_library_learns_as_it_does_in_float32(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = run(library, tmp_path / "there")
+    from mpinit.integrations import transformers as plug
+
+    monkeypatch.setattr(plug, "enable", lambda trainer: None)
+    expected = run(library, tmp_path / "float32")["trainer"]
+    trainer = names["trainer"]
+    dtypes = {p.dtype for p in trainer.model.parameters() if p.requires_grad}
+    assert torch.bfloat16 in {p.dtype for p in trainer.model.parameters()}
+    assert dtypes == {torch.float32 if library == "trl" else torch.bfloat16}
+    assert {p.dtype for p in expected.model.parameters()} == {torch.float32}
+    losses = [each.state.log_history[-1]["train_loss"] for each in (trainer, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    masters = trainer.model.state_dict()
+    for name, value in expected.model.state_dict().items():
+        assert masters[name].float() == pytest.approx(value, abs=5e-4)
+    if library == "sentence_transformers":
+        from sentence_transformers import SentenceTransformer
+
+        again = SentenceTransformer(f"{names['folder']}/final", device="cpu").state_dict()
+        assert all(torch.equal(value, again[name]) for name, value in masters.items())
