@@ -25,7 +25,7 @@ _ABSENT = ("RNN", "contrib", "fp16_utils", "fused_dense", "mlp", "pyprof", "repa
 def __getattr__(name: str) -> NoReturn:
     # ``import apex; apex.contrib...`` stands under ``except ImportError`` in scripts that can do without it.
     if name in _ABSENT:
-        installed = f"install NVIDIA apex for apex.{name}: mpinit then adds only what it lacks"
+        installed = f"install NVIDIA apex for apex.{name}: mpinit then provides apex.amp alone"
         raise ImportError(
             f"apex.{name} is not part of the apex that mpinit provides; it provides {', '.join(__all__)}. "
             f"In its place, {MISSING.get(f'apex.{name}', installed)}",
