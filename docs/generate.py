@@ -57,7 +57,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         *("inspect.overflow.OverflowReport", "inspect.faults.OverflowWatch", "inspect.faults.Fault"),
         *("inspect.audit.Audit", "inspect.audit.AuditRow", "inspect.fidelity.Fidelity"),
         "masters.changes.Changes",
-        *("inspect.exponents.GradientHistogram", "inspect.exponents.Lost"),
+        "inspect.exponents.GradientHistogram",
         *("inspect.suggest.Suggestion", "inspect.suggest.Finding", "inspect.suggest.Run"),
     ),
     "In frameworks": (

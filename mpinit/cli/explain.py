@@ -14,7 +14,7 @@ from torch import nn
 
 from ..inspect.explain import explain
 from ..settings.opt_levels import OPT_LEVELS
-from .output import WIDTH, show_json, show_text, wrapped
+from .output import WIDTH, show_text, wrapped
 
 _DTYPES: Final = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64, "bool": torch.bool}
 
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     inputs = [make_input(spec, arguments.batch, chance).to(arguments.device) for spec in arguments.input]
     loss = None if arguments.loss is None else mean_square if arguments.loss == "mean" else load(arguments.loss)
     report = explain(model, *inputs, loss=loss, opt_level=arguments.opt_level)
-    show_json(report.as_dict()) if arguments.json else _show(str(report))
+    print(report.to_json()) if arguments.json else _show(str(report))
     return 0
 
 

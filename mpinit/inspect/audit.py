@@ -24,6 +24,7 @@ from ..session import Session
 from ..settings.resolve import resolve
 from ..torch_internals.native_autocast import CastsOff
 from .copies import copy_of_optimizer, same_random_numbers
+from .numbers import kept_values
 
 KINDS: Final = ("weights", "masters", "gradients", "optimizer state")
 # What is foreseen beside what is there now.
@@ -264,9 +265,7 @@ def _foresee(optimizer: Optimizer, session: Session | None) -> dict[Any, _Forese
 
 def _part(parameter: Any, session: Session | None) -> torch.Tensor:
     """A part of what is stepped, in the type that keeps it."""
-    has_master = session is not None and session.masters.of(parameter) is not None
-    values = session.float32_values(parameter) if session is not None and has_master else None
-    values = local((parameter if values is None else values).detach())
+    values = local(kept_values(parameter, session).detach())
     return values[tuple(slice(0, _LARGEST_SIDE) for _ in values.shape)].clone()
 
 

@@ -10,7 +10,7 @@ import types
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,16 +29,26 @@ from ..torch_internals.native_autocast import device_types
 _HOOKS = "_hooks"
 
 
-def plain_copy(model: nn.Module) -> nn.Module:
-    """A deep copy without what ``initialize`` put on the model."""
-    clone = copy.deepcopy(model)
+def plain_copy(model: nn.Module, advice: str) -> nn.Module:
+    """A deep copy without what ``initialize`` put on the model.
+
+    Raises:
+        ValueError: it cannot be copied; ``advice`` says what to do then.
+    """
+    try:
+        clone = copy.deepcopy(model)
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and it is a copy that runs: "
+            f"{advice}"
+        ) from error
     take_off_copy(clone)
     return clone
 
 
 def float32_copy(model: nn.Module) -> nn.Module:
     """A copy with float32 parameters: the masters' numbers where there are masters."""
-    clone = plain_copy(model)
+    clone = plain_copy(model, "give mpinit.suggest a model that can be copied")
     for parameter in clone.parameters():
         parameter.grad = None
     # torch's own way in, on a copy of ours alone.
@@ -85,19 +95,16 @@ def at_level(
     optimizers: list[Optimizer],
     level: str,
     properties: Properties,
-    quiet: bool = False,
     check: bool = True,
 ) -> Iterator[Session]:
-    """Initialise copies of models, and of their optimizers, for the block.
+    """Initialise copies of models, and of their optimizers, for the block; what this warns of is left out.
 
     Args:
-        quiet: whether the warnings that this gives are left out.
         check: whether what ``initialize`` refuses is refused; not for what was initialised like that before.
     """
     plan = make_plan(properties)
-    with warnings.catch_warnings() if quiet else nullcontext():
-        if quiet:
-            warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         if check:
             checks.check(models, optimizers, properties, plan)
         session = Session(models, optimizers, Request(level, properties, plan, verbosity=0))

@@ -21,7 +21,6 @@ from .reasons import Recording
 
 Loss = Callable[[Any], torch.Tensor]
 
-_TOOL: Final = "mpinit.explain"
 _FORWARD_ONLY: Final = "Forward only: give loss=, a function of the output, for the backward pass."
 _ADVICE: Final = "let loss= use nothing but the output, and forward nothing but the modules of self"
 
@@ -106,13 +105,7 @@ def _copied(
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     given = tensors_in((args, kwargs))
     memo: dict[int, Any] = {id(x): x.detach().clone().requires_grad_(x.requires_grad) for x in given}
-    try:
-        return plain_copy(model), *copy.deepcopy((args, kwargs), memo)
-    except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} or its inputs cannot be copied, and it is a copy that mpinit.explain runs "
-            f"({type(error).__name__}: {error}): explain the part of the model that can be copied"
-        ) from error
+    return plain_copy(model, "explain the part that can be copied"), *copy.deepcopy((args, kwargs), memo)
 
 
 @contextmanager
@@ -129,7 +122,7 @@ def _at_level(
         trained = [copied for original, copied in pairs if original in stepped]
         optimizers: list[Optimizer] = [torch.optim.SGD(trained)] if trained else []
         models = [copies[each] for each in session.models if each in copies]
-        with at_level(models, optimizers, level, properties, quiet=True, check=False) as applied:
+        with at_level(models, optimizers, level, properties, check=False) as applied:
             yield applied
     elif opt_level is not None:
         with at_level([twin], [], *resolve(opt_level, {})) as applied:

@@ -23,21 +23,6 @@ _HEADROOM: Final = 2
 _LARGEST_SCALE_EXPONENT: Final = 24
 
 
-@dataclass(frozen=True)
-class Lost:
-    """What a type would lose of nonzero gradients at a scale.
-
-    Attributes:
-        below_normal: share below the smallest normal number: digits are lost.
-        below_subnormal: share below the smallest subnormal number: they become 0.
-        above: share above the largest number: they become inf.
-    """
-
-    below_normal: float
-    below_subnormal: float
-    above: float
-
-
 @final
 @dataclass(frozen=True)
 class GradientHistogram:
@@ -47,8 +32,6 @@ class GradientHistogram:
         bins: exponent e -> how many gradients have a magnitude from 2**e up to 2**(e + 1), all parameters together.
         per_parameter: dotted name -> the same for one parameter.
         zeros: dotted name -> how many gradients are 0.
-        nonfinite: dotted name -> how many are inf or nan.
-        elements: dotted name -> how many there are.
         scale: the present loss scale.
         suggested_scale: the power of two that puts the largest gradient two bits below float16's largest number, at
             most 2**24; None where no gradient is other than 0.
@@ -57,41 +40,37 @@ class GradientHistogram:
     bins: Mapping[int, int]
     per_parameter: Mapping[str, Mapping[int, int]]
     zeros: Mapping[str, int]
-    nonfinite: Mapping[str, int]
-    elements: Mapping[str, int]
     scale: float
     suggested_scale: float | None
 
-    def lost(self, dtype: str = "float16", scale: float = 1.0, parameter: str | None = None) -> Lost:
-        """What a type would lose at a scale.
+    def lost(self, dtype: str = "float16", scale: float = 1.0) -> dict[str, float]:
+        """The shares of nonzero gradients that a type would lose at a scale.
 
         Args:
             dtype: "float16" or "bfloat16".
             scale: the loss scale.
-            parameter: a dotted name; None, the default: all together.
+
+        Returns:
+            "below_normal" (below the smallest normal number, so that digits are lost), "below_subnormal" (below the
+            smallest subnormal one: they become 0), "above" (the largest: they become inf).
         """
         if dtype not in _RANGES:
             raise ValueError(f"dtype={dtype!r}: give 'float16' or 'bfloat16'")
         subnormal, normal, largest = _RANGES[dtype]
-        bins = self.bins if parameter is None else self.per_parameter[parameter]
-        count, shift = max(sum(bins.values()), 1), math.log2(scale)
-        below = sum(number for exponent, number in bins.items() if exponent + shift < normal)
-        gone = sum(number for exponent, number in bins.items() if exponent + shift < subnormal)
-        above = sum(number for exponent, number in bins.items() if exponent + shift > largest)
-        return Lost(below / count, gone / count, above / count)
-
-    def underflowing(self, dtype: str = "float16", scale: float = 1.0, share: float = 0.5) -> list[str]:
-        """Parameters that lose at least ``share`` of their gradients to 0 at a scale, the worst first."""
-        losses = {name: self.lost(dtype, scale, name).below_subnormal for name in self.per_parameter}
-        return sorted((name for name in losses if losses[name] >= share), key=lambda name: -losses[name])
+        count, shift = max(sum(self.bins.values()), 1), math.log2(scale)
+        below = sum(number for exponent, number in self.bins.items() if exponent + shift < normal)
+        gone = sum(number for exponent, number in self.bins.items() if exponent + shift < subnormal)
+        above = sum(number for exponent, number in self.bins.items() if exponent + shift > largest)
+        return {"below_normal": below / count, "below_subnormal": gone / count, "above": above / count}
 
     def __str__(self) -> str:
-        lines = [f"{counted(sum(self.elements.values()), 'gradient')}, {sum(self.zeros.values()):,} of them 0"]
+        zeros = sum(self.zeros.values())
+        lines = [f"{counted(sum(self.bins.values()) + zeros, 'gradient')}, {zeros:,} of them 0"]
         for dtype, scale in (("float16", 1.0), ("float16", self.scale), ("bfloat16", 1.0)):
             lost = self.lost(dtype, scale)
             lines.append(
-                f"  {dtype} at scale {scale:g}: {lost.below_normal:.1%} below the smallest normal number, "
-                f"{lost.below_subnormal:.1%} become 0, {lost.above:.1%} inf"
+                f"  {dtype} at scale {scale:g}: {lost['below_normal']:.1%} below the smallest normal number, "
+                f"{lost['below_subnormal']:.1%} become 0, {lost['above']:.1%} inf"
             )
         if self.suggested_scale is not None:
             lines.append(f"  scale for float16: {self.suggested_scale:g}")
@@ -99,22 +78,21 @@ class GradientHistogram:
 
 
 @torch.no_grad()
-def gradient_histogram(optimizer: Optimizer, parameter: str | None = None) -> GradientHistogram:
+def gradient_histogram(optimizer: Optimizer) -> GradientHistogram:
     """Count the exponents of the gradients that the next step will use, unscaled.
 
     Call it after ``scale_loss`` and before ``zero_grad()``. What a float16 backward pass has lost already is 0 here;
-    counted in bfloat16 or float32 (O0, O5), gradients tell what float16 would lose.
+    counted in bfloat16 or float32 (O0, O5), gradients tell what float16 would lose. Inf and nan are not counted:
+    :func:`mpinit.overflow_report` names them.
 
     Args:
         optimizer: an initialised optimizer.
-        parameter: the dotted name of one parameter; None, the default: all.
 
     Returns:
         The histogram, with counts, shares lost in each type and the scale it suggests.
 
     Raises:
         RuntimeError: there are no gradients, or the optimizer is not initialised.
-        ValueError: no such parameter.
 
     Example:
         >>> import torch, mpinit
@@ -124,21 +102,13 @@ def gradient_histogram(optimizer: Optimizer, parameter: str | None = None) -> Gr
         >>> with mpinit.scale_loss(model(torch.tensor([[1.0, 2.0**-30]])).sum(), optimizer) as scaled_loss:
         ...     scaled_loss.backward()
         >>> histogram = mpinit.gradient_histogram(optimizer)
-        >>> dict(histogram.bins), histogram.lost("float16").below_subnormal
+        >>> dict(histogram.bins), histogram.lost("float16")["below_subnormal"]
         ({0: 1, -30: 1}, 0.5)
         >>> mpinit.undo(model)
     """
     session = registry.session_of(optimizer)
-    weights = {session.name_of(weight): weight for weight in session.watched(optimizer).parameters()}
-    if parameter is not None and parameter not in weights:
-        raise ValueError(
-            f"parameter={parameter!r} is no parameter of this optimizer; it has {', '.join([*weights][:5])}, ..."
-        )
-    values = {
-        name: dense(weight.grad)
-        for name, weight in weights.items()
-        if weight.grad is not None and parameter in (None, name)
-    }
+    weights = session.watched(optimizer).parameters()
+    values = {session.name_of(weight): dense(weight.grad) for weight in weights if weight.grad is not None}
     if not values:
         raise RuntimeError(
             "there are no gradients: call mpinit.gradient_histogram after scale_loss, before zero_grad()"
@@ -149,8 +119,6 @@ def gradient_histogram(optimizer: Optimizer, parameter: str | None = None) -> Gr
         bins=dict(sorted(together.items(), reverse=True)),
         per_parameter=counts,
         zeros={name: int((gradient == 0).sum()) for name, gradient in values.items()},
-        nonfinite={name: int((~gradient.isfinite()).sum()) for name, gradient in values.items()},
-        elements={name: gradient.numel() for name, gradient in values.items()},
         scale=session.scaler(0).loss_scale(),
         suggested_scale=_suggested(together),
     )

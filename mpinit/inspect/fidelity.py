@@ -126,13 +126,7 @@ def fidelity(
 
 def _served(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy as a server has it: what is 16-bit in training is what a 16-bit checkpoint holds, the rest is cast."""
-    try:
-        plain = plain_copy(model)
-    except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}): give mpinit.fidelity "
-            "served=, a plain model in 16 bit that was loaded from the checkpoint"
-        ) from error
+    plain = plain_copy(model, "give served=, a plain model in 16 bit that was loaded from the checkpoint")
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in (*plain.named_parameters(), *plain.named_buffers()):
         if tensor.is_floating_point():

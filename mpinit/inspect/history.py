@@ -26,7 +26,7 @@ class _Row:
 
 @final
 class History:
-    """Loss, scale, whether it was skipped, gradient norm and counts of an optimizer's last steps.
+    """Loss, scale, whether it was skipped, and gradient norm of an optimizer's last steps.
 
     Everything stays on its device until it is read. The loss is the mean of those scaled since the step before, the
     scale that of the first of them, and the norm that of all gradients after the last backward pass, before clipping.
@@ -59,10 +59,9 @@ class History:
             raise ValueError(f"capacity={capacity!r}: give a number of steps from 1 up")
         self._managed = registry.session_of(optimizer).watched(optimizer)
         self._rows: deque[_Row] = deque(maxlen=capacity)
-        # The step that is to come; how many are kept no more, and how many of those were skipped.
+        # The step that is to come, and how many are kept no more.
         self._next = _Row()
         self._lost = 0
-        self._lost_skipped: int | torch.Tensor = 0
         self._managed.observers.append(self)
 
     # -- what is shown ------------------------------------------------------------------------------------------
@@ -79,11 +78,7 @@ class History:
     def step_ended(self, skipped: bool | torch.Tensor) -> None:
         """A step is over."""
         self._next.skipped = skipped.clone() if isinstance(skipped, torch.Tensor) else skipped
-        if len(self._rows) == self._rows.maxlen:
-            # A count on the device goes on being one.
-            oldest: Any = self._rows[0].skipped
-            self._lost_skipped += (oldest > 0).int() if isinstance(oldest, torch.Tensor) else int(oldest)
-            self._lost += 1
+        self._lost += len(self._rows) == self._rows.maxlen
         self._rows.append(self._next)
         self._next = _Row()
 
@@ -93,24 +88,19 @@ class History:
         """The steps kept, oldest first, as plain numbers; waits for the device.
 
         Returns:
-            For each ``step``, ``loss``, ``scale``, ``skipped``, ``gradient_norm``, and ``good`` and ``skipped_so_far``,
-            which count from when the history began.
+            For each ``step`` (1 is the first since the history began), ``loss``, ``scale``, ``skipped`` and
+            ``gradient_norm``.
         """
         rows = []
-        skipped_so_far = int(self._lost_skipped)
         for step, row in enumerate(self._rows, self._lost + 1):
-            skipped = bool(row.skipped > 0)
-            skipped_so_far += skipped
             losses = [float(loss) for loss in row.losses]
             rows.append(
                 {
                     "step": step,
                     "loss": sum(losses) / len(losses) if losses else math.nan,
                     "scale": math.nan if row.scale is None else float(row.scale),
-                    "skipped": skipped,
+                    "skipped": bool(row.skipped > 0),
                     "gradient_norm": math.nan if row.norm is None else float(row.norm),
-                    "good": step - skipped_so_far,
-                    "skipped_so_far": skipped_so_far,
                 }
             )
         return rows

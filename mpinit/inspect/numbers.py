@@ -10,6 +10,7 @@ import torch
 
 from ..basics.dtypes import dtype_name
 from ..optimizer.gradients import dense_view
+from ..session import Session
 
 # Elements kept of a tensor that is going to be compared: enough to tell two tensors apart by their norms.
 SAMPLE: Final = 4096
@@ -83,6 +84,13 @@ def floating_tensors(tree: Any) -> Iterator[torch.Tensor]:
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """The real, dense tensor that holds a tensor's numbers: a sparse one's values, a complex one's real view."""
     return dense_view(tensor.coalesce() if tensor.is_sparse else tensor)
+
+
+def kept_values(parameter: Any, session: Session | None) -> torch.Tensor:
+    """What is stepped of a parameter: its master's values, or else its own."""
+    has_master = session is not None and session.masters.of(parameter) is not None
+    values = session.float32_values(parameter) if session is not None and has_master else None
+    return parameter.detach() if values is None else values
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

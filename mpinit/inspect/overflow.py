@@ -24,7 +24,6 @@ class OverflowReport:
         scale: the loss scale its backward pass had; None likewise.
         loss: the loss, unscaled; None where reading it would have waited for the device.
         gradients: the parameters whose gradients hold inf or nan, with their numbers, the largest share of them first.
-        module_types: parameter's name -> the type of its module.
         first_module: the dotted name of the module that the backward pass came to first of those; None where it is no
             module's.
         is_certain: whether that order is known, from the graph, and not guessed from the order of the groups.
@@ -35,7 +34,6 @@ class OverflowReport:
     scale: float | None
     loss: float | None
     gradients: tuple[BadGradient, ...]
-    module_types: dict[str, str]
     first_module: str | None
     is_certain: bool
     advice: str
@@ -55,8 +53,8 @@ class OverflowReport:
         ]
         for bad in self.gradients[:20]:
             lines.append(
-                f"  {bad.name} ({self.module_types.get(bad.name, '?')}): {bad.infs} inf, {bad.nans} nan of "
-                f"{bad.elements}, largest finite {bad.largest_finite:.4g}"
+                f"  {bad.name}: {bad.infs} inf, {bad.nans} nan of {bad.elements}, largest finite "
+                f"{bad.largest_finite:.4g}"
             )
         if len(self.gradients) > 20:
             lines.append(f"  and {len(self.gradients) - 20} more")
@@ -106,20 +104,10 @@ def overflow_report(optimizer: Optimizer) -> OverflowReport:
         scale=record.scale,
         loss=record.loss,
         gradients=worst,
-        module_types=_types_of_modules(session.models),
         first_module=record.first_module,
         is_certain=record.is_in_backward_order,
         advice=record.advice() if has_overflowed else "no step of this optimizer has overflowed",
     )
-
-
-def _types_of_modules(models: list[nn.Module]) -> dict[str, str]:
-    types = {}
-    for index, model in enumerate(models):
-        prefix = f"models[{index}]." if len(models) > 1 else ""
-        for name, _ in model.named_parameters():
-            types[prefix + name] = type(model.get_submodule(name.rpartition(".")[0])).__name__
-    return types
 
 
 def watch_overflow(model: nn.Module) -> OverflowWatch:

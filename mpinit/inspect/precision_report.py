@@ -6,7 +6,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 from ..basics.tables import bytes_text, counted, plain_table
 from .trace import BACKWARD, FORWARD
@@ -66,15 +66,10 @@ class Row:
         """Whether it computes floating numbers: a view does not."""
         return bool(self.dtypes) and self.op not in _VIEWS
 
-    @property
-    def module_name(self) -> str:
-        """The module as people read it: the model itself has no dotted name."""
-        return self.module or f"({self.module_type})"
-
     def cells(self) -> list[str]:
         """What stands in ``_COLUMNS``."""
         return [
-            self.module_name,
+            self.module or f"({self.module_type})",  # the model itself has no dotted name
             self.op if self.phase == FORWARD else f"{self.op} (backward)",
             f"{self.count:,}",
             *(", ".join(dtypes) for dtypes in (self.inputs, self.outputs)),
@@ -113,16 +108,6 @@ class PrecisionReport:
         """Operations that ran in 16 bits though the cast policy calls for float32."""
         return tuple(row for row in self.rows if row.flagged)
 
-    @property
-    def casts(self) -> tuple[Row, ...]:
-        """Casts of floating numbers."""
-        return tuple(row for row in self.rows if row.casts)
-
-    def title(self) -> str:
-        """What the report is about, in a few words."""
-        at = f"at {self.level}" if self.level else "as it is, not initialised"
-        return f"{self.model} {at}"
-
     def summary(self) -> str:
         """What was seen, in one line."""
         forward, backward = (sum(row.count for row in self.rows if row.phase == p) for p in (FORWARD, BACKWARD))
@@ -136,23 +121,20 @@ class PrecisionReport:
         )
 
     def __str__(self) -> str:
+        title = f"{self.model} {f'at {self.level}' if self.level else 'as it is, not initialised'}"
         rows = [row for row in self.rows if row.computes]
         # What is flagged is shown whatever else there is.
         shown = sorted(range(len(rows)), key=lambda index: not rows[index].flagged)[:_SHOWN]
         hidden = len(rows) - len(shown)
         return "\n".join(
             [
-                *(self.title(), self.summary(), ""),
+                *(title, self.summary(), ""),
                 plain_table(_COLUMNS, (rows[index].cells() for index in sorted(shown)), numbers=(2,)),
                 f"{f'{hidden} more rows, ' if hidden else ''}views and operations without floating point: see .rows",
                 *self.notes,
             ]
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
-        return dataclasses.asdict(self)
-
     def to_json(self) -> str:
         """Everything as JSON."""
-        return json.dumps(self.as_dict(), indent=1)
+        return json.dumps(dataclasses.asdict(self), indent=1)

@@ -81,7 +81,6 @@ class _Frame:
 
     weights: tuple[str, ...]
     is_kept: bool
-    is_norm: bool
     casts_on: bool
     casts: dict[str, str]
 
@@ -106,7 +105,7 @@ class Recording:
         is_apex = self._plan is not None and self._plan.cast_policy is CastPolicy.APEX
         self._policy: dict[str, CastRow] = {row.name: row for row in (APEX_POLICY if is_apex else TORCH_POLICY)}
         # In front, what is outside of all modules.
-        self._frames = [_Frame((), False, False, is_on(), {})]
+        self._frames = [_Frame((), False, is_on(), {})]
         # Count, casts and bytes cast of every row.
         self._rows: dict[Row, list[int]] = {}
 
@@ -121,10 +120,9 @@ class Recording:
 
     def _module_begins(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         weights = _floating(t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
-        is_norm = isinstance(module, _NormBase)
-        is_kept = module in self._kept or (is_norm and _FLOAT32 in weights)
+        is_kept = module in self._kept or (isinstance(module, _NormBase) and _FLOAT32 in weights)
         begins = len(self._frames) == 1 and self._plan is not None and self._plan.patch_functions
-        self._frames.append(_Frame(weights, is_kept, is_norm, begins or is_on(), {}))
+        self._frames.append(_Frame(weights, is_kept, begins or is_on(), {}))
 
     def _module_ends(self, name: str, output: Any) -> None:
         self._frames.pop()
@@ -184,8 +182,8 @@ class Recording:
     def _of_inputs(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> _Reason:
         frame = self._frames[-1]
         if len(inputs or outputs) > 1:
-            if frame.is_norm:
-                return _Reason(f"weight type: BatchNorm kept in {_FLOAT32} takes {(inputs or outputs)[0]}")
+            if frame.is_kept:
+                return _Reason(f"weight type: module kept in {_FLOAT32} takes {(inputs or outputs)[0]}")
             return _Reason(f"promotion: {' with '.join(inputs or outputs)} gives {', '.join(outputs) or 'no floats'}")
         (dtype,) = inputs or outputs
         if dtype in frame.casts:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from .. import registry
 from ..session import Session
-from .numbers import dense
+from .numbers import dense, kept_values
 
 
 @final
@@ -26,9 +26,7 @@ class _Movement:
         self._meant = {weight: torch.zeros_like(moved) for weight, moved in self._moved.items()}
 
     def _now(self, weight: nn.Parameter) -> torch.Tensor:
-        has_master = self._session.masters.of(weight) is not None
-        values = self._session.float32_values(weight) if has_master else None
-        return dense(weight.detach() if values is None else values)
+        return dense(kept_values(weight, self._session))
 
     def backward_ended(self, loss: torch.Tensor, scaler: Any) -> None:
         return

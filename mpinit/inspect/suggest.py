@@ -97,7 +97,6 @@ class Suggestion:
         reason: why, in words.
         findings: what is wrong, the first cause in front; empty for a healthy model.
         runs: every run of the step, in order.
-        tolerance: the relative error that was allowed.
         precision_is_at_fault: False where float32 itself gives inf or nan, so that no level helps.
     """
 
@@ -107,7 +106,6 @@ class Suggestion:
     reason: str
     findings: tuple[Finding, ...]
     runs: tuple[Run, ...]
-    tolerance: float
     precision_is_at_fault: bool = True
 
     @property
@@ -196,15 +194,7 @@ def suggest(
 @final
 @dataclass
 class _Trial:
-    """What a run gave.
-
-    Attributes:
-        model: the copy that ran.
-        watch: what was seen of operations.
-        damaged_buffers: names of buffers that the level's type cannot hold, with an error above one part in a hundred.
-        loss: the loss, a number.
-        gradients: parameter's dotted name -> its unscaled gradient in float32; only of those that have one.
-    """
+    """What a run of a copy gave: unscaled gradients, by parameters' dotted names, are in float32."""
 
     model: nn.Module
     watch: OverflowWatch
@@ -225,16 +215,13 @@ class _Trial:
 
 
 def _damaged(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
-    damaged = []
-    for name, buffer in after.items():
-        old = before.get(name)
-        if old is None or not is_lower_precision(buffer.dtype) or old.dtype == buffer.dtype:
-            continue
-        finite = torch.isfinite(old)
-        difference = (buffer.double() - old.double())[finite].abs()
-        if bool((difference > 0.01 * old.double()[finite].abs()).any()):
-            damaged.append(name)
-    return damaged
+    """Names of buffers that a 16-bit type cannot hold: one of its numbers is off by more than a hundredth."""
+    cast = {name: buffer for name, buffer in after.items() if name in before and is_lower_precision(buffer.dtype)}
+    return [
+        name
+        for name, buffer in cast.items()
+        if not torch.allclose(buffer.double(), before[name].double(), rtol=0.01, atol=0.0, equal_nan=True)
+    ]
 
 
 def _compare(trial: _Trial, reference: _Trial, tolerance: float, level: str, keep: tuple[str, ...]) -> Run:
@@ -287,7 +274,7 @@ class _Doctor:
         clone = float32_copy(self.model)
         twin = copy_of_optimizer(self.optimizer, dict(zip(self.model.parameters(), clone.parameters(), strict=True)))
         before = {name: buffer.detach().clone() for name, buffer in clone.named_buffers()}
-        with CastsOff(), at_level([clone], [twin], *resolve(level, keywords), quiet=True) as session:
+        with CastsOff(), at_level([clone], [twin], *resolve(level, keywords)) as session:
             watch = OverflowWatch(clone, rounded_to)
             trial = _Trial(clone, watch, _damaged(before, dict(clone.named_buffers())))
             session.managed(twin).observers.append(trial)
@@ -461,8 +448,8 @@ class _Doctor:
         words = {**keywords, "keep_fp32": kept}
         if not kept:
             del words["keep_fp32"]
-        found, runs = tuple(self.findings), tuple(self.runs)
-        return Suggestion(level, keep, words, reason, found, runs, self.tolerance, at_fault and bool(found))
+        found = tuple(self.findings)
+        return Suggestion(level, keep, words, reason, found, tuple(self.runs), at_fault and bool(found))
 
 
 def _lower_type(level: str, keywords: Mapping[str, Any]) -> torch.dtype | None:

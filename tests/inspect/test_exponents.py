@@ -28,7 +28,8 @@ def test_bins_are_powers_of_two() -> None:
     values = torch.tensor([1.0, 1.99, -2.0, 2.0**-24, 2.0**-149, 0.0, float("inf"), float("nan")])
     histogram = mpinit.gradient_histogram(given(values, "O0"))
     assert dict(histogram.bins) == {1: 1, 0: 2, -24: 1, -149: 1}
-    assert (histogram.zeros, histogram.nonfinite) == ({"weight": 1}, {"weight": 2})
+    assert histogram.zeros == {"weight": 1}
+    assert str(histogram).startswith("6 gradients, 1 of them 0"), "inf and nan are not counted"
 
 
 @pytest.mark.parametrize("scale", [1.0, 64.0])
@@ -40,9 +41,9 @@ def test_the_shares_are_those_that_casts_lose(name: str, dtype: torch.dtype, sca
     cast = (values * scale).to(dtype).abs().double()
     tiny = torch.finfo(dtype).tiny
     # A cast rounds: what is between half the smallest number and that becomes the smallest.
-    assert lost.below_subnormal == pytest.approx(float((cast == 0).double().mean()), abs=0.02)
-    assert lost.below_normal == pytest.approx(float((cast < tiny).double().mean()), abs=0.002)
-    assert lost.above == pytest.approx(float(cast.isinf().double().mean()), abs=0.002)
+    assert lost["below_subnormal"] == pytest.approx(float((cast == 0).double().mean()), abs=0.02)
+    assert lost["below_normal"] == pytest.approx(float((cast < tiny).double().mean()), abs=0.002)
+    assert lost["above"] == pytest.approx(float(cast.isinf().double().mean()), abs=0.002)
 
 
 def test_the_scale_it_suggests_keeps_the_largest_in_range() -> None:
@@ -60,23 +61,12 @@ def test_parameters_are_told_apart_and_unscaled() -> None:
     histogram = mpinit.gradient_histogram(optimizer)
     assert histogram.per_parameter.keys() == dict(model.named_parameters()).keys()
     assert histogram.scale == 1024.0
-    assert sum(histogram.elements.values()) == sum(p.numel() for p in model.parameters())
-    one = mpinit.gradient_histogram(optimizer, "0.weight")
-    assert one.per_parameter == {"0.weight": histogram.per_parameter["0.weight"]}
+    count = sum(histogram.bins.values()) + sum(histogram.zeros.values())
+    assert count == sum(p.numel() for p in model.parameters())
     for name, parameter in zip(histogram.per_parameter, mpinit.master_params(optimizer), strict=True):
         exponents = torch.frexp(parameter.grad[parameter.grad != 0]).exponent - 1  # type: ignore[index, union-attr]
         assert max(histogram.per_parameter[name]) == int(exponents.max())
     assert "become 0" in str(histogram)
-
-
-def test_underflowing_parameters_are_named() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O5", verbosity=0)
-    hidden = model[0](torch.ones(1, 4))
-    loss = (model[1](hidden.detach()) + (hidden - hidden.detach()) * 1e-9).sum()
-    backward(loss, optimizer)
-    assert set(mpinit.gradient_histogram(optimizer).underflowing()) == {"0.weight", "0.bias"}
 
 
 def test_what_it_refuses() -> None:
@@ -84,7 +74,5 @@ def test_what_it_refuses() -> None:
     optimizer = start(model, "O2")
     with pytest.raises(RuntimeError, match="after scale_loss"):
         mpinit.gradient_histogram(optimizer)
-    with pytest.raises(ValueError, match=r"it has 0\.weight"):
-        mpinit.gradient_histogram(optimizer, "weihgt")
     with pytest.raises(ValueError, match="float16"):
         mpinit.gradient_histogram(given(torch.ones(1))).lost("float8")

@@ -41,13 +41,10 @@ def test_rows_hold_what_happened(level: str, dtype: torch.dtype) -> None:
         assert row["loss"] == pytest.approx(loss, rel=1e-6)
         assert row["gradient_norm"] == pytest.approx(norm, nan_ok=True)
     assert [row["skipped"] for row in rows] == [False, False, True, False, False]
-    assert (rows[-1]["good"], rows[-1]["skipped_so_far"]) == (4, 1)
 
 
-def test_the_oldest_go_and_counts_stay() -> None:
-    rows = run(capacity=2)[0].rows()
-    assert [row["step"] for row in rows] == [4, 5]
-    assert (rows[-1]["good"], rows[-1]["skipped_so_far"]) == (4, 1)
+def test_the_oldest_go() -> None:
+    assert [row["step"] for row in run(capacity=2)[0].rows()] == [4, 5]
 
 
 def test_two_losses_of_one_step_are_averaged_and_a_step_without_any_is_nan() -> None:
