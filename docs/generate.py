@@ -70,7 +70,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
 OPTIONS: Final[Mapping[str, str]] = {
     "Properties": "",
     "History": "   :members:\n   :exclude-members: backward_ended, step_ended\n",
-    "inspect.faults.OverflowWatch": "   :members: first, first_module, kind, inputs, faults\n",
+    "inspect.faults.OverflowWatch": "   :members: first, first_module, kind\n",
     "integrations.lightning.MixedPrecision": "",
     "masters.changes.Changes": "   :members: take\n",
 }

@@ -102,9 +102,11 @@ class Audit:
     def tables(self) -> tuple[_Table, _Table]:
         """Head and rows of two tables: the parameters that move least, and the bytes a parameter."""
         head = ["parameter", "numbers", "weight", "master", "gradient", "stuck"]
+        rows = sorted(self.rows, key=lambda row: -(row.stuck or 0.0))[:_SHOWN]
+        shares = ["-" if row.stuck is None else f"{row.stuck:.1%}" for row in rows]
         cells = [
-            [row.name, f"{row.elements:,}", row.weight, row.master or "-", row.gradient or "-", _percent(row.stuck)]
-            for row in sorted(self.rows, key=lambda row: -(row.stuck or 0.0))[:_SHOWN]
+            [row.name, f"{row.elements:,}", row.weight, row.master or "-", row.gradient or "-", share]
+            for row, share in zip(rows, shares, strict=True)
         ]
         sizes = [
             [level, *(f"{kinds[kind]:.2f}" for kind in KINDS), f"{sum(kinds.values()):.2f}"]
@@ -209,19 +211,11 @@ def _size(dtype: str) -> int:
 
 
 class _Foreseen(NamedTuple):
-    """What an optimizer does with a parameter.
-
-    Attributes:
-        kind: the optimizer's name.
-        rate: the learning rate of its group; None where no optimizer has it.
-        state: bytes that it keeps for one of the parameter's numbers now; None before its first step.
-        slots: how many numbers it keeps for one.
-        stuck: share of the numbers that a step leaves as they are; None where that is not known.
-    """
+    """What an optimizer does with a parameter, as in a row; of what it keeps, bytes now and the count of numbers."""
 
     kind: str = ""
     rate: float | None = None
-    state: float | None = None
+    state: float | None = None  # None before the first step
     slots: float = 0.0
     stuck: float | None = None
 
@@ -307,10 +301,6 @@ def _bytes_kept(state: Any, parameter: torch.Tensor) -> float | None:
     encoded = ((encoded_part(value), local(value)) for value in _kept(state))
     total = sum(value.nbytes if codes is None else codes.nbytes_held for codes, value in encoded)
     return total / max(1, local(parameter).numel())
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
 
 
 def _advice(rows: tuple[AuditRow, ...], foreseen: Mapping[Any, _Foreseen], session: Session | None) -> str:

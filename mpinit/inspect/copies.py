@@ -26,8 +26,6 @@ from ..session import Request, Session
 from ..settings.properties import Properties
 from ..torch_internals.native_autocast import device_types
 
-_HOOKS = "_hooks"
-
 
 def plain_copy(model: nn.Module, advice: str) -> nn.Module:
     """A deep copy without what ``initialize`` put on the model.
@@ -81,7 +79,7 @@ def copy_of_optimizer(optimizer: Optimizer, copies: Mapping[Any, Any], with_stat
     for name, value in vars(optimizer).items():
         if isinstance(value, types.MethodType) or hasattr(value, "__wrapped__"):
             continue  # what initialize or a scheduler put there
-        setattr(twin, name, OrderedDict() if name.endswith(_HOOKS) else copy.deepcopy(value, memo))
+        setattr(twin, name, OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo))
     for parameter, state in twin.state.items():
         for key, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, torch.Tensor) and is_lower_precision(value.dtype) and value.shape == parameter.shape:
@@ -136,12 +134,6 @@ def same_random_numbers() -> Iterator[Undo]:
 
     Yields:
         A function that puts back the state at the beginning, as often as it is called; at the end it is called, too.
-
-    Example:
-        >>> with same_random_numbers() as again:
-        ...     first = torch.rand(1)
-        >>> bool(first == torch.rand(1))
-        True
     """
     undos = [functools.partial(random.setstate, random.getstate())]
     undos.append(functools.partial(torch.set_rng_state, torch.get_rng_state()))

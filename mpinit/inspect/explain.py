@@ -21,7 +21,6 @@ from .reasons import Recording
 
 Loss = Callable[[Any], torch.Tensor]
 
-_FORWARD_ONLY: Final = "Forward only: give loss=, a function of the output, for the backward pass."
 _ADVICE: Final = "let loss= use nothing but the output, and forward nothing but the modules of self"
 
 
@@ -79,8 +78,6 @@ def explain(
         model=type(model).__name__,
         level=in_force.opt_level if in_force is not None else "",
         rows=recording.rows(),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        notes=() if loss is not None else (_FORWARD_ONLY,),
     )
 
 

@@ -15,9 +15,8 @@ from .. import registry
 from ..basics.tables import counted
 from .numbers import dense
 
-# Exponents of the smallest subnormal, the smallest normal and the largest number of each type.
-_RANGES: Final[Mapping[str, tuple[int, int, int]]] = {"float16": (-24, -14, 15), "bfloat16": (-133, -126, 127)}
-_LOWEST: Final = -149
+# Exponents of the smallest subnormal and the smallest normal number of each type, and of the first beyond it.
+_RANGES: Final[Mapping[str, tuple[int, int, int]]] = {"float16": (-24, -14, 16), "bfloat16": (-133, -126, 128)}
 # Bits of room for gradients that grow, and for those of activations, which are not counted.
 _HEADROOM: Final = 2
 _LARGEST_SCALE_EXPONENT: Final = 24
@@ -43,34 +42,23 @@ class GradientHistogram:
     scale: float
     suggested_scale: float | None
 
-    def lost(self, dtype: str = "float16", scale: float = 1.0) -> dict[str, float]:
-        """The shares of nonzero gradients that a type would lose at a scale.
+    def share(self, low: float = -math.inf, high: float = math.inf) -> float:
+        """The share of nonzero gradients from 2**low up to below 2**high.
 
-        Args:
-            dtype: "float16" or "bfloat16".
-            scale: the loss scale.
-
-        Returns:
-            "below_normal" (below the smallest normal number, so that digits are lost), "below_subnormal" (below the
-            smallest subnormal one: they become 0), "above" (the largest: they become inf).
+        float16 makes 0 of what is below 2**-24, loses digits below 2**-14, and has nothing from 2**16 on; a loss scale
+        of 2**k moves these down by k.
         """
-        if dtype not in _RANGES:
-            raise ValueError(f"dtype={dtype!r}: give 'float16' or 'bfloat16'")
-        subnormal, normal, largest = _RANGES[dtype]
-        count, shift = max(sum(self.bins.values()), 1), math.log2(scale)
-        below = sum(number for exponent, number in self.bins.items() if exponent + shift < normal)
-        gone = sum(number for exponent, number in self.bins.items() if exponent + shift < subnormal)
-        above = sum(number for exponent, number in self.bins.items() if exponent + shift > largest)
-        return {"below_normal": below / count, "below_subnormal": gone / count, "above": above / count}
+        found = sum(number for exponent, number in self.bins.items() if low <= exponent < high)
+        return found / max(sum(self.bins.values()), 1)
 
     def __str__(self) -> str:
         zeros = sum(self.zeros.values())
         lines = [f"{counted(sum(self.bins.values()) + zeros, 'gradient')}, {zeros:,} of them 0"]
         for dtype, scale in (("float16", 1.0), ("float16", self.scale), ("bfloat16", 1.0)):
-            lost = self.lost(dtype, scale)
+            subnormal, normal, end = (edge - math.log2(scale) for edge in _RANGES[dtype])
             lines.append(
-                f"  {dtype} at scale {scale:g}: {lost['below_normal']:.1%} below the smallest normal number, "
-                f"{lost['below_subnormal']:.1%} become 0, {lost['above']:.1%} inf"
+                f"  {dtype} at scale {scale:g}: {self.share(high=normal):.1%} below the smallest normal number, "
+                f"{self.share(high=subnormal):.1%} become 0, {self.share(low=end):.1%} inf"
             )
         if self.suggested_scale is not None:
             lines.append(f"  scale for float16: {self.suggested_scale:g}")
@@ -102,7 +90,7 @@ def gradient_histogram(optimizer: Optimizer) -> GradientHistogram:
         >>> with mpinit.scale_loss(model(torch.tensor([[1.0, 2.0**-30]])).sum(), optimizer) as scaled_loss:
         ...     scaled_loss.backward()
         >>> histogram = mpinit.gradient_histogram(optimizer)
-        >>> dict(histogram.bins), histogram.lost("float16")["below_subnormal"]
+        >>> dict(histogram.bins), histogram.share(high=-24)
         ({0: 1, -30: 1}, 0.5)
         >>> mpinit.undo(model)
     """
@@ -127,12 +115,12 @@ def gradient_histogram(optimizer: Optimizer) -> GradientHistogram:
 def _exponents(gradient: torch.Tensor) -> Counter[int]:
     values = gradient if gradient.dtype == torch.float64 else gradient.float()
     exponents = torch.frexp(values[values.isfinite() & (values != 0)]).exponent.long() - 1
-    found, numbers = torch.unique(exponents.clamp(min=_LOWEST), return_counts=True)
+    found, numbers = torch.unique(exponents, return_counts=True)
     return Counter(dict(zip(found.tolist(), numbers.tolist(), strict=True)))
 
 
 def _suggested(bins: Mapping[int, int]) -> float | None:
     if not bins:
         return None
-    exponent = _RANGES["float16"][2] - _HEADROOM - max(bins)
+    exponent = _RANGES["float16"][2] - 1 - _HEADROOM - max(bins)
     return 2.0 ** min(exponent, _LARGEST_SCALE_EXPONENT)

@@ -131,11 +131,6 @@ class OverflowWatch:
         self._stack.close()
 
     @property
-    def faults(self) -> tuple[Fault, ...]:
-        """Every such operation in order, also those that did no harm."""
-        return tuple(self._faults)
-
-    @property
     def first(self) -> Fault | None:
         """The first fault that did harm; where results and gradients are finite, what may be meant did none."""
         if self.results_are_bad:
@@ -152,11 +147,6 @@ class OverflowWatch:
     def kind(self) -> str | None:
         """Its kind, one of those of :class:`Fault`; None where nothing was found."""
         return None if self.first is None else self.first.kind
-
-    @property
-    def inputs(self) -> tuple[TensorStats, ...]:
-        """What that operation was given."""
-        return () if self.first is None else self.first.inputs
 
     def __str__(self) -> str:
         return "nothing left the range" if self.first is None else str(self.first)

@@ -26,7 +26,6 @@ class OverflowReport:
         gradients: the parameters whose gradients hold inf or nan, with their numbers, the largest share of them first.
         first_module: the dotted name of the module that the backward pass came to first of those; None where it is no
             module's.
-        is_certain: whether that order is known, from the graph, and not guessed from the order of the groups.
         advice: what to do next, in words.
     """
 
@@ -35,7 +34,6 @@ class OverflowReport:
     loss: float | None
     gradients: tuple[BadGradient, ...]
     first_module: str | None
-    is_certain: bool
     advice: str
 
     @property
@@ -105,7 +103,6 @@ def overflow_report(optimizer: Optimizer) -> OverflowReport:
         loss=record.loss,
         gradients=worst,
         first_module=record.first_module,
-        is_certain=record.is_in_backward_order,
         advice=record.advice() if has_overflowed else "no step of this optimizer has overflowed",
     )
 
@@ -122,7 +119,7 @@ def watch_overflow(model: nn.Module) -> OverflowWatch:
         model: whose modules are named.
 
     Yields:
-        The watch, with ``first_module``, ``kind``, ``inputs``, and all of it as a :class:`Fault` in ``first``.
+        The watch, with ``first_module``, ``kind``, and all of it, inputs too, as a :class:`Fault` in ``first``.
 
     Example:
         >>> import torch, mpinit

@@ -21,6 +21,7 @@ _VIEWS: Final = frozenset(
 )
 _COLUMNS: Final = ("module", "operation", "times", "inputs", "outputs", "cast", "why")
 _SHOWN: Final = 60
+_FORWARD_ONLY: Final = "Forward only: give loss=, a function of the output, for the backward pass."
 
 
 @final
@@ -87,8 +88,6 @@ class PrecisionReport:
         model: the model's class.
         level: its opt_level; "" where it is not initialised.
         rows: every operation, in the order in which it was first met.
-        parameters: how many numbers the parameters hold.
-        notes: what a reader has to know besides.
 
     Example:
         >>> import torch, mpinit
@@ -100,8 +99,6 @@ class PrecisionReport:
     model: str
     level: str
     rows: tuple[Row, ...]
-    parameters: int
-    notes: tuple[str, ...] = ()
 
     @property
     def flagged(self) -> tuple[Row, ...]:
@@ -114,7 +111,7 @@ class PrecisionReport:
         casts = sum(row.casts for row in self.rows)
         size = bytes_text(sum(row.cast_bytes for row in self.rows))
         return (
-            f"{counted(self.parameters, 'parameter')}; {counted(forward, 'operation')} forward, {backward:,} backward; "
+            f"{counted(forward, 'operation')} forward, {backward:,} backward; "
             f"{counted(casts, 'cast that writes', 'casts that write')} {size}; "
             f"{counted(sum(row.count for row in self.flagged), 'operation')} in 16 bits though the cast "
             "policy calls for float32"
@@ -131,7 +128,7 @@ class PrecisionReport:
                 *(title, self.summary(), ""),
                 plain_table(_COLUMNS, (rows[index].cells() for index in sorted(shown)), numbers=(2,)),
                 f"{f'{hidden} more rows, ' if hidden else ''}views and operations without floating point: see .rows",
-                *self.notes,
+                *(() if any(row.phase == BACKWARD for row in self.rows) else (_FORWARD_ONLY,)),
             ]
         )
 

@@ -18,7 +18,7 @@ from ..settings.opt_levels import OPT_LEVELS
 from ..settings.resolve import resolve
 from ..torch_internals.native_autocast import CastsOff
 from .copies import at_level, copy_of_optimizer, float32_copy, kept_from_running, same_random_numbers
-from .faults import Fault, OverflowWatch
+from .faults import OverflowWatch
 
 UserStep = Callable[[Any, Any], Any]
 _ADVICE: Final = "let step(model, optimizer) use its arguments"
@@ -48,13 +48,11 @@ class Finding:
         where: dotted name of the module, of the buffer or parameter where the kind is about one; "" is the model
             itself, None what is outside of it.
         detail: the operation and the numbers it was given, in words.
-        fault: the operation, where there is one.
     """
 
     kind: str
     where: str | None
     detail: str
-    fault: Fault | None = None
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.detail}"
@@ -331,8 +329,6 @@ class _Doctor:
         names = type(row).model_fields
         return {name: getattr(given, name) for name in names if getattr(given, name) != getattr(row, name)}
 
-    # -- the examination ----------------------------------------------------------------------------------------
-
     def examine(self, levels: Sequence[str]) -> Suggestion:
         types = {_lower_type(level, self._keywords_at(level)) for level in levels}
         self.reference = trial = self._try("O0", {}, {dtype for dtype in types if dtype is not None})
@@ -363,7 +359,7 @@ class _Doctor:
             return None if math.isfinite(self.reference.loss) else "The loss is inf or nan in float32 too."
         is_16_bit = fault.kind in ("forward", "backward")
         kind = "forced" if is_16_bit else fault.kind
-        self.findings.append(Finding(kind, fault.operation if kind == "weights" else fault.module, str(fault), fault))
+        self.findings.append(Finding(kind, fault.operation if kind == "weights" else fault.module, str(fault)))
         if kind in ("forced", "cast"):
             return (
                 f"{fault.where} computes in 16 bit at every level, float32 too, because the program says so, and "
@@ -402,7 +398,7 @@ class _Doctor:
         for name in trial.damaged_buffers:
             self.findings.append(Finding("buffer", name, f"buffer {name!r} holds numbers that {level}'s type does not"))
         if fault is not None:
-            self.findings.append(Finding(fault.kind, fault.module, str(fault), fault))
+            self.findings.append(Finding(fault.kind, fault.module, str(fault)))
         elif result.underflowing:
             name = result.underflowing[-1]
             self.findings.append(Finding("underflow", name, f"most of the gradient of {name!r} becomes 0"))
@@ -445,9 +441,7 @@ class _Doctor:
         self, level: str | None, keep: list[str], keywords: dict[str, Any], reason: str, at_fault: bool = True
     ) -> Suggestion:
         kept = [*(keywords.get("keep_fp32") or ()), *keep]
-        words = {**keywords, "keep_fp32": kept}
-        if not kept:
-            del words["keep_fp32"]
+        words = {**keywords, "keep_fp32": kept} if kept else keywords
         found = tuple(self.findings)
         return Suggestion(level, keep, words, reason, found, tuple(self.runs), at_fault and bool(found))
 
