@@ -24,14 +24,12 @@ class AmpState:
 
     Attributes:
         verbosity: how much the next ``initialize`` logs.
-        hard_override: kept for scripts that set it; nothing here needs overriding.
         allow_incoming_model_not_fp32: let 16-bit models come in without a word.
         disabled: whether the latest ``initialize`` was given ``enabled=False``.
     """
 
     def __init__(self) -> None:
         self.verbosity = 1
-        self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
         self.disabled = False
 

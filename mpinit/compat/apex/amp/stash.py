@@ -29,14 +29,11 @@ class AmpStash:
 
     Attributes:
         lazy_init_called: whether a loss was scaled for it yet; masters exist from ``initialize`` on.
-        params_have_scaled_gradients: kept for scripts that set it.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.lazy_init_called = False
-        self.already_patched = True
-        self.params_have_scaled_gradients = False
 
     def optimizer(self) -> Optimizer:
         """The optimizer.
@@ -71,8 +68,6 @@ class AmpStash:
     all_fp16_params = _all_of("fp16_groups", "16-bit weights.")
     all_fp32_from_fp16_params = _all_of("fp32_from_fp16_groups", "Their masters, in the same order.")
     all_fp32_from_fp32_params = _all_of("fp32_from_fp32_groups", "Float32 weights, which have no masters.")
-    # The name that they have where there are no masters at all.
-    all_fp32_params = all_fp32_from_fp32_params
 
 
 def attach(optimizer: Optimizer) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -18,6 +17,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         channel_last: accepted; torch reads the memory format from the input.
         fuse_relu: apply a ReLU to the output.
     """
+
+    fuse_relu = False
 
     def __init__(
         self,
@@ -31,7 +32,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         fuse_relu: bool = False,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
-        self.channel_last = channel_last
         self.fuse_relu = fuse_relu
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
@@ -48,7 +48,7 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
     Args:
         module: a model, or one BatchNorm.
         process_group: the processes that share statistics; None for all.
-        channel_last: handed to the new modules.
+        channel_last: accepted; torch reads the memory format from the input.
 
     Returns:
         The model, or the module that replaces it where it is a BatchNorm itself.
@@ -57,30 +57,11 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
         >>> type(convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(2)))[0]).__name__
         'SyncBatchNorm'
     """
-    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
-        return _converted(module, process_group, channel_last)
-    for name, child in list(module.named_children()):
-        replacement = convert_syncbn_model(child, process_group, channel_last)
-        if replacement is not child:
-            module.add_module(name, replacement)
-    return module
-
-
-def _converted(module: _BatchNorm, process_group: Any, channel_last: bool) -> SyncBatchNorm:
-    new = SyncBatchNorm(
-        module.num_features,
-        module.eps,
-        module.momentum,
-        module.affine,
-        module.track_running_stats,
-        process_group,
-        channel_last,
-    )
-    # The same Parameter objects: an optimizer made before the conversion keeps training them.
-    new._parameters.update(module._parameters)
-    new._buffers.update(module._buffers)
-    new.training = module.training
-    return new
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)  # type: ignore[no-untyped-call]
+    for part in converted.modules():
+        if type(part) is nn.SyncBatchNorm:
+            part.__class__ = SyncBatchNorm  # which scripts ask for by isinstance
+    return converted
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
@@ -102,10 +83,4 @@ def create_syncbn_process_group(group_size: int) -> Any:
         raise ValueError(
             f"group_size={group_size} does not divide the {world} processes there are; give a divisor of {world}, or 0"
         )
-    own = None
-    for first in range(0, world, group_size):
-        ranks = list(range(first, first + group_size))
-        group = dist.new_group(ranks)  # every process must create every group
-        if dist.get_rank() in ranks:
-            own = group
-    return own
+    return dist.new_subgroups(group_size)[0]  # type: ignore[no-untyped-call]
