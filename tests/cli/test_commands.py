@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked_runs import run_code
 
 import mpinit
 from mpinit.cli import COMMANDS, main, output
@@ -263,10 +262,3 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert done.stderr == ""
     assert done.stdout.startswith("What the levels set")
-
-
-def test_what_the_commands_need_is_imported_when_they_run() -> None:
-    code = "import sys, mpinit, mpinit.cli; print([m for m in sys.modules if m.startswith('mpinit.cli.')])"
-    done = run_code(code)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"

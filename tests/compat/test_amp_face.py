@@ -113,20 +113,6 @@ def test_in_mpinit_itself_each_optimizer_decides_by_its_own_gradients() -> None:
     assert [moved(m, b) for m, b in zip(models, before, strict=True)] == [False, True]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_without_an_overflow_nothing_is_changed(level: str) -> None:
-    models, optimizers = pair(level)
-    reference, plain = plain_pair(level)
-    for scale_loss, nets, own in ((face.scale_loss, models, optimizers), (mpinit.scale_loss, reference, plain)):
-        for _ in range(2):
-            with scale_loss(mean(nets[0]) * mean(nets[1]), own) as scaled:
-                scaled.backward()
-        for optimizer in own:
-            optimizer.step()
-    for model, other in zip(models, reference, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(values(model), values(other), strict=True))
-
-
 def test_an_overflow_found_by_a_later_backward_pass_of_the_step_skips_all() -> None:
     models, optimizers = pair("O2")
     before = [values(model) for model in models]

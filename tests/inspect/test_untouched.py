@@ -136,6 +136,20 @@ def test_suggest_leaves_everything(level: str | None, step: Callable[..., Any]) 
         same(picture(model, optimizer), before)
 
 
+@pytest.mark.parametrize("level", [*LEVELS, "O4", "O5"])
+def test_audit_fidelity_and_explain_leave_everything(level: str | None) -> None:
+    model, optimizer = build(level)
+    model.body[2].eval()
+    before, x = picture(model, optimizer), batches(1)[0][0]
+    mpinit.audit(model, optimizer)
+    mpinit.fidelity(model, x)
+    mpinit.explain(model, x, loss=torch.sum)
+    for tool in (mpinit.fidelity, mpinit.explain):
+        with pytest.raises(RuntimeError):
+            tool(model, torch.ones(2, 7))
+    same(picture(model, optimizer), before)
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_reports_and_histograms_leave_everything(level: str) -> None:
     model, optimizer = build(level)
