@@ -49,7 +49,8 @@ def add_remainder_(values: torch.Tensor, remainder: torch.Tensor) -> None:
         >>> add_remainder_(values, remainder); torch.equal(values, third)
         True
     """
-    for part, rest in _chunks(values, remainder):
+    parts = _chunks(values, remainder) if values.numel() > _CHUNK else ((values, remainder),)
+    for part, rest in parts:
         bits = part.view(torch.int32)
         if is_read_freely(part.device):
             bits.add_(rest)

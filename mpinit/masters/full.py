@@ -98,7 +98,8 @@ class FullMasters(Masters):
     @torch.no_grad()
     def values(self, master: Master) -> torch.Tensor:
         """The master itself, which follows its weight first."""
-        if not self.are_in_model and not any(id(master) in each.members for each in self._open):
+        is_open = self._open and any(id(master) in each.members for each in self._open)
+        if not self.are_in_model and not is_open:
             self._follow(master)
         values: torch.Tensor = TENSOR_DETACH(master.parameter)
         return values
@@ -107,12 +108,15 @@ class FullMasters(Masters):
         weight, parameter = master.weight, master.parameter
         if parameter.device != weight.device:
             set_data(parameter, TENSOR_DATA.__get__(parameter).to(weight.device))
-        is_cast = self.is_cast(master) and not weight.is_meta
-        if not is_cast:
-            return
+        if weight.dtype == torch.float32 or weight.is_meta:
+            return  # not cast yet, or without numbers
+        here: torch.Tensor = weight
+        values = TENSOR_DETACH(parameter)
+        if master.is_sharded:
+            here, values = local(weight), local(values)
         # Its version says whether the user has written to it, where it is given out.
         with _unsafe_preserve_version_counter(parameter):
-            if follow_weight(local(weight), local(TENSOR_DETACH(parameter))):
+            if follow_weight(here, values):
                 self._changed(master)
 
     def _changed(self, master: Master) -> None:

@@ -47,8 +47,11 @@ def follow_weight(weight: torch.Tensor, values: torch.Tensor) -> bool:
         >>> follow_weight(weight, master), master
         (True, tensor([1.0010, 5.0000]))
     """
+    is_read = is_read_freely(weight.device)
+    if is_read and torch.equal(values.to(weight.dtype), weight):
+        return False  # as nearly always, in two operations
     same = is_rounding(weight, values)
-    if is_read_freely(weight.device) and bool(same.all()):
+    if is_read and bool(same.all()):
         return False
     values.copy_(torch.where(same, values, weight.float()))
     return True

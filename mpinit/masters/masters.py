@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..basics.dtypes import is_lower_precision
-from ..distributed.sharding import set_data
+from ..distributed.sharding import is_sharded, set_data
 from .changes import Changes
 
 Gradients = Sequence[torch.Tensor | None]
@@ -30,16 +30,18 @@ class Master:
 
     Attributes:
         came_in: the weight's dtype before it was cast.
+        is_sharded: whether the weight is a DTensor.
         clamps: whether finite numbers beyond the weight's largest are known to be there; they become that largest.
         gradient: the weight's, while it gets another type; what is interrupted there may be done again.
     """
 
-    __slots__ = ("came_in", "clamps", "gradient", "parameter", "weight")
+    __slots__ = ("came_in", "clamps", "gradient", "is_sharded", "parameter", "weight")
 
     def __init__(self, weight: nn.Parameter, parameter: nn.Parameter) -> None:
         self.weight = weight
         self.parameter = parameter
         self.came_in = weight.dtype
+        self.is_sharded = is_sharded(weight)
         self.clamps = False
         self.gradient: torch.Tensor | None = None
 

@@ -42,9 +42,13 @@ class SplitMaster(Master):
         self.remainder: torch.Tensor | None = None
         self.strides: tuple[int, ...] = ()
 
-    def follow_layout(self) -> torch.Tensor:
-        """The remainder where the weight is, in the order of its memory: it may have been moved or laid out anew."""
-        weight, remainder = shard(self.weight), self.remainder
+    def follow_layout(self, weight: torch.Tensor) -> torch.Tensor:
+        """The remainder where the weight is, in the order of its memory: it may have been moved or laid out anew.
+
+        Args:
+            weight: this process's part of it.
+        """
+        remainder = self.remainder
         assert remainder is not None, "cast comes first"
         if remainder.device != weight.device:
             remainder = remainder.to(weight.device)
@@ -109,16 +113,17 @@ class SplitMasters(Masters):
     def values(self, master: Master) -> torch.Tensor:
         """Weight and remainder put together, in a new tensor."""
         assert isinstance(master, SplitMaster)
-        remainder, weight = master.follow_layout(), shard(master.weight)
-        joined = flat(weight).to(torch.float32)
-        add_remainder_(joined, remainder)
-        return sharded_as(joined.as_strided(weight.size(), weight.stride()), master.weight)
+        weight = shard(master.weight) if master.is_sharded else TENSOR_DETACH(master.weight)
+        joined: torch.Tensor = weight.to(torch.float32)
+        add_remainder_(joined.as_strided((joined.numel(),), (1,)), master.follow_layout(weight))
+        return sharded_as(joined, master.weight) if master.is_sharded else joined
 
     @torch.no_grad()
     def load(self, master: Master, values: torch.Tensor) -> None:
         """Take the numbers apart."""
         assert isinstance(master, SplitMaster)
-        remainder, weight = master.follow_layout(), shard(master.weight)
+        weight = shard(master.weight)
+        remainder = master.follow_layout(weight)
         dense = torch.empty_like(weight, dtype=torch.float32)
         sharded_as(dense, master.weight).copy_(values)
         _split(dense, weight, remainder)
@@ -171,7 +176,7 @@ class _Bucket(OpenMasters):
         addresses = addresses_of(shards)
         if addresses == self._addresses and self._holds_remainders():
             return
-        parts = [master.follow_layout() for master in self._masters]
+        parts = [master.follow_layout(shard(master.weight)) for master in self._masters]
         self._remainder = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int16, device=self._device)
         for master, part in zip(self._masters, self._remainder.split_with_sizes(self._sizes), strict=True):
             master.remainder = part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, MutableSet, Sequence
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..basics.dtypes import is_lower_precision
+from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
 from ..basics.modules import modules_of
 from ..basics.tables import counted
 from ..basics.user_warnings import warn_user
@@ -56,7 +57,7 @@ class Float32State:
         weakref.finalize(self, self._newcomers.remove).atexit = False
         for model in models:
             self.take_in(model)
-            cast(OrderedDict[int, Any], model._state_dict_pre_hooks)[self.key] = _Hook(self, "take_writes")
+            cast(OrderedDict[int, Any], model._state_dict_pre_hooks)[self.key] = _as_hook(self.take_writes)
 
     def remove(self) -> None:
         """Take the hooks away, however many there are by now."""
@@ -70,7 +71,7 @@ class Float32State:
         """Hook a module and everything below it, where it is not hooked yet."""
         # Straight into the dicts: torch's methods make a handle for each hook, which takes many times as long.
         key, modules = self.key, modules_of(tree)
-        export, export_rest, settle = (_Hook(self, verb) for verb in ("export", "export_rest", "settle"))
+        export, export_rest, settle = (_as_hook(each) for each in (self.export, self.export_rest, self.settle))
         for module in modules:
             hooks = cast(OrderedDict[int, Any], module._state_dict_hooks)
             if key in hooks:
@@ -81,7 +82,7 @@ class Float32State:
             if len(hooks) > 1:
                 hooks.move_to_end(-key, last=False)
             hooks[key] = export_rest
-            module._load_state_dict_pre_hooks[key] = _Arrival(self, module)
+            module._load_state_dict_pre_hooks[key] = _as_hook(self.arrive, module)
             module._load_state_dict_post_hooks[key] = settle
             copies.put_on(module, self)
 
@@ -109,14 +110,21 @@ class Float32State:
 
     def export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """After ``state_dict()`` of one module: replace its own 16-bit entries by float32 ones."""
-        for name, tensor in named_own_tensors(module):
-            value = state_dict.get(prefix + name)
-            if isinstance(value, torch.Tensor) and value is not tensor and _is_16_bit_alias(value, tensor):
-                values = self.float32_values(tensor)
+        # Without calls for what can be seen here: a state dict of a large model passes some 100,000 tensors.
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                value = state_dict.get(prefix + name)
+                if not isinstance(value, torch.Tensor) or value is tensor or value.dtype not in LOWER_PRECISION:
+                    continue
+                if tensor is None or not _is_alias(value, tensor):
+                    continue
+                is_cast = isinstance(tensor, CastParameter)
+                find = self.float32_values if is_cast or self._find_values is None else self._find_values
+                values = find(tensor)
                 # A copy, for the caller to write to: what is written to a master's memory does not come to its weight.
                 wide = (value if values is None else values).to(torch.float32, copy=True)
                 state_dict[prefix + name] = wide
-                if self._load_values is not None and not isinstance(tensor, CastParameter):
+                if self._load_values is not None and not is_cast:
                     self.saved.append(_Saved(wide, tensor))
 
     def export_rest(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -125,7 +133,11 @@ class Float32State:
         if not metadata or next(iter(metadata.values())) is not local_metadata:
             return
         self.take_in(module)  # ModuleList.insert and Sequential.insert run no hook for newcomers
-        left = [key for key, value in state_dict.items() if key.startswith(prefix) and is_16_bit(value)]
+        left = [
+            key
+            for key, value in state_dict.items()
+            if isinstance(value, torch.Tensor) and value.dtype in LOWER_PRECISION and key.startswith(prefix)
+        ]
         if not left:
             return
         owners = owners_of_memory(modules_of(module))
@@ -239,28 +251,11 @@ class _Saved:
         self.values, self.version, self.tensor = given.detach(), given._version, tensor
 
 
-class _Hook:
-    """One of the hooks above as an object: torch marks hooks with attributes, which bound methods cannot carry."""
-
-    _from_public_api = True
-
-    def __init__(self, state: Float32State, verb: str) -> None:
-        self._state = state
-        self._verb = verb
-
-    def __call__(self, *args: Any) -> None:
-        getattr(self._state, self._verb)(*args)
-
-
-class _Arrival:
-    """:meth:`Float32State.arrive` for one module: torch does not say which one is loaded."""
-
-    def __init__(self, state: Float32State, module: nn.Module) -> None:
-        self._state = state
-        self._module = module
-
-    def __call__(self, *args: Any) -> None:
-        self._state.arrive(self._module, *args)
+def _as_hook(method: Callable[..., None], *first: Any) -> Any:
+    """A method and its first arguments as a hook: torch marks hooks with attributes, which methods cannot carry."""
+    hook: Any = functools.partial(method, *first)
+    hook._from_public_api = True
+    return hook
 
 
 def _check_way_of_loading(module: nn.Module, metadata: dict[str, Any]) -> None:
@@ -283,6 +278,12 @@ def _check_way_of_loading(module: nn.Module, metadata: dict[str, Any]) -> None:
         )
 
 
-def _is_16_bit_alias(value: torch.Tensor, tensor: torch.Tensor) -> bool:
+def _is_alias(value: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether a saved value is the module's tensor, and nothing that was computed from it."""
-    return is_lower_precision(value.dtype) and value.shape == tensor.shape and storage_of(value) == storage_of(tensor)
+    if value.shape != tensor.shape:
+        return False
+    is_plain = type(value) is torch.Tensor and type(tensor) in (nn.Parameter, torch.Tensor)
+    if is_plain and value.layout is torch.strided is tensor.layout and not value.is_meta:
+        address: int = value.untyped_storage().data_ptr()
+        return address == tensor.untyped_storage().data_ptr()
+    return storage_of(value) == storage_of(tensor)
