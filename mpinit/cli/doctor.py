@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import platform
-import shutil
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
@@ -41,7 +39,7 @@ class Device:
 def describe(parser: argparse.ArgumentParser) -> None:
     """The arguments."""
     parser.description = (
-        "Show torch, devices, which 16-bit types, fused optimizers and compiled backends each has, how fast matrix "
+        "Show torch, devices, which 16-bit types and fused optimizers each has, how fast matrix "
         "products and convolutions are in 16 bits against float32 here, and which level that speaks for."
     )
     parser.add_argument(
@@ -55,18 +53,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.size is not None and arguments.size < 8:
         raise ValueError(f"--size {arguments.size} is too small to measure anything; give 8 or more")
     devices = [_look(name, arguments) for name in device_types()]
-    backends = _backends()
     level, reason = recommended(devices[-1])
     if arguments.json:
         found = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
         shown = [asdict(device) for device in devices]
-        show_json(found | {"devices": shown, "compile": backends, "level": level, "reason": reason})
+        show_json(found | {"devices": shown, "level": level, "reason": reason})
         return 0
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} threads\n")
     for device in devices:
         _show(device)
-    show_text("torch.compile's backends: " + "; ".join(f"{name} ({state})" for name, state in backends.items()))
-    show_text(f"\nrecommended: {level}, {reason}")
+    show_text(f"recommended: {level}, {reason}")
     return 0
 
 
@@ -107,19 +103,6 @@ def _has_fused(kind: str, device: str) -> bool:
     except (RuntimeError, TypeError, ValueError):
         return False
     return True
-
-
-def _backends() -> dict[str, str]:
-    """torch.compile's backends, and whether the default one finds what it needs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch._dynamo import list_backends
-
-        found = dict.fromkeys(list_backends(), "registered")
-    compiler = next((name for name in ("c++", "g++", "clang++", "cl") if shutil.which(name)), None)
-    if "inductor" in found:
-        found["inductor"] = f"C++ compiler for the CPU: {compiler or 'none, which it needs there'}"
-    return found
 
 
 def recommended(device: Device) -> tuple[str, str]:

@@ -10,13 +10,33 @@ import torch
 
 from .... import amp as mp
 from ... import _core
-from ._sessions import training_session, unwrapped
+from ..parallel.LARC import LARC
 from .scaler import LossScaler
 
 _OPTIONS = (
     *("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights"),
     *("loss_scale", "cast_model_outputs"),
 )
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer that amp knows: inside a LARC that was put around it after ``initialize``."""
+    while isinstance(optimizer, LARC) and _core.session_of(optimizer) is None:
+        optimizer = optimizer.optim
+    return optimizer
+
+
+def training_session() -> Any:
+    """The latest session that has optimizers, or else the latest: a teacher's has no loss of its own.
+
+    Raises:
+        AttributeError: there is none, as there is no such attribute of apex's state before ``initialize``.
+    """
+    live = _core.live_sessions()
+    training = [session for session in live if session.optimizers] or live
+    if not training:
+        raise AttributeError("amp has no loss scalers before amp.initialize(...)")
+    return training[-1]
 
 
 class AmpState:

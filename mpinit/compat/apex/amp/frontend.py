@@ -11,8 +11,7 @@ from .... import amp as mp
 from ....basics.logs import log
 from ... import _core
 from . import lists
-from ._amp_state import _amp_state
-from ._sessions import share_scalers, training_session
+from ._amp_state import _amp_state, training_session
 from .stash import attach
 
 __all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
@@ -95,7 +94,7 @@ def initialize(
         )
     for optimizer in _as_list(optimizers):
         attach(optimizer)
-    share_scalers(_as_list(optimizers))
+    _share_scalers(_as_list(optimizers))
     return result
 
 
@@ -118,6 +117,27 @@ def _end_earlier_sessions(models: list[Any], optimizers: list[Any]) -> None:
         if all(any(own is given for given in models) for own in earlier.models):
             log.info("%s is initialised again: its earlier session ends", type(model).__name__)
             mp.undo(model)
+
+
+def _share_scalers(optimizers: list[Any]) -> None:
+    """Give the loss scalers of these optimizers' session to every earlier one: apex knows one list, the latest.
+
+    Args:
+        optimizers: what ``initialize`` was just given; without any, as a teacher has none, nothing happens.
+    """
+    session = _core.session_of(optimizers[0]) if optimizers else None
+    if session is None:
+        return
+    others = [
+        earlier
+        for earlier in _core.live_sessions()
+        if earlier is not session and any(hasattr(optimizer, "_amp_stash") for optimizer in earlier.optimizers)
+    ]
+    _core.share_scalers(session, others)
+    if others and session.verbosity > 0:
+        kind = "dynamic" if session.scalers[0].rule.dynamic else "static: overflows are not looked for"
+        named = "; ".join(earlier.describe() for earlier in others)
+        log.info("the loss scalers of %s (%s) are now those of %s too, as in apex", session.describe(), kind, named)
 
 
 def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:

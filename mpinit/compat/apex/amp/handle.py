@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from .... import amp as mp
 from ... import _core
-from ._amp_state import _amp_state
-from ._sessions import unwrapped
-from ._several import SeveralOptimizers
+from ._amp_state import _amp_state, unwrapped
 
 disable_casts = mp.disable_casts
 
@@ -39,6 +38,10 @@ def scale_loss(
 
     Returns:
         A context manager that yields the scaled loss.
+
+    Raises:
+        RuntimeError: an optimizer that was not initialised.
+        ValueError: no such ``loss_id``, or optimizers of sessions that do not share its scaler.
     """
     many = [unwrapped(each) for each in (optimizers if isinstance(optimizers, (list, tuple)) else [optimizers])]
     is_known = any(_core.session_of(optimizer) is not None for optimizer in many)
@@ -49,6 +52,38 @@ def scale_loss(
         if stash is not None:
             stash.lazy_init_called = True
     later = delay_unscale or delay_overflow_check
-    if len(many) > 1 and is_known:
-        return SeveralOptimizers(loss, many, loss_id, later)
-    return mp.scale_loss(loss, many, loss_id, delay_overflow_check=later)
+    if len(many) == 1 or not is_known:
+        return mp.scale_loss(loss, many, loss_id, delay_overflow_check=later)
+    # Whichever is entered first ends last: it moves the scale, by what all of them found.
+    blocks = [
+        mp.scale_loss(loss, group, loss_id, delay_overflow_check=later or index > 0)
+        for index, group in enumerate(_by_shared_scaler(many, loss_id))
+    ]
+    session: Any = _core.session_of(many[0])
+    return _skipped_together(blocks, many if session.scaler(loss_id).rule.dynamic else [])
+
+
+@contextmanager
+def _skipped_together(blocks: list[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The blocks as one; what was found in one of the optimizers then counts for all, without waiting for a device.
+
+    mpinit lets each optimizer decide by its own gradients; apex skips them all.
+    """
+    with ExitStack() as entered:
+        scaled: list[torch.Tensor] = [entered.enter_context(block) for block in blocks]
+        # All are scaled alike, and one is what backward() is called on.
+        for block in blocks[1:]:
+            block.expect_no_use()
+        yield scaled[0]
+    _core.share_overflow(optimizers)
+
+
+def _by_shared_scaler(optimizers: Sequence[Any], loss_id: int) -> Iterator[list[Any]]:
+    """The optimizers by session where the sessions share the scaler; else all in one, for mpinit to refuse."""
+    sessions = [_core.session_of(optimizer) for optimizer in optimizers]
+    known = [session for session in sessions if session is not None]
+    if len(known) < len(sessions) or len({id(session.scaler(loss_id)) for session in known}) > 1:
+        yield list(optimizers)
+        return
+    for session in dict.fromkeys(known):
+        yield [optimizer for optimizer, own in zip(optimizers, sessions, strict=True) if own is session]
