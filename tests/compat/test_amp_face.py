@@ -65,6 +65,13 @@ def mean(model: nn.Module) -> torch.Tensor:
     return out.float().mean()
 
 
+def iterate(loss: Any, optimizers: list[torch.optim.Optimizer], amp: Any = face, loss_id: int = 0) -> None:
+    with amp.scale_loss(loss, optimizers, loss_id) as scaled:
+        scaled.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 # -- verbosity ------------------------------------------------------------------------------------------------------
 
 
@@ -87,29 +94,20 @@ def test_an_overflow_in_one_optimizer_skips_all_of_the_loss(level: str, bad: int
     before = [values(model) for model in models]
     factor = [1.0, 1.0]
     factor[bad] = INF
-    with face.scale_loss(sum(f * mean(m) for f, m in zip(factor, models, strict=True)), optimizers) as scaled:
-        scaled.backward()
-    for optimizer in optimizers:
-        optimizer.step()
+    iterate(sum(f * mean(m) for f, m in zip(factor, models, strict=True)), optimizers)
     assert [moved(m, b) for m, b in zip(models, before, strict=True)] == [False, False]
     assert [mpinit.step_counts(optimizer) for optimizer in optimizers] == [(0, 1), (0, 1)]
     assert mpinit.loss_scale(optimizers[0]) == 2.0**15, "the scale backs off once"
     for optimizer in optimizers:
         optimizer.zero_grad()
-    with face.scale_loss(sum(mean(model) for model in models), optimizers) as scaled:
-        scaled.backward()
-    for optimizer in optimizers:
-        optimizer.step()
+    iterate(sum(mean(model) for model in models), optimizers)
     assert all(moved(m, b) for m, b in zip(models, before, strict=True)), "and only once"
 
 
 def test_in_mpinit_itself_each_optimizer_decides_by_its_own_gradients() -> None:
     models, optimizers = pair("O2")
     before = [values(model) for model in models]
-    with mpinit.scale_loss(INF * mean(models[0]) + mean(models[1]), optimizers) as scaled:
-        scaled.backward()
-    for optimizer in optimizers:
-        optimizer.step()
+    iterate(INF * mean(models[0]) + mean(models[1]), optimizers, mpinit)
     assert [moved(m, b) for m, b in zip(models, before, strict=True)] == [False, True]
 
 
@@ -118,10 +116,7 @@ def test_an_overflow_found_by_a_later_backward_pass_of_the_step_skips_all() -> N
     before = [values(model) for model in models]
     with face.scale_loss(mean(models[0]) + mean(models[1]), optimizers, delay_unscale=True) as scaled:
         scaled.backward()
-    with face.scale_loss(mean(models[0]) + INF * mean(models[1]), optimizers) as scaled:
-        scaled.backward()
-    for optimizer in optimizers:
-        optimizer.step()
+    iterate(mean(models[0]) + INF * mean(models[1]), optimizers)
     assert [moved(m, b) for m, b in zip(models, before, strict=True)] == [False, False]
     assert mpinit.loss_scale(optimizers[0]) == 2.0**15
 
@@ -143,10 +138,7 @@ def test_sparse_scalar_and_empty_gradients_take_part() -> None:
         face.initialize(models, optimizers, opt_level="O2", verbosity=0)
         before = [values(model) for model in models]
         index, factors = torch.tensor([1, 4, 1]), (INF, 1.0) if bad == 0 else (1.0, INF)
-        with face.scale_loss(factors[0] * models[0](index) + factors[1] * mean(models[1]), optimizers) as scaled:
-            scaled.backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        iterate(factors[0] * models[0](index) + factors[1] * mean(models[1]), optimizers)
         assert [moved(m, b) for m, b in zip(models, before, strict=True)] == [False, False]
         mpinit.undo(models)
 
@@ -175,9 +167,7 @@ def test_a_later_initialize_gives_its_scalers_to_all_optimizers(level: str) -> N
     one, two = sgd(first), sgd(second)
     face.initialize(first, one, opt_level=level, verbosity=0)
     face.initialize(second, two, opt_level=level, num_losses=2, verbosity=0)
-    with face.scale_loss(mean(first) * INF, one, loss_id=1) as scaled:
-        scaled.backward()
-    one.step()
+    iterate(mean(first) * INF, [one], loss_id=1)
     assert [scaler.loss_scale() for scaler in face._amp_state.loss_scalers] == [2.0**16, 2.0**15]
     assert mpinit.loss_scale(two, 1) == mpinit.loss_scale(one, 1) == 2.0**15
     assert mpinit.step_was_skipped(one)
@@ -193,16 +183,8 @@ def test_one_loss_over_optimizers_of_two_initialize_calls(level: str, bad: int |
     together, optimizers = plain_pair(level)
     before = [values(model) for model in (first, second)]
     factor = [INF if bad == index else 1.0 for index in range(2)]
-    for models, own, scale_loss in (
-        ((first, second), [one, two], face.scale_loss),
-        (together, optimizers, mpinit.scale_loss),
-    ):
-        loss = factor[0] * mean(models[0]) + factor[1] * mean(models[1])
-        with scale_loss(loss, own) as scaled:
-            assert torch.equal(scaled, loss * 2.0**16)
-            scaled.backward()
-        for optimizer in own:
-            optimizer.step()
+    for models, own, amp in (((first, second), [one, two], face), (together, optimizers, mpinit)):
+        iterate(factor[0] * mean(models[0]) + factor[1] * mean(models[1]), own, amp)
     assert mpinit.loss_scale(one) == (2.0**16 if bad is None else 2.0**15), "one update, not one a session"
     assert mpinit.state_dict(one) == mpinit.state_dict(two) == mpinit.state_dict(optimizers[0])
     assert [moved(m, b) for m, b in zip((first, second), before, strict=True)] == [bad is None] * 2

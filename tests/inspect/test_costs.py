@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import batches, mse, start
+from loops import batches, iterate, mse, start
 from torch import nn
 
 import mpinit
@@ -25,10 +25,7 @@ def network(layers: int) -> nn.Module:
 
 
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    with mpinit.scale_loss(mse(model, batches(1)[0]), optimizer) as loss:
-        loss.backward()
-    optimizer.step()
+    iterate(mse(model, batches(1)[0]), optimizer)
 
 
 def counted(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[str], Counter[str]]:

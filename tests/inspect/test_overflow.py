@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import backward, batches, mlp, mse, poison, start
+from loops import backward, batches, iterate, mlp, mse, poison, start
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -67,8 +67,7 @@ def test_the_report_has_counts_names_types_scale_and_loss_id() -> None:
 def test_the_order_is_that_of_the_backward_pass_and_not_of_the_names() -> None:
     model, batch = Backwards(), batches(1)[0]
     optimizer = start(model, "O2")
-    backward(mse(model, batch), optimizer)
-    optimizer.step()
+    iterate(mse(model, batch), optimizer)
     optimizer.zero_grad()
     report = mpinit.overflow_report(optimizer)
     assert report.first_module == "first"
@@ -78,14 +77,11 @@ def test_the_order_is_that_of_the_backward_pass_and_not_of_the_names() -> None:
 def test_the_report_survives_zero_grad_and_good_steps_do_not_make_one() -> None:
     model, batch = mlp(), batches(1)[0]
     optimizer = start(model, "O2")
-    backward(mse(model, batch), optimizer)
-    optimizer.step()
+    iterate(mse(model, batch), optimizer)
     report = mpinit.overflow_report(optimizer)
     assert (report.loss_id, report.scale, report.parameters, report.gradients) == (None, None, (), ())
     assert str(report) == "no step of this optimizer has overflowed"
-    optimizer.zero_grad()
-    backward(poison(mse(model, batch), model[0].weight), optimizer)
-    optimizer.step()
+    iterate(poison(mse(model, batch), model[0].weight), optimizer)
     optimizer.zero_grad()
     assert mpinit.overflow_report(optimizer).parameters == ("0.weight",)
 
@@ -95,9 +91,7 @@ def test_too_many_skips_name_the_module_the_scale_and_the_way_out() -> None:
     optimizer = start(model, "O2", max_consecutive_skips=3, init_loss_scale=1.0, min_loss_scale=1.0)
     with pytest.raises(RuntimeError) as caught:
         for _ in range(3):
-            optimizer.zero_grad()
-            backward(mse(model, batch), optimizer)
-            optimizer.step()
+            iterate(mse(model, batch), optimizer)
     for part in ("loss scale of 1:", "'first'", "keep_fp32=['first']", "bfloat16", "learning rate", "mpinit.suggest"):
         assert part in str(caught.value)
 
@@ -105,8 +99,7 @@ def test_too_many_skips_name_the_module_the_scale_and_the_way_out() -> None:
 def test_a_bad_loss_is_said_to_be_one() -> None:
     model = mlp()
     optimizer = start(model, "O2")
-    backward(model(torch.full((2, 6), float("nan"))).sum(), optimizer)
-    optimizer.step()
+    iterate(model(torch.full((2, 6), float("nan"))).sum(), optimizer)
     assert "watch_overflow" in mpinit.overflow_report(optimizer).advice
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import backward, batches, mlp, mse, poison, start
+from loops import batches, iterate, mlp, mse, poison, start
 from torch import nn
 
 import mpinit
@@ -16,9 +16,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) 
     batch = batches(1)[0]
     assert mpinit.stalled(optimizer, start=True) is None
     for _ in range(steps):
-        optimizer.zero_grad()
-        backward(mse(model, batch), optimizer)
-        optimizer.step()
+        iterate(mse(model, batch), optimizer)
     return mpinit.stalled(optimizer)
 
 
@@ -60,8 +58,7 @@ def test_rows_of_an_embedding_without_a_gradient_do_not_count() -> None:
     model = nn.Embedding(10, 4)
     optimizer = start(model, "O2", make=lambda p: torch.optim.SGD(p, lr=1.0))
     mpinit.stalled(optimizer, start=True)
-    backward(model(torch.tensor([1, 2])).square().sum(), optimizer)
-    optimizer.step()
+    iterate(model(torch.tensor([1, 2])).square().sum(), optimizer)
     assert mpinit.stalled(optimizer) == {"weight": 0.0}
 
 
@@ -69,13 +66,10 @@ def test_skipped_steps_do_not_count() -> None:
     model, batch = mlp(), batches(1)[0]
     optimizer = start(model, "O2")
     mpinit.stalled(optimizer, start=True)
-    backward(poison(mse(model, batch), model[0].weight), optimizer)
-    optimizer.step()
+    iterate(poison(mse(model, batch), model[0].weight), optimizer)
     with pytest.raises(RuntimeError, match="no step was done"):
         mpinit.stalled(optimizer)
-    optimizer.zero_grad()
-    backward(mse(model, batch), optimizer)
-    optimizer.step()
+    iterate(mse(model, batch), optimizer)
     result = mpinit.stalled(optimizer)
     assert result is not None and max(result.values()) == 0.0
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loops import backward, batches, mlp, mse, start
+from loops import backward, batches, iterate, mlp, mse, start
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -90,9 +90,7 @@ def build(level: str | None) -> tuple[nn.Module, torch.optim.Optimizer]:
     # In plain float16 Adam divides by an epsilon of 0.
     optimizer = start(model, level, make=None if level == "O3" else lambda p: torch.optim.Adam(p, lr=0.01))
     for batch in batches(2):
-        optimizer.zero_grad()
-        backward(mse(model, batch), optimizer)
-        optimizer.step()
+        iterate(mse(model, batch), optimizer)
     return model, optimizer
 
 

@@ -9,7 +9,6 @@ from .... import amp as mp
 __all__ = [
     "float_function",
     "half_function",
-    "init",
     "promote_function",
     "register_float_function",
     "register_half_function",
