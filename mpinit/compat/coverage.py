@@ -17,7 +17,7 @@ _PACKAGES: Final[dict[str, str]] = {
     "apex.parallel": "torch.nn.parallel | distributed",
     "apex.parallel.sync_batchnorm": "torch.nn",
     "apex.normalization": "torch.nn | fused_layer_norm",
-    "apex.optimizers": "torch.optim | fused_adam fused_sgd fused_adagrad fused_lamb",
+    "apex.optimizers": "torch.optim | fused_adam fused_sgd fused_lamb",
     "apex.multi_tensor_apply": "torch._foreach_*",
 }
 
@@ -65,7 +65,6 @@ _NAMES: Final[dict[str, dict[str, str]]] = {
     "apex.optimizers": {
         "FusedAdam": "torch.optim.AdamW(fused=True) | fused_adam",
         "FusedSGD": "torch.optim.SGD(fused=True) | fused_sgd",
-        "FusedAdagrad": "torch.optim.Adagrad(fused=True) | fused_adagrad",
         "FusedLAMB": "no counterpart; stays apex.optimizers.FusedLAMB | fused_lamb",
     },
     "apex.multi_tensor_apply": {
@@ -99,6 +98,8 @@ MISSING: Final[dict[str, str]] = {
     "apex.fp16_utils.network_to_half": _LEVEL_3,
     "apex.fp16_utils.prep_param_lists": f"{_LEVEL_2} and mpinit.master_params(optimizer)",
     "apex.fp16_utils": f"{_LEVEL_2} for FP16_Optimizer, masters and loss scalers, model.half() for network_to_half",
+    "apex.optimizers.FusedAdagrad": "torch.optim.Adagrad(fused=True)",
+    "apex.optimizers.fused_adagrad": "torch.optim.Adagrad(fused=True)",
     "apex.optimizers.FusedNovoGrad": "FusedLAMB or torch.optim.AdamW",
     "apex.optimizers.fused_novograd": "FusedLAMB or torch.optim.AdamW",
 }

@@ -57,14 +57,17 @@ def uninstall_apex() -> None:
 
 
 class _Refusals(MetaPathFinder):
-    """Finds nothing; of modules of apex's that something else takes the place of, it says what."""
+    """Finds nothing; of apex's modules and names that something else takes the place of, it says what."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """Raise the ModuleNotFoundError, where there is more to say than that."""
-        if fullname in MISSING:
-            raise ModuleNotFoundError(
-                f"{fullname} is not part of the apex that mpinit provides. In its place, {MISSING[fullname]}",
-                name=fullname,
+        """Raise the ImportError, where there is more to say than that there is none.
+
+        ``from apex.optimizers import FusedNovoGrad`` comes here too: a name that a package lacks may be a module in it.
+        """
+        name = NAME + fullname.removeprefix(FACE) if fullname.startswith(FACE) else fullname
+        if name in MISSING:
+            raise ImportError(
+                f"{name} is not part of the apex that mpinit provides. In its place, {MISSING[name]}", name=name
             )
 
 

@@ -32,6 +32,7 @@ def found(source: str) -> dict[str, bool]:
         ("from apex import amp\namp.frobnicate()", {"apex.amp": True, "apex.amp.frobnicate": False}),
         ("from apex.amp.opt import OptimWrapper", {"apex.amp.opt": False}),
         ("from apex.optimizers import FusedNovoGrad", {"apex.optimizers.FusedNovoGrad": False}),
+        ("from apex.optimizers import FusedAdagrad", {"apex.optimizers.FusedAdagrad": False}),
         ("import importlib\nimportlib.import_module('apex.transformer')", {"apex.transformer": False}),
         ("def f():\n    from apex import amp", {"apex.amp": True}),
         ("optimizer._amp_stash.all_fp16_params", {"optimizer._amp_stash": True}),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpinit.compat.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedSGD
+from mpinit.compat.apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
 
 Step = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], torch.Tensor]
 
@@ -102,21 +102,9 @@ def test_sgd(nesterov: bool) -> None:
     torch.testing.assert_close(got, expect(sgd(0.1, 0.9, 0.05, nesterov)), rtol=1e-5, atol=1e-6)
 
 
-def test_adagrad() -> None:
-    def step(w: torch.Tensor, g: torch.Tensor, s: dict[str, Any]) -> torch.Tensor:
-        g = g + 0.05 * w
-        s["h"] = s.get("h", 0) + g * g
-        return w - 0.1 * g / (s["h"].sqrt() + 1e-10)
-
-    got = train(lambda p: FusedAdagrad(p, lr=0.1, weight_decay=0.05))
-    torch.testing.assert_close(got, expect(step), rtol=1e-5, atol=1e-6)
-
-
 def test_decoupled_decay_is_refused_where_torch_has_none() -> None:
     with pytest.raises(RuntimeError, match="wd_after_momentum=True: leave it out"):
         FusedSGD(weights(), lr=0.1, wd_after_momentum=True)
-    with pytest.raises(RuntimeError, match="adagrad_w_mode=True: leave it out"):
-        FusedAdagrad(weights(), adagrad_w_mode=True)
 
 
 def lamb(wd: float, *, l2: bool = False, average: bool = True, nv: bool = False, fix: bool = True) -> Step:
@@ -167,7 +155,6 @@ def test_lamb_moves_a_weight_of_norm_zero() -> None:
 EVERY = [
     pytest.param(lambda p: FusedAdam(p, lr=0.1, bias_correction=False), id="adam"),
     pytest.param(lambda p: FusedSGD(p, lr=0.1, momentum=0.9), id="sgd"),
-    pytest.param(lambda p: FusedAdagrad(p, lr=0.1), id="adagrad"),
     pytest.param(lambda p: FusedLAMB(p, lr=0.1), id="lamb"),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pickle
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 import mpinit
 from mpinit.compat import uninstall_apex
-from mpinit.compat.coverage import COVERED, MODULES
+from mpinit.compat.coverage import COVERED, MISSING, MODULES
 
 
 @pytest.fixture
@@ -69,6 +70,15 @@ def test_manual_mixed_precision_is_refused_with_the_way_out(statement: str) -> N
         ImportError, match=r"apex\.fp16_utils is not .*opt_level='O2'\) for FP16_Opt.*model\.half\(\) for"
     ):
         exec(statement)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("name", ["apex.amp.opt", "apex.optimizers.FusedAdagrad", "apex.optimizers.FusedNovoGrad"])
+def test_what_something_takes_the_place_of_is_refused_by_name(name: str) -> None:
+    package, _, attribute = name.rpartition(".")
+    for statement in (f"from {package} import {attribute}", f"import {name}"):
+        with pytest.raises(ImportError, match=f"In its place, {re.escape(MISSING[name])}"):
+            exec(statement)
 
 
 @pytest.mark.usefixtures("installed")
@@ -157,7 +167,7 @@ def check_amp_alone_is_ours(real: Path) -> None:
     assert importlib.import_module("apex.parallel").SyncBatchNorm.real
     assert importlib.import_module("apex.contrib").here
     for absent in ("apex.normalization", "apex.fp16_utils"):
-        with pytest.raises(ModuleNotFoundError):
+        with pytest.raises(ImportError):
             importlib.import_module(absent)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .fused_adagrad import FusedAdagrad
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
 from .fused_sgd import FusedSGD
 
-__all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedSGD"]
+__all__ = ["FusedAdam", "FusedLAMB", "FusedSGD"]
