@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from . import registry
 from .basics.dtypes import is_lower_precision
-from .basics.modules import dotted, modules_of, named_modules_of
+from .basics.modules import Walk
 from .basics.tables import counted
 from .basics.user_warnings import warn_user
 from .basics.wrappers import inside
@@ -21,7 +22,7 @@ from .checks_of_ranks import check_not_left_behind, check_not_wrapped
 from .distributed.sharding import is_managed_by_fsdp, reshard
 from .model.aliases import named_own_tensors
 from .model.entry_points import check_argument_names
-from .model.selection import ids_of_tensors, named_tensors, own_tensors
+from .model.selection import named_tensors
 from .plan import Masters, Plan
 
 if TYPE_CHECKING:
@@ -86,32 +87,37 @@ def as_optimizers(given: Any) -> list[Any]:
 
 def check(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: Properties, plan: Plan, awaits: bool = False
-) -> None:
+) -> list[str]:
     """Raise a ValueError for whatever cannot be initialised; issue the warnings.
 
     Args:
-        models, optimizers: what was given.
+        models, optimizers: what was given, in no session.
         props, plan: what was asked for.
         awaits: whether other optimizers come later.
+
+    Returns:
+        The dotted names of parameters that are 16-bit already.
     """
-    check_free(models, optimizers)
     for model in models:
         _check_not_prepared(model)
-    check_not_wrapped(models, plan)
-    for model in models:
-        _check_not_lazy(model)
+    reshard(models)  # weights that FSDP has gathered are not those that the checks are about
+    walk = Walk(models)
+    check_not_wrapped(walk, plan)
+    _check_not_lazy(walk)
     if plan.masters is Masters.IN_MODEL:
-        _check_not_fully_sharded(models)
-    _check_not_shared(models, plan)
-    _check_kept_names(models, props)
+        _check_not_fully_sharded(walk)
+    _check_not_shared(walk, plan)
+    if any(isinstance(pattern, str) for pattern in props.keep_fp32):
+        _check_kept_names(walk, props)
     if props.entry_points or props.keep_inputs:
-        check_argument_names(models, props.entry_points, props.keep_inputs)
-    check_not_left_behind(models, optimizers)
-    # No check comes after this, and FSDP's gathered weights are not those that the warnings are about.
-    reshard(models)
-    if plan.patch_functions:
-        _warn_of_16_bit_weights(models)
-    _check_belonging(models, optimizers, awaits)
+        check_argument_names(walk.models, props.entry_points, props.keep_inputs)
+    check_not_left_behind(walk, optimizers)
+    in_16_bit = [(parameter, name) for name, parameter in walk.parameters if is_lower_precision(parameter.dtype)]
+    came_in_16_bit = list(dict(reversed(in_16_bit)).values())[::-1]  # each once, under its first name
+    if plan.patch_functions and came_in_16_bit:
+        _warn_of_16_bit_weights(came_in_16_bit)
+    _check_belonging(walk, optimizers, awaits)
+    return came_in_16_bit
 
 
 def check_free(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -157,8 +163,8 @@ def _check_not_prepared(model: nn.Module) -> None:
         )
 
 
-def _check_not_fully_sharded(models: Sequence[nn.Module]) -> None:
-    for name, module in (named for model in models for named in model.named_modules()):
+def _check_not_fully_sharded(walk: Walk) -> None:
+    for name, module in walk.modules:
         if is_managed_by_fsdp(module):
             raise ValueError(
                 f"fully_shard was called on {name or type(module).__name__!r}: FSDP2 puts the gathered parameters on "
@@ -167,17 +173,17 @@ def _check_not_fully_sharded(models: Sequence[nn.Module]) -> None:
             )
 
 
-def _check_not_shared(models: Sequence[nn.Module], plan: Plan) -> None:
+def _check_not_shared(walk: Walk, plan: Plan) -> None:
     """Two sessions cannot cast one tensor: the undo of one would break the other."""
     casts = plan.cast_model and is_lower_precision(plan.model_dtype)
     others = [s for s in registry.live() if casts or (s.plan.cast_model and is_lower_precision(s.plan.model_dtype))]
-    given = ids_of_tensors(models) if others else frozenset()
+    given = {id(tensor) for _, tensor in walk.tensors()} if others else set()
     for session in others:
         if session.tensor_ids.isdisjoint(given):
             continue
-        taken = {tensor for other in session.models for module in modules_of(other) for tensor in own_tensors(module)}
-        for name, module in (named for model in models for named in named_modules_of(model)):
-            if any(tensor in taken for tensor in own_tensors(module)):
+        taken = {id(tensor) for _, tensor in Walk(session.models).tensors()}
+        for name, module in walk.modules:
+            if any(id(tensor) in taken for _, tensor in named_own_tensors(module)):
                 which = f"{name!r}, a {type(module).__name__}," if name else f"the {type(module).__name__} given"
                 raise ValueError(
                     f"{which} shares tensors with a model of {session.describe()}, and one of the two sessions casts "
@@ -186,24 +192,19 @@ def _check_not_shared(models: Sequence[nn.Module], plan: Plan) -> None:
                 )
 
 
-def _check_not_lazy(model: nn.Module) -> None:
-    if not any(nn.parameter.is_lazy(tensor) for module in modules_of(model) for tensor in own_tensors(module)):
-        return
-    for module_name, module in named_modules_of(model):
-        for name, tensor in named_own_tensors(module):
-            if nn.parameter.is_lazy(tensor):
-                raise ValueError(
-                    f"{dotted(module_name, name)!r} of {type(model).__name__} is not "
-                    "initialised yet (a lazy module): run one forward pass on example data first, make the "
-                    "optimizer, then call mpinit.initialize"
-                )
+def _check_not_lazy(walk: Walk) -> None:
+    for name, tensor in walk.tensors():
+        if isinstance(tensor, UninitializedTensorMixin):
+            model = next(model for model in walk.models if any(tensor is own for _, own in Walk([model]).tensors()))
+            raise ValueError(
+                f"{name!r} of {type(model).__name__} is not initialised yet (a lazy module): run one forward pass on "
+                "example data first, make the optimizer, then call mpinit.initialize"
+            )
 
 
-def _check_kept_names(models: Sequence[nn.Module], props: Properties) -> None:
-    if not any(isinstance(pattern, str) for pattern in props.keep_fp32):
-        return
-    modules = [name for model in models for name, _ in model.named_modules(remove_duplicate=False) if name]
-    names = [*modules, *dict(named_tensors(models))]
+def _check_kept_names(walk: Walk, props: Properties) -> None:
+    modules = [name for model in walk.models for name, _ in model.named_modules(remove_duplicate=False) if name]
+    names = [*modules, *dict(named_tensors(walk.models))]
     for pattern in props.keep_fp32:
         if isinstance(pattern, str) and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
@@ -216,33 +217,18 @@ def _check_kept_names(models: Sequence[nn.Module], props: Properties) -> None:
             )
 
 
-def names_in_16_bit(models: Iterable[nn.Module]) -> list[str]:
-    """The dotted names of 16-bit parameters."""
-    found: dict[int, str] = {}
-    for module_name, module in (named for model in models for named in named_modules_of(model)):
-        for name, parameter in module._parameters.items():
-            if parameter is not None and is_lower_precision(parameter.dtype):
-                found.setdefault(id(parameter), dotted(module_name, name))
-    return list(found.values())
+def _warn_of_16_bit_weights(names: list[str]) -> None:
+    warn_user(
+        f"{counted(len(names), 'weight is', 'weights are')} 16-bit already ({', '.join(names[:3])} first), but "
+        "patched functions (O1) are made for float32 weights: their updates will be lost to rounding. Give the "
+        "model in float32, or use opt_level='O2'"
+    )
 
 
-def _warn_of_16_bit_weights(models: Sequence[nn.Module]) -> None:
-    names = names_in_16_bit(models)
-    if names:
-        warn_user(
-            f"{counted(len(names), 'weight is', 'weights are')} 16-bit already ({', '.join(names[:3])} first), but "
-            "patched functions (O1) are made for float32 weights: their updates will be lost to rounding. Give the "
-            "model in float32, or use opt_level='O2'"
-        )
-
-
-def _check_belonging(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], awaits: bool) -> None:
+def _check_belonging(walk: Walk, optimizers: Sequence[Optimizer], awaits: bool) -> None:
     """Parameters of a loss are legitimate beside a model's; ones left over from before it was copied are not."""
-    own = {id(t) for model in models for module in modules_of(model) for t in module._parameters.values()}
-    shapes: dict[torch.Size, str] = {}
-    for model in models:
-        for name, parameter in model.named_parameters():
-            shapes.setdefault(parameter.shape, name)
+    own = {id(parameter) for _, parameter in walk.parameters}
+    shapes = {parameter.shape: name for name, parameter in reversed(walk.parameters)}
     stray = {o: given for o in optimizers if (given := [p for group in o.param_groups for p in group["params"]])}
     for optimizer, given in list(stray.items()):
         if not own or any(id(parameter) in own for parameter in given):
@@ -256,8 +242,8 @@ def _check_belonging(models: Sequence[nn.Module], optimizers: Sequence[Optimizer
             )
     if stray and len(stray) == len(optimizers) and not awaits:
         raise ValueError(
-            f"none of the parameters of {' and '.join(type(optimizer).__name__ for optimizer in stray)} belongs to the "
-            f"models ({', '.join(type(model).__name__ for model in models)}), which would not be trained: make the "
-            "optimizer from model.parameters(). Where it is for a loss with parameters of its own, give the model's "
-            "optimizer too, or await_optimizers=True if that comes later"
+            f"none of the parameters of {' and '.join(type(optimizer).__name__ for optimizer in stray)} belongs to "
+            f"the models ({', '.join(type(model).__name__ for model in walk.models)}), which would not be trained: "
+            "make the optimizer from model.parameters(). Where it is for a loss with parameters of its own, give the "
+            "model's optimizer too, or await_optimizers=True if that comes later"
         )

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .basics.dtypes import is_lower_precision
-from .basics.modules import named_modules_of
+from .basics.modules import Walk
 from .distributed.agreement import device_for, meshes_of, reach
 from .distributed.sharding import (
     flattened,
@@ -25,7 +25,7 @@ _FLATTENS: Final = "FullyShardedDataParallel"
 _WRAPPERS: Final = (_REDUCES, "DataParallel", _FLATTENS)
 
 
-def check_not_wrapped(models: Sequence[nn.Module], plan: Plan) -> None:
+def check_not_wrapped(walk: Walk, plan: Plan) -> None:
     """Refuse what has recorded the parameters' dtypes, around a model or in it.
 
     Parts in DataParallel are no trouble: it records the dtypes anew in every forward.
@@ -35,19 +35,19 @@ def check_not_wrapped(models: Sequence[nn.Module], plan: Plan) -> None:
     """
     casts = plan.cast_model and is_lower_precision(plan.model_dtype)
     wrappers: dict[type[nn.Module], str | None] = {}
-    for model in models:
+    for model in walk.models:
         _check_root(model)
-        for name, module in named_modules_of(model):
-            if type(module) not in wrappers:
-                wrappers[type(module)] = _wrapper(type(module))
-            wrapper = wrappers[type(module)]
-            if wrapper == _FLATTENS:
-                raise ValueError(flattened(f"{name!r}"))
-            if wrapper == _REDUCES and casts:
-                raise ValueError(
-                    f"{name!r} is wrapped in {wrapper} already, which has recorded the parameters' dtypes; call "
-                    f"mpinit.initialize first, and wrap {name!r} in {wrapper} afterwards"
-                )
+    for name, module in walk.modules:
+        if type(module) not in wrappers:
+            wrappers[type(module)] = _wrapper(type(module))
+        wrapper = wrappers[type(module)]
+        if wrapper == _FLATTENS:
+            raise ValueError(flattened(f"{name!r}"))
+        if wrapper == _REDUCES and casts:
+            raise ValueError(
+                f"{name!r} is wrapped in {wrapper} already, which has recorded the parameters' dtypes; call "
+                f"mpinit.initialize first, and wrap {name!r} in {wrapper} afterwards"
+            )
 
 
 def _check_root(model: nn.Module) -> None:
@@ -70,14 +70,14 @@ def _wrapper(kind: type[nn.Module]) -> str | None:
     return next((base.__name__ for base in kind.__mro__ if base.__name__ in _WRAPPERS), None)
 
 
-def check_not_left_behind(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+def check_not_left_behind(walk: Walk, optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers that were made before the model was sharded, or got its memory.
 
     Raises:
         ValueError: one steps what the model's parameters were before.
     """
     given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    fault = replaced_since(models, given)
+    fault = replaced_since(walk.parameters, given)
     if fault:
         raise ValueError(fault)
 

@@ -121,11 +121,10 @@ def initialize(
             raise TypeError(f"await_optimizers must be True or False, not {await_optimizers!r}")
         on, settings = is_enabled(enabled), read_settings(config, num_losses, verbosity)
         level, props = resolve(opt_level, given, settings.pop("config"))
+        checks.check_free(model_list, optimizer_list)
         if on:
             plan = make_plan(props)
-            checks.check(model_list, optimizer_list, props, plan, await_optimizers)
-        else:
-            checks.check_free(model_list, optimizer_list)
+            came_in_16_bit = checks.check(model_list, optimizer_list, props, plan, await_optimizers)
     except (ValueError, TypeError) as error:
         # Refused before anything was done, and none of the caller's code has run: his line is what matters, not ours.
         log.debug("initialize() refused what it was given", exc_info=error)
@@ -134,18 +133,17 @@ def initialize(
         request = Request(
             level, props, plan, settings["num_losses"], settings["verbosity"], await_optimizers, process_group
         )
-        _set_up(model_list, optimizer_list, request)
+        _set_up(model_list, optimizer_list, request, came_in_16_bit)
     else:
         registry.disable(model_list, optimizer_list)
     return models if optimizers is None else (models, optimizers)
 
 
-def _set_up(models: list[nn.Module], optimizers: list[Optimizer], request: Request) -> None:
+def _set_up(models: list[nn.Module], optimizers: list[Optimizer], request: Request, came_in_16_bit: list[str]) -> None:
     plan = request.plan
-    if not request.awaits and plan.masters in (Masters.FULL, Masters.SPLIT):
+    if len(models) > 1 and not request.awaits and plan.masters in (Masters.FULL, Masters.SPLIT):
         warn_of_target_networks(models, optimizers)
     check_process_group(request.process_group, models, plan)
-    came_in_16_bit = checks.names_in_16_bit(models)
 
     def join(session: Session) -> None:
         registry.add(session)

@@ -1,10 +1,13 @@
-"""The modules of a model, as ``modules()`` and ``named_modules()`` give them, in a fraction of their time.
+"""The modules and tensors of models, as ``named_modules()`` and its like give them, in a fraction of their time.
 
-Those are generators inside of generators, one for each module and level; a set-up walks a model many times.
+Those are generators inside of generators, one for each module and level.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import nn
 
 
@@ -57,3 +60,35 @@ def dotted(module_name: str, name: str) -> str:
         ('weight', 'encoder.0.weight')
     """
     return f"{module_name}.{name}" if module_name else name
+
+
+class Walk:
+    """What models hold, read once for all that is asked of it before anything is changed.
+
+    Attributes:
+        models: as given.
+        modules: those of every model, with dotted names.
+        parameters, buffers: every module's own, under dotted names; one that several modules share under each.
+
+    Example:
+        >>> walk = Walk([nn.Sequential(nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2))])
+        >>> [name for name, _ in walk.parameters], len(walk.buffers)
+        (['1.weight', '1.bias'], 3)
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self.models = models
+        self.modules = [named for model in models for named in named_modules_of(model)]
+        self.parameters: list[tuple[str, nn.Parameter]] = []
+        self.buffers: list[tuple[str, torch.Tensor]] = []
+        for module_name, module in self.modules:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.parameters.append((dotted(module_name, name), parameter))
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    self.buffers.append((dotted(module_name, name), buffer))
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Parameters and buffers."""
+        return [*self.parameters, *self.buffers]

@@ -143,17 +143,16 @@ def reshard(models: Iterable[nn.Module]) -> None:
         group.reshard()
 
 
-def replaced_since(models: Iterable[nn.Module], stepped: Iterable[torch.Tensor]) -> str:
+def replaced_since(named: Sequence[tuple[str, nn.Parameter]], stepped: Iterable[torch.Tensor]) -> str:
     """What took parameters from the models after an optimizer was made of them, and the way out; "" where nothing did.
 
     ``fully_shard`` and ``parallelize_module`` put other parameters on the modules, FSDP1 flat ones, and ``to_empty``
     does where it cannot give those that are there memory. Parameters of a loss function, which no model has, are none.
 
     Args:
-        models: the models.
+        named: the models' parameters, with their dotted names.
         stepped: what the optimizer steps.
     """
-    named = [(name, parameter) for model in models for name, parameter in model.named_parameters()]
     present, given = {id(parameter) for _, parameter in named}, {id(parameter): parameter for parameter in stepped}
     gone = [parameter for key, parameter in given.items() if key not in present]
     empty = {parameter.shape for parameter in gone if parameter.is_meta}

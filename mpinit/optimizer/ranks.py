@@ -256,7 +256,8 @@ class Ranks:
             RuntimeError: it has, and steps would train nothing.
         """
         stepped = list(dict.fromkeys([*(master.weight for master in self._masters), *self._stepped()]))
-        fault = replaced_since(self._models, stepped)
+        named = [each for model in self._models for each in model.named_parameters()]
+        fault = replaced_since(named, stepped)
         if fault:
             raise RuntimeError(fault)
 
