@@ -152,13 +152,7 @@ class Plan:
 
 
 def make_plan(props: Properties) -> Plan:
-    """Resolve Properties into a Plan.
-
-    Example:
-        >>> from mpinit.settings.opt_levels import OPT_LEVELS
-        >>> make_plan(OPT_LEVELS["O2"]).model_dtype
-        torch.float16
-    """
+    """Resolve Properties into a Plan."""
     lower = props.lower_precision_type
     casts_weights = lower is not None and not props.patch_torch_functions
     batchnorm: tuple[KeepFloat32, ...] = (_BatchNorm,) if props.keep_batchnorm_fp32 else ()

@@ -9,12 +9,7 @@ from typing import Any
 
 
 class InterruptsHeld:
-    """Inside the block Ctrl-C is noted and answered at the end, in the main thread; other threads never see one.
-
-    Example:
-        >>> with InterruptsHeld():
-        ...     pass
-    """
+    """Inside the block Ctrl-C is noted and answered at the end, in the main thread; other threads never see one."""
 
     __slots__ = ("_before", "_noted")
 

@@ -12,12 +12,7 @@ from torch import nn
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """What ``model.modules()`` gives, in its order.
-
-    Example:
-        >>> [type(module).__name__ for module in modules_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))]
-        ['Sequential', 'Linear', 'ReLU']
-    """
+    """What ``model.modules()`` gives, in its order."""
     found: dict[nn.Module, None] = {model: None}
     left = [iter(model._modules.values())]
     while left:
@@ -34,12 +29,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def named_modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What ``model.named_modules()`` gives, in its order.
-
-    Example:
-        >>> [name for name, _ in named_modules_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))]
-        ['', '0', '1']
-    """
+    """What ``model.named_modules()`` gives, in its order."""
     found: dict[nn.Module, str] = {}
     left: list[tuple[str, nn.Module | None]] = [("", model)]
     while left:
@@ -53,12 +43,7 @@ def named_modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def dotted(module_name: str, name: str) -> str:
-    """What a tensor is called in a model whose module of that name has it under ``name``.
-
-    Example:
-        >>> dotted("", "weight"), dotted("encoder.0", "weight")
-        ('weight', 'encoder.0.weight')
-    """
+    """What a tensor is called in a model whose module of that name has it under ``name``."""
     return f"{module_name}.{name}" if module_name else name
 
 

@@ -14,11 +14,6 @@ def found_later(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     Args:
         module: the module's name.
         homes: name -> the module that has it.
-
-    Example:
-        >>> find = found_later(__name__, {"sqrt": "math"})
-        >>> find("sqrt")(9.0)
-        3.0
     """
 
     def find(name: str) -> Any:

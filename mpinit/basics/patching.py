@@ -14,13 +14,6 @@ def set_attribute(owner: Any, name: str, value: Any) -> Undo:
     """Set ``owner.name`` and return a function that puts back exactly what stood in the owner's own namespace.
 
     What was only inherited (from a class, or a base class) is not copied down: reverting deletes the name again.
-
-    Example:
-        >>> import types
-        >>> box = types.SimpleNamespace(a=1)
-        >>> revert = set_attribute(box, "a", 2)
-        >>> revert(); box.a
-        1
     """
     revert = _reverting(owner, name)
     try:
@@ -68,13 +61,6 @@ class UndoStack:
         Args:
             owner, name, value: what is set.
             stays_wrapped: whether what another has put in the value's place since is left there.
-
-        Example:
-            >>> import types
-            >>> box, undos = types.SimpleNamespace(a=1), UndoStack()
-            >>> undos.set_attribute(box, "a", 2)
-            >>> undos.unwind(); box.a
-            1
         """
         self._undos.append(_reverting(owner, name, value if stays_wrapped else _ABSENT))
         setattr(owner, name, value)

@@ -15,13 +15,6 @@ def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Seq
 
     Returns:
         Lines, without a newline at the end.
-
-    Example:
-        >>> print(plain_table(["name", "n"], [["a", "1"], ["b", "20"]], numbers=[1]))
-        name   n
-        ----  --
-        a      1
-        b     20
     """
     cells = [list(map(str, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
@@ -43,21 +36,12 @@ def counted(count: int, noun: str, plural: str = "") -> str:
         count: how many.
         noun: one of them.
         plural: several of them. Default: the noun with an s.
-
-    Example:
-        >>> counted(1, "step"), counted(2000, "step"), counted(1, "weight is", "weights are")
-        ('1 step', '2,000 steps', '1 weight is')
     """
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def bytes_text(count: float) -> str:
-    """A number of bytes as people read it.
-
-    Example:
-        >>> bytes_text(2048), bytes_text(3.5 * 2**20), bytes_text(7)
-        ('2.0 KiB', '3.5 MiB', '7 B')
-    """
+    """A number of bytes as people read it."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

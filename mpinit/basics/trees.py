@@ -42,12 +42,7 @@ def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def floating_dtypes(tree: Any) -> list[torch.dtype]:
-    """The dtypes of the floating tensors in lists, tuples and dicts, in their order.
-
-    Example:
-        >>> floating_dtypes((torch.arange(2), {"x": torch.ones(2)}))
-        [torch.float32]
-    """
+    """The dtypes of the floating tensors in lists, tuples and dicts, in their order."""
     if isinstance(tree, torch.Tensor):
         return [tree.dtype] if tree.is_floating_point() else []
     values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
@@ -55,12 +50,7 @@ def floating_dtypes(tree: Any) -> list[torch.dtype]:
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """What lists, tuples and dicts hold that is no tensor, number, string or module.
-
-    Example:
-        >>> leaves_of(({"x": 1}, [torch.ones(2), torch.device("cpu")]))
-        [device(type='cpu')]
-    """
+    """What lists, tuples and dicts hold that is no tensor, number, string or module."""
     if tree is None or isinstance(tree, (torch.Tensor, *_LEAVES)):
         return []
     if not isinstance(tree, (list, tuple, Mapping)):

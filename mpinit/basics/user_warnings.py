@@ -20,13 +20,6 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     Args:
         message: what was found, and what to do about it.
         category: the class of the warning. Default UserWarning.
-
-    Example:
-        >>> with warnings.catch_warnings(record=True) as caught:
-        ...     warnings.simplefilter("always")
-        ...     warn_user("mind the gap")
-        >>> str(caught[0].message), caught[0].filename == __file__
-        ('mind the gap', False)
     """
     frame: Any = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_NOT_THE_USERS) and frame.f_back is not None:

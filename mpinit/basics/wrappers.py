@@ -28,16 +28,6 @@ def unwrapped(given: Any, is_known: Callable[[Any], bool]) -> Any:
         The nearest that is known; without one the optimizer whose groups and state a wrapper shows as its own; else
         what was given. An optimizer with groups or state of its own, as Lookahead has, is no wrapper, and none that
         is an optimizer itself: its step does more, unless a framework made it.
-
-    Example:
-        >>> import torch
-        >>> class Wrapper:
-        ...     def __init__(self, optimizer): self.optimizer = optimizer
-        ...     param_groups = property(lambda self: self.optimizer.param_groups)
-        ...     state = property(lambda self: self.optimizer.state)
-        >>> inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-        >>> unwrapped(Wrapper(inner), lambda each: False) is inner
-        True
     """
     present, hands_on = given, given
     for _ in range(_DEEPEST):
@@ -63,17 +53,7 @@ def inside(wrapper: Any) -> Any:
 
 
 def with_all_inside(model: nn.Module) -> Iterator[nn.Module]:
-    """A model, and where it is nothing but a wrapper the one inside of it, and so on.
-
-    Example:
-        >>> inner = nn.Linear(1, 1)
-        >>> list(with_all_inside(nn.DataParallel(inner)))[1] is inner
-        True
-        >>> outer = nn.Sequential()
-        >>> outer.module, outer.another = inner, nn.Linear(1, 1)
-        >>> len(list(with_all_inside(outer)))
-        1
-    """
+    """A model, and where it is nothing but a wrapper the one inside of it, and so on."""
     present: Any = model
     while present is not None:
         yield present

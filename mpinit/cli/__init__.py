@@ -33,10 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status.
-
-    Example:
-        >>> main(["check-apex", "no_such_file.py"])
-        2
     """
     words = list(sys.argv[1:] if argv is None else argv)
     chosen = words[0] if words else ""

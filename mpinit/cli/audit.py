@@ -48,12 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_optimizer(name: str, model: nn.Module, rate: float | None = None) -> torch.optim.Optimizer:
-    """An optimizer of torch.optim by its name, in any case, or one that ``pkg.mod:name`` names.
-
-    Example:
-        >>> type(make_optimizer("adamw", nn.Linear(2, 2))).__name__
-        'AdamW'
-    """
+    """An optimizer of torch.optim by its name, in any case, or one that ``pkg.mod:name`` names."""
     known = {key.lower(): getattr(torch.optim, key) for key in dir(torch.optim)}
     kind = load(name) if ":" in name else known.get(name.lower())
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):

@@ -110,11 +110,6 @@ def converted(checkpoint: Any, to: str, loss_id: int = 0) -> tuple[dict[str, Any
 
     Raises:
         ValueError: there is nothing in it that could be converted, or it does not fit together.
-
-    Example:
-        >>> saved = {"model": {}, "scaler": {"scale": 8.0, "_growth_tracker": 3}}
-        >>> converted(saved, "mpinit")[0]["mpinit"]
-        {'loss_scaler0': {'loss_scale': 8.0, 'unskipped': 3}}
     """
     if not isinstance(checkpoint, Mapping):
         raise ValueError(f"the file holds {type(checkpoint).__name__}, not a dict with a model and an optimizer in it")

@@ -106,16 +106,7 @@ def _has_fused(kind: str, device: str) -> bool:
 
 
 def recommended(device: Device) -> tuple[str, str]:
-    """The level for a device, and why.
-
-    Example:
-        >>> fast = {"float32": 4.0, "float16": 1.0, "bfloat16": 1.0}
-        >>> recommended(Device("cuda", "", None, matmul=fast, convolution=fast))[0]
-        'O5'
-        >>> slow = {"float32": 1.0, "float16": 9.0, "bfloat16": 2.0}
-        >>> recommended(Device("cpu", "", None, matmul=slow, convolution=slow))[0]
-        'O0'
-    """
+    """The level for a device, and why."""
     for level, dtype, more in (
         ("O5", "bfloat16", "and nothing to scale (O4 where float32 weights are wanted)"),
         ("O2", "float16", "with a dynamic loss scale (O1 where float32 weights are wanted)"),

@@ -107,12 +107,7 @@ def make(name: str) -> tuple[nn.Module, Any]:
 
 
 def mean_square(output: Any) -> torch.Tensor:
-    """The mean square of the first floating tensor in an output.
-
-    Example:
-        >>> mean_square({"logits": torch.full((2, 2), 3.0)})
-        tensor(9.)
-    """
+    """The mean square of the first floating tensor in an output."""
     if isinstance(output, torch.Tensor):
         return output.float().square().mean()
     values = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
@@ -125,13 +120,7 @@ def mean_square(output: Any) -> torch.Tensor:
 
 
 def make_input(spec: str, batch: int, generator: torch.Generator) -> torch.Tensor:
-    """A random tensor as ``--input`` says.
-
-    Example:
-        >>> x = make_input("5:int64:9", 2, torch.Generator())
-        >>> x.shape, x.dtype
-        (torch.Size([2, 5]), torch.int64)
-    """
+    """A random tensor as ``--input`` says."""
     shape_text, _, rest = spec.partition(":")
     dtype_text, _, below = rest.partition(":")
     dtype = _DTYPES.get(dtype_text or "float32")

@@ -35,12 +35,7 @@ def show_text(text: str) -> None:
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Text as lines of at most ``width``, broken at blanks; a name alone after a dot or an underscore.
-
-    Example:
-        >>> wrapped("patch_torch_functions_type", 24)
-        ['patch_torch_functions_', 'type']
-    """
+    """Text as lines of at most ``width``, broken at blanks; a name alone after a dot or an underscore."""
     if len(indent + text) <= width:
         return [indent + text]
     wrapper = textwrap.TextWrapper(width, indent, indent, replace_whitespace=False, break_on_hyphens=False)

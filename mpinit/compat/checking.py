@@ -80,10 +80,6 @@ def find_uses(source: str | bytes, filename: str = "<script>") -> list[Use]:
 
     Raises:
         SyntaxError: the text is not Python.
-
-    Example:
-        >>> find_uses("from apex import amp")[0].spelling
-        'mpinit.amp'
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old scripts hold invalid escapes, which are not ours to tell

@@ -107,13 +107,7 @@ def placed_as(tensor: Any, like: Any) -> torch.Tensor:
 
 
 def set_data(tensor: Any, values: Any) -> None:
-    """``tensor.data = values``, whatever class ``tensor`` is of; a sharded tensor's inner part follows.
-
-    Example:
-        >>> weight = nn.Parameter(torch.ones(2))
-        >>> set_data(weight, torch.ones(2, dtype=torch.float16)); weight.dtype
-        torch.float16
-    """
+    """``tensor.data = values``, whatever class ``tensor`` is of; a sharded tensor's inner part follows."""
     _TENSOR_DATA.__set__(tensor, values)
     if is_sharded(values):
         # torch changes the wrapper only.

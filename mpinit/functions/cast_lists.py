@@ -236,20 +236,10 @@ APEX_POLICY: Final = _replaced(TORCH_POLICY, _APEX_ROWS)
 
 
 def row_of(name: str, rows: Iterable[CastRow] = TORCH_POLICY) -> CastRow | None:
-    """The row that a dotted name follows, or None.
-
-    Example:
-        >>> row_of("torch.nn.functional.softmax").cast.value
-        'fp32'
-    """
+    """The row that a dotted name follows, or None."""
     return next((row for row in rows if name in row.names), None)
 
 
 def wrapped_on(row: CastRow, device_types: Iterable[str]) -> tuple[str, ...]:
-    """Which of these device types need the row's wrapper.
-
-    Example:
-        >>> wrapped_on(row_of("torch.exp"), ("cpu", "cuda"))
-        ('cpu',)
-    """
+    """Which of these device types need the row's wrapper."""
     return tuple(device for device in device_types if device not in row.native)

@@ -165,12 +165,7 @@ def _wrappers(needs: _Needs) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 
 
 def resolve_owner(name: str) -> tuple[Any, str]:
-    """The namespace and the attribute of a dotted name below torch.
-
-    Example:
-        >>> resolve_owner("torch.nn.functional.softmax")[1]
-        'softmax'
-    """
+    """The namespace and the attribute of a dotted name below torch."""
     _, *path, attribute = name.split(".")
     owner: Any = torch
     for part in path:
@@ -280,12 +275,6 @@ def apply(plan: Plan, verbose: bool = False, owner: object = None) -> Undo:
 
     Returns:
         The undo, to be called in the same thread; calling it again does nothing, or completes what was interrupted.
-
-    Example:
-        >>> from mpinit.settings.opt_levels import OPT_LEVELS
-        >>> from mpinit.plan import make_plan
-        >>> undo = apply(make_plan(OPT_LEVELS["O1"]))
-        >>> undo()
     """
     while _dropped:
         left_over = _dropped[0]

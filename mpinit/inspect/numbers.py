@@ -41,12 +41,7 @@ class TensorStats:
 
 
 def stats_of(tensor: torch.Tensor) -> TensorStats:
-    """The statistics of a dense floating tensor; waits for its device.
-
-    Example:
-        >>> print(stats_of(torch.tensor([1.0, -3.0, float("inf")])))
-        float32 3 from -3 to 1, 1 of them inf or nan
-    """
+    """The statistics of a dense floating tensor; waits for its device."""
     values = tensor.detach().float()
     finite = torch.isfinite(values)
     kept = values[finite]
@@ -56,12 +51,7 @@ def stats_of(tensor: torch.Tensor) -> TensorStats:
 
 
 def tensors_in(tree: Any, depth: int = 8) -> Iterator[torch.Tensor]:
-    """The tensors in arguments or results: alone, or in tuples, lists, dicts and dataclasses.
-
-    Example:
-        >>> [t.shape[0] for t in tensors_in((torch.ones(1), {"a": [torch.ones(2), 3]}))]
-        [1, 2]
-    """
+    """The tensors in arguments or results: alone, or in tuples, lists, dicts and dataclasses."""
     if isinstance(tree, torch.Tensor):
         yield tree
         return

@@ -88,12 +88,6 @@ class PrecisionReport:
         model: the model's class.
         level: its opt_level; "" where it is not initialised.
         rows: every operation, in the order in which it was first met.
-
-    Example:
-        >>> import torch, mpinit
-        >>> report = mpinit.explain(torch.nn.Linear(4, 2), torch.ones(1, 4), opt_level="O1")
-        >>> [(row.op, row.outputs) for row in report.rows if row.op == "addmm"]
-        [('addmm', ('float16',))]
     """
 
     model: str

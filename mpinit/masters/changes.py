@@ -26,16 +26,6 @@ class Changes:
         weights: name -> 16-bit weight.
         accessed: ids of weights whose ``data`` was read, where masters note that already; None: it is noted here.
         settle: lets the weights be what was written to masters in the user's hands.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-        >>> changes = Changes({"w": weight}, None, lambda: None)
-        >>> changes.rounding([weight], [torch.tensor([1.0, 2.0, 1.0]).bfloat16()])
-        >>> _ = weight.detach()[1].fill_(2)
-        >>> changes.rounded()
-        >>> changes.take()
-        [('w', tensor([1]), tensor([2.], dtype=torch.bfloat16))]
-        >>> changes.end()
     """
 
     def __init__(

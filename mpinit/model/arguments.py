@@ -18,10 +18,6 @@ class ArgumentNames:
     Attributes:
         all: every name there is.
         takes_any: whether it takes keywords of any name.
-
-    Example:
-        >>> ArgumentNames(lambda images, *more, scale=1.0: None).all
-        ('images', 'more', 'scale')
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -43,15 +43,6 @@ class TensorCasts:
         models: whose tensors they are.
         targets: tensor -> the dtype it is to have.
         trained: parameters that an optimizer is going to change.
-
-    Example:
-        >>> model = nn.Linear(2, 2).requires_grad_(False)
-        >>> before = model.weight.clone()
-        >>> casts = TensorCasts([model], {model.weight: torch.float16}, trained=())
-        >>> casts.apply(); model.weight.dtype
-        torch.float16
-        >>> casts.undo(); torch.equal(model.weight, before)
-        True
     """
 
     def __init__(

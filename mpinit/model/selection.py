@@ -96,12 +96,7 @@ def select(models: Sequence[nn.Module], plan: Plan) -> Selection:
 
 
 def tensor_patterns(models: Sequence[nn.Module], patterns: Sequence[str]) -> list[str]:
-    """Those of the patterns in ``keep_fp32`` that match no module, and so are meant for parameters and buffers.
-
-    Example:
-        >>> tensor_patterns([nn.Sequential(nn.Linear(2, 2))], ["0", "0.bias"])
-        ['0.bias']
-    """
+    """Those of the patterns in ``keep_fp32`` that match no module, and so are meant for parameters and buffers."""
     names = [name for model in models for name, _ in model.named_modules(remove_duplicate=False)]
     return [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(name, pattern) for name in names)]
 

@@ -394,10 +394,6 @@ def are_finite(gradients: list[torch.Tensor]) -> bool:
 
     Args:
         gradients: dense ones of one type, on one device.
-
-    Example:
-        >>> are_finite([torch.ones(2)]), are_finite([torch.tensor([torch.inf, -torch.inf])])
-        (True, False)
     """
     if NATIVE.may_come and (native := NATIVE.get()) is not None and computes_at_once():
         found = native.are_finite(gradients)

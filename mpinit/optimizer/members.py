@@ -180,14 +180,6 @@ def exchange_beside_groups(optimizer: Optimizer, others: Mapping[int, torch.Tens
     Args:
         optimizer: the optimizer.
         others: what comes in the place of a parameter, by its id.
-
-    Example:
-        >>> weight, master = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-        >>> optimizer = torch.optim.SGD([weight])
-        >>> optimizer.speeds = {id(weight): 0.1}
-        >>> exchange_beside_groups(optimizer, {id(weight): master})
-        >>> optimizer.speeds == {id(master): 0.1}
-        True
     """
     attributes = vars(optimizer)
     for name, value in list(attributes.items()):

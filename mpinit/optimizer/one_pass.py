@@ -165,12 +165,7 @@ class OnePass:
 
 
 def kind_of(optimizer: Any) -> str:
-    """Which of torch's optimizers native code would step it as; empty: none, or there is no such code.
-
-    Example:
-        >>> kind_of(torch.optim.Rprop([torch.ones(1)]))
-        ''
-    """
+    """Which of torch's optimizers native code would step it as; empty: none, or there is no such code."""
     kind = stepped_as(optimizer) if NATIVE.may_come else None
     return kind if kind in _KINDS else ""
 

@@ -131,12 +131,7 @@ class DynamicScaling(Scaling):
 
 
 def scaling_by(numbers: ScalingRule) -> Scaling:
-    """The rule that a plan's numbers describe.
-
-    Example:
-        >>> type(scaling_by(ScalingRule(False, 1.0, 2.0, 0.5, 2000, 1, 2.0**-126, 2.0**24, 64))).__name__
-        'NoScaling'
-    """
+    """The rule that a plan's numbers describe."""
     if numbers.dynamic:
         return DynamicScaling(numbers)
     return NoScaling() if numbers.init_scale == 1.0 else StaticScaling(numbers.init_scale)
@@ -348,14 +343,7 @@ class LossScaler:
 
 
 def check_state(state: Any) -> list[str]:
-    """What keeps ``state`` from being a loss scaler's state, a line each; empty where nothing does.
-
-    Example:
-        >>> check_state({"loss_scale": 8.0, "unskipped": 0})
-        []
-        >>> check_state({"loss_scale": 1e-60, "unskipped": 0})
-        ['has loss_scale=1e-60, not a finite number above 0 that float32 holds with its reciprocal']
-    """
+    """What keeps ``state`` from being a loss scaler's state, a line each; empty where nothing does."""
     if not isinstance(state, Mapping):
         return [f"is {state!r}, not a mapping with loss_scale and unskipped"]
     faults = [f"has no {key!r}" for key in ("loss_scale", "unskipped") if key not in state]

@@ -52,10 +52,6 @@ def is_given(name: str, value: Any) -> bool:
 
     None never does. The string "None", which a command line may hand over, says "nothing" to a property that can be
     nothing, and leaves the others as they are.
-
-    Example:
-        >>> is_given("keep_batchnorm_fp32", "None"), is_given("loss_scale", "None")
-        (True, False)
     """
     can_be_nothing = name in Properties.model_fields and Properties.model_fields[name].default in (None, ())
     return value is not None and (can_be_nothing or not spellings.is_nothing(value))

@@ -42,12 +42,7 @@ class ReadConfig(dict[str, Any]):
 
 
 def check_level(opt_level: Any) -> str:
-    """Return the level's name, or raise a ValueError that lists the levels.
-
-    Example:
-        >>> check_level("O2")
-        'O2'
-    """
+    """Return the level's name, or raise a ValueError that lists the levels."""
     if isinstance(opt_level, str) and opt_level in OPT_LEVELS:
         return str(opt_level)
     raise ValueError(
@@ -124,11 +119,6 @@ def read_settings(config: Config, num_losses: Any, verbosity: Any) -> dict[str, 
 
     Raises:
         ValueError: no whole number, or a number of losses below 1 or beyond reason.
-
-    Example:
-        >>> from mpinit.settings.defaults import DEFAULT_ONE
-        >>> read_settings({"num_losses": 2, "loss_scale": 8}, DEFAULT_ONE, "0")
-        {'config': {'loss_scale': 8}, 'num_losses': 2, 'verbosity': 0}
     """
     given = {"num_losses": num_losses, "verbosity": verbosity}
     rest = read_config(config, tuple(given))
@@ -150,12 +140,7 @@ def read_settings(config: Config, num_losses: Any, verbosity: Any) -> dict[str, 
 
 
 def is_enabled(enabled: Any) -> bool:
-    """Whether ``initialize``'s ``enabled`` says yes; "True" and "False" from a command line are understood.
-
-    Example:
-        >>> is_enabled("False")
-        False
-    """
+    """Whether ``initialize``'s ``enabled`` says yes; "True" and "False" from a command line are understood."""
     return parse_bool(enabled) if isinstance(enabled, str) else bool(enabled)
 
 
@@ -176,10 +161,6 @@ def resolve(opt_level: Any, overrides: Mapping[str, Any], config: Config = None)
 
     Raises:
         ValueError: an unknown level or name, a bad value, or values that contradict one another.
-
-    Example:
-        >>> resolve("O2", {"cast_model_type": "bf16"})[1].loss_scale
-        1.0
     """
     from_config = read_config(config)
     level = _level_of(opt_level, from_config)

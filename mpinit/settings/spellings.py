@@ -26,12 +26,7 @@ _BOOLEANS: Final = {"true": True, "false": False}
 
 
 def is_nothing(value: Any) -> bool:
-    """Whether ``value`` is None, or what a command line makes of it.
-
-    Example:
-        >>> is_nothing("None"), is_nothing(0)
-        (True, False)
-    """
+    """Whether ``value`` is None, or what a command line makes of it."""
     return value is None or (isinstance(value, str) and value.strip().lower() in _NOTHING)
 
 
@@ -56,10 +51,6 @@ def parse_whole_number(value: Any, smallest: int = 0, largest: int = LARGEST_COU
 
     Raises:
         ValueError: it is no whole number, or outside the limits.
-
-    Example:
-        >>> parse_whole_number("2000"), parse_whole_number(2e3)
-        (2000, 2000)
     """
     try:
         number = int(value)
@@ -123,12 +114,7 @@ def parse_loss_scale(value: Any) -> Any:
 
 
 def check_scale(scale: float) -> float:
-    """Return ``scale``, or raise a ValueError where scaling by it could not be undone in float32.
-
-    Example:
-        >>> check_scale(128.0)
-        128.0
-    """
+    """Return ``scale``, or raise a ValueError where scaling by it could not be undone in float32."""
     if not math.isfinite(scale) or scale <= 0:
         raise ValueError(f'a loss scale of {scale} cannot be undone; give "dynamic" or a finite number above 0')
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:

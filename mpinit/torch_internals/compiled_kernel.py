@@ -31,11 +31,6 @@ class CompiledKernel:
     Args:
         function: takes tensors of two dimensions, of as many rows each, and of one, the same for every row. It reads
             nothing that it writes to, so that it may be run again.
-
-    Example:
-        >>> kernel = CompiledKernel(lambda x, out: out.copy_(x * 2))
-        >>> out = torch.empty(1, 2); kernel(torch.ones(1, 2), out); out
-        tensor([[2., 2.]])
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -46,14 +46,6 @@ def follow_cuda(undos: UndoStack) -> None:
 
     Their kernels then see the tensors as they are given, as CUDA's do; nothing stands between, in eager mode or in a
     compiled graph.
-
-    Example:
-        >>> undos = UndoStack()
-        >>> follow_cuda(undos)
-        >>> with torch.autocast("cpu", torch.bfloat16):
-        ...     torch.cat([torch.ones(1, dtype=torch.float16)] * 2).dtype
-        torch.float16
-        >>> undos.unwind()
     """
     names = [name for name in RUNS_AS_GIVEN if name != "trace" or _traces_16_bit()]
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -76,12 +68,7 @@ def _traces_16_bit() -> bool:
 
 
 def listed_on_cpu_only() -> set[str]:
-    """The kernels on the CPU's autocast list that are not on CUDA's, without their overloads' names.
-
-    Example:
-        >>> "linalg_inv" in listed_on_cpu_only()
-        True
-    """
+    """The kernels on the CPU's autocast list that are not on CUDA's, without their overloads' names."""
     registered: Any = torch._C._dispatch_get_registrations_for_dispatch_key
     cpu, cuda = (
         {name.removeprefix("aten::").partition(".")[0] for name in registered(key)} for key in (_KEY, "AutocastCUDA")

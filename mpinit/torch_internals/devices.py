@@ -12,12 +12,7 @@ _CPU_BUCKET_BYTES: Final = 16 * 2**20
 
 
 def is_read_freely(device: torch.device) -> bool:
-    """Whether reading a number off the device waits for nothing.
-
-    Example:
-        >>> is_read_freely(torch.device("cpu"))
-        True
-    """
+    """Whether reading a number off the device waits for nothing."""
     return device.type == "cpu"
 
 
@@ -27,12 +22,7 @@ def bucket_bytes_at_most(device: torch.device, wanted: int) -> int:
 
 
 def works_within_a_cache(device: torch.device) -> bool:
-    """Whether several passes over memory are best done on parts that stay in a cache between them.
-
-    Example:
-        >>> works_within_a_cache(torch.device("cpu"))
-        True
-    """
+    """Whether several passes over memory are best done on parts that stay in a cache between them."""
     return device.type == "cpu"
 
 

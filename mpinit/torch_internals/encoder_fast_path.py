@@ -37,14 +37,6 @@ def keep_off(when: Callable[[], bool], undos: UndoStack) -> None:
     Args:
         when: asked at each forward of such a layer that is not being compiled.
         undos: gets the undo; those of several callers may come in any order.
-
-    Example:
-        >>> undos = UndoStack()
-        >>> keep_off(lambda: True, undos)
-        >>> torch.backends.mha.get_fastpath_enabled()
-        False
-        >>> undos.unwind(); torch.backends.mha.get_fastpath_enabled()
-        True
     """
     reason = object()
 
@@ -94,13 +86,7 @@ def _asking(module: object) -> Callable[[], bool]:
 
 
 def is_bypassed(modules: Collection[nn.Module], models: Iterable[nn.Module]) -> bool:
-    """Whether one of these modules lies in a layer of the models that the fast path may compute without calling it.
-
-    Example:
-        >>> layer = nn.TransformerEncoderLayer(4, 2)
-        >>> is_bypassed([layer.norm1], [nn.Sequential(layer)])
-        True
-    """
+    """Whether one of these modules lies in a layer of the models that the fast path may compute without calling it."""
     wanted = set(modules)
     layers = (layer for model in models for layer in model.modules() if isinstance(layer, _FUSED))
     return bool(wanted) and any(module in wanted for layer in layers for module in layer.modules())

@@ -85,12 +85,7 @@ class ForwardCasts:
             thread.follow_ended()
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``function`` inside this block; torch.compile(fullgraph=True) traces it.
-
-        Example:
-            >>> ForwardCasts(torch.float16).run(torch.mm, torch.ones(2, 2), torch.ones(2, 2)).dtype
-            torch.float16
-        """
+        """Call ``function`` inside this block; torch.compile(fullgraph=True) traces it."""
         if self.dtype is None and not is_on():
             return function(*args, **kwargs)
         with _traced_forward(self.dtype) if torch.compiler.is_compiling() else self:

@@ -28,12 +28,7 @@ _devices: tuple[str, ...] = ()
 
 
 def device_types() -> tuple[str, ...]:
-    """The device types present in this process that have an autocast flag, "cpu" first.
-
-    Example:
-        >>> device_types()[0]
-        'cpu'
-    """
+    """The device types present in this process that have an autocast flag, "cpu" first."""
     global _devices
     if not _devices:
         # Of those present: a CUDA build names CUDA where there is no device too, and its autocast only warns there.
@@ -44,13 +39,7 @@ def device_types() -> tuple[str, ...]:
 
 
 def is_on() -> bool:
-    """Whether casts are on in this thread for any device present.
-
-    Example:
-        >>> with torch.autocast("cpu"):
-        ...     is_on()
-        True
-    """
+    """Whether casts are on in this thread for any device present."""
     return any(map(torch.is_autocast_enabled, device_types()))
 
 
@@ -134,13 +123,6 @@ class ThreadCasts:
 
     The cache stays off because outside a forward nothing says when the weights change. Of several the latest one that
     has not ended says the dtype; they may end in any order.
-
-    Example:
-        >>> casts = ThreadCasts()
-        >>> casts.begin(torch.bfloat16); is_on()
-        True
-        >>> casts.end(), is_on()
-        (True, False)
     """
 
     def __init__(self) -> None:
@@ -178,11 +160,6 @@ class CastsAs:
     Args:
         state: device type -> flag, of :func:`flags`.
         caching: whether weight casts are cached inside; None: as they are.
-
-    Example:
-        >>> with CastsAs({"cpu": True}):
-        ...     torch.is_autocast_enabled("cpu")
-        True
     """
 
     __slots__ = ("_before", "_caching", "_flags")
@@ -207,13 +184,7 @@ class CastsAs:
 
 
 class CastsOff(CastsAs):
-    """Switches every autocast flag of this thread off inside the block and back on exit, whatever they were.
-
-    Example:
-        >>> with CastsOff():
-        ...     torch.is_autocast_enabled("cpu")
-        False
-    """
+    """Switches every autocast flag of this thread off inside the block and back on exit, whatever they were."""
 
     __slots__ = ()
 

@@ -24,16 +24,6 @@ class OperationsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         around: called with the operation, its positional and keyword arguments and a function that runs it; returns
             the operation's result.
-
-    Example:
-        >>> names = []
-        >>> def around(operation, args, kwargs, run):
-        ...     names.append(str(operation))
-        ...     return run()
-        >>> with OperationsSeen(around):
-        ...     _ = torch.ones(2) + 1
-        >>> names
-        ['aten.ones.default', 'aten.add.Tensor']
     """
 
     def __init__(self, around: Callable[[Any, tuple[Any, ...], Mapping[str, Any], Run], Any]) -> None:
@@ -49,14 +39,7 @@ class OperationsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def next_number() -> int:
-    """The number that the next node of the graph is going to have.
-
-    Example:
-        >>> before = next_number()
-        >>> _ = torch.ones(2, requires_grad=True) * 2
-        >>> next_number() - before
-        1
-    """
+    """The number that the next node of the graph is going to have."""
     number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     return number
 
@@ -87,12 +70,6 @@ def order_of_leaves(result: torch.Tensor, at_most: int = 20_000) -> dict[torch.T
 
     Returns:
         Each leaf that requires gradients with a number; the lower, the earlier. Empty where the graph says nothing.
-
-    Example:
-        >>> first, second = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
-        >>> order = order_of_leaves((first * 2) * second)
-        >>> order[second] < order[first]
-        True
     """
     found: dict[torch.Tensor, int] = {}
     if result.grad_fn is None:

@@ -21,16 +21,7 @@ _noted_in: Final[dict[int, set[int]]] = {}
 
 
 def note_data(parameter: torch.Tensor, accessed: set[int]) -> None:
-    """From here on ``accessed`` gets the id of ``parameter`` when its ``data`` is read or set.
-
-    Example:
-        >>> weight, accessed = nn.Parameter(torch.ones(2)), set()
-        >>> note_data(weight, accessed)
-        >>> _ = weight.data
-        >>> forget_data(weight)
-        >>> accessed == {id(weight)}, "data" in vars(nn.Parameter)
-        (True, False)
-    """
+    """From here on ``accessed`` gets the id of ``parameter`` when its ``data`` is read or set."""
     if not _noted_in:
         nn.Parameter.data = property(_get, _set)  # type: ignore[assignment]
     _noted_in[id(parameter)] = accessed

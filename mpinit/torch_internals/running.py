@@ -14,31 +14,17 @@ def is_tracing_symbolically() -> bool:
     """Whether torch.fx is running code with proxies in the place of tensors.
 
     torch.fx's own question comes second: a compiler would follow it into the thread's own variables.
-
-    Example:
-        >>> is_tracing_symbolically()
-        False
     """
     return not torch.compiler.is_compiling() and _symbolic_trace.is_fx_symbolic_tracing()
 
 
 def current_pass() -> int:
-    """The number of the backward pass that this thread is inside of: activation checkpointing runs forwards there.
-
-    Example:
-        >>> current_pass()  # in none
-        -1
-    """
+    """The number of the backward pass that this thread is inside of: activation checkpointing runs forwards there."""
     return int(torch._C._current_graph_task_id())
 
 
 def computes_at_once() -> bool:
-    """Whether operations run on numbers that are there afterwards: nothing is traced or transformed.
-
-    Example:
-        >>> computes_at_once()
-        True
-    """
+    """Whether operations run on numbers that are there afterwards: nothing is traced or transformed."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._is_tracing()

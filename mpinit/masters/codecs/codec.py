@@ -50,12 +50,7 @@ class Codec(ABC):
 
 
 def rows_for(length: int) -> int:
-    """Rows that so many numbers take.
-
-    Example:
-        >>> rows_for(128), rows_for(129)
-        (1, 2)
-    """
+    """Rows that so many numbers take."""
     return -(-length // BLOCK)
 
 
@@ -127,12 +122,6 @@ def noise(bits: torch.Tensor, factors: torch.Tensor, places: torch.Tensor) -> to
         bits: the numbers, (rows, BLOCK).
         factors: of :func:`factors_of`.
         places: 1 to BLOCK, int32.
-
-    Example:
-        >>> bits = torch.zeros(100, BLOCK, dtype=torch.int32)
-        >>> random = noise(bits, factors_of(bits, None), places_in_a_row(bits.device))
-        >>> (random > 0).float().mean().round(decimals=1).item()
-        0.5
     """
     return (places * factors).add_(bits).mul_(_GOLDEN)
 

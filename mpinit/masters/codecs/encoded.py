@@ -25,12 +25,6 @@ class EncodedState(torch.Tensor):
         codec: the encoding.
         codes: the codes, of whole rows.
         like: whose shape, order of memory and device it has.
-
-    Example:
-        >>> from mpinit.masters.codecs.bfloat16 import BFloat16
-        >>> state = EncodedState.of(torch.ones(3), BFloat16())
-        >>> state.mul_(2).sum(), state.nbytes_held
-        (tensor(6.), 256)
     """
 
     codec: Codec
