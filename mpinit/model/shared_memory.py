@@ -33,22 +33,28 @@ def check_memory(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, tor
         ValueError: 'weight' is a part of larger memory, ...
     """
     gathered = {id(weight) for weight in _weights_of_rnns(models)}
-    seen: dict[int, str] = {}
-    for name, parameter in (named for model in models for named in model.named_parameters()):
-        dtype = targets.get(parameter)
-        if dtype is None or id(parameter) in gathered or not _has_memory(parameter):
+    seen: dict[int, torch.Tensor] = {}
+    for parameter, dtype in targets.items():
+        if type(parameter) is not nn.Parameter or id(parameter) in gathered or not _has_memory(parameter):
             continue
-        address = parameter.untyped_storage().data_ptr()
-        other = seen.setdefault(address, name) if parameter.numel() else name
-        gradient = parameter.grad
-        if dtype == parameter.dtype and other == name:
+        other: torch.Tensor = parameter
+        if parameter.numel():
+            other = seen.setdefault(parameter.untyped_storage().data_ptr(), parameter)
+        if dtype == parameter.dtype and other is parameter:
             continue
-        if other != name:
-            raise ValueError(_SHARED.format(name, f"shares memory with {other!r}", _TIE))
-        if _is_part(parameter):
-            raise ValueError(_SHARED.format(name, "is a part of larger memory", _PART))
-        if gradient is not None and _has_memory(gradient) and _is_part(gradient):
-            raise ValueError(_SHARED.format(name, "has a gradient that is a part of larger memory", _GRADIENT))
+        gradient, fault = parameter.grad, None
+        if other is not parameter:
+            fault = f"shares memory with {_name_of(other, models)!r}", _TIE
+        elif _is_part(parameter):
+            fault = "is a part of larger memory", _PART
+        elif gradient is not None and _has_memory(gradient) and _is_part(gradient):
+            fault = "has a gradient that is a part of larger memory", _GRADIENT
+        if fault is not None:
+            raise ValueError(_SHARED.format(_name_of(parameter, models), *fault))
+
+
+def _name_of(parameter: torch.Tensor, models: Iterable[nn.Module]) -> str:
+    return next(name for model in models for name, own in model.named_parameters() if own is parameter)
 
 
 def _weights_of_rnns(models: Iterable[nn.Module]) -> Iterable[torch.Tensor]:
