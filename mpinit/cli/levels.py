@@ -83,8 +83,6 @@ def _row(name: str, found: dict[str, Properties], given: set[str]) -> list[str]:
 def _text(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(_text, value)) or "none"
-    if isinstance(value, type):
-        return value.__name__
     if isinstance(value, float) and value >= 2**16 and value == 2 ** int(value).bit_length() / 2:
         return f"2**{int(value).bit_length() - 1}"
     return str(value).removeprefix("torch.")

@@ -76,16 +76,6 @@ def test_what_was_on_and_is_off_again_leaves_no_operation_and_no_call(level: str
     assert counted(model, optimizer) == before
 
 
-def test_calls_do_not_grow_with_the_parameters_more_than_without() -> None:
-    """A backward pass tells its observers, and a step does, once; neither looks at a parameter."""
-    counts = []
-    for layers in (2, 20):
-        model = network(layers)
-        counts.append(counted(model, start(model, "O2"))[1])
-    few, many = ({name: n for name, n in c.items() if "tell" in name or "observ" in name} for c in counts)
-    assert few == many
-
-
 def test_history_waits_for_nothing_until_it_is_read() -> None:
     """On the meta device any read of a number raises."""
     from mpinit.inspect.history import History

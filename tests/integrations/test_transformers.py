@@ -267,25 +267,20 @@ def test_adapters_are_float32_over_a_16_bit_model_and_resume(kind: str, tmp_path
     assert all(torch.equal(before[name], states[0][name]) != (name in trained) for name in before)
 
 
-REFUSED = {
-    "bf16": ({"bf16": True}, r"trainer\.args\.bf16 is set, .* give bf16=False \(in TRL's configurations"),
-    "eval": ({"bf16_full_eval": True}, r"trainer\.args\.bf16_full_eval is set, .* leave it out"),
+RELEASE: dict[str, Any] = {"gradient_release": True}
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "bf16": ({"bf16": True}, {}, r"trainer\.args\.bf16 is set, .* give bf16=False \(in TRL's configurations"),
+    "eval": ({"bf16_full_eval": True}, {}, r"trainer\.args\.bf16_full_eval is set, .* leave it out"),
+    "release": ({}, RELEASE, "gradient_release steps inside of backward.*leave it out"),
+    "release in a configuration": ({}, {"config": RELEASE}, "gradient_release steps inside of backward.*leave it out"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_trainer_that_casts_by_itself_is_refused(case: str, tmp_path: Path) -> None:
-    more, message = REFUSED[case]
+def test_what_cannot_be_beside_it_is_refused(case: str, tmp_path: Path) -> None:
+    more, asked, message = REFUSED[case]
     trainer = trainer_of("gpt2", tmp_path, None, **more)
     with pytest.raises(ValueError, match=message):
-        enable(trainer)
-    assert trainer.model.dtype == torch.float32 and "create_optimizer" not in vars(trainer)
-
-
-@pytest.mark.parametrize("asked", [{"gradient_release": True}, {"config": {"gradient_release": True}}])
-def test_gradient_release_is_refused(asked: dict[str, Any], tmp_path: Path) -> None:
-    trainer = trainer_of("gpt2", tmp_path, None)
-    with pytest.raises(ValueError, match=r"gradient_release steps inside of backward.*leave it out"):
         enable(trainer, **asked)
     assert trainer.model.dtype == torch.float32 and "create_optimizer" not in vars(trainer)
 
