@@ -238,12 +238,8 @@ def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def table() -> None:
-    output.show_table("Title", ["name", "n"], [["a [b] c", "1"], ["d", "20"]], numbers=[1])
-
-
 def test_tables_are_plain_text_into_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
-    table()
+    output.show_table("Title", ["name", "n"], [["a [b] c", "1"], ["d", "20"]], numbers=[1])
     assert capsys.readouterr().out == "Title\nname      n\n-------  --\na [b] c   1\nd        20\n\n"
 
 
