@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, final
+import functools
+from collections.abc import Callable
+from typing import Any, Final, final
 
 import torch
 
@@ -12,7 +14,14 @@ from ..basics.patching import UndoStack
 from ..optimizer.schedulers import wait_for_steps
 from . import require
 
-Precision: Any = require("lightning").pytorch.plugins.Precision
+_lightning: Final[Any] = require("lightning").pytorch
+Precision: Any = _lightning.plugins.Precision
+# Lightning 2.5 has but one.
+_AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")
+_AVERAGERS: Final = tuple(
+    getattr(_lightning.callbacks, name) for name in _AVERAGING if hasattr(_lightning.callbacks, name)
+)
+_HOOKS: Final = ("train_batch_end", "train_epoch_start", "train_end", "validation_epoch_start", "validation_epoch_end")
 
 
 @final
@@ -21,6 +30,7 @@ class MixedPrecision(Precision):  # type: ignore[misc]
 
     A Trainer's module is initialised before its optimizers are made; when the run ends that is undone, and weights are
     float32 again. Checkpoints hold float32 weights and the loss scale. Schedulers of steps pass over skipped ones.
+    Lightning's callbacks that average weights read and write what these mean in float32.
 
     Fabric does not show a plugin the optimizers: call ``mpinit.add_optimizers(optimizer)`` after ``fabric.setup``, or
     ``mpinit.initialize`` before it on all that shares a loss: what is initialised is left as it is. The loss scale is
@@ -66,6 +76,10 @@ class MixedPrecision(Precision):  # type: ignore[misc]
             amp.add_optimizers(optimizers)
         for scheduler in [config.scheduler for config in lr_schedulers if config.interval == "step"]:
             self._undos.push(wait_for_steps(scheduler, amp.step_was_skipped))
+        trainer: Any = model.trainer
+        for callback in [each for each in trainer.callbacks if isinstance(each, _AVERAGERS)]:
+            for name in map("on_{}".format, _HOOKS):
+                self._undos.set_attribute(callback, name, _in_float32(getattr(callback, name)))
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
@@ -113,3 +127,12 @@ class MixedPrecision(Precision):  # type: ignore[misc]
         self._state = state
         for session in registry.sessions_of(self._modules if state else [], scaled=True):
             checkpoint.load_session_state(session, state)
+
+
+def _in_float32(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def inside(trainer: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        with amp.float32_weights(module):
+            return hook(trainer, module, *args, **kwargs)
+
+    return inside

@@ -269,3 +269,46 @@ def test_disabled_it_is_lightnings_own_float32() -> None:
     run = Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False)
     run.fit(other, loader(data))
     assert same_bits(ours.state_dict(), other.state_dict())
+
+
+class ByHand(lightning.Callback):
+    """What the weights mean, after every step and before every epoch."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self.epochs: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, _: Any, module: Any, *__: Any) -> None:
+        self.steps.append(values_of(module))
+
+    def on_train_epoch_start(self, _: Any, module: Any) -> None:
+        self.epochs.append(values_of(module))
+
+
+def values_of(module: nn.Module) -> dict[str, Any]:
+    state = module.state_dict()
+    return {name: state[name].clone() for name, _ in module.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch")
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("over", ["steps", "epochs"])
+def test_averages_are_those_of_what_weights_mean(over: str, level: str) -> None:
+    from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+
+    module, by_hand = Module(), ByHand()
+    swa = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+    average = EMAWeightAveraging(decay=0.9, use_buffers=False) if over == "steps" else swa
+    precision = {"opt_level": level, "verbosity": 0}
+    trainer(precision, max_epochs=3, callbacks=[by_hand, average]).fit(module, loader(batches(24)))
+    # After three epochs Lightning puts the average in, and goes through a fourth for the statistics of BatchNorm.
+    state = module.state_dict() if over == "steps" else by_hand.steps[3 * 24]
+    for name, _ in module.named_parameters():
+        if over == "steps":
+            expected = by_hand.steps[0][name]
+            for values in by_hand.steps[1:]:
+                expected = expected.lerp(values[name], 0.1)
+        else:
+            expected = sum(values[name] for values in by_hand.epochs[:3]) / 3
+        assert state[name].dtype is torch.float32
+        assert torch.allclose(state[name], expected, atol=1e-6), name

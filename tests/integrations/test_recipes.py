@@ -12,6 +12,7 @@ from snippets import ROOT, blocks, snippets
 from torch.nn.functional import cross_entropy, mse_loss
 
 import mpinit
+from mpinit.integrations.transformers import enable
 
 PAGE = ROOT / "docs" / "how-to" / "recipes.md"
 RECIPES = {snippet.mark: snippet for snippet in snippets(PAGE)}
@@ -116,3 +117,28 @@ def test_a_trainer_of_another_library_learns_as_it_does_in_float32(
 
         again = SentenceTransformer(f"{names['folder']}/final", device="cpu").state_dict()
         assert all(torch.equal(value, again[name]) for name, value in masters.items())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_preferences_are_learnt_by_adapters_with_checkpointed_activations(reentrant: bool, tmp_path: Path) -> None:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    losses = []
+    for level in (None, "O5"):
+        names = names_of("trl", tmp_path)
+        pairs = {"prompt": ["a b", "c d"] * 8, "chosen": [" e f", " g h"] * 8, "rejected": [" h h", " a a"] * 8}
+        how = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+        args = trl.DPOConfig(str(tmp_path), bf16=False, max_steps=12, report_to="none", learning_rate=2e-2, **how)
+        data = datasets.Dataset.from_dict(pairs)
+        trainer = trl.DPOTrainer(
+            names["model"],
+            args=args,
+            train_dataset=data,
+            processing_class=names["tokenizer"],
+            peft_config=names["lora"],
+        )
+        if level is not None:
+            enable(trainer, level, verbosity=0)
+        trainer.train()
+        losses.append(trainer.state.log_history[-1]["train_loss"])
+    assert next(trainer.model.parameters()).dtype is torch.bfloat16
+    assert losses[0] < 0.68 and losses[1] == pytest.approx(losses[0], rel=0.02)
