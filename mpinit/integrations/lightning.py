@@ -76,8 +76,9 @@ class MixedPrecision(Precision):  # type: ignore[misc]
             amp.add_optimizers(optimizers)
         for scheduler in [config.scheduler for config in lr_schedulers if config.interval == "step"]:
             self._undos.push(wait_for_steps(scheduler, amp.step_was_skipped))
-        trainer: Any = model.trainer
-        for callback in [each for each in trainer.callbacks if isinstance(each, _AVERAGERS)]:
+        # Under DDP the model is its wrapper.
+        module: Any = next(each for each in model.modules() if isinstance(each, _lightning.LightningModule))
+        for callback in [each for each in module.trainer.callbacks if isinstance(each, _AVERAGERS)]:
             for name in map("on_{}".format, _HOOKS):
                 self._undos.set_attribute(callback, name, _in_float32(getattr(callback, name)))
         return model, optimizers, lr_schedulers

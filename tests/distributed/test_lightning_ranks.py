@@ -1,4 +1,4 @@
-"""Lightning's Trainer on two processes beside DDP and a loop by hand."""
+"""Lightning's Trainer on two processes, with its average of weights, beside DDP and a loop by hand."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from loops import Batch, backward, batches, mlp
 from processes import ranks
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import mpinit
 
@@ -52,17 +53,22 @@ def by_hand(level: dict[str, Any]) -> dict[str, torch.Tensor]:
     optimizer = module.configure_optimizers()
     mpinit.initialize(module, optimizer, verbosity=0, **level)
     parallel = DistributedDataParallel(module)
+    average: Any = None
     for x, y in batches(10, seed=dist.get_rank()):
         optimizer.zero_grad()
         backward(mse_loss(parallel(x), y), optimizer)
         mpinit.clip_grad_norm_(optimizer, 0.5)
         optimizer.step()
+        with mpinit.float32_weights(module):
+            average = average or AveragedModel(module, avg_fn=get_ema_avg_fn(0.9))
+            average.update_parameters(module)
     mpinit.undo(module)
-    return module.state_dict()
+    return average.module.state_dict()
 
 
 @ranks(2, long=[("O2",), ("O5",)])
 def test_two_processes_have_the_bits_of_ddp_by_hand(level: str) -> None:
+    from lightning.pytorch.callbacks import EMAWeightAveraging
     from lightning.pytorch.strategies import DDPStrategy
 
     from mpinit.integrations.lightning import MixedPrecision
@@ -76,6 +82,7 @@ def test_two_processes_have_the_bits_of_ddp_by_hand(level: str) -> None:
             **{"accelerator": "cpu", "devices": 2, "max_epochs": 1, "gradient_clip_val": 0.5, **quiet},
             **{"strategy": DDPStrategy(process_group_backend="gloo"), "use_distributed_sampler": False},
             plugins=[MixedPrecision(verbosity=0, **LEVELS[level])],
+            callbacks=[EMAWeightAveraging(decay=0.9, use_buffers=False)],
         )
         trainer.fit(module)
     assert_same(module.state_dict(), by_hand(LEVELS[level]))
