@@ -69,7 +69,7 @@ class PatchedForward:
         self.owner: object = None
         self.weights = weights
         # Whether calls that need no cast go to the class's own forward.
-        self.is_direct = is_part and weights is None and self.inner is None and name == "forward"
+        self.is_direct = is_part and self.inner is None and name == "forward"
 
     @property
     def run(self) -> types.MethodType:
@@ -150,14 +150,14 @@ class PatchedForward:
 
 def _run(self: PatchedForward, first: Any = _ABSENT, /, *args: Any, **kwargs: Any) -> Any:
     # Every module of a model comes through here, with one argument nearly always.
-    if self.is_direct and not args and not kwargs and first is not _ABSENT and here.dtype is self.boundary.inner_dtype:
-        module = self.module
-        return type(module).forward(module, first)
-    if (
-        here.dtype is self.boundary.inner_dtype
-        and (self.is_part or here.module is self.module)
-        and (self.weights is None or self.weights.are_in)
-    ):
+    if here.dtype is self.boundary.inner_dtype and (self.weights is None or self.weights.are_in):
+        if self.is_direct and not args and not kwargs and first is not _ABSENT:
+            module = self.module
+            return type(module).forward(module, first)
+        is_inside = self.is_part or here.module is self.module
+    else:
+        is_inside = False
+    if is_inside:
         return self._inner()(*(args if first is _ABSENT else (first, *args)), **kwargs)
     return self._from_outside(args if first is _ABSENT else (first, *args), kwargs)
 

@@ -8,10 +8,11 @@ forward makes its casts anew, as autocast does.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, Final, final
 
 import torch
@@ -26,6 +27,7 @@ _TENSOR_DATA: Final[Any] = torch.Tensor.data
 _TENSOR_DETACH: Final[Any] = torch.Tensor.detach
 _COMPUTING: Final = (WeightNorm, SpectralNorm)
 _VERSION: Final[Any] = attrgetter("_version")
+_times: Final = itertools.count(1)
 _FLAT_WEIGHTS: Final = ("_flat_weights", "_flat_weight_refs")
 
 
@@ -36,92 +38,115 @@ class CastParameter(nn.Parameter):
     """
 
     handed_out = False
+    # Another number each time that memory of any cast is given out.
+    last_time = 0
     parameter: nn.Parameter
+
+    def _hand_out(self) -> None:
+        self.handed_out = True
+        CastParameter.last_time = next(_times)
 
     @property
     def data(self) -> torch.Tensor:
         """The numbers, outside of autograd's view."""
-        self.handed_out = True
+        self._hand_out()
         values: torch.Tensor = _TENSOR_DATA.__get__(self)
         return values
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        self.handed_out = True
+        self._hand_out()
         _TENSOR_DATA.__set__(self, values)
 
     def detach(self) -> torch.Tensor:
         """The numbers, without their graph."""
-        self.handed_out = True
+        self._hand_out()
         values: torch.Tensor = _TENSOR_DETACH(self)
         return values
 
 
 @final
 class _Standing:
-    """The casts that stand in one module.
+    """The casts that stand in modules which one forward has entered; another thread's may enter some of them.
 
     Attributes:
-        outside, inside: name -> the parameter, and its cast.
-        forwards: those that run inside the module or around it, in all threads.
+        slots: the places that casts stand in: a module's ``_parameters``, and a name there.
+        outside, inside: for each slot the parameter, and its cast.
+        forwards: those that run inside the modules or around them, in all threads.
     """
 
-    __slots__ = ("_flat_outside", "_versions", "_versions_outside", "forwards", "inside", "module", "outside")
+    __slots__ = ("_flat", "_time", "_versions", "dtype", "forwards", "inside", "modules", "outside", "slots")
 
-    def __init__(self, module: nn.Module, outside: dict[str, nn.Parameter], forwards: set[object]) -> None:
-        self.module = module
-        self.outside = outside
-        self.forwards = forwards
-        self.inside: dict[str, torch.Tensor] = {}
-        self._versions: list[int] = []
-        self._versions_outside: list[int] = []
-        self._flat_outside: dict[str, Any] = {}
+    def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype, forwards: Iterable[object]) -> None:
+        found = _to_be_cast(modules, dtype)
+        self.dtype = dtype
+        self.forwards = set(forwards)
+        self.modules = [module for module in modules if module._parameters]
+        self.slots = [(parameters, name) for parameters, name, _ in found]
+        self.outside = [parameter for *_, parameter in found]
+        self.inside: list[torch.Tensor] = []
+        self._flat: dict[nn.RNNBase, dict[str, Any]] = {}
+        self._time = 0
+        self._versions: tuple[list[int], list[int]] = [], []
 
     def put_in(self, casts: Mapping[int, torch.Tensor]) -> None:
         """Put casts, found by their parameters' ids, in the places of the parameters."""
-        module = self.module
-        self.inside = {name: casts[id(parameter)] for name, parameter in self.outside.items()}
-        self._remember_versions()
-        if isinstance(module, nn.RNNBase):
-            self._flat_outside = self._flat_outside or {name: vars(module)[name] for name in _FLAT_WEIGHTS}
-            module._parameters.update(self.inside)  # type: ignore[arg-type]
-            module._init_flat_weights()
-            self._remember_versions()
-        else:
-            module._parameters.update(self.inside)  # type: ignore[arg-type]
+        self.inside = [casts[id(parameter)] for parameter in self.outside]
+        self._remember()
+        for (parameters, name), cast in zip(self.slots, self.inside, strict=True):
+            parameters[name] = cast
+        for module in self.modules:
+            if isinstance(module, nn.RNNBase):
+                self._flat.setdefault(module, {name: vars(module)[name] for name in _FLAT_WEIGHTS})
+                module._init_flat_weights()
+                self._remember()  # cudnn's layout was written
 
-    def _remember_versions(self) -> None:
-        self._versions = _versions(self.inside.values())
-        self._versions_outside = _versions(self.outside.values())
+    def _remember(self) -> None:
+        self._time = CastParameter.last_time
+        self._versions = _versions(self.inside), _versions(self.outside)
 
     def bring_back(self) -> None:
         """Write to the parameters what was written to their casts; one that was written itself counts as it is."""
-        casts = self.inside.values()
-        written = [now != before for now, before in zip(_versions(casts), self._versions, strict=False)]
-        if not any(written) and not any(getattr(cast, "handed_out", False) for cast in casts):
+        before, before_outside = self._versions
+        now = _versions(self.inside)
+        if now == before and CastParameter.last_time == self._time:
             return
-        outside = zip(_versions(self.outside.values()), self._versions_outside, strict=False)
-        for (name, cast), (now, before) in zip(self.inside.items(), outside, strict=False):
-            if now == before:
-                _write_back(self.outside[name], cast)
+        now_outside = _versions(self.outside)
+        for index, (parameter, cast) in enumerate(zip(self.outside, self.inside, strict=True)):
+            was_written = now[index] != before[index] or getattr(cast, "handed_out", False)
+            if was_written and now_outside[index] == before_outside[index]:
+                _write_back(parameter, cast)
 
     def take_out(self) -> None:
         """Put the parameters back in their places."""
-        parameters: dict[str, Any] = self.module._parameters
-        if all(map(is_, map(parameters.get, self.inside), self.inside.values())):
-            parameters.update(self.outside)
-        else:
-            self._take_out_of_changed(parameters)
-        vars(self.module).update(self._flat_outside)
-
-    def _take_out_of_changed(self, parameters: dict[str, Any]) -> None:
-        for name, parameter in self.outside.items():
+        for (parameters, name), parameter, cast in zip(self.slots, self.outside, self.inside, strict=True):
             present = parameters.get(name)
-            if name not in self.inside or present is self.inside[name]:
+            if present is cast:
                 parameters[name] = parameter
-            elif present is not None and present.dtype is self.inside[name].dtype and present.is_leaf:
+            elif present is not None and present.dtype is self.dtype and present.is_leaf:
                 # Another parameter, made of 16-bit numbers: the truth is float32.
                 _TENSOR_DATA.__set__(present, _TENSOR_DATA.__get__(present).float())
+        for module, flat in self._flat.items():
+            vars(module).update(flat)
+
+    def apart(self) -> dict[nn.Module, _Standing]:
+        """The same for each of the modules by itself."""
+        parts = {module: _Standing([], self.dtype, self.forwards) for module in self.modules}
+        owners = {id(module._parameters): part for module, part in parts.items()}
+        for module, part in parts.items():
+            part.modules, part._time = [module], self._time
+        for slot, parameter, cast, *versions in zip(
+            self.slots, self.outside, self.inside, *self._versions, strict=True
+        ):
+            part = owners[id(slot[0])]
+            part.slots.append(slot)
+            part.outside.append(parameter)
+            part.inside.append(cast)
+            for column, version in zip(part._versions, versions, strict=True):
+                column.append(version)
+        for module, flat in self._flat.items():
+            parts[module]._flat[module] = flat
+        return parts
 
 
 class _Thread(threading.local):
@@ -174,28 +199,25 @@ class ForwardWeights:
             for name, values in computed.items():
                 setattr(self.module, name, values)
             with _lock:
-                for module in entered:
-                    _leave(module, forward)
+                _leave(entered, forward)
 
     def _put_in(self, forward: object, entered: list[nn.Module]) -> None:
-        standing: list[_Standing] = []
-        for module in self._modules():
-            if module in _thread.inside:
-                continue
-            entered.append(module)
-            _thread.inside[module] = forward
-            if module._parameters:
-                known = _standing.get(module)
-                outside = self._to_be_cast(module._parameters) if known is None else known.outside
-                if known is not None:
-                    known.bring_back()
-                    known.forwards.add(forward)
-                    standing.append(known)
-                elif outside:
-                    standing.append(_Standing(module, outside, {forward}))
-        casts = self._made({id(p): p for each in standing for p in each.outside.values()})
+        inside = _thread.inside
+        entered += [module for module in self._modules() if module not in inside]
+        inside.update(dict.fromkeys(entered, forward))
+        # What another thread's forward has entered, each module by itself: it may leave some of them before this one.
+        shared = [module for module in entered if module in _standing]
+        for module in shared:
+            if len(_standing[module].modules) > 1:
+                _standing.update(_standing[module].apart())
+        standing = [_standing[module] for module in shared]
         for each in standing:
-            _standing[each.module] = each
+            each.bring_back()
+            each.forwards.add(forward)
+        standing.append(_Standing([module for module in entered if module not in _standing], self.dtype, [forward]))
+        casts = _casts_of(standing, self.dtype)
+        _standing.update(dict.fromkeys(standing[-1].modules, standing[-1]))
+        for each in standing:
             each.put_in(casts)
 
     def _modules(self) -> list[nn.Module]:
@@ -209,45 +231,17 @@ class ForwardWeights:
                 left += module._modules.values()
         return list(found)
 
-    def _to_be_cast(self, parameters: Mapping[str, Any]) -> dict[str, nn.Parameter]:
-        return {
-            name: parameter
-            for name, parameter in parameters.items()
-            if parameter is not None and parameter.dtype is not self.dtype and parameter.is_floating_point()
-        }
-
-    def _made(self, parameters: dict[int, nn.Parameter]) -> dict[int, torch.Tensor]:
-        if not computes_at_once():
-            return {key: parameter.to(self.dtype) for key, parameter in parameters.items()}
-        ordinary = {key: parameter for key, parameter in parameters.items() if _is_ordinary(parameter)}
-        # With a graph always: a forward in another thread may train with what stands in the model.
-        with torch.inference_mode(False), torch.enable_grad():
-            casts = casts_with_float32_gradients(list(ordinary.values()), self.dtype)
-        made = dict(zip(ordinary, casts, strict=True))
-        for key, parameter in parameters.items():
-            if key in made:
-                made[key].__class__ = CastParameter
-                made[key].parameter = parameter  # type: ignore[attr-defined]
-            else:
-                made[key] = parameter.to(self.dtype)
-        return made
-
     @contextmanager
     def cast_traced(self) -> Iterator[None]:
         """:meth:`cast` for torch.compile: the casts are a part of the graph."""
-        outside: list[tuple[dict[str, Any], dict[str, nn.Parameter]]] = []
-        for module in self._modules():
-            if module._parameters:
-                outside.append((module._parameters, self._to_be_cast(module._parameters)))
-        for parameters, own in outside:
-            for name, parameter in own.items():
-                parameters[name] = parameter.to(self.dtype)
+        outside = _to_be_cast(self._modules(), self.dtype)
+        for parameters, name, parameter in outside:
+            parameters[name] = parameter.to(self.dtype)
         try:
             yield
         finally:
-            for parameters, own in outside:
-                for name, parameter in own.items():
-                    parameters[name] = parameter
+            for parameters, name, parameter in outside:
+                parameters[name] = parameter
 
     def _cast_computed(self, computed: dict[str, torch.Tensor]) -> None:
         """The module's own pre-hooks ran outside: what weight_norm and pruning have computed there is float32."""
@@ -272,15 +266,17 @@ class ForwardWeights:
         return None, {"module": self.module, "dtype": self.dtype, "_kept": kept}
 
 
-def _leave(module: nn.Module, forward: object) -> None:
-    _thread.inside.pop(module, None)
-    standing = _standing.get(module)
-    if standing is not None:
+def _leave(entered: Iterable[nn.Module], forward: object) -> None:
+    inside = _thread.inside
+    for module in entered:
+        inside.pop(module, None)
+    for standing in dict.fromkeys(_standing[module] for module in entered if module in _standing):
         standing.forwards.discard(forward)
         standing.bring_back()
         if not standing.forwards:
             standing.take_out()
-            del _standing[module]
+            for module in standing.modules:
+                del _standing[module]
 
 
 def renew_casts() -> None:
@@ -288,28 +284,51 @@ def renew_casts() -> None:
     if not _thread.inside:
         return
     with _lock:
-        standing = [_standing[module] for module in _thread.inside if module in _standing]
-        for dtype in dict.fromkeys(cast.dtype for each in standing for cast in each.inside.values()):
-            weights = ForwardWeights(standing[0].module, dtype, ())
-            members = [each for each in standing if next(iter(each.inside.values())).dtype is dtype]
+        standing = dict.fromkeys(_standing[module] for module in _thread.inside if module in _standing)
+        for dtype in dict.fromkeys(each.dtype for each in standing):
+            members = [each for each in standing if each.dtype is dtype]
             for each in members:
                 each.bring_back()
-            casts = weights._made({id(p): p for each in members for p in each.outside.values()})
+            casts = _casts_of(members, dtype)
             for each in members:
                 each.put_in(casts)
 
 
-def _is_ordinary(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is dense, in this process as a whole, and not computed."""
-    return type(parameter) is nn.Parameter and parameter.is_leaf and not parameter.is_inference()
+def _to_be_cast(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
+    """The floating parameters of another type: whose they are, their names, and they."""
+    return [
+        (module._parameters, name, parameter)
+        for module in modules
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.dtype is not dtype and parameter.is_floating_point()
+    ]
 
 
-def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """What tells whether tensors have been written to in place."""
+def _casts_of(standing: Iterable[_Standing], dtype: torch.dtype) -> dict[int, torch.Tensor]:
+    """The parameter's id -> its cast."""
+    parameters = {id(parameter): parameter for each in standing for parameter in each.outside}
+    if not computes_at_once():
+        return {key: parameter.to(dtype) for key, parameter in parameters.items()}
+    # With a graph always: a forward in another thread may train with what stands in the model.
+    with torch.inference_mode(False), torch.enable_grad():
+        casts = casts_with_float32_gradients(list(parameters.values()), dtype)
+    made: dict[int, torch.Tensor] = {}
+    for (key, parameter), cast in zip(parameters.items(), casts, strict=True):
+        if cast is None:
+            made[key] = parameter.to(dtype)
+        else:
+            made[key] = cast
+            cast.__class__ = CastParameter
+            cast.parameter = parameter  # type: ignore[attr-defined]
+    return made
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """What tells whether tensors have been written to in place; those of inference mode count nothing."""
     try:
         return list(map(_VERSION, tensors))
-    except RuntimeError:  # those of inference mode count nothing
-        return []
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 @torch.no_grad()

@@ -10,10 +10,14 @@ No upstream report was found. In torch 2.11 to 2.13; it can go when ``grad_dtype
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
+from torch import nn
+
+from .one_pass import NATIVE
 
 _TENSOR_DATA: Final[Any] = torch.Tensor.data
 # As many float32 numbers as a bucket of DistributedDataParallel holds: 25 MiB.
@@ -33,7 +37,7 @@ class _Recorded(torch.autograd.Function):
         return None, *gradients
 
 
-def casts_with_float32_gradients(parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+def casts_with_float32_gradients(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor | None]:
     """``[parameter.to(dtype) for parameter in parameters]``, with gradients that are added up in the parameters' type.
 
     All are cast by one kernel, and one node of the graph stands for 25 MiB of parameters: their gradients arrive
@@ -42,19 +46,28 @@ def casts_with_float32_gradients(parameters: Sequence[torch.Tensor], dtype: torc
     overlap the two.
 
     Args:
-        parameters: leaves, dense and in this process as a whole.
+        parameters: what is to be cast.
         dtype: a 16-bit type.
 
     Returns:
-        New tensors in memory of their own; with a graph where a parameter takes gradients and they are enabled.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.tensor([256.0]))
-        >>> (cast,) = casts_with_float32_gradients([weight], torch.bfloat16)
-        >>> sum([cast * 256, cast]).backward()
-        >>> weight.grad, cast.dtype
-        (tensor([257.]), torch.bfloat16)
+        New tensors in memory of their own; with a graph where a parameter takes gradients and they are enabled. None
+        where a parameter is of another class, computed, sparse or of inference mode.
     """
+    native = NATIVE.get()
+    if native is not None:
+        made: list[torch.Tensor | None] = native.casts(parameters, nn.Parameter, dtype, _NUMBERS_AT_A_TIME)
+        return made
+    is_ordinary = list(map(_is_ordinary, parameters))
+    casts = iter(_casts(list(itertools.compress(parameters, is_ordinary)), dtype))
+    return [next(casts) if is_one else None for is_one in is_ordinary]
+
+
+def _is_ordinary(parameter: torch.Tensor) -> bool:
+    is_dense = type(parameter) is nn.Parameter and parameter.layout is torch.strided
+    return is_dense and parameter.is_leaf and not parameter.is_inference()
+
+
+def _casts(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
     plain = list(map(_TENSOR_DATA.__get__, parameters))
     casts = [torch.empty_like(values, dtype=dtype) for values in plain]
     if casts:

@@ -1,5 +1,5 @@
 // Steps of SGD, Adam and AdamW over float32 weights and masters of 16-bit ones, full and split, and the encodings of
-// states, in one pass over memory.
+// states, in one pass over memory. And casts of many parameters, in one call.
 //
 // The operations of torch that the same step would run are the specification, to the bit: each rounding here is one of
 // theirs, in their order. Built with -ffp-contract=off; where they multiply and add in one rounding, fused() does.
@@ -10,10 +10,15 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/sqrt.h>
 #include <c10/util/Half.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
 
 #ifdef __F16C__
 #include <immintrin.h>
@@ -26,6 +31,8 @@
 #include <cstring>
 #include <exception>
 #include <limits>
+#include <memory>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -729,7 +736,80 @@ PyObject* are_finite(PyObject*, PyObject* given) {
   });
 }
 
+// -- casts of parameters ------------------------------------------------------------------------------------------------
+
+namespace autograd = torch::autograd;
+
+// What casts were recorded with: their gradients, which autograd has brought into the parameters' type, are passed on.
+struct Passed : autograd::Node {
+  autograd::variable_list apply(autograd::variable_list&& gradients) override { return std::move(gradients); }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
+  autograd::variable_list apply_with_saved(
+      const autograd::variable_list& gradients, torch::dynamo::autograd::SwapSavedVariables&) override {
+    return gradients;
+  }
+};
+
+using Recorded = decltype(autograd::Edge::function);  // another pointer since torch 2.13
+
+template <class Kind, class Pointer>
+Pointer new_node() {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<autograd::Node>>) return std::make_shared<Kind>();
+  else return c10::make_intrusive<Kind>();
+}
+
+// casts(parameters, kind, dtype, numbers): of each, or None where it is not of that class, computed or sparse; one node
+// of the graph stands for so many numbers.
+PyObject* casts(PyObject*, PyObject* arguments) {
+  PyObject *given, *kind, *dtype;
+  Py_ssize_t numbers;
+  if (!PyArg_ParseTuple(arguments, "O!OO!n", &PyList_Type, &given, &kind, &THPDtypeType, &dtype, &numbers))
+    return nullptr;
+  return guarded([&]() -> PyObject* {
+    const Py_ssize_t count = PyList_GET_SIZE(given);
+    std::vector<at::Tensor> from, to;
+    std::vector<bool> is_ordinary;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      PyObject* item = PyList_GET_ITEM(given, i);
+      is_ordinary.push_back(reinterpret_cast<PyObject*>(Py_TYPE(item)) == kind && THPVariable_Check(item));
+      if (!is_ordinary[i]) continue;
+      const at::Tensor& parameter = THPVariable_Unpack(item);
+      is_ordinary[i] = parameter.layout() == at::kStrided && parameter.is_leaf() && !parameter.is_inference();
+      if (is_ordinary[i]) from.push_back(parameter);
+    }
+    {
+      at::AutoDispatchBelowADInplaceOrView guard;
+      const at::ScalarType type = reinterpret_cast<THPDtype*>(dtype)->scalar_type;
+      for (const at::Tensor& each : from) to.push_back(at::empty_like(each, each.options().dtype(type)));
+      if (!from.empty()) at::_foreach_copy_(to, from);
+    }
+    Recorded node;
+    int64_t recorded = 0;
+    for (size_t i = 0; i < from.size() && at::GradMode::is_enabled(); ++i) {
+      if (!from[i].requires_grad()) continue;
+      if (node == nullptr || recorded + from[i].numel() > numbers) {
+        node = new_node<Passed, Recorded>();
+        recorded = 0;
+      }
+      recorded += from[i].numel();
+      // As what the parameter is, not the cast: gradients arrive in this type.
+      const uint32_t place = node->add_input_metadata(from[i]);
+      node->add_next_edge(autograd::impl::gradient_edge(from[i]));
+      autograd::impl::set_gradient_edge(to[i], {node, place});
+    }
+    PyObject* made = PyList_New(count);
+    size_t next = 0;
+    for (Py_ssize_t i = 0; i < count && made != nullptr; ++i) {
+      PyObject* wrapped = is_ordinary[i] ? THPVariable_Wrap(to[next++]) : Py_NewRef(Py_None);
+      if (wrapped == nullptr) Py_CLEAR(made);
+      else PyList_SET_ITEM(made, i, wrapped);
+    }
+    return made;
+  });
+}
+
 PyMethodDef methods[] = {
+    {"casts", casts, METH_VARARGS, nullptr},
     {"step", step, METH_VARARGS, nullptr},
     {"are_finite", are_finite, METH_O, nullptr},
     {"encode", encode, METH_VARARGS, nullptr},

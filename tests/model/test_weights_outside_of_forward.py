@@ -194,6 +194,47 @@ def test_a_forward_in_another_thread_does_not_keep_training_on_its_casts() -> No
     torch.testing.assert_close(losses, [losses[0], losses[0] - 0.4, losses[0] - 0.8], atol=0.02, rtol=0)
 
 
+@pytest.mark.parametrize("part_ends_first", [True, False])
+def test_a_part_runs_in_another_thread_than_its_model(part_ends_first: bool) -> None:
+    torch.manual_seed(0)
+    parts = [Slow() for _ in range(2)]
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), parts[0], nn.Linear(1, 4), parts[1])
+    parts[0].requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    start(model)
+    model.eval()
+    x = torch.randn(3, 4)
+    expected, of_part = model(x).detach(), parts[0](x).detach()
+    found: dict[str, Tensor] = {}
+
+    def evaluate(name: str, module: nn.Module) -> None:
+        with torch.no_grad():
+            found[name] = module(x)
+
+    # The model waits in its first part, and the other waits there, too, or in the second.
+    whole = threading.Thread(target=evaluate, args=("whole", model))
+    whole.start()
+    assert parts[0].entered.wait(10)
+    parts[0].entered.clear()
+    part = threading.Thread(target=evaluate, args=("part", parts[0]))
+    part.start()
+    assert parts[0].entered.wait(10)
+    if part_ends_first:
+        parts[0].go_on.set()
+        part.join()
+        parts[1].go_on.set()
+    else:
+        parts[1].go_on.set()
+        parts[0].go_on.set()
+        whole.join()
+    whole.join()
+    part.join()
+    assert torch.equal(found["whole"], expected) and torch.equal(found["part"], of_part)
+    is_float32_outside(model)
+    mpinit.undo(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if "num" not in name)
+
+
 def test_replicas_of_data_parallel_are_16_bit() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     start(model)

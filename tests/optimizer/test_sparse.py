@@ -58,11 +58,12 @@ def optimizers_of(model: Words, name: str) -> list[Optimizer]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "model"])
 def test_sparse_embeddings_train_like_float32(level: str, dtype: torch.dtype, name: str) -> None:
     model, reference = Words(), Words()
     optimizers, plain = optimizers_of(model, name), optimizers_of(reference, name)
-    mpinit.initialize(model, optimizers, **keywords(level, dtype))
+    more = {"master_weights": "model"} if level == "model" else {}
+    mpinit.initialize(model, optimizers, **keywords("O2" if more else level, dtype), **more)
     for batch in words(6):
         for one in (*optimizers, *plain):
             one.zero_grad()

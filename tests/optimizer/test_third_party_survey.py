@@ -9,6 +9,8 @@ from third_party_makers import PACKAGES
 
 # Its eval() looks states up by the addresses of parameters, and raises: split masters have others in every step.
 KNOWN = {(name, run): "wrong: KeyError" for name in ("SFAdamW", "MSAMLaProp") for run in RUNS if "split" in run}
+# Seldom, by the last bit of one number: its matrix products depend on where in memory the matrices lie.
+KNOWN["kron", "split"] = "wrong: step 8: masters 0: off by 1.49e-08"
 
 
 @pytest.mark.nightly
