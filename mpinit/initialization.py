@@ -83,7 +83,7 @@ def initialize(
         num_losses: how many losses have a scaler of their own (``loss_id`` of :func:`scale_loss`).
         min_loss_scale, max_loss_scale: limits of dynamic scaling. Default none and 2**24.
         config: a TOML file's path or a mapping with the same keys; keywords beat it, it beats the level.
-        verbosity: 0 nothing, 1 one log line, 2 every first-seen cast of O1 at debug level.
+        verbosity: 0 nothing, 1 and above one log line. :func:`mpinit.explain` says what O1 casts.
         process_group: a process group (of ``torch.distributed``) of ranks whose steps are one, though their
             gradients are not: pipeline stages, models sharded over different meshes, gradients that are averaged by
             hand. All of them skip a step where one overflowed. Default: the ranks that parameters are sharded

@@ -193,7 +193,7 @@ class Session:
             float32_state.install(self.models)
             hide_gradients(self, _weights, self._undos)
         if plan.patch_functions:
-            push(functions.apply(plan, verbose=self.verbosity > 1, owner=self))
+            push(functions.apply(plan, owner=self))
         push(functools.partial(casting.rebuild_flat_weights, self.models))
         if selected.gathered:
             push(gather_in(self.models, selected.gathered))

@@ -101,8 +101,8 @@ def start_casts() -> Iterator[StartCasts]:
     """O1's casts alone, without a session; called twice, twice as deep."""
     undos: list[Undo] = []
 
-    def run(verbose: bool = False, **overrides: Any) -> Undo:
-        undos.append(functions.apply(o1_plan(**overrides), verbose))
+    def run(**overrides: Any) -> Undo:
+        undos.append(functions.apply(o1_plan(**overrides)))
         return undos[-1]
 
     yield run

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..basics.dtypes import LOWER_PRECISION
 from ..basics.trees import cast_tree
@@ -279,17 +280,7 @@ def _dtype_for(cast: Cast, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tor
     if cast is Cast.FP32:
         return torch.float32
     found: list[torch.dtype] = []
-    for leaf in _leaves((*args, *kwargs.values())):
+    for leaf in tree_leaves((args, kwargs)):
         for device in on:
             found_dtypes(leaf, device, found)
     return widest(found)
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, Mapping):
-        tree = tuple(tree.values())
-    if isinstance(tree, (list, tuple)):
-        for branch in tree:
-            yield from _leaves(branch)
-    else:
-        yield tree

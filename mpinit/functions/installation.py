@@ -22,7 +22,6 @@ from ..torch_internals.native_autocast import ThreadCasts, call_without_casts, d
 from .cast_lists import APEX_POLICY, TORCH_POLICY, Cast, wrapped_on
 from .casters import user_wrapper, wrapper
 from .earlier_imports import warn_of_torch_names
-from .observing import log_counts, observer
 
 _MARK: Final = "+mpinit"
 
@@ -48,7 +47,6 @@ class _Needs:
 
     policy: CastPolicy
     allow_banned: bool
-    verbose: bool
 
 
 class Installation:
@@ -66,12 +64,12 @@ class Installation:
         """What stands at ``owner.name``, or stood there before it was wrapped; None where there is nothing."""
         return self._originals.get((id(owner), name), getattr(owner, name, None))
 
-    def add(self, plan: Plan, verbose: bool, undos: UndoStack) -> None:
+    def add(self, plan: Plan, undos: UndoStack) -> None:
         """Serve one more session; the undo may come in any order among several."""
         token = object()
         with InterruptsHeld(), self._lock:
             undos.push(lambda: self._remove(token))
-            self._sessions[token] = _Needs(plan.cast_policy, plan.allow_banned, verbose)
+            self._sessions[token] = _Needs(plan.cast_policy, plan.allow_banned)
             self._refresh()
             if len(self._sessions) == 1:
                 warn_of_torch_names(self._wrapped_functions())
@@ -100,19 +98,14 @@ class Installation:
         sessions = self._sessions.values()
         # The namespaces are one: the stricter policy and the wider permission hold for all.
         apex = any(each.policy is CastPolicy.APEX for each in sessions)
-        needs = _Needs(
-            CastPolicy.APEX if apex else CastPolicy.TORCH,
-            any(each.allow_banned for each in sessions),
-            any(each.verbose for each in sessions),
-        )
+        policy = CastPolicy.APEX if apex else CastPolicy.TORCH
+        needs = _Needs(policy, any(each.allow_banned for each in sessions))
         stands = needs == self._installed if sessions else not self._undos
         if stands:
             return
         self._installed = None
         self._undos.unwind()
         self._originals.clear()
-        if not needs.verbose:
-            log_counts()
         if sessions:
             self._install(needs)
             self._installed = needs
@@ -155,12 +148,11 @@ def _wrappers(needs: _Needs) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     for row in APEX_POLICY if needs.policy is CastPolicy.APEX else TORCH_POLICY:
         devices = wrapped_on(row, present)
         shared: dict[int, Callable[..., Any]] = {}
-        for name in row.wraps if devices or needs.verbose else ():
+        for name in row.wraps if devices else ():
             owner, attribute = resolve_owner(name)
             original = getattr(owner, attribute)
             if id(original) not in shared:
-                function = wrapper(row, name, original, devices, needs.allow_banned)
-                shared[id(original)] = observer(row, name, function, present) if needs.verbose else function
+                shared[id(original)] = wrapper(row, name, original, devices, needs.allow_banned)
             yield owner, attribute, shared[id(original)]
 
 
@@ -260,7 +252,7 @@ INSTALLATION: Final = Installation()
 _dropped: Final[list[Undo]] = []
 
 
-def apply(plan: Plan, verbose: bool = False, owner: object = None) -> Undo:
+def apply(plan: Plan, owner: object = None) -> Undo:
     """Make torch's functions follow the cast policy, and switch casts on for this thread where the plan says so.
 
     The engine is torch's own autocast; wrappers are put only around names that a device present does not have on its
@@ -269,7 +261,6 @@ def apply(plan: Plan, verbose: bool = False, owner: object = None) -> Undo:
 
     Args:
         plan: what to do; called only where ``plan.patch_functions``.
-        verbose: log the first cast of each kind, and how many there were, at the level DEBUG.
         owner: with it the casts end: where it is dropped, they go off, and what is in the namespaces at the next
             call. None: they end with the undo alone.
 
@@ -283,7 +274,7 @@ def apply(plan: Plan, verbose: bool = False, owner: object = None) -> Undo:
     undos = UndoStack()
     casts = ThreadCasts()
     try:
-        INSTALLATION.add(plan, verbose, undos)
+        INSTALLATION.add(plan, undos)
         if plan.cast_scope is CastScope.THREAD:
             undos.push(functools.partial(_end, casts))
             casts.begin(plan.function_dtype)

@@ -1,4 +1,4 @@
-"""Installing the casts and putting everything back; where casts are on, thread by thread; verbose mode."""
+"""Installing the casts and putting everything back; where casts are on, thread by thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_everything_is_back_after_the_last_of_several_sessions_in_any_order(orde
     before = namespace()
     undos = [
         apply(o1_plan()),
-        apply(o1_plan(patch_torch_functions_type=BF16, cast_policy="apex"), verbose=True),
+        apply(o1_plan(patch_torch_functions_type=BF16, cast_policy="apex")),
         apply(o1_plan(cast_scope="model", allow_banned=True)),
     ]
     for count, index in enumerate(order):
@@ -183,36 +183,7 @@ def test_forward_mode_derivatives(start_casts: StartCasts) -> None:
     assert (product.dtype, tangent.dtype) == (FP32, FP32)
 
 
-# -- verbose -----------------------------------------------------------------------------------------------------
-
-
-def test_verbose_mode_logs_each_cast_once_and_counts_at_the_end(
-    start_casts: StartCasts, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.DEBUG, "mpinit"):
-        undo = start_casts(verbose=True)
-        x = torch.ones(2, 2)
-        for _ in range(3):
-            y = F.linear(x, x)
-            y.softmax(-1)
-            y.exp().exp()
-        F.linear(y, y)
-        lines = [record.getMessage() for record in caplog.records]
-        assert lines == [
-            "cast: torch.nn.functional.linear from float32 to float16",
-            "cast: torch.Tensor.softmax from float16 to float32",
-            "cast: torch.Tensor.exp from float16 to float32",
-        ]
-        caplog.clear()
-        undo()
-    assert [record.getMessage() for record in caplog.records] == [
-        "casts: torch.nn.functional.linear from float32 to float16, 3 times",
-        "casts: torch.Tensor.softmax from float16 to float32, 3 times",
-        "casts: torch.Tensor.exp from float16 to float32, 3 times",
-    ]
-
-
-def test_quiet_mode_logs_nothing_and_wraps_no_native_function(
+def test_casts_log_nothing_and_wrap_no_native_function(
     start_casts: StartCasts, caplog: pytest.LogCaptureFixture
 ) -> None:
     linear = F.linear
