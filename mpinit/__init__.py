@@ -73,7 +73,7 @@ def install_as_apex() -> None:
     """Let ``from apex import amp`` and its kin, in this process, find mpinit's own equivalents.
 
     Call it before the first import of apex. Parts of an installed apex that are not ``apex.amp`` are used as they are.
-    What is covered, and what is not: ``mpinit check-apex script.py``.
+    Modules and names that are not covered are refused with what takes their place.
 
     Example:
         >>> import mpinit

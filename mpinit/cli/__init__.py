@@ -19,10 +19,9 @@ COMMANDS: Final = {
     "audit": "show what a training stores, in which types, and which weights cannot move",
     "convert": "turn a checkpoint of apex, torch.amp or mpinit into another's",
     "run": "run a script that was written for apex, unmodified",
-    "check-apex": "list which apex names a script uses and what covers them",
 }
 # A user's script shows its own errors; of the others what is raised is said in one line, with exit status 2.
-_SHOW_THEIR_OWN: Final = ("run", "check-apex")
+_SHOW_THEIR_OWN: Final = ("run",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

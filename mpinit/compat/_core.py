@@ -40,18 +40,6 @@ def share_overflow(optimizers: Sequence[Optimizer]) -> None:
             each.copy_(highest)
 
 
-def groups_of(optimizer: Optimizer) -> list[list[tuple[torch.nn.Parameter, torch.nn.Parameter]]]:
-    """An initialised optimizer's groups as pairs of a model's parameter and its master, which may be the same."""
-    managed = registry.session_of(optimizer).managed(optimizer)
-    master_of = dict(zip(map(id, managed.parameters()), managed.master_params(), strict=True))
-    return [[(p, master_of[id(p)]) for p in group["params"]] for group in optimizer.param_groups]
-
-
-def masters_to_weights(optimizer: Optimizer) -> None:
-    """Round every master that was written to into its weight."""
-    registry.session_of(optimizer).managed(optimizer).exposed.settle()
-
-
 def change_rule(scaler: Scaler, **numbers: Any) -> None:
     """Replace numbers of a scaler's rule: ``init_scale``, ``growth_interval``, ``min_scale``, ``max_scale``."""
     scaler.rule = dataclasses.replace(scaler.rule, **numbers)

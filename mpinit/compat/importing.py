@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Final
 
 from ..basics.logs import log
-from .coverage import MISSING
+from .missing import MISSING
 
 NAME: Final = "apex"
 FACE: Final = "mpinit.compat.apex"

@@ -1,4 +1,4 @@
-"""Nothing outside of mpinit/compat knows that apex existed: three doors lead there, and all open lazily."""
+"""Nothing outside of mpinit/compat knows that apex existed: two doors lead there, and both open lazily."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forked_runs import run_code
 import mpinit
 
 PACKAGE = Path(mpinit.__file__).parent
-DOORS = {"__init__.py": {"install_as_apex"}, "cli/run.py": {"run"}, "cli/check_apex.py": {"run"}}
+DOORS = {"__init__.py": {"install_as_apex"}, "cli/run.py": {"run"}}
 OUTSIDE = sorted(path for path in PACKAGE.rglob("*.py") if "compat" not in path.relative_to(PACKAGE).parts)
 
 # Names that only apex's amp gave to things.
@@ -40,7 +40,7 @@ def test_there_is_an_outside() -> None:
 
 
 @pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_the_three_doors_import_it_and_only_when_used(path: Path) -> None:
+def test_only_the_two_doors_import_it_and_only_when_used(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     allowed = DOORS.get(str(path.relative_to(PACKAGE)), set())
     inside = [
@@ -70,7 +70,6 @@ def test_importing_mpinit_does_not_import_it() -> None:
 FACE = sorted(path for path in (PACKAGE / "compat").rglob("*.py") if "bootstrap" not in path.parts)
 SHORT_LIST = {
     "amp": "the functions users call",
-    "functions.cast_lists": "the lists that scripts read and edit are printed from the policy",
 }
 # And these, which one module takes for all of them.
 CORE = {

@@ -62,11 +62,6 @@ def test_a_script_in_a_process_of_its_own_from_the_first() -> None:
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "passed\n")
 
 
-def test_cast_lists_edited_before_initialize() -> None:
-    done = run(str(SCRIPTS / "lists_edited.py"))
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", "passed\n")
-
-
 @pytest.mark.long
 def test_spawned_workers_find_apex_too() -> None:
     done = run(str(SCRIPTS / "spawning.py"), "--fp16", "-m", "x")

@@ -98,8 +98,8 @@ def test_the_walk_sees_the_imports_it_should() -> None:
 def test_imports_stay_in_the_folder_or_point_to_rows_below(name: str) -> None:
     folder = name.partition(".")[0]
     elsewhere = {target for target in EDGES[name] if target.partition(".")[0] != folder}
-    if name in ("", "__main__", "cli.run", "cli.check_apex"):
-        elsewhere -= {"cli", "compat", "compat.running", "compat.checking"}  # the faces are one row with compat
+    if name in ("", "__main__", "cli.run"):
+        elsewhere -= {"cli", "compat", "compat.running"}  # the faces are one row with compat
     upward = {target for target in elsewhere if row_of(target) >= row_of(name)}
     assert not upward, f"mpinit.{name} imports {upward} from its own row or above"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
-from ..coverage import MISSING
+from ..missing import MISSING
 from . import amp, multi_tensor_apply, normalization, optimizers, parallel
 
 __all__ = ["amp", "multi_tensor_apply", "normalization", "optimizers", "parallel"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from . import lists
 from ._amp_state import _amp_state, master_params
 from .amp import *  # noqa: F403 - its __all__ lists the names one by one
 from .amp import __all__ as _registration
@@ -14,7 +13,6 @@ __all__ = [
     "_amp_state",
     "disable_casts",
     "initialize",
-    "lists",
     "load_state_dict",
     "master_params",
     "scale_loss",

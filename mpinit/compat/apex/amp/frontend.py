@@ -10,7 +10,6 @@ from typing import Any
 from .... import amp as mp
 from ....basics.logs import log
 from ... import _core
-from . import lists
 from ._amp_state import _amp_state, training_session
 from .stash import attach
 
@@ -68,7 +67,6 @@ def initialize(
         )
     level: Any = opt_level  # one of them
     _end_earlier_sessions(_as_list(models), _as_list(optimizers))
-    lists.register_edits()
     with warnings.catch_warnings():
         if _amp_state.allow_incoming_model_not_fp32:
             warnings.simplefilter("ignore", UserWarning)
@@ -87,10 +85,7 @@ def initialize(
             min_loss_scale=min_loss_scale,
             max_loss_scale=max_loss_scale,
             # apex looks for overflows where the scale is dynamic, and nowhere else.
-            config={
-                **{"cast_policy": "apex", "skip_nonfinite": False},
-                "allow_banned": not lists.functional_overrides.BANNED_FUNCS,
-            },
+            config={"cast_policy": "apex", "skip_nonfinite": False},
         )
     for optimizer in _as_list(optimizers):
         attach(optimizer)

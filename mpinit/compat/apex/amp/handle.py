@@ -47,10 +47,6 @@ def scale_loss(
     is_known = any(_core.session_of(optimizer) is not None for optimizer in many)
     if _amp_state.disabled and not is_known:
         return nullcontext(loss)
-    for optimizer in many:
-        stash = getattr(optimizer, "_amp_stash", None)
-        if stash is not None:
-            stash.lazy_init_called = True
     later = delay_unscale or delay_overflow_check
     if len(many) == 1 or not is_known:
         return mp.scale_loss(loss, many, loss_id, delay_overflow_check=later)

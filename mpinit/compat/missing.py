@@ -1,0 +1,24 @@
+"""What apex has and mpinit's stand-in has not, and what takes its place: said where it is imported."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_LEVEL_1: Final = "mpinit.initialize(model, optimizer, opt_level='O1')"
+_LEVEL_2: Final = "mpinit.initialize(model, optimizer, opt_level='O2')"
+_LEVEL_3: Final = "mpinit.initialize(model, opt_level='O3', keep_batchnorm_fp32=True) or model.half()"
+
+MISSING: Final[dict[str, str]] = {
+    "apex.amp.init": _LEVEL_1,
+    "apex.amp.amp.init": _LEVEL_1,
+    "apex.amp.lists": "mpinit.register_half_function and its siblings, one call for each function",
+    "apex.amp.opt": "amp.scale_loss(loss, optimizer, loss_id=...) for each loss",
+    "apex.fp16_utils.convert_network": _LEVEL_3,
+    "apex.fp16_utils.network_to_half": _LEVEL_3,
+    "apex.fp16_utils.prep_param_lists": f"{_LEVEL_2} and mpinit.master_params(optimizer)",
+    "apex.fp16_utils": f"{_LEVEL_2} for FP16_Optimizer, masters and loss scalers, model.half() for network_to_half",
+    "apex.optimizers.FusedAdagrad": "torch.optim.Adagrad(fused=True)",
+    "apex.optimizers.fused_adagrad": "torch.optim.Adagrad(fused=True)",
+    "apex.optimizers.FusedNovoGrad": "FusedLAMB or torch.optim.AdamW",
+    "apex.optimizers.fused_novograd": "FusedLAMB or torch.optim.AdamW",
+}
