@@ -1,6 +1,6 @@
 """The plan: what will be done to the models, the functions and the optimizers. Inert and printable.
 
-Everything below this layer reads a Plan: it holds no None, no strings and no dtype names, so no question is asked again
+Everything below this layer reads a Plan: it holds no None and one spelling of everything, so no question is asked again
 what was meant.
 """
 
@@ -11,7 +11,7 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -39,28 +39,6 @@ _MASTERS: Final[dict[bool | str | None, Masters]] = {
     **{None: Masters.NONE, False: Masters.NONE, True: Masters.FULL},
     **{"split": Masters.SPLIT, "model": Masters.IN_MODEL},
 }
-
-
-class OptimizerStates(enum.Enum):
-    """What optimizers' states are between steps."""
-
-    FLOAT32 = enum.auto()
-    BFLOAT16 = enum.auto()
-    INT8 = enum.auto()
-
-
-class CastPolicy(enum.Enum):
-    """Which table of casts patched functions follow."""
-
-    TORCH = enum.auto()
-    APEX = enum.auto()
-
-
-class CastScope(enum.Enum):
-    """Where casts are on: for the calling thread, or only inside initialised models' forward."""
-
-    THREAD = enum.auto()
-    MODEL = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -113,11 +91,11 @@ class Plan:
         patch_functions: whether torch functions cast their arguments.
         function_dtype: the 16-bit type they run in.
         cast_policy: the table they follow.
-        cast_scope: where they do.
+        cast_scope: where they do: in the calling thread, or only inside initialised models' forward.
         allow_banned: whether functions banned in float16 run all the same.
         masters: how float32 masters are kept.
         split_bucket_bytes: float32 bytes materialised at a time by split masters.
-        optimizer_states: how optimizers' states are kept.
+        optimizer_state: what optimizers' states are between steps.
         gradient_release: whether parameters are stepped inside of backward passes.
         reduces_in_float32: whether DistributedDataParallel is to reduce 16-bit gradients in float32.
         scaling: the rule the loss scales follow.
@@ -133,12 +111,12 @@ class Plan:
     entry_points: tuple[str, ...]
     patch_functions: bool
     function_dtype: torch.dtype
-    cast_policy: CastPolicy
-    cast_scope: CastScope
+    cast_policy: Literal["torch", "apex"]
+    cast_scope: Literal["thread", "model"]
     allow_banned: bool
     masters: Masters
     split_bucket_bytes: int
-    optimizer_states: OptimizerStates
+    optimizer_state: Literal["float32", "bfloat16", "int8"]
     gradient_release: bool
     reduces_in_float32: bool
     scaling: ScalingRule
@@ -147,7 +125,7 @@ class Plan:
     def leaves_steps_alone(self) -> bool:
         """Whether nothing is done to losses, gradients and steps, as at O0."""
         is_scaled = self.scaling.skips or self.scaling.init_scale != 1.0
-        has_own = self.gradient_release or self.optimizer_states is not OptimizerStates.FLOAT32
+        has_own = self.gradient_release or self.optimizer_state != "float32"
         return self.masters is Masters.NONE and not (is_scaled or has_own or self.patch_functions)
 
 
@@ -169,12 +147,12 @@ def make_plan(props: Properties) -> Plan:
         entry_points=props.entry_points,
         patch_functions=props.patch_torch_functions,
         function_dtype=props.patch_torch_functions_type or torch.float16,
-        cast_policy=CastPolicy[props.cast_policy.upper()],
-        cast_scope=CastScope[props.cast_scope.upper()],
+        cast_policy=props.cast_policy,
+        cast_scope=props.cast_scope,
         allow_banned=props.allow_banned,
         masters=_MASTERS[props.master_weights] if casts_weights else Masters.NONE,
         split_bucket_bytes=props.split_bucket_bytes,
-        optimizer_states=OptimizerStates[props.optimizer_state.upper()],
+        optimizer_state=props.optimizer_state,
         gradient_release=props.gradient_release,
         reduces_in_float32=props.reduce_dtype is torch.float32,
         scaling=_scaling_rule(props),

@@ -41,7 +41,7 @@ from .optimizer.scope import Scope
 from .optimizer.state import cast_state, cast_states, with_wrapped, wrapped_by
 from .optimizer.step_counts import CountedOptimizer
 from .plan import Masters as MasterKind
-from .plan import OptimizerStates, Plan
+from .plan import Plan
 from .scaling.scaler import LossScaler
 from .torch_internals import encoder_fast_path
 from .torch_internals.compiling_with_gradients import hide_gradients
@@ -657,9 +657,9 @@ def _parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
 
 
 def _states_for(plan: Plan) -> EncodedStates | None:
-    if plan.optimizer_states is OptimizerStates.FLOAT32:
+    if plan.optimizer_state == "float32":
         return None
-    codec = Blockwise() if plan.optimizer_states is OptimizerStates.INT8 else BFloat16()
+    codec = Blockwise() if plan.optimizer_state == "int8" else BFloat16()
     return EncodedStates(codec, plan.split_bucket_bytes)
 
 

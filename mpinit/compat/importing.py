@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Final
 
 from ..basics.logs import log
-from .missing import MISSING
+from .missing import refuse_missing
 
 NAME: Final = "apex"
 FACE: Final = "mpinit.compat.apex"
@@ -64,11 +64,7 @@ class _Refusals(MetaPathFinder):
 
         ``from apex.optimizers import FusedNovoGrad`` comes here too: a name that a package lacks may be a module in it.
         """
-        name = NAME + fullname.removeprefix(FACE) if fullname.startswith(FACE) else fullname
-        if name in MISSING:
-            raise ImportError(
-                f"{name} is not part of the apex that mpinit provides. In its place, {MISSING[name]}", name=name
-            )
+        refuse_missing(NAME + fullname.removeprefix(FACE) if fullname.startswith(FACE) else fullname)
 
 
 def _forget(package: str) -> None:

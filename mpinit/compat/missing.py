@@ -4,21 +4,32 @@ from __future__ import annotations
 
 from typing import Final
 
-_LEVEL_1: Final = "mpinit.initialize(model, optimizer, opt_level='O1')"
 _LEVEL_2: Final = "mpinit.initialize(model, optimizer, opt_level='O2')"
 _LEVEL_3: Final = "mpinit.initialize(model, opt_level='O3', keep_batchnorm_fp32=True) or model.half()"
+_NORMS: Final = "apex.normalization.fused_layer_norm"
 
 MISSING: Final[dict[str, str]] = {
-    "apex.amp.init": _LEVEL_1,
-    "apex.amp.amp.init": _LEVEL_1,
     "apex.amp.lists": "mpinit.register_half_function and its siblings, one call for each function",
     "apex.amp.opt": "amp.scale_loss(loss, optimizer, loss_id=...) for each loss",
     "apex.fp16_utils.convert_network": _LEVEL_3,
     "apex.fp16_utils.network_to_half": _LEVEL_3,
     "apex.fp16_utils.prep_param_lists": f"{_LEVEL_2} and mpinit.master_params(optimizer)",
     "apex.fp16_utils": f"{_LEVEL_2} for FP16_Optimizer, masters and loss scalers, model.half() for network_to_half",
+    **dict.fromkeys(
+        (f"{_NORMS}.fused_layer_norm", f"{_NORMS}.fused_layer_norm_affine"), "torch.nn.functional.layer_norm"
+    ),
+    **dict.fromkeys((f"{_NORMS}.fused_rms_norm", f"{_NORMS}.fused_rms_norm_affine"), "torch.nn.functional.rms_norm"),
     "apex.optimizers.FusedAdagrad": "torch.optim.Adagrad(fused=True)",
     "apex.optimizers.fused_adagrad": "torch.optim.Adagrad(fused=True)",
     "apex.optimizers.FusedNovoGrad": "FusedLAMB or torch.optim.AdamW",
     "apex.optimizers.fused_novograd": "FusedLAMB or torch.optim.AdamW",
+    "apex.parallel.create_syncbn_process_group": "torch.distributed.new_subgroups(group_size)[0]",
 }
+
+
+def refuse_missing(name: str) -> None:
+    """Raise the ImportError of a name of apex that something else takes the place of."""
+    if name in MISSING:
+        raise ImportError(
+            f"{name} is not part of the apex that mpinit provides. In its place, {MISSING[name]}", name=name
+        )

@@ -9,14 +9,14 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
 from ..basics.interrupts import InterruptsHeld
 from ..basics.logs import log
 from ..basics.patching import Undo, UndoStack
-from ..plan import CastPolicy, CastScope, Plan
+from ..plan import Plan
 from ..torch_internals import cpu_autocast_list, encoder_fast_path
 from ..torch_internals.native_autocast import ThreadCasts, call_without_casts, device_types, is_on
 from .cast_lists import APEX_POLICY, TORCH_POLICY, Cast, wrapped_on
@@ -45,7 +45,7 @@ REGISTERED: Final[list[Registration]] = []
 class _Needs:
     """What one session needs, or all live sessions together."""
 
-    policy: CastPolicy
+    policy: Literal["torch", "apex"]
     allow_banned: bool
 
 
@@ -97,9 +97,8 @@ class Installation:
         """Make what stands in torch's namespaces what the live sessions need; begun anew after an interrupt."""
         sessions = self._sessions.values()
         # The namespaces are one: the stricter policy and the wider permission hold for all.
-        apex = any(each.policy is CastPolicy.APEX for each in sessions)
-        policy = CastPolicy.APEX if apex else CastPolicy.TORCH
-        needs = _Needs(policy, any(each.allow_banned for each in sessions))
+        apex = any(each.policy == "apex" for each in sessions)
+        needs = _Needs("apex" if apex else "torch", any(each.allow_banned for each in sessions))
         stands = needs == self._installed if sessions else not self._undos
         if stands:
             return
@@ -145,7 +144,7 @@ def _wrappers(needs: _Needs) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     Names of one function share one wrapper, so that who knows it under one name (torch.compile) knows it under all.
     """
     present = device_types()
-    for row in APEX_POLICY if needs.policy is CastPolicy.APEX else TORCH_POLICY:
+    for row in APEX_POLICY if needs.policy == "apex" else TORCH_POLICY:
         devices = wrapped_on(row, present)
         shared: dict[int, Callable[..., Any]] = {}
         for name in row.wraps if devices else ():
@@ -275,7 +274,7 @@ def apply(plan: Plan, owner: object = None) -> Undo:
     casts = ThreadCasts()
     try:
         INSTALLATION.add(plan, undos)
-        if plan.cast_scope is CastScope.THREAD:
+        if plan.cast_scope == "thread":
             undos.push(functools.partial(_end, casts))
             casts.begin(plan.function_dtype)
         return undos.unwind if owner is None else _until_dropped(owner, casts, undos.unwind)

@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ..basics.dtypes import dtype_name
 from ..functions.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
-from ..plan import CastPolicy
 from ..session import Session
 from ..torch_internals.callers import caller_of_operation
 from ..torch_internals.native_autocast import is_on
@@ -102,7 +101,7 @@ class Recording:
         self._types = {name: type(module).__name__ for name, module in model.named_modules()}
         self._plan = None if session is None else session.plan
         self._kept = () if session is None else tuple(session.selection.float32_modules)
-        is_apex = self._plan is not None and self._plan.cast_policy is CastPolicy.APEX
+        is_apex = self._plan is not None and self._plan.cast_policy == "apex"
         self._policy: dict[str, CastRow] = {row.name: row for row in (APEX_POLICY if is_apex else TORCH_POLICY)}
         # In front, what is outside of all modules.
         self._frames = [_Frame((), False, is_on(), {})]

@@ -42,15 +42,6 @@ def test_fused_answers_in_the_inputs_dtype_and_mixed_in_the_weights(kind: str, d
     assert fused.weight.grad.dtype == torch.float32
 
 
-def test_functions() -> None:
-    x, weight, bias = torch.randn(2, 3), torch.randn(3), torch.randn(3)
-    assert torch.equal(norms.fused_layer_norm(x, 3), F.layer_norm(x, (3,), eps=1e-6))
-    expected = F.layer_norm(x, (3,), weight, bias, 1e-6)
-    assert torch.equal(norms.fused_layer_norm_affine(x, weight, bias, (3,)), expected)
-    assert torch.equal(norms.fused_rms_norm(x, 3), F.rms_norm(x, (3,), eps=1e-6))
-    assert torch.equal(norms.fused_rms_norm_affine(x, weight, 3), F.rms_norm(x, (3,), weight, 1e-6))
-
-
 @pytest.mark.parametrize("kind", ["MixedFusedLayerNorm", "MixedFusedRMSNorm"])
 def test_mixed_norms_without_weights_are_refused(kind: str) -> None:
     with pytest.raises(RuntimeError, match=r"use Fused\w+\(elementwise_affine=False\)"):

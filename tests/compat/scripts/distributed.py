@@ -7,7 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from apex import amp
 from apex.parallel import DistributedDataParallel as DDP
-from apex.parallel import Reducer, convert_syncbn_model, create_syncbn_process_group
+from apex.parallel import Reducer, convert_syncbn_model
 from apex.parallel.distributed import flat_dist_call
 
 dist.init_process_group("gloo")
@@ -78,14 +78,7 @@ pieces = [torch.full((2, 2), float(rank)), torch.full((3,), rank + 1, dtype=torc
 flat_dist_call(pieces, dist.broadcast, (1,))
 assert pieces[0].eq(1).all() and pieces[1].eq(2).all()
 
-group = create_syncbn_process_group(1)
-assert dist.get_world_size(group) == 1
-try:
-    create_syncbn_process_group(3)
-except ValueError as error:
-    assert "give a divisor of 2" in str(error)
-else:
-    raise AssertionError("3 does not divide 2")
+group = dist.new_subgroups(1)[0]
 converted = convert_syncbn_model(make(batchnorm=True), process_group=group)
 assert isinstance(converted[1], apex.parallel.SyncBatchNorm) and converted[1].process_group is group
 

@@ -15,21 +15,15 @@ class MultiTensorApply:
     """
 
     available = False
-    warned = False
-    import_err: ImportError = ImportError("No module named 'amp_C'", name="amp_C")
 
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size
 
-    def check_avail(self) -> NoReturn:
-        """Raise the RuntimeError that says what to do."""
+    def __call__(self, op: Any, noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> NoReturn:
         raise RuntimeError(
             "multi_tensor_applier was called, but there are no amp_C kernels here: test multi_tensor_applier.available "
             "(it is False) and use torch's own torch._foreach_* or plain torch code"
         )
-
-    def __call__(self, op: Any, noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> NoReturn:
-        self.check_avail()
 
 
 multi_tensor_applier = MultiTensorApply(2048 * 32)

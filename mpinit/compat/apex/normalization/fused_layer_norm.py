@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from ...missing import refuse_missing
 
 Shape = int | Sequence[int]
 
@@ -26,61 +28,6 @@ def _normalise(
         return function(input, sizes, *affine, eps=eps)
     wide = [None if tensor is None else tensor.float() for tensor in affine]
     return function(input.float(), sizes, *wide, eps=eps).to(given[0].dtype if is_mixed else input.dtype)
-
-
-def fused_layer_norm(
-    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
-) -> Tensor:
-    """Layer normalisation without weights.
-
-    Example:
-        >>> import torch
-        >>> fused_layer_norm(torch.ones(2, 3), 3).shape
-        torch.Size([2, 3])
-    """
-    return _normalise(F.layer_norm, input, normalized_shape, (), eps)
-
-
-def fused_layer_norm_affine(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> Tensor:
-    """Layer normalisation, in the input's dtype.
-
-    Example:
-        >>> import torch
-        >>> fused_layer_norm_affine(torch.ones(2, 3), torch.ones(3), torch.zeros(3), 3).shape
-        torch.Size([2, 3])
-    """
-    return _normalise(F.layer_norm, input, normalized_shape, (weight, bias), eps)
-
-
-def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
-    """RMS normalisation without weights.
-
-    Example:
-        >>> import torch
-        >>> fused_rms_norm(torch.ones(2, 3), 3).shape
-        torch.Size([2, 3])
-    """
-    return _normalise(F.rms_norm, input, normalized_shape, (), eps)
-
-
-def fused_rms_norm_affine(
-    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
-) -> Tensor:
-    """RMS normalisation, in the input's dtype.
-
-    Example:
-        >>> import torch
-        >>> fused_rms_norm_affine(torch.ones(2, 3), torch.ones(3), 3).shape
-        torch.Size([2, 3])
-    """
-    return _normalise(F.rms_norm, input, normalized_shape, (weight,), eps)
 
 
 class _Norm(nn.Module):
@@ -139,3 +86,8 @@ class MixedFusedRMSNorm(FusedRMSNorm):
     """:class:`FusedRMSNorm` whose result has the weight's dtype; ``elementwise_affine=False`` is refused."""
 
     _is_mixed = True
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse_missing(f"apex.normalization.fused_layer_norm.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

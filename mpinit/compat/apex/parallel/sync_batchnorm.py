@@ -1,11 +1,10 @@
-"""SyncBatchNorm, its conversion and its process groups."""
+"""SyncBatchNorm and the conversion to it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -62,25 +61,3 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
         if type(part) is nn.SyncBatchNorm:
             part.__class__ = SyncBatchNorm  # which scripts ask for by isinstance
     return converted
-
-
-def create_syncbn_process_group(group_size: int) -> Any:
-    """Split the processes into groups of ``group_size`` neighbours that share BatchNorm statistics.
-
-    Args:
-        group_size: processes in a group; must divide the number of processes. 0 means all of them.
-
-    Returns:
-        This process' group, or None for all processes.
-
-    Raises:
-        ValueError: a size that does not divide the number of processes.
-    """
-    if group_size == 0:
-        return None
-    world = dist.get_world_size()
-    if group_size < 0 or group_size > world or world % group_size:
-        raise ValueError(
-            f"group_size={group_size} does not divide the {world} processes there are; give a divisor of {world}, or 0"
-        )
-    return dist.new_subgroups(group_size)[0]  # type: ignore[no-untyped-call]
