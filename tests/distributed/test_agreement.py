@@ -1,16 +1,17 @@
-"""What two processes have to agree on: whether a step is skipped, the scale, one norm of all gradients."""
+"""What ranks must agree on: words, numbers, policies."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
-from encoders import CASE, backward, sgd, sharded
-from engines import assert_one, mesh, mine, on_all_ranks, refused
+from engines import CASE, assert_one, backward, mesh, mine, on_all_ranks, refused, sgd_of, sharded
 from processes import ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 import mpinit
+from mpinit.distributed import sharding
 
 SCALED = {"init_loss_scale": 1024.0, "verbosity": 0}
 
@@ -26,7 +28,7 @@ SCALED = {"init_loss_scale": 1024.0, "verbosity": 0}
 @ranks(2, ("ddp",), ("fsdp",))
 def test_a_cycle_takes_one_round_and_replicas_none(engine: str) -> None:
     model = CASE.build() if engine == "ddp" else sharded()
-    optimizer = sgd(model)
+    optimizer = sgd_of(model)
     mpinit.initialize(model, optimizer, "O2", **SCALED)
     wrapped = DistributedDataParallel(model) if engine == "ddp" else model
     batches = [mine(batch) for batch in CASE.batches(4)]
@@ -180,3 +182,20 @@ def test_a_step_without_any_gradient_is_told_once() -> None:
                 scaled_loss.backward()
             optimizer.step()
     assert ["does nothing" in str(warning.message) for warning in caught].count(True) == 1
+
+
+def entry(name: str, asked: torch.dtype | None) -> Any:
+    policy = SimpleNamespace(param_dtype=asked)
+    return SimpleNamespace(sharded_param=nn.Parameter(torch.ones(2)), _param_fqn=name, mp_policy=policy)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_a_policy_asks_for_any_parameter_is_not_overruled(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.dtype | None] = [torch.bfloat16, torch.bfloat16]
+    group = SimpleNamespace(fsdp_params=[entry("a", asked[0]), entry("b", asked[1])])
+    monkeypatch.setattr(sharding, "_groups", lambda model: [group])
+    targets = {each.sharded_param: torch.bfloat16 for each in group.fsdp_params}
+    sharding.check_groups([nn.Identity()], targets)
+    group.fsdp_params[place].mp_policy.param_dtype = torch.float32
+    with pytest.raises(ValueError, match=f"torch.float32.*{'ab'[place]}.*torch.bfloat16"):
+        sharding.check_groups([nn.Identity()], targets)

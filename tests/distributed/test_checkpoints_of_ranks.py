@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from encoders import CASE, sharded
-from engines import assert_close, assert_same, mine, refused, whole
+from engines import CASE, assert_close, assert_same, mine, refused, sharded, whole
 from models import LEVELS, train
 from processes import ranks
 from torch import nn

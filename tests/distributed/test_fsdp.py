@@ -6,8 +6,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from encoders import BF16, CASE, F16, F32, TOLERANCE, backward, sgd, sharded
-from engines import assert_close, assert_one, assert_same, by_itself, mesh, mine, refused, whole
+from engines import (
+    BF16,
+    CASE,
+    F16,
+    F32,
+    TOLERANCE,
+    assert_close,
+    assert_one,
+    assert_same,
+    backward,
+    by_itself,
+    mesh,
+    mine,
+    refused,
+    sgd_of,
+    sharded,
+    whole,
+)
 from models import LEVELS, level_arguments, train
 from processes import ranks
 from torch import nn
@@ -25,13 +41,13 @@ import mpinit
 def test_fsdp_equals_one_process_with_the_large_batch(level: str, dtype: torch.dtype, warm: bool) -> None:
     batches = CASE.batches(5)
     alone = CASE.build()
-    optimizer = sgd(alone)
+    optimizer = sgd_of(alone)
     mpinit.initialize(alone, optimizer, **level_arguments(level, dtype), **by_itself())
     train(alone, optimizer, batches, CASE.loss)
     expected = whole(alone.state_dict())
     mpinit.undo(alone)
     model = sharded()
-    optimizer = sgd(model)
+    optimizer = sgd_of(model)
     before = {id(parameter) for parameter in model.parameters()}
     if warm:
         x, y = mine(batches[0])
@@ -106,14 +122,14 @@ def test_a_group_of_two_dtypes_is_refused_and_batchnorm_by_itself_works() -> Non
 @ranks(2)
 def test_what_is_made_before_sharding_is_refused() -> None:
     model = CASE.build()
-    optimizer = sgd(model)
+    optimizer = sgd_of(model)
     fully_shard(model, mesh=mesh(2))
     for level in ("O1", "O2"):
         with refused(ValueError, "fully_shard (or parallelize_module) has put a shard"):
             mpinit.initialize(model, optimizer, level, verbosity=0)
     for level, more in (("O1", {}), ("O2", {}), ("O5", {}), ("O2", {"master_weights": "model"})):
         model = CASE.build()
-        optimizer = sgd(model)
+        optimizer = sgd_of(model)
         mpinit.initialize(model, optimizer, level, verbosity=0, init_loss_scale=1024.0, **more)
         fully_shard(model.layer, mesh=mesh(2))
         with refused(RuntimeError, "layer.", "fully_shard"):
@@ -123,7 +139,7 @@ def test_what_is_made_before_sharding_is_refused() -> None:
     mpinit.initialize(model, opt_level="O5", await_optimizers=True, verbosity=0)
     fully_shard(model, mesh=mesh(2))
     with refused(RuntimeError, "fully_shard"):
-        mpinit.add_optimizers(sgd(model))
+        mpinit.add_optimizers(sgd_of(model))
 
 
 @ranks(2, ("O2",), ("O5",))
@@ -133,7 +149,7 @@ def test_shards_are_the_masters(level: str) -> None:
     batches = [mine(batch) for batch in CASE.batches(4)]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     model = sharded(mp_policy=policy)
-    optimizer = sgd(model)
+    optimizer = sgd_of(model)
     for x, y in batches:
         optimizer.zero_grad()
         scale = 1024.0 if level == "O2" else 1.0
@@ -144,7 +160,7 @@ def test_shards_are_the_masters(level: str) -> None:
         write(model)
     expected = whole(model.state_dict())
     model = sharded()
-    optimizer = sgd(model)
+    optimizer = sgd_of(model)
     before = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
     assert {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} == before
@@ -179,9 +195,9 @@ def test_a_policy_that_contradicts_the_level_is_refused() -> None:
     for level, other in (("O2", torch.bfloat16), ("O5", torch.float16), ("O3", torch.bfloat16)):
         model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=other))
         with refused(ValueError, "MixedPrecisionPolicy", str(other)):
-            mpinit.initialize(model, sgd(model), level, verbosity=0)
+            mpinit.initialize(model, sgd_of(model), level, verbosity=0)
     model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    optimizer = sgd(model)
+    optimizer = sgd_of(model)
     mpinit.initialize(model, optimizer, "O5", verbosity=0)
     train(model, optimizer, [mine(batch) for batch in CASE.batches(1)], CASE.loss)
 
@@ -189,7 +205,7 @@ def test_a_policy_that_contradicts_the_level_is_refused() -> None:
 @ranks(2, ("O2",), long=[("O1",)])
 def test_undo_after_a_failed_forward(level: str) -> None:
     model = sharded()
-    optimizer = sgd(model)
+    optimizer = sgd_of(model)
     mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
     before = whole(model.state_dict())
 
@@ -211,7 +227,7 @@ def test_undo_after_a_failed_forward(level: str) -> None:
 def test_what_is_trained_is_what_is_served(level: str) -> None:
     """Every rank's forward is, to the bit, that of a plain 16-bit model loaded from the exported checkpoint."""
     model = sharded()
-    optimizer = sgd(model)
+    optimizer = sgd_of(model)
     mpinit.initialize(model, optimizer, level, verbosity=0)
     batches = CASE.batches(4)
     train(model, optimizer, [mine(batch) for batch in batches[:3]], CASE.loss)

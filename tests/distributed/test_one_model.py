@@ -10,8 +10,20 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from encoders import CASE, backward, sgd, sharded
-from engines import assert_one, assert_same, by_itself, mesh, mine, on_all_ranks, refused, whole
+from engines import (
+    CASE,
+    assert_one,
+    assert_same,
+    backward,
+    by_itself,
+    mesh,
+    mine,
+    on_all_ranks,
+    refused,
+    sgd_of,
+    sharded,
+    whole,
+)
 from models import LEVELS, train
 from processes import ranks
 from torch import Tensor, nn
@@ -55,7 +67,7 @@ def test_keywords_that_differ_are_refused_on_all_ranks_at_once(engine: str, case
     *given, said = MIXED[case]
     asked = {"opt_level": "O2", "verbosity": 0} | given[dist.get_rank()]
     model = sharded() if engine == "fsdp" else CASE.build()
-    optimizer = sgd(model)
+    optimizer = sgd_of(model)
     group = {"process_group": dist.group.WORLD} if engine == "group" else {}
     start = time.monotonic()
     with refused(ValueError, said, "on every rank"):
@@ -70,7 +82,7 @@ def test_keywords_that_differ_are_refused_on_all_ranks_at_once(engine: str, case
 @ranks(2)
 def test_models_that_differ_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + dist.get_rank()))
-    mpinit.initialize(model, sgd(model), "O2", **SCALED)
+    mpinit.initialize(model, sgd_of(model), "O2", **SCALED)
     with refused(ValueError, "1.weight is (4, 4) torch.float16 with a float32 master on rank 0 and (5, 4)"):
         DistributedDataParallel(model)
 
@@ -79,7 +91,7 @@ def test_models_that_differ_are_refused_by_name() -> None:
 def test_words_without_addresses_are_the_same() -> None:
     model = CASE.build()
     kept = [nn.LayerNorm, lambda name, module: name == "head"]
-    mpinit.initialize(model, sgd(model), "O2", keep_fp32=kept, **SCALED)
+    mpinit.initialize(model, sgd_of(model), "O2", keep_fp32=kept, **SCALED)
     DistributedDataParallel(model)
 
 
@@ -113,7 +125,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_unequal_seeds_leave_one_frozen_weight_and_one_buffer(level: str) -> None:
     model = Frozen()
     first = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = sgd(model.head)
+    optimizer = sgd_of(model.head)
     mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
     wrapped = DistributedDataParallel(model)
     assert_one(model)
@@ -176,7 +188,7 @@ def test_one_rank_may_look_at_an_optimizer_that_has_made_no_step(by_torch: bool)
 @ranks(2)
 def test_an_overflow_of_a_loss_under_no_sync_moves_its_scale_on_all_ranks() -> None:
     model = CASE.build()
-    optimizer = sgd(model)
+    optimizer = sgd_of(model)
     mpinit.initialize(model, optimizer, "O2", num_losses=2, **SCALED)
     wrapped = DistributedDataParallel(model)
     for index, batch in enumerate(map(mine, CASE.batches(6))):
@@ -197,7 +209,7 @@ def test_an_overflow_of_a_loss_under_no_sync_moves_its_scale_on_all_ranks() -> N
 @ranks(2, ("ddp",), ("fsdp",))
 def test_losses_that_differ_by_rank_are_refused_on_all(engine: str) -> None:
     model = sharded() if engine == "fsdp" else CASE.build()
-    optimizer = sgd(model)
+    optimizer = sgd_of(model)
     mpinit.initialize(model, optimizer, "O2", num_losses=2, **SCALED)
     wrapped = DistributedDataParallel(model) if engine == "ddp" else model
     backward(wrapped, optimizer, mine(CASE.batches(1)[0]), loss_id=dist.get_rank())
@@ -208,7 +220,7 @@ def test_losses_that_differ_by_rank_are_refused_on_all(engine: str) -> None:
 @ranks(2, ("fsdp",), ("group",))
 def test_a_scale_that_was_loaded_on_one_rank_becomes_one(engine: str) -> None:
     model = sharded() if engine == "fsdp" else CASE.build()
-    optimizer = sgd(model)
+    optimizer = sgd_of(model)
     group = {"process_group": dist.group.WORLD} if engine == "group" else {}
     mpinit.initialize(model, optimizer, "O2", **SCALED, **group)
     if dist.get_rank() == 1:
@@ -229,7 +241,7 @@ def test_a_scale_that_was_loaded_on_one_rank_becomes_one(engine: str) -> None:
 def test_a_scale_that_was_loaded_after_wrapping_is_loaded_by_all(who: str) -> None:
     """Or refused where it was loaded, rather than averaged with gradients of another scale."""
     model = CASE.build()
-    optimizer = sgd(model)
+    optimizer = sgd_of(model)
     mpinit.initialize(model, optimizer, "O2", **SCALED)
     wrapped = DistributedDataParallel(model)
     rank = dist.get_rank()
@@ -256,7 +268,7 @@ def test_a_scale_that_was_loaded_after_wrapping_is_loaded_by_all(who: str) -> No
 @ranks(2, ("nothing",), ("world",), ("own",))
 def test_gradients_averaged_by_hand_want_a_process_group(given: str) -> None:
     model = CASE.build()
-    optimizer = sgd(model)
+    optimizer = sgd_of(model)
     group = {"world": {"process_group": dist.group.WORLD}, "own": by_itself()}.get(given, {})
     mpinit.initialize(model, optimizer, "O2", **SCALED, **group)
     for index, batch in enumerate(map(mine, CASE.batches(3))):
@@ -325,7 +337,7 @@ def test_a_hook_beside_float32_reduction_is_refused() -> None:
 @ranks(2, ("O1", True), ("O2", True), long=[("O1", False), ("split", True)])
 def test_fsdp1_after_initialize_is_refused(level: str, keeps: bool) -> None:
     model = CASE.build()
-    mpinit.initialize(model, sgd(model), verbosity=0, **LEVELS[level])
+    mpinit.initialize(model, sgd_of(model), verbosity=0, **LEVELS[level])
     with refused(RuntimeError, "FSDP1", "fully_shard(model)"):
         FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=keeps)
 
@@ -333,7 +345,7 @@ def test_fsdp1_after_initialize_is_refused(level: str, keeps: bool) -> None:
 @ranks(2)
 def test_other_models_may_be_wrapped_as_before() -> None:
     model = CASE.build()
-    mpinit.initialize(model, sgd(model), "O1", **SCALED)
+    mpinit.initialize(model, sgd_of(model), "O1", **SCALED)
     FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
     DistributedDataParallel(nn.Linear(2, 2 + dist.get_rank() - dist.get_rank()))
     fully_shard(nn.Linear(2, 2), mesh=mesh(2))

@@ -1,10 +1,15 @@
-"""README and the site: their snippets run, links lead on, commands exist, and made pages are what the code says."""
+"""The pages: links, figures, messages and the map for contributors."""
 
 from __future__ import annotations
 
+import functools
+import json
+import os
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +17,18 @@ from typing import Any
 import pytest
 import torch
 from frameworks import let_torchvision_load, names_for
-from snippets import PRINTS, ROOT, Snippet, blocks, same_but_for_numbers, snippets
+from snippets import PRINTS, Snippet, blocks, same_but_for_numbers, snippets
 
 import mpinit
+import mpinit.plan
 from mpinit import cli
+from mpinit.basics import user_warnings
+from mpinit.scaling import scaler
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "docs"))
+
+import messages  # noqa: E402
 
 let_torchvision_load()
 DOCS, README = ROOT / "docs", ROOT / "README.md"
@@ -184,3 +197,146 @@ def test_make_has_the_targets_that_readme_and_contributing_name() -> None:
     makefiles = "".join((ROOT / name).read_text("utf-8") for name in ("Makefile", "benchmarks/bench.mk"))
     named = re.findall(r"\bmake ([a-z-]+)", TEXTS[README] + (ROOT / "CONTRIBUTING.md").read_text("utf-8"))
     assert not set(named) - {name for line in re.findall(r"^[\w -]+(?=:)", makefiles, re.M) for name in line.split()}
+
+
+ROWS = re.findall(r"^\| (`.+?`(?:, `.+?`)*)", (ROOT / "docs/reference/messages.md").read_text("utf-8"), re.MULTILINE)
+BEGINNINGS = [text for row in ROWS for text in re.findall(r"`(.+?)`", row)]
+
+# What is raised with a text that was made elsewhere, or that names a thing alone as Python's own errors do.
+WITHOUT_A_TEXT = {
+    "cli/convert.py: _take_scales: ValueError",
+    "cli/explain.py: load: ValueError",
+    "compat/apex/amp/frontend.py: load_state_dict: ValueError",
+    "settings/properties.py: build: ValueError",
+    "settings/resolve.py: _level_of: ValueError",
+    "settings/resolve.py: _read_toml: OSError",
+    "initialization.py: initialize: with_traceback",
+    "settings/resolve.py: read_settings: ValueError",
+}
+
+
+@functools.cache
+def collected() -> list[messages.Message]:
+    """The messages of the code, which takes a second."""
+    return messages.collect()
+
+
+def sites() -> set[str]:
+    """Modules and functions that raise or warn, and yield no message to the page."""
+    found = set()
+    for path in sorted(messages.PACKAGE.rglob("*.py")):
+        names = messages.names_of(path)
+        for scope in messages.functions_of(messages.parsed(path)):
+            for kind, argument in messages.raised(scope):
+                if not any(map(messages.says_something, messages.texts(argument, names.inside(scope)))):
+                    found.add(f"{path.relative_to(messages.PACKAGE).as_posix()}: {scope.name}: {kind}")
+    return found
+
+
+def test_every_error_and_warning_has_a_text_on_the_page() -> None:
+    assert sites() == WITHOUT_A_TEXT
+
+
+def test_every_room_with_messages_has_a_heading() -> None:
+    rooms = {room for names in messages.ROOMS.values() for room in names}
+    assert {message.module.split("/")[0] for message in collected()} <= rooms
+    assert len(collected()) > 200
+
+
+def pattern(text: str) -> str:
+    """What a row shows, as a search in the messages: its dots and numbers stand for anything."""
+    return ".*?".join(
+        re.escape(part) for part in re.split(r"\.\.\.|\b\d+\b|\bAdam\b|\bDistributedDataParallel\b", text)
+    )
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS)
+def test_a_row_of_the_explained_ones_is_a_message_of_the_code(beginning: str) -> None:
+    assert any(re.search(pattern(beginning), message.text.replace("`", "")) for message in collected())
+
+
+def test_the_explained_ones_are_found() -> None:
+    assert len(BEGINNINGS) >= 20
+
+
+def test_pages_are_made_of_the_tree_that_the_generator_lies_in(tmp_path: Path) -> None:
+    (tmp_path / "mpinit.py").write_text("raise AssertionError('the package of another tree')\n", "utf-8")
+    made = "import runpy, sys; print(runpy.run_path(sys.argv[1], run_name='generate')['mpinit'].__file__)"
+    paths = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", made, str(ROOT / "docs/generate.py")]
+    found = subprocess.run(command, capture_output=True, text=True, env=os.environ | paths, cwd=tmp_path, check=False)
+    assert found.stdout.strip() == str(ROOT / "mpinit/__init__.py"), found.stderr
+
+
+TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PATHS = sorted(set(re.findall(r"\b(?:mpinit|tests|configs)/[\w/.]*|\b[A-Z]+\.md\b", TEXT)))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_room_and_file_exists(path: str) -> None:
+    target = ROOT / path.rstrip(".")
+    assert target.is_dir() if path.endswith("/") else target.exists()
+
+
+def test_every_name_exists() -> None:
+    assert {"Masters", "warn_user"} <= set(re.findall(r"`(\w+)`", TEXT))
+    assert mpinit.plan.Masters and user_warnings.warn_user and scaler.Scaling
+
+
+def test_every_room_of_the_house_is_on_the_map() -> None:
+    package = ROOT / "mpinit"
+    rooms = {p.name for p in package.iterdir() if p.is_dir() and (p / "__init__.py").exists()}
+    assert not {room for room in rooms if f"mpinit/{room}/" not in TEXT}
+
+
+def test_it_is_one_page_and_the_readme_leads_to_it() -> None:
+    assert len(TEXT.splitlines()) <= 75
+    assert "](CONTRIBUTING.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+pytest.importorskip("sklearn")
+FOLDER = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[str, Any]:
+    return runpy.run_path(str(FOLDER / "figures.py"))
+
+
+def test_the_levels_in_numbers_are_what_a_run_has(figures: dict[str, Any]) -> None:
+    page = (FOLDER / "explanation" / "levels.md").read_text(encoding="utf-8")
+    assert figures["levels"]() in page, "run: python docs/figures.py"
+
+
+def test_the_page_shows_what_the_histogram_says(figures: dict[str, Any], tmp_path: Path) -> None:
+    page = (FOLDER / "explanation" / "loss-scaling.md").read_text(encoding="utf-8")
+    shown = re.search(r"begin -->\n\n```text\n(.*?)\n```\n\n<!-- figures", page, re.S)
+    assert shown is not None
+    histogram = figures["gradients"](steps=2)
+    # Numbers differ from one processor's kernels to another's, and with so few steps; what they are of does not.
+    assert re.sub(r"[\d.,]+(e\+\d+)?", "N", str(histogram)) == re.sub(r"[\d.,]+(e\+\d+)?", "N", shown[1])
+    count = sum(histogram.bins.values()) + sum(histogram.zeros.values())
+    assert f"{count:,} gradients" in shown[1]
+    picture = tmp_path / "gradients.png"
+    figures["draw"](histogram, picture)
+    assert picture.read_bytes()[:4] == (FOLDER / "_static" / "gradients.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("made", "page"),
+    [
+        ("audited", "how-to/see-precision.md"),
+        ("served", "explanation/train-what-you-serve.md"),
+        ("skipping", "explanation/loss-scaling.md"),
+        ("worth", "explanation/masters.md"),
+        ("worth_in_short", "../README.md"),
+    ],
+)
+def test_tables_of_what_was_measured_are_those_of_the_files(made: str, page: str, figures: dict[str, Any]) -> None:
+    assert figures[made]().strip() in (FOLDER / page).read_text(encoding="utf-8"), "run: python docs/figures.py"
+
+
+def test_what_an_audit_foresees_was_compared_with_20_optimizers_at_4_rates() -> None:
+    found = json.loads((FOLDER / "measured" / "audit.json").read_text(encoding="utf-8"))
+    assert len({(row["optimizer"], row["rate"]) for row in found["rows"]}) == 80
+    assert found["mean error"] < 0.02

@@ -1,4 +1,4 @@
-"""History: what it tells of each step, against numbers by hand."""
+"""Numbers over many steps: the history, exponents, weights that stall, and the report of it all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from loops import HALVES, backward, batches, mlp, mse, poison, start
+from loops import HALVES, backward, batches, iterate, mlp, mse, poison, start
+from torch import nn
 
 import mpinit
 
@@ -70,3 +71,188 @@ def test_two_losses_of_one_step_are_averaged_and_a_step_without_any_is_nan() -> 
 def test_bad_capacities(capacity: Any) -> None:
     with pytest.raises(ValueError, match="from 1 up"):
         mpinit.History(start(mlp(), "O2"), capacity)
+
+
+def given(values: torch.Tensor, level: str = "O5", **more: object) -> torch.optim.Optimizer:
+    """An optimizer whose one parameter has these gradients, exactly."""
+    model = nn.Linear(len(values), 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, level, verbosity=0, **more)
+    with mpinit.scale_loss(model(torch.zeros(1, len(values))).sum(), optimizer) as loss:
+        loss.backward()
+    next(iter(mpinit.master_params(optimizer))).grad.copy_(values[None])  # type: ignore[union-attr]
+    optimizer.model = model  # type: ignore[attr-defined]
+    return optimizer
+
+
+def test_bins_are_powers_of_two() -> None:
+    values = torch.tensor([1.0, 1.99, -2.0, 2.0**-24, 2.0**-149, 0.0, float("inf"), float("nan")])
+    histogram = mpinit.gradient_histogram(given(values, "O0"))
+    assert dict(histogram.bins) == {1: 1, 0: 2, -24: 1, -149: 1}
+    assert histogram.zeros == {"weight": 1}
+    assert str(histogram).startswith("6 gradients, 1 of them 0"), "inf and nan are not counted"
+
+
+@pytest.mark.parametrize("scale", [1.0, 64.0])
+@pytest.mark.parametrize(("dtype", "edges"), [(torch.float16, (-24, -14, 16)), (torch.bfloat16, (-133, -126, 128))])
+def test_the_shares_are_those_that_casts_lose(dtype: torch.dtype, edges: tuple[int, ...], scale: float) -> None:
+    torch.manual_seed(1)
+    values = torch.randn(2000) * torch.exp2(torch.randint(-40, 18, (2000,)).float())
+    histogram = mpinit.gradient_histogram(given(values, "O0"))
+    gone, digits, end = (edge - math.log2(scale) for edge in edges)
+    cast = (values * scale).to(dtype).abs().double()
+    tiny = torch.finfo(dtype).tiny
+    # A cast rounds: what is between half the smallest number and that becomes the smallest.
+    assert histogram.share(high=gone) == pytest.approx(float((cast == 0).double().mean()), abs=0.02)
+    assert histogram.share(high=digits) == pytest.approx(float((cast < tiny).double().mean()), abs=0.002)
+    assert histogram.share(low=end) == pytest.approx(float(cast.isinf().double().mean()), abs=0.002)
+
+
+def test_the_scale_it_suggests_keeps_the_largest_in_range() -> None:
+    values = torch.tensor([3e-9, 1e-12, 5e-7])
+    suggested = mpinit.gradient_histogram(given(values)).suggested_scale
+    assert suggested is not None and math.log2(suggested).is_integer()
+    assert 65504 / 16 < 5e-7 * suggested < 65504 or suggested == 2.0**24
+    assert mpinit.gradient_histogram(given(torch.zeros(3))).suggested_scale is None
+
+
+def test_parameters_are_told_apart_and_unscaled() -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model, "O2")
+    backward(mse(model, batch), optimizer)
+    histogram = mpinit.gradient_histogram(optimizer)
+    assert histogram.per_parameter.keys() == dict(model.named_parameters()).keys()
+    assert histogram.scale == 1024.0
+    count = sum(histogram.bins.values()) + sum(histogram.zeros.values())
+    assert count == sum(p.numel() for p in model.parameters())
+    for name, parameter in zip(histogram.per_parameter, mpinit.master_params(optimizer), strict=True):
+        exponents = torch.frexp(parameter.grad[parameter.grad != 0]).exponent - 1  # type: ignore[index, union-attr]
+        assert max(histogram.per_parameter[name]) == int(exponents.max())
+    assert "become 0" in str(histogram)
+
+
+def test_what_it_refuses() -> None:
+    model = mlp()
+    optimizer = start(model, "O2")
+    with pytest.raises(RuntimeError, match="after scale_loss"):
+        mpinit.gradient_histogram(optimizer)
+
+
+def measure(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> Any:
+    batch = batches(1)[0]
+    assert mpinit.stalled(optimizer, start=True) is None
+    for _ in range(steps):
+        iterate(mse(model, batch), optimizer)
+    return mpinit.stalled(optimizer)
+
+
+def tiny_steps(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-5)
+
+
+def test_plain_bfloat16_stalls_and_masters_do_not() -> None:
+    shares = {}
+    for name, more in {
+        "plain": {"opt_level": "O3", "cast_model_type": "bf16"},
+        "full": {"opt_level": "O5"},
+        "split": {"opt_level": "O5", "master_weights": "split"},
+    }.items():
+        model = mlp()
+        optimizer = tiny_steps(model.parameters())
+        mpinit.initialize(model, optimizer, verbosity=0, **more)
+        result = measure(model, optimizer)
+        shares[name] = result["0.weight"]
+        assert ("master_weights=True" in mpinit.audit(model, optimizer).advice) == (name == "plain")
+    assert shares["plain"] > 0.8
+    assert shares["full"] < 0.1 and shares["split"] < 0.1
+
+
+def test_the_share_is_that_of_elements_with_a_gradient_that_are_what_they_were() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    mpinit.initialize(model, optimizer, "O3", cast_model_type="bf16", verbosity=0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    result = measure(model, optimizer, steps=1)
+    for name, parameter in model.named_parameters():
+        meant = parameter.grad != 0
+        share = float((parameter == before[name])[meant].double().mean())
+        assert result[name] == pytest.approx(share)
+    assert list(result.values()) == sorted(result.values(), reverse=True)
+
+
+def test_rows_of_an_embedding_without_a_gradient_do_not_count() -> None:
+    model = nn.Embedding(10, 4)
+    optimizer = start(model, "O2", make=lambda p: torch.optim.SGD(p, lr=1.0))
+    mpinit.stalled(optimizer, start=True)
+    iterate(model(torch.tensor([1, 2])).square().sum(), optimizer)
+    assert mpinit.stalled(optimizer) == {"weight": 0.0}
+
+
+def test_skipped_steps_do_not_count() -> None:
+    model, batch = mlp(), batches(1)[0]
+    optimizer = start(model, "O2")
+    mpinit.stalled(optimizer, start=True)
+    iterate(poison(mse(model, batch), model[0].weight), optimizer)
+    with pytest.raises(RuntimeError, match="no step was done"):
+        mpinit.stalled(optimizer)
+    iterate(mse(model, batch), optimizer)
+    result = mpinit.stalled(optimizer)
+    assert result is not None and max(result.values()) == 0.0
+
+
+def test_float32_that_stalls_is_not_blamed_on_precision() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
+    mpinit.initialize(model, optimizer, "O0", verbosity=0)
+    result = measure(model, optimizer)
+    assert result["0.weight"] > 0.9
+    assert mpinit.audit(model, optimizer).advice.endswith("stay as they are: raise the learning rate")
+
+
+def test_it_has_to_be_started() -> None:
+    optimizer = start(mlp(), "O2")
+    with pytest.raises(RuntimeError, match="start=True"):
+        mpinit.stalled(optimizer)
+    with pytest.raises(RuntimeError, match="was not initialised"):
+        mpinit.stalled(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), start=True)
+
+
+def test_it_tells_level_dtypes_masters_scale_and_skips() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(model.parameters())
+    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    for factor in (1.0, float("inf")):
+        optimizer.zero_grad()
+        with mpinit.scale_loss(model(torch.randn(3, 4)).square().mean() * 0.01 * factor, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    text = mpinit.describe(optimizer)
+    assert text == mpinit.describe(model)
+    for part in (
+        "(O2: Sequential; Adam)",
+        "cast_model_type = torch.float16",
+        "Adam: 1 step done, 1 skipped, 1 of them in a row just now",
+        "scale 32768, 0 good backward passes since it moved",
+    ):
+        assert part in text
+
+
+def test_what_is_not_initialised_or_disabled() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="was not initialised"):
+        mpinit.describe(model)
+    mpinit.initialize(model, enabled=False)
+    assert mpinit.describe(model) == "mixed precision is disabled"
+
+
+def test_one_of_a_thing_is_said_in_the_singular() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    mpinit.initialize(model, opt_level="O2", await_optimizers=True, init_loss_scale=8.0, verbosity=0)
+    assert "1 weight waits for an optimizer" in mpinit.describe(model)
+    optimizer = mpinit.add_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    with mpinit.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    told = mpinit.describe(model)
+    assert "1 step done, 0 skipped" in told
+    assert "1 good backward pass since it moved" in told

@@ -1,14 +1,16 @@
-"""Casts leave the user's tensors alone, keep finite values finite, and are taken back to the bit wherever they stop."""
+"""Casting a model: parameters and buffers of any type, and models that mix types."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from interruptions import interrupt, places
-from models import quietly, sgd
+from models import KINDS, quietly, sgd, start, step
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import mpinit
 from mpinit.model.casting import TensorCasts
@@ -201,3 +203,97 @@ def test_undo_interrupted_at_any_line_completes_when_called_again(settled: bool)
         interrupt(where, case.casts.undo)
         case.casts.undo()
         case.check(gradient)
+
+
+def by_vector(model: Any) -> None:
+    vector_to_parameters(parameters_to_vector(model.parameters()).float(), model.parameters())
+
+
+def by_data(model: Any) -> None:
+    model[1].weight.data = model[1].weight.data.float()
+
+
+def by_appending(model: Any) -> None:
+    model.append(nn.Linear(2, 2))
+
+
+def by_replacing(model: Any) -> None:
+    model[1].weight = nn.Parameter(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(by_vector, "0.weight"), (by_data, "1.weight"), (by_appending, "2.weight"), (by_replacing, "1.weight")],
+)
+def test_a_float32_parameter_in_a_16_bit_model_is_named(change: Callable[[Any], None], name: str) -> None:
+    model = quietly(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "O5")
+    change(model)
+    with pytest.raises(RuntimeError, match=rf"'{name}' is float32 in Sequential.*copy_\(\).*bfloat16.*\"model\""):
+        model(torch.ones(1, 2))
+
+
+def test_an_object_that_is_not_walked_is_named() -> None:
+    class Graph:
+        x = torch.ones(1, 2)
+
+        def to(self, device: Any) -> Graph:
+            raise NotImplementedError
+
+    class Net(nn.Linear):
+        def forward(self, graph: Graph) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(graph.x)
+
+    with pytest.raises(RuntimeError, match=r"an object of type Graph.*tensors as arguments"):
+        quietly(Net(2, 2), "O5")(Graph())
+
+
+def test_other_errors_are_left_as_they_are() -> None:
+    model = quietly(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "O5")
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        model(torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "convert",
+    [
+        nn.Module.float,
+        lambda module: module.to(torch.float32),
+        lambda module: module.to(device="cpu", dtype=torch.float64),
+    ],
+)
+def test_converting_an_initialised_model_is_refused_before_anything_changes(
+    convert: Callable[[nn.Module], Any], kind: str
+) -> None:
+    model, optimizer = start(kind)
+    before = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    for part in (model, model.first):
+        with pytest.raises(RuntimeError, match=r"keep_fp32.*deepcopy.*mpinit.undo"):
+            convert(part)
+    assert before == {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    step(model, optimizer)
+    mpinit.undo(model)
+    convert(model)
+
+
+def test_half_would_take_what_stays_float32_along() -> None:
+    model, _ = start("O2")
+    with pytest.raises(RuntimeError, match="Net belongs to a model"):
+        model.half()
+    model.first.half()
+    model.to("cpu", memory_format=torch.channels_last)
+    model.share_memory()
+    assert model.norm.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("flag", ["swap_module_params_on_conversion", "overwrite_module_params_on_conversion"])
+def test_moving_while_parameters_are_replaced_is_refused(flag: str) -> None:
+    model, _ = start("O5")
+    weight = model.first.weight
+    getattr(torch.__future__, f"set_{flag}")(True)
+    try:
+        with pytest.raises(RuntimeError, match=f"set_{flag}.*set it to False"):
+            model.to("cpu")
+    finally:
+        getattr(torch.__future__, f"set_{flag}")(False)
+    assert model.first.weight is weight

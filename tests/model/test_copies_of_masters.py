@@ -1,17 +1,22 @@
-"""Copies of initialised models, and averages: float32 models with the masters' bits, outside of every session."""
+"""Copies of a model and its optimizer: their own weights, the masters' bits, no session."""
 
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from averaged_nets import KINDS, masters_of, start, step
+from loops import backward, iterate
+from models import CASES, KINDS, Case, level_arguments, masters_of, start, step, train
 from torch import nn
+from torch.nn.parallel.replicate import _replicatable_module
 
 import mpinit
+from mpinit import registry
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,3 +78,203 @@ def test_a_module_with_a_deepcopy_of_its_own() -> None:
     twin = copy.deepcopy(model)
     assert type(twin[0]) is Own
     assert torch.equal(twin[0].weight, model.state_dict()["0.weight"])
+
+
+LEVELS = ["O0", "O1", "O2", "O3"]
+LEVEL_AND_DTYPE = [("O0", torch.float32)] + [(o, d) for o in LEVELS[1:] for d in (torch.float16, torch.bfloat16)]
+NETWORKS = ("cnn", "lstm", "transformer", "unet")
+
+
+def through_torch_save(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": through_torch_save,
+    "copy of a copy": lambda model: copy.deepcopy(pickle.loads(pickle.dumps(model))),
+}
+
+
+def initialised(network: str, level: str, dtype: torch.dtype, **more: Any) -> tuple[Case, nn.Module, Any]:
+    case = CASES[network]
+    model = case.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    mpinit.initialize(model, optimizer, **level_arguments(level, dtype), **more)
+    return case, model, optimizer
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVEL_AND_DTYPE)
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_runs_its_own_weights(way: str, level: str, dtype: torch.dtype) -> None:
+    case, model, optimizer = initialised("cnn", level, dtype, keep_fp32="head" if level in ("O2", "O3") else None)
+    train(model, optimizer, case.batches(2), case.loss)
+    model.eval()
+    x = next(case.data())[0]
+    twin = COPIES[way](model)
+    expected = model(x)
+    assert type(twin) is type(model)
+    # A deep copy of weights that have masters is the masters' float32 model; everything else copies what there is.
+    is_float32 = way == "deepcopy" and level == "O2"
+    if is_float32:
+        reference = case.build().eval()
+        reference.load_state_dict(model.state_dict())
+        assert torch.equal(twin(x), reference(x))
+        torch.testing.assert_close(twin(x), expected, atol=0.05, rtol=0.05)
+    else:
+        assert torch.equal(twin(x), expected)
+    assert torch.equal(twin.forward(x), twin(x))
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert not twin(x).any()
+    assert torch.equal(model(x), expected), "the original does not notice"
+    for name, parameter in twin.named_parameters():
+        assert parameter.dtype is (torch.float32 if is_float32 else model.get_parameter(name).dtype)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_has_a_float32_state_dict_of_its_own_and_no_session(way: str, level: str) -> None:
+    case, model, optimizer = initialised("cnn", level, torch.float16)
+    twin = COPIES[way](model)
+    frozen = {name: value.clone() for name, value in twin.state_dict().items()}
+    assert all(value.dtype is torch.float32 for value in frozen.values() if value.is_floating_point())
+    weights = dict(twin.named_parameters())
+    assert all(torch.equal(frozen[name], weight.float()) for name, weight in weights.items())
+    train(model, optimizer, case.batches(2), case.loss)
+    assert all(torch.equal(frozen[name], value) for name, value in twin.state_dict().items())
+    twin.load_state_dict(model.state_dict())
+    twin.load_state_dict(model.state_dict(), assign=True)
+    assert registry.of(twin) is None
+    assert registry.of(model) is not None
+    for parameter in twin.parameters():
+        assert type(parameter) is nn.Parameter
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copy_of_a_plain_list_of_models_keeps_what_is_shared(level: str) -> None:
+    _, model, _ = initialised("transformer", level, torch.float16)
+    first, second = copy.deepcopy([model, model.layer])
+    assert first.layer is second
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVEL_AND_DTYPE)
+def test_a_replica_runs_the_replicas_parameters(level: str, dtype: torch.dtype) -> None:
+    case, model, _ = initialised("cnn", level, dtype, keep_fp32="head" if level in ("O2", "O3") else None)
+    model.eval()
+    assert _replicatable_module(model)
+    replicas = {name: module._replicate_for_data_parallel() for name, module in model.named_modules()}
+    for name, module in model.named_modules():
+        for child in module._modules:
+            replicas[name]._modules[child] = replicas[f"{name}.{child}" if name else child]
+        for own, parameter in module._parameters.items():
+            setattr(replicas[name], own, torch.zeros_like(parameter))
+    x = next(case.data())[0]
+    assert not replicas[""](x).any()
+    assert model(x).any()
+
+
+# Each network at each level, in one 16-bit type or the other: that one a graph has as a constant, whatever is compiled.
+# Each of both twice in every run.
+COMPILED = [
+    pytest.param(
+        *(network, level, (torch.float16, torch.bfloat16)[(i + j) % 2] if level != "O0" else torch.float32),
+        marks=() if (i - j) % 4 < 2 else pytest.mark.nightly,
+    )
+    for i, network in enumerate(NETWORKS)
+    for j, level in enumerate(LEVELS)
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("network", "level", "dtype"), COMPILED)
+def test_torch_compile_in_one_graph(network: str, level: str, dtype: torch.dtype) -> None:
+    case, model, _ = initialised(network, level, dtype)
+    x, y = case.batches(1)[0]
+    if network == "lstm":  # which is compiled step by step
+        x, y = x[:, :3], y[:, :3]
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    model.eval()
+    expected = model(x)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        got = compiled(x)
+    assert got.dtype is expected.dtype
+    torch.testing.assert_close(got, expected, atol=0.05, rtol=0.05)
+    case.loss(got.float(), y).backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_compiled_model_trains_and_does_not_recompile(level: str) -> None:
+    case, model, optimizer = initialised("cnn", level, torch.bfloat16)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        losses = train(compiled, optimizer, case.batches(6), case.loss)
+    case, model, optimizer = initialised("cnn", level, torch.bfloat16)
+    assert losses == pytest.approx(train(model, optimizer, case.batches(6), case.loss), abs=0.05)
+
+
+@pytest.mark.long
+def test_a_model_compiled_before_initialize_follows_it() -> None:
+    torch._dynamo.reset()
+    case = CASES["cnn"]
+    model = case.build()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = next(case.data())[0]
+    compiled(x)
+    mpinit.initialize(model, opt_level="O3", verbosity=0, cast_model_outputs="fp16")
+    assert compiled(x).dtype is torch.float16
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+@pytest.mark.parametrize("more", [{}, {"master_weights": "split"}, {"optimizer_state": "int8"}], ids=str)
+def test_an_optimizer_that_is_copied_with_its_model_steps_the_copy(more: dict[str, Any], first: str) -> None:
+    """As the original does in plain torch, after undo."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 16)).square().mean().backward()
+        optimizer.step()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    mpinit.initialize(model, optimizer, "O5", verbosity=0, **more)
+    for _ in range(2):
+        iterate(model(torch.ones(2, 16)).square().mean(), optimizer)
+    if first == "model":
+        twin, trainer = copy.deepcopy((model, optimizer))
+    else:
+        trainer, twin = copy.deepcopy((optimizer, model))
+    step(twin, trainer)
+    mpinit.undo(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    step(model, optimizer)
+    for mine, other, old in zip(twin.parameters(), model.parameters(), before, strict=True):
+        assert torch.equal(mine, other) and not torch.equal(mine, old)
+
+
+def test_an_unpickled_optimizer_has_the_unpickled_model_s_weights() -> None:
+    """It has no session, and can be given to a new one with its model."""
+    model = nn.Linear(16, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    twin, trainer = pickle.loads(pickle.dumps((model, optimizer)))
+    with (
+        pytest.raises(RuntimeError, match="SGD was not initialised"),
+        mpinit.scale_loss(twin(torch.ones(2, 16)).square().mean(), trainer),
+    ):
+        pass
+    mpinit.initialize(twin, trainer, "O5", verbosity=0)
+    backward(twin(torch.ones(2, 16)).square().mean(), trainer)
+    before = twin.state_dict()["weight"].clone()
+    trainer.step()
+    assert not torch.equal(twin.state_dict()["weight"], before)
+    assert torch.equal(model.weight, before), "the original does not notice"

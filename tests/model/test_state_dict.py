@@ -1,14 +1,32 @@
-"""State dicts of initialised models: float32 with the masters' bits going out, and bit for bit coming in."""
+"""State dicts are float32, of models that build theirs in ways of their own too."""
 
 from __future__ import annotations
+
+import gc
+import io
+from typing import Any
 
 import pytest
 import torch
 from models import CASES, DTYPES, OPTIMIZERS, Case, equal_tensors, level_arguments, train
-from state_dicts import MASTERS, saved
 from torch import Tensor, nn
 
 import mpinit
+
+MASTERS: dict[str, dict[str, Any]] = {
+    "fp16": {"opt_level": "O2"},
+    "bf16": {"opt_level": "O5"},
+    "bf16 split": {"opt_level": "O5", "master_weights": "split"},
+}
+
+
+def saved(state: Any) -> Any:
+    """Through a file, and back with ``weights_only=True``."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
 
 LEVELS = ["O0", "O1", "O2", "O3"]
 
@@ -143,3 +161,171 @@ def test_what_is_written_to_a_state_dict_is_loaded(kind: str, trains: bool) -> N
     model.load_state_dict(other)
     model(x)
     assert equal_tensors(dict(model.state_dict()), other), "what is loaded later counts"
+
+
+class Scaled(nn.Module):
+    """Saves its weight transposed and scaled, and under another name as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        destination[prefix + "scaled"] = (self.weight.detach() * 3).t().contiguous()
+        destination[prefix + "row"] = self.weight.detach()[1]
+        destination.pop(prefix + "weight")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        with torch.no_grad():
+            self.weight.copy_(state_dict[prefix + "scaled"].t() / 3)
+
+
+def stepped(kind: str, model: nn.Module, width: int = 3) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, verbosity=0, loss_scale=8.0, **MASTERS[kind])
+    step(model, optimizer, width)
+    return optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, width: int = 3) -> None:
+    optimizer.zero_grad()
+    with mpinit.scale_loss(model(torch.randn(4, width)).square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+def master_of(model: nn.Module, name: str) -> Tensor:
+    """A weight's master by undoing a session that nothing else needs any more."""
+    mpinit.undo(model)
+    return model.get_parameter(name).detach().clone()
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_what_a_module_saves_in_its_own_way_is_float32(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Scaled())
+    stepped(kind, model)
+    weight = model[1].weight.detach()
+    for state in (model.state_dict(), model[1].state_dict(prefix="1.")):
+        assert state["1.scaled"].dtype is state["1.row"].dtype is torch.float32
+        assert torch.equal(state["1.scaled"], (weight * 3).t().float())
+        assert "1.weight" not in state
+    assert torch.equal(state["1.row"], master_of(model, "1.weight")[1]), "of a view of a weight it is the master's"
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_a_module_that_loads_in_its_own_way_writes_to_its_weight(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Scaled())
+    optimizer = stepped(kind, model)
+    state = {name: torch.rand_like(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    optimizer.zero_grad()
+    optimizer.step()
+    loaded = (state["1.scaled"].t() / 3).to(model[1].weight.dtype)
+    assert torch.equal(master_of(model, "1.weight").to(loaded.dtype), loaded)
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+@pytest.mark.parametrize("into", ["attribute", "insert", "nested"])
+def test_modules_added_later_save_and_load_the_masters_bits(into: str, kind: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ModuleDict({"list": nn.ModuleList([nn.Identity()])}))
+    model.forward = lambda x: model[0](x) + sum(m(x) for m in model.modules() if type(m) is nn.Linear)
+    optimizer = stepped(kind, model)
+    late = nn.Linear(3, 3).to(model[0].weight.dtype)
+    if into == "attribute":
+        model.late = late
+    elif into == "insert":
+        model[1]["list"].insert(0, late)
+    else:
+        model.late = nn.Sequential(nn.Sequential(late))
+    optimizer.add_param_group({"params": list(late.parameters())})
+    step(model, optimizer)
+    name = next(name for name, parameter in model.named_parameters() if parameter is late.weight)
+    whole = model.state_dict()
+    assert not torch.equal(whole[name], late.weight.float()), "more bits than the weight has"
+    assert torch.equal(late.state_dict()["weight"], whole[name])
+    late.load_state_dict({"weight": torch.full((3, 3), 1 / 3), "bias": torch.zeros(3)})
+    assert torch.equal(model.state_dict()[name], torch.full((3, 3), 1 / 3))
+    whole = model.state_dict()
+    assert torch.equal(whole[name], master_of(model, name))
+    assert not late._state_dict_hooks
+    assert not late._load_state_dict_pre_hooks
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_a_process_that_has_no_hooks_yet_saves_the_masters_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    # A hook of the user's sees the masters' bits.
+    model.register_state_dict_post_hook(lambda m, saved, prefix, metadata: saved.update(twice=saved["0.weight"] * 2))
+    model.register_state_dict_post_hook(lambda m, saved, prefix, metadata: saved.update(same=m[0].weight.detach()))
+    monkeypatch.setattr(torch.utils.hooks.RemovableHandle, "next_id", 0)
+    stepped(kind, model)
+    state = model.state_dict()
+    assert torch.equal(state["same"], master := master_of(model, "0.weight"))
+    assert torch.equal(state["twice"], master * 2)
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_a_weight_parametrised_later_is_saved_with_its_masters_bits(kind: str) -> None:
+    class Symmetric(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight.triu() + weight.triu(1).t()
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = stepped(kind, model)
+    torch.nn.utils.parametrize.register_parametrization(model[1], "weight", Symmetric())
+    step(model, optimizer)
+    name = "1.parametrizations.weight.original"
+    states = [model.state_dict(), model[1].state_dict(prefix="1.")]
+    states.append(model[1].parametrizations.state_dict(prefix="1.parametrizations."))
+    master = master_of(model, name)
+    assert not torch.equal(master, master.to(torch.float16 if kind == "fp16" else torch.bfloat16).float())
+    assert all(torch.equal(state[name], master) for state in states)
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_a_destination_and_a_prefix_of_the_callers_own(kind: str) -> None:
+    first, second = nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3)
+    stepped(kind, first)
+    stepped(kind, second)
+    together = first.state_dict(prefix="first.")
+    second.state_dict(destination=together, prefix="second.")
+    plain: dict[str, Tensor] = {}
+    second.state_dict(destination=plain)
+    assert torch.equal(together["first.0.weight"], master_of(first, "0.weight"))
+    assert torch.equal(together["second.weight"], master := master_of(second, "weight"))
+    assert torch.equal(plain["weight"], master)
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_swapping_tensors_while_loading_is_refused_before_anything_changes(kind: str) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    stepped(kind, model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = {name: torch.ones_like(value) for name, value in before.items()}
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with pytest.raises(RuntimeError, match=r"swap_module_params.*set it to False"):
+            model.load_state_dict(state)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert equal_tensors(dict(model.state_dict()), before)
+    with pytest.raises(RuntimeError, match=r"assign=True"):
+        model.load_state_dict(state, assign=True)
+    assert equal_tensors(dict(model.state_dict()), before), "not even what is float32"
+    model.load_state_dict(state)
+    assert equal_tensors(dict(model.state_dict()), state)
+
+
+def test_sessions_that_are_dropped_take_their_hook_for_new_modules_along() -> None:
+    hooks = torch.nn.modules.module._global_module_registration_hooks
+    before = len(hooks)
+    model = nn.Linear(3, 3)
+    stepped("bf16", model)
+    assert len(hooks) > before
+    del model
+    gc.collect()
+    assert len(hooks) == before

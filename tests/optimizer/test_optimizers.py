@@ -1,18 +1,22 @@
-"""Optimizers that change under way: groups added and removed, unfreezing, state from before, and orphans."""
+"""Optimizers of every kind: torch's, those with methods and groups of their own, and custom ones."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from loops import (
+    Forwarding,
     backward,
     batches,
     close,
     follow,
+    iterate,
     keywords,
     masters,
     mlp,
@@ -24,12 +28,15 @@ from loops import (
     train,
     train_plainly,
 )
+from masters_by_hand import as_by_hand
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import mpinit
+from mpinit.compat.apex.parallel import LARC
 
 LEVELS = ("O0", "O1", "O2", "O3")
+
 
 # -- groups ---------------------------------------------------------------------------------------------------------
 
@@ -153,3 +160,210 @@ def test_a_loss_functions_own_parameters_are_no_orphans() -> None:
     backward((center - 1).pow(2).sum() / 2, optimizer)
     optimizer.step()
     assert center.tolist() == [0.5] * 5
+
+
+# -- every optimizer of torch.optim ---------------------------------------------------------------------------------
+
+
+def _variants() -> list[tuple[str, dict[str, bool]]]:
+    """Every optimizer of torch.optim that steps on dense gradients, without a closure, in every way it offers."""
+    needing_more = {"Optimizer", "LBFGS", "SparseAdam"}
+    names = sorted(name for name, value in vars(torch.optim).items() if isinstance(value, type))
+    found: list[tuple[str, dict[str, bool]]] = []
+    for name in names:
+        if name not in needing_more:
+            offered = inspect.signature(getattr(torch.optim, name)).parameters
+            found.append((name, {"foreach": False} if "foreach" in offered else {}))
+            found += [(name, {way: True}) for way in ("foreach", "fused") if way in offered]
+    return found
+
+
+@pytest.mark.parametrize(("name", "way"), _variants(), ids=str)
+def test_every_optimizer_of_torch_steps_masters_as_by_hand(name: str, way: dict[str, bool]) -> None:
+    def make(parameters: Iterable[Any]) -> Optimizer:
+        given = [p for p in parameters if name != "Muon" or p.dim() == 2]
+        made: Optimizer = getattr(torch.optim, name)(given, lr=0.01, **way)
+        return made
+
+    as_by_hand("O2", make, count=4)
+
+
+# -- optimizers from elsewhere --------------------------------------------------------------------------------------
+
+
+class SignDescent(Optimizer):
+    """The plainest of subclasses: no foreach, no fused, no defaults that torch knows."""
+
+    def __init__(self, params: Any, rate: float = 0.01) -> None:
+        super().__init__(params, {"rate": rate})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
+                    parameter.sub_(group["rate"] * parameter.grad.sign())
+        return loss
+
+
+class Lookahead(Optimizer):
+    """Wraps another optimizer and forwards its groups, without calling ``Optimizer.__init__``."""
+
+    def __init__(self, inner: Optimizer, every: int = 2, alpha: float = 0.5) -> None:
+        self.inner, self.every, self.alpha, self.count = inner, every, alpha, 0
+        self.param_groups = inner.param_groups
+        self.defaults = inner.defaults
+        self.state = defaultdict(dict)
+        # torch's own bookkeeping, which such wrappers learn to keep the hard way.
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self._warned_capturable_if_run_uncaptured = True
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self.inner.add_param_group(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = self.inner.step(closure)
+        self.count += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+                if self.count % self.every == 0:
+                    slow.lerp_(parameter, self.alpha)
+                    parameter.copy_(slow)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+FOREIGN: dict[str, Callable[[Any], Optimizer]] = {
+    "sign descent": SignDescent,
+    "lookahead": lambda p: Lookahead(momentum(p)),
+    "forwarding": lambda p: Forwarding(momentum(p)),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("setting", ["O2", "O5"])
+def test_an_optimizer_from_elsewhere_equals_a_hand_written_loop(setting: str, name: str) -> None:
+    as_by_hand(setting, FOREIGN[name])
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_an_optimizer_from_elsewhere_may_have_stepped_before_and_grow(level: str, name: str) -> None:
+    model, reference, data = mlp(), mlp(), batches(7)
+    optimizer, plain = FOREIGN[name](model[0].parameters()), FOREIGN[name](reference[0].parameters())
+    train_plainly(model, optimizer, data[:2])
+    train_plainly(reference, plain, data[:2])
+    mpinit.initialize(model, optimizer, **keywords(level))
+    train(model, optimizer, data[2:4])
+    train_plainly(reference, plain, data[2:4])
+    optimizer.add_param_group({"params": list(model[3].parameters())})
+    plain.add_param_group({"params": list(reference[3].parameters())})
+    train(model, optimizer, data[4:])
+    train_plainly(reference, plain, data[4:])
+    close(model.state_dict().values(), reference.parameters(), 0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fused_sgd_steps_16_bit_weights_on_a_cpu_as_unfused_does(dtype: torch.dtype) -> None:
+    def trained(fused: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(16, 4)
+        optimizer = torch.optim.SGD([{"params": [model.weight]}], lr=0.5, momentum=0.9, fused=fused)
+        mpinit.initialize(model, optimizer, "O3", cast_model_type=dtype, verbosity=0)
+        optimizer.add_param_group({"params": [model.bias]})
+        for _ in range(3):
+            iterate(model(torch.ones(2, 16)).square().mean(), optimizer)
+        return model, optimizer
+
+    (model, optimizer), (expected, _) = trained(True), trained(False)
+    # Where torch's kernel is right by now it is used, and rounds at other places.
+    few_bits = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=few_bits, atol=few_bits)
+    assert [group["fused"] for group in optimizer.state_dict()["param_groups"]] == [True, True]
+
+
+def test_fused_sgd_stays_fused_over_masters() -> None:
+    model = nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    assert optimizer.param_groups[0]["fused"]
+
+
+def test_fused_sgd_inside_a_wrapper_and_after_loading_its_state() -> None:
+    model = nn.Linear(64, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.5, fused=True), trust_coefficient=1e9)
+    mpinit.initialize(model, optimizer, "O3", cast_model_type=torch.bfloat16, verbosity=0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    assert (model.weight != 1).all()
+    assert optimizer.param_groups[0]["fused"]
+
+
+@pytest.mark.parametrize("when", ["before the backward pass", "after it"])
+def test_gradients_of_a_group_added_inside_the_block_are_unscaled(when: str) -> None:
+    model, more = nn.Linear(4, 1), nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize([model, more], optimizer, "O2", init_loss_scale=64.0, verbosity=0)
+    more.weight.grad = torch.full_like(more.weight, 0.25, dtype=more.weight.grad_dtype or more.weight.dtype)
+    with mpinit.scale_loss(model(torch.ones(1, 4)).sum() + more(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
+        if when == "before the backward pass":
+            optimizer.add_param_group({"params": list(more.parameters())})
+        scaled_loss.backward()
+        if when == "after it":
+            optimizer.add_param_group({"params": list(more.parameters())})
+    assert [p.grad.unique().tolist() for p in mpinit.master_params(optimizer)] == [[1.0], [1.0], [1.25], [1.0]]
+    before = model.state_dict()["weight"] - 0.1, more.state_dict()["weight"] - 0.1 * 1.25
+    optimizer.step()
+    torch.testing.assert_close((model.state_dict()["weight"], more.state_dict()["weight"]), before)
+
+
+class Coded(torch.optim.Optimizer):
+    """SGD with momentum kept as codes of a table, and a scale for them: as 8-bit optimizers keep their states."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    table = torch.linspace(-1, 1, 255)
+                    state.update(codes=torch.full(p.shape, 127, dtype=torch.uint8), table=table, scale=torch.ones(1))
+                assert state["table"].dtype == state["scale"].dtype == torch.float32, "a kernel reads float32"
+                momentum = 0.9 * state["table"][state["codes"].int()] * state["scale"] + p.grad.float()
+                state["scale"] = momentum.abs().max().reshape(1)
+                state["codes"] = ((momentum / state["scale"] + 1) * 127).round().to(torch.uint8)
+                p.add_(momentum.to(p.dtype), alpha=-group["lr"])
+
+
+def test_codes_and_their_tables_are_left_alone_in_mid_training() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = Coded(model.parameters(), lr=0.1)
+    x = torch.randn(3, 4)
+    model(x).sum().backward()
+    optimizer.step()
+    before = {key: value.clone() for key, value in optimizer.state[model.weight].items()}
+    mpinit.initialize(model, optimizer, opt_level="O3", cast_model_type="bfloat16", verbosity=0)
+    after = optimizer.state[model.weight]
+    assert all(torch.equal(after[key], value) and after[key].dtype == value.dtype for key, value in before.items())
+    weight, grad = model.weight.detach().clone(), torch.full((2, 4), 2.0, dtype=torch.bfloat16)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 2.0)
+    momentum = 0.9 * before["table"][before["codes"].int()] * before["scale"] + grad.float()
+    optimizer.step()
+    assert torch.equal(model.weight, weight.add(momentum.to(torch.bfloat16), alpha=-0.1))
+    mpinit.undo(model)
+    assert optimizer.state[model.weight]["table"].dtype == torch.float32

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from loops import backward, batches, iterate, masters, mlp, mse, poison, same, train, train_plainly
+from loops import Forwarding, backward, batches, iterate, masters, mlp, mse, poison, same, train, train_plainly
 from masters_by_hand import ByHand
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
-from wrapping import Forwarding
 
 import mpinit
 

@@ -1,10 +1,13 @@
-"""The public face: exported names, initialize's keywords, and what it returns."""
+"""The public names: their types, their signatures, their messages."""
 
 from __future__ import annotations
 
 import inspect
+import re
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from torch import nn
 
 import mpinit
 from mpinit import amp
+from mpinit.amp import initialize
+from mpinit.settings.keywords import Keywords
 from mpinit.settings.opt_levels import OPT_LEVELS
 from mpinit.settings.properties import Properties
 
@@ -171,3 +176,137 @@ def test_strings_from_a_command_line(pair: tuple[nn.Module, torch.optim.Optimize
     assert model[1].weight.dtype is torch.bfloat16
     assert mpinit.loss_scale(optimizer) == 128.0
     assert isinstance(mpinit.loss_scale(optimizer), float)
+
+
+USES = Path(__file__).parent / "typed"
+ROOT = Path(__file__).parents[2]
+
+
+def complaints(checker: str, file: Path, cache: Path) -> set[int]:
+    """The lines of ``file`` in which ``checker`` finds an error."""
+    command = {
+        "mypy": ["mypy", "--strict", "--no-error-summary", f"--cache-dir={cache}"],
+        "pyright": ["pyright", f"--pythonpath={sys.executable}"],
+    }[checker]
+    done = subprocess.run([sys.executable, "-m", *command, str(file)], cwd=ROOT, capture_output=True, text=True)
+    # pyright is a program for node, which its package fetches when it is first run.
+    if checker == "pyright" and not re.search(r"^\d+ errors?, ", done.stdout, re.MULTILINE):
+        pytest.skip(f"pyright does not start here: {(done.stderr or done.stdout).strip()[-200:]}")
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    found = re.findall(rf"{file.name}:(\d+):.*? error:? ", done.stdout)
+    assert bool(found) is bool(done.returncode), done.stdout + done.stderr
+    return set(map(int, found))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_type_checkers_accept_right_uses_and_refuse_wrong_ones(checker: str, tmp_path: Path) -> None:
+    assert complaints(checker, USES / "right.py", tmp_path) == set()
+    wrong = USES / "wrong.py"
+    lines = wrong.read_text(encoding="utf-8").splitlines()
+    assert complaints(checker, wrong, tmp_path) == {n for n, line in enumerate(lines, 1) if line.endswith("  # wrong")}
+
+
+def test_every_property_and_keyword_is_spelt_out_for_type_checkers() -> None:
+    own = set(initialize.__kwdefaults__) - Properties.model_fields.keys()
+    assert set(Keywords.__annotations__) == own | Properties.model_fields.keys()
+    assert list(get_type_hints(initialize)) is not None
+    assert tuple(OPT_LEVELS) == ("O0", "O1", "O2", "O3", "O4", "O5")
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+def sgd(*models: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+
+
+@pytest.fixture
+def pair_messages() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = net()
+    return model, sgd(model)
+
+
+def says(caught: Any, *parts: str) -> None:
+    missing = [part for part in parts if part.lower() not in str(caught.value).lower()]
+    assert not missing, f"{missing} not in: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("models", "optimizers"),
+    [("model", None), (None, None), ([nn.Linear(1, 1), 3], None), (nn.Linear(1, 1), "adam"), (nn.Linear(1, 1), [None])],
+)
+def test_what_is_no_module_or_optimizer_is_a_type_error_that_names_it(models: Any, optimizers: Any) -> None:
+    with pytest.raises(TypeError) as caught:
+        mpinit.initialize(models, optimizers, "O2")
+    assert re.search("Module|Optimizer", str(caught.value))
+
+
+NET = net()
+
+
+@pytest.mark.parametrize(
+    ("models", "optimizers", "said"),
+    [
+        (sgd(NET), NET, "models must be a torch.nn.Module, or a list or tuple of them; got SGD. .* swapped"),
+        (NET.parameters(), None, r"got generator, as model.parameters\(\) .*give the model itself"),
+        (NET, NET.parameters(), "got generator, .*give the optimizer that was made from the parameters"),
+        (NET, list(NET.parameters()), "got Parameter, .*give the optimizer"),
+        (NET.state_dict(), None, r"got OrderedDict, as state_dict\(\) returns: give the object"),
+        (nn.Linear, None, "got the class Linear, not an object of it"),
+        (3, 4, "models must be a torch.nn.Module, .*got int$"),
+        ([NET, None], None, "got NoneType$"),
+    ],
+)
+def test_what_was_probably_meant_is_said(models: Any, optimizers: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        mpinit.initialize(models, optimizers)
+
+
+def test_a_loss_and_its_optimizer_swapped(pair_messages: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+    mpinit.initialize(*pair_messages)
+    with pytest.raises(TypeError, match=r"got Tensor\. The loss comes first .* swapped"):
+        mpinit.scale_loss(pair_messages[1], torch.ones(()))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Sequential is no optimizer of session \d+ .*: give the optimizer"):
+        next(mpinit.master_params(pair_messages[0]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"opt_levle": "O2"}, "did you mean 'opt_level'.* There are: models, optimizers, opt_level, .*loss_scale"),
+        ({"opt_level": "O2", "keep_fp32": "hedd"}, "'hedd' matches no module; there are '0', '1'"),
+        ({"opt_level": "O2", "keep_fp32": "10"}, "'10' matches no module; near it are '1', '0'"),
+    ],
+)
+def test_a_refusal_lists_what_there_is_and_ends_at_the_users_line(keywords: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        mpinit.initialize(net(), **keywords)
+    assert [entry.name for entry in caught.traceback][1:] == ["initialize"]
+
+
+def test_the_same_optimizer_twice(pair_messages: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+    model, optimizer = pair_messages
+    mpinit.initialize(model, optimizer, "O2")
+    with pytest.raises(ValueError) as caught:
+        mpinit.initialize(net(), optimizer, "O2")
+    says(caught, "SGD", "undo")
+
+
+def test_duplicates_in_one_call() -> None:
+    model = net()
+    with pytest.raises(ValueError) as caught:
+        mpinit.initialize([model, model], sgd(model), "O2")
+    says(caught, "Sequential")
+    optimizer = sgd(model)
+    with pytest.raises(ValueError) as caught:
+        mpinit.initialize(model, [optimizer, optimizer], "O2")
+    says(caught, "SGD")
+
+
+@pytest.mark.parametrize("owner", ["model", nn.Linear(1, 1), [nn.Linear(1, 1)]])
+def test_undo_of_what_was_never_initialised(owner: Any) -> None:
+    with pytest.raises(ValueError) as caught:
+        mpinit.undo(owner)
+    says(caught, "Linear" if owner != "model" else "str", "not initialised")

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from loops import backward, batches, mlp, momentum, mse, same
+from loops import Forwarding, backward, batches, mlp, momentum, mse, same
 from torch import nn
 from torch.optim import SGD, Optimizer
-from wrapping import Forwarding
 
 import mpinit
 from mpinit import registry

@@ -1,4 +1,4 @@
-"""configs: every shipped file resolves, and the levels' files say the same as their Python rows."""
+"""Configuration files: what they hold, and what is said of those that are wrong."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import mpinit
 from mpinit.settings.defaults import DEFAULT_LEVEL
 from mpinit.settings.opt_levels import OPT_LEVELS
 from mpinit.settings.resolve import resolve
@@ -67,3 +69,78 @@ def test_a_variant_is_its_level_with_a_few_overrides(name: str) -> None:
 def test_a_file_begins_with_what_it_is_for(path: Path) -> None:
     first = path.read_text(encoding="utf-8").splitlines()[0]
     assert first.startswith(f"# {read(path)['opt_level']}")
+
+
+def refused(config: Any, kind: type[BaseException] = ValueError, **keywords: Any) -> str:
+    """What ``initialize`` says to a configuration; the model is as it was."""
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(kind) as caught:
+        mpinit.initialize(model, config=config, **keywords)
+    assert model.weight.dtype == torch.float32 and "forward" not in vars(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("loss_scale = 2 # é".encode("latin-1"), "is not UTF-8 text"),
+        ("loss_scale = 2".encode("utf-16"), "is not UTF-8 text"),
+        (b"keep_fp32 = " + b"[" * 100_000, "is nested too deeply"),
+        (b"loss_scale = ", "is not TOML"),
+        (b'opt_level = "O9"', "opt_level='O9' is not a level"),
+        (b'opt_level = "O2"\ngrowth_interval = 0', "growth_interval: 0 is out of range"),
+        (b'opt_level = "O2"\nloss_scale = "big"', "loss_scale: 'big' is not a loss scale"),
+        (b'opt_level = "O1"\nmaster_weights = true', "master_weights=True contradicts patch_torch_functions=True"),
+        (b"num_losses = 0", "num_losses=0 is out of range"),
+        (b"num_losses = 1.5", "num_losses=1.5 is not a whole number"),
+        (b'verbosity = "loud"', "verbosity='loud' is not a whole number"),
+        (b"growth = 3", "has no property 'growth'"),
+    ],
+)
+def test_what_a_file_holds_is_refused_by_the_files_name(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(content)
+    for config in (path, str(path)):
+        text = refused(config)
+        assert text.startswith(f"config file {str(path)!r}")
+        assert says in text
+
+
+def test_a_keyword_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('opt_level = "O2"\ngrowth_interval = 5\nnum_losses = 2')
+    assert "mine.toml" not in refused(path, growth_interval=0)
+    assert "mine.toml" not in refused(path, num_losses=0)
+    assert "mine.toml" not in refused(path, opt_level="O9")
+    assert refused(path, master_weights="split").startswith("master_weights="), "both sides are not the file's"
+
+
+def test_a_mapping_is_named_as_config() -> None:
+    assert refused({"num_losses": 0}).startswith("config: num_losses=0 is out of range")
+    assert refused({"growth_interval": 0}).startswith("config: growth_interval: 0")
+
+
+def test_a_path_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for path, kind in ((tmp_path, IsADirectoryError), (tmp_path / "none.toml", FileNotFoundError)):
+        text = refused(path, kind)
+        assert str(path) in text and "config file cannot be read" in text and "give a TOML file's path" in text
+    assert "config file 'a\\x00b'" in refused("a\0b")
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes('opt_level = "O3"'.encode("utf-8-sig"))
+    model = torch.nn.Linear(2, 2)
+    mpinit.initialize(model, config=path, verbosity=0)
+    assert model.weight.dtype == torch.float16
+
+
+@pytest.mark.parametrize("name", sorted(mpinit.Properties.model_fields))
+def test_a_value_that_holds_itself_is_refused_by_name(name: str) -> None:
+    mapping: dict[str, Any] = {}
+    mapping[name] = mapping
+    items: list[Any] = []
+    items.append(items)
+    for value in (mapping, items):
+        text = refused({name: value})
+        assert name in text and "config" in text

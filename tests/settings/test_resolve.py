@@ -1,7 +1,8 @@
-"""resolve: what a keyword overrides, what contradicts what, how a configuration is read."""
+"""From a level and keywords to properties, and to the plan."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpinit.plan import Masters, make_plan
+from mpinit.plan import Masters, Plan, make_plan
 from mpinit.settings.defaults import DEFAULT_LEVEL, DEFAULT_ONE
 from mpinit.settings.opt_levels import OPT_LEVELS
 from mpinit.settings.properties import Properties
@@ -222,3 +223,56 @@ def test_every_pair_of_overrides_resolves_to_something_consistent_or_names_both_
         for one, other in itertools.product(CHOICES[first], CHOICES[second]):
             outcomes[resolves_or_names_both_sides(level, {first: one, second: other})] += 1
     assert min(outcomes.values()) > 100, "both outcomes are exercised"
+
+
+TABLE: dict[str, dict[str, Any]] = {
+    "cast_model_type": {"O0": F32, "O1": None, "O2": F16, "O3": F16, "O4": None, "O5": BF16},
+    "patch_torch_functions": {"O0": False, "O1": True, "O2": False, "O3": False, "O4": True, "O5": False},
+    "keep_batchnorm_fp32": {"O0": None, "O1": None, "O2": True, "O3": False, "O4": None, "O5": True},
+    "master_weights": {"O0": False, "O1": None, "O2": True, "O3": False, "O4": None, "O5": True},
+    "loss_scale": {"O0": 1.0, "O1": "dynamic", "O2": "dynamic", "O3": 1.0, "O4": 1.0, "O5": 1.0},
+    "patch_torch_functions_type": {"O0": F16, "O1": F16, "O2": F16, "O3": F16, "O4": BF16, "O5": F16},
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_property_table(name: str) -> None:
+    assert list(OPT_LEVELS) == LEVELS
+    for level, expected in TABLE[name].items():
+        row = getattr(OPT_LEVELS[level], name)
+        assert row is expected if not isinstance(expected, float) else row == expected
+        assert getattr(resolve(level, {})[1], name) == expected
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_everything_else_is_the_default_at_every_level(level: str) -> None:
+    assert resolve(level, {}) == (level, OPT_LEVELS[level])
+    for name in set(Properties.model_fields) - set(TABLE):
+        assert getattr(OPT_LEVELS[level], name) == getattr(Properties(), name)
+
+
+def test_the_levels_cannot_be_changed() -> None:
+    with pytest.raises(TypeError):
+        OPT_LEVELS["O2"] = OPT_LEVELS["O3"]  # type: ignore[index]
+
+
+def plan_of(level: str, **overrides: Any) -> Plan:
+    return make_plan(resolve(level, overrides)[1])
+
+
+@pytest.mark.parametrize("level", OPT_LEVELS)
+def test_a_plan_holds_no_none_and_no_strings_but_closed_choices(level: str) -> None:
+    plan = make_plan(OPT_LEVELS[level])
+    values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    choices = {values.pop(name) for name in ("cast_policy", "cast_scope", "optimizer_state")}
+    assert choices == {"torch", "thread", "float32"}
+    assert not [v for v in (*values.values(), *dataclasses.astuple(plan.scaling)) if v is None or isinstance(v, str)]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.cast_model = False  # type: ignore[misc]
+
+
+def test_the_first_scale_stays_within_the_limits() -> None:
+    assert plan_of("O2", min_loss_scale=2.0**20).scaling.init_scale == 2.0**20
+    assert plan_of("O2", max_loss_scale=8.0).scaling.init_scale == 8.0
+    assert plan_of("O2", init_loss_scale=4.0).scaling.init_scale == 4.0
+    assert plan_of("O2", loss_scale=2.0**30).scaling.init_scale == 2.0**30, "limits are for dynamic scaling"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import LEVELS
+from models import CASES, LEVELS
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -468,3 +468,26 @@ def round_into(weights: State, masters: State, level: str) -> None:
         if level == "split" and weight.dtype is not master.dtype:
             master = ((master.view(torch.int32) + 0x8000) >> 16 << 16).view(torch.float32)
         weight.copy_(master)
+
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+CASE = CASES["transformer"]
+# How near two processes come to one with the batches of both.
+TOLERANCE = {F32: 1e-5, F16: 5e-3, BF16: 3e-2}
+
+
+def sharded(over: Any = None, **policy: Any) -> nn.Module:
+    """A model that FSDP2 has sharded over both processes, or over a mesh."""
+    model: Any = CASE.build()
+    over = over or mesh(2)
+    fully_shard(model.layer, mesh=over, **policy)
+    return fully_shard(model, mesh=over, **policy)
+
+
+def sgd_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def backward(model: Any, optimizer: Any, batch: Any, factor: float = 1.0, **more: Any) -> None:
+    with mpinit.scale_loss(CASE.loss(model(batch[0]), batch[1]) * factor, optimizer, **more) as scaled_loss:
+        scaled_loss.backward()

@@ -1,4 +1,4 @@
-"""Small models, data and training loops that the tests of masters, scaling and steps share."""
+"""Training loops, by mpinit and by hand: what the tests of optimizers share."""
 
 from __future__ import annotations
 
@@ -169,3 +169,23 @@ def load(checkpoint: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> 
 def states(optimizer: Optimizer) -> list[torch.Tensor]:
     """The tensors of an optimizer's state."""
     return [v for s in optimizer.state_dict()["state"].values() for v in s.values() if isinstance(v, torch.Tensor)]
+
+
+class Forwarding(Optimizer):
+    """Shows the groups and the state of what it wraps as its own, without calling ``Optimizer.__init__``."""
+
+    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
+    defaults = property(lambda self: self.optimizer.defaults)  # type: ignore[assignment]
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(group)
