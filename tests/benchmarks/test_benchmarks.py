@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,8 +20,7 @@ from benchmarks import pieces, tables  # noqa: E402
 from benchmarks.case import Unavailable  # noqa: E402
 from benchmarks.growth import AXES, Growth  # noqa: E402
 from benchmarks.peers import Peer  # noqa: E402
-from benchmarks.protocol import FULL, STARTING_MINUTES, Effort, Interpreters, intention, measure, run_with  # noqa: E402
-from benchmarks.results import Results  # noqa: E402
+from benchmarks.protocol import FULL, STARTING_MINUTES, Effort, Interpreters, intention, run_with  # noqa: E402
 from benchmarks.roster import BY_TYPE, ROSTER  # noqa: E402
 from benchmarks.suite import workloads  # noqa: E402
 from benchmarks.tasks import TASKS, Task  # noqa: E402
@@ -148,55 +145,6 @@ def test_what_goes_wrong_is_an_answer(interpreters: Interpreters) -> None:
     assert turn["seconds"] > 0 and facts["parameters"] == 4 * (32 * 32 + 32)
 
 
-class Table:
-    """In the place of interpreters: answers by a rule, and what was asked."""
-
-    def __init__(self, once: float, seconds: Callable[[int, str], float]) -> None:
-        self.once, self.seconds, self.asked = once, seconds, list[tuple[int, str, str]]()
-
-    def ask(self, number: int, contenders: list[str], at_once: int = 1, **request: Any) -> dict[str, Any]:
-        (what, *_) = request
-        self.asked += [(number, contender, what) for contender in contenders]
-        return {contender: self.answer(number, contender, what) for contender in contenders}
-
-    def answer(self, number: int, contender: str, what: str) -> dict[str, Any]:
-        if contender == "broken":
-            return {"failed": "it broke"}
-        if what == "turn":
-            return {"seconds": self.seconds(number, contender), "wall_s": 1.0}
-        return {"once": self.once} if what == "start" else {"facts": {}}
-
-
-def played(table: Table, effort: Effort, contenders: list[str], minutes: float = 1.0) -> Results:
-    row = replace(workloads("full")["bert"], contenders=tuple(contenders), minutes=minutes)
-    results, bar = Results("bert", row), SimpleNamespace(total=0, update=int, set_description=str)
-    measure(results, contenders, effort, "cpu", table, bar)  # type: ignore[arg-type]
-    return results
-
-
-THREE = ["fp32", "fp32_again", "o0"]
-EFFORT = Effort("full", rounds=5, most_rounds=8, turns=20, limit_s=0.5)
-
-
-def test_contenders_take_turns_in_an_order_that_is_drawn() -> None:
-    table = Table(0.004, lambda number, contender: 1.0)
-    results = played(table, EFFORT, THREE)
-    turns = [who for number, who, what in table.asked if number == 0 and what == "turn"]
-    in_threes = [tuple(turns[start : start + 3]) for start in range(0, len(turns), 3)]
-    assert len(in_threes) == 20 and all(set(three) == set(THREE) for three in in_threes) and len(set(in_threes)) > 2
-    assert [len(results.rounds(name)) for name in THREE] == [5, 5, 5] and results.runs["fp32"][0]["loops"] == 2
-
-
-def test_a_workload_is_measured_on_until_its_controls_hold_or_there_were_enough_rounds() -> None:
-    def first_is_disturbed(number: int, contender: str) -> float:
-        return 1.2 if number == 0 and contender == "o0" else 1.0
-
-    held = played(Table(0.1, first_is_disturbed), EFFORT, THREE)
-    assert 5 < len(held.rounds("o0")) <= 8 and held.is_measurable()
-    never = played(Table(0.1, lambda number, contender: 1.0 + 0.1 * (contender == "o0")), EFFORT, THREE)
-    assert len(never.rounds("o0")) == 8 and not never.is_measurable()
-
-
 def test_a_run_on_a_cpu_takes_less_than_25_minutes_and_says_so() -> None:
     rows = {name: row for name, row in workloads("full").items() if "cpu" in row.devices}
     assert STARTING_MINUTES + sum(row.minutes for row in rows.values()) < 25
@@ -207,13 +155,6 @@ def test_a_run_on_a_cpu_takes_less_than_25_minutes_and_says_so() -> None:
     few = {name: row.contenders[: len(row.contenders) // 2] for name, row in rows.items()}
     assert intention(rows, few, FULL).startswith(f"{len(rows)} workloads, at most about 1")
     assert intention({}, {}, FULL) == "nothing is left to measure"
-
-
-def test_who_fails_takes_no_further_part() -> None:
-    table = Table(0.1, lambda number, contender: 1.0)
-    results = played(table, EFFORT, [*THREE, "broken"])
-    assert results.missing == {"broken": "failed: it broke"} and results.is_measurable()
-    assert [what for _, who, what in table.asked if who == "broken"] == ["start"]
 
 
 def test_names_are_those_of_the_roster() -> None:

@@ -220,19 +220,6 @@ def test_sparse_gradients_are_refused_by_name() -> None:
             FusedLAMB([weight], max_grad_norm=limit).step()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sgd_of_16_bit_parameters_is_what_torch_computes_unfused(dtype: torch.dtype) -> None:
-    def stepped(kind: Any) -> torch.Tensor:
-        parameter = torch.linspace(-1, 1, 96).to(dtype).requires_grad_()
-        optimizer = kind([parameter], lr=0.5, momentum=0.9)
-        for factor in (1.0, -0.5, 0.25):
-            parameter.grad = torch.linspace(1, 2, 96).to(dtype) * factor
-            optimizer.step()
-        return parameter.detach()
-
-    torch.testing.assert_close(stepped(FusedSGD), stepped(torch.optim.SGD))
-
-
 def test_sgd_whose_parameters_become_16_bit_later_still_steps_them() -> None:
     model = torch.nn.Linear(64, 1, bias=False)
     torch.nn.init.ones_(model.weight)

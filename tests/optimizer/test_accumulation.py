@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -54,21 +53,6 @@ def test_cycles_equal_a_hand_written_loop(setting: str, delay: dict[str, bool]) 
     same(model.parameters(), by_hand.model.parameters())
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_cycles_equal_float32(level: str) -> None:
-    reference, data = mlp(), batches(3)
-    for batch in data:
-        mse(reference, batch).backward()
-    model = mlp()
-    optimizer = start(model, level)
-    for batch in data:
-        backward(mse(model, batch), optimizer, delay_unscale=batch is not data[-1])
-    for got, parameter in zip(gradients(optimizer), reference.parameters(), strict=True):
-        assert got is not None
-        exact = {"rtol": 0.0, "atol": 0.0} if level == "O0" else {"rtol": 0.01, "atol": 0.003}
-        torch.testing.assert_close(got.float(), parameter.grad, **exact)
-
-
 class One(nn.Module):
     """A weight whose gradient is 1 for every call."""
 
@@ -92,22 +76,6 @@ def test_300_micro_batches_of_ones_give_300(dtype: torch.dtype, loss_scale: Any,
     assert [g.tolist() for g in gradients(optimizer) if g is not None] == [[300.0] * 3]
     optimizer.step()
     assert masters(optimizer)[0].tolist() == [-300.0] * 3
-
-
-@pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_scale_that_changes_in_between_changes_nothing(level: str, delay: bool) -> None:
-    model = mlp()
-    optimizer = start(model, level, growth_interval=1, init_loss_scale=4.0)
-    fixed = mlp()
-    steady = start(fixed, level, loss_scale=4.0)
-    for index, batch in enumerate(batches(6)):
-        backward(mse(model, batch), optimizer, delay_unscale=delay and index % 2 == 0)
-        backward(mse(fixed, batch), steady)
-    assert mpinit.loss_scale(optimizer) == (32.0 if delay else 256.0)
-    for got, expected in zip(gradients(optimizer), gradients(steady), strict=True):
-        assert got is not None and expected is not None
-        torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-5)
 
 
 @pytest.mark.parametrize("delay", DELAYS, ids=str)
@@ -279,20 +247,3 @@ def test_a_gan_with_three_losses_equals_float32(level: str, clear: str) -> None:
     tolerance = 0.0 if level == "O0" else 0.003
     for got, expected in zip(trained_gan(level, clear), plain, strict=True):
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
-
-
-def test_sessions_do_not_touch_one_another() -> None:
-    first, second = mlp(), mlp()
-    lone = copy.deepcopy(second)
-    opt1, opt2, reference = (momentum(model.parameters()) for model in (first, second, lone))
-    mpinit.initialize(first, opt1, **keywords("O2"))
-    mpinit.initialize(second, opt2, **keywords("O2", torch.bfloat16))
-    mpinit.initialize(lone, reference, **keywords("O2", torch.bfloat16))
-    for batch in batches(4):
-        for model, optimizer in ((first, opt1), (second, opt2), (lone, reference)):
-            optimizer.zero_grad()
-            loss = mse(model, batch)
-            backward(poison(loss, next(model.parameters())) if model is first else loss, optimizer)
-            optimizer.step()
-    same(masters(opt2), masters(reference))
-    assert mpinit.step_counts(opt1) == (0, 4) and mpinit.step_counts(opt2) == (4, 0)

@@ -70,17 +70,6 @@ def closure_of(model: nn.Module, optimizer: Optimizer, batch: Any, scaled: bool 
     return closure
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_with_a_closure_at_o1_train_like_float32(name: str) -> None:
-    model, reference, batch = mlp(), mlp(), batches(1, size=16)[0]
-    optimizer, plain = start(model, "O1", make=OPTIMIZERS[name]), OPTIMIZERS[name](reference.parameters())
-    for _ in range(3):
-        loss = optimizer.step(closure_of(model, optimizer, batch))
-        expected = plain.step(closure_of(reference, plain, batch, scaled=False))  # type: ignore[arg-type]
-    assert loss is not None and expected is not None and not mpinit.step_was_skipped(optimizer)
-    torch.testing.assert_close(loss, expected, rtol=0.03, atol=0.003)
-
-
 @pytest.mark.parametrize("evaluation", [0, 1])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_inside_an_evaluation_lowers_the_scale_and_repeats_it(level: str, evaluation: int) -> None:

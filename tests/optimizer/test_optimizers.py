@@ -178,14 +178,15 @@ def _variants() -> list[tuple[str, dict[str, bool]]]:
     return found
 
 
+@pytest.mark.parametrize("setting", ["O2", "split"])
 @pytest.mark.parametrize(("name", "way"), _variants(), ids=str)
-def test_every_optimizer_of_torch_steps_masters_as_by_hand(name: str, way: dict[str, bool]) -> None:
+def test_every_optimizer_of_torch_steps_masters_as_by_hand(name: str, way: dict[str, bool], setting: str) -> None:
     def make(parameters: Iterable[Any]) -> Optimizer:
         given = [p for p in parameters if name != "Muon" or p.dim() == 2]
         made: Optimizer = getattr(torch.optim, name)(given, lr=0.01, **way)
         return made
 
-    as_by_hand("O2", make, count=4)
+    as_by_hand(setting, make, count=4)
 
 
 # -- optimizers from elsewhere --------------------------------------------------------------------------------------

@@ -133,17 +133,6 @@ def test_a_wrapper_that_is_no_optimizer() -> None:
         mpinit.scale_loss(torch.ones(()), object())
 
 
-@each_wrapper
-def test_a_disabled_optimizer_in_a_wrapper(wrap: Any) -> None:
-    model = mlp()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O2", enabled=False)
-    outer, loss = wrap(optimizer), mse(model, batches(1)[0])
-    with mpinit.scale_loss(loss, outer) as same_loss:
-        assert same_loss is loss
-    assert mpinit.loss_scale(outer) == 1.0 and mpinit.describe(outer) == "mixed precision is disabled"
-
-
 def test_wrapped_models() -> None:
     model = mlp()
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -175,20 +164,6 @@ def test_a_compiled_model_and_what_is_in_it_stand_for_one_another(level: str, gi
         assert registry.of(inner) is registry.of(outer) is None
         with pytest.raises(ValueError, match="is not initialised"):
             mpinit.undo(other)
-
-
-@pytest.mark.parametrize("given_first", ["outer", "inner"])
-@pytest.mark.parametrize("undone_first", ["outer", "inner"])
-def test_a_disabled_compiled_model_and_what_is_in_it(given_first: str, undone_first: str) -> None:
-    inner = mlp()
-    each = {"inner": inner, "outer": torch.compile(inner, backend="eager")}
-    mpinit.initialize(each[given_first], enabled=False)
-    off = "mixed precision is disabled"
-    assert all(mpinit.describe(model) == off for model in each.values())
-    mpinit.undo(each[undone_first])
-    for model in each.values():
-        with pytest.raises(ValueError, match="is not initialised"):
-            mpinit.undo(model)
 
 
 def test_a_model_that_has_more_than_another_in_it_is_none_of_its_wrappers() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from loops import Batch, batches, masters, mlp, momentum, same, start, train
+from loops import Batch, batches, mlp, momentum, same, start, train
 from torch import nn
 from torch.optim import Optimizer
 
@@ -81,11 +81,12 @@ def as_by_hand(setting: str, make: Callable[..., Optimizer], count: int = 6) -> 
     """Assert that O2 ends with the masters and weights of :class:`ByHand` after ``count`` batches."""
     model, data = mlp(), batches(count)
     by_hand = ByHand(model, setting, make)
-    optimizer = start(model, "O2", WEIGHTS[setting], make)
+    more = {"master_weights": "split", "loss_scale": 1.0} if setting == "split" else {}
+    optimizer = start(model, "O2", WEIGHTS[setting], make, **more)
     for batch in data:
         by_hand.clear()
         by_hand.backward(batch, scale=mpinit.loss_scale(optimizer))
         by_hand.step()
         train(model, optimizer, [batch])
-    same(masters(optimizer), masters(by_hand.optimizer))
+    same(model.state_dict().values(), by_hand.masters)
     same(model.parameters(), by_hand.model.parameters())
