@@ -1,13 +1,19 @@
-"""Bytes that the benchmarks count: what trainings hold by kind, at the peak of a step, and while they are set up."""
+"""Bytes of a training, at rest and at the peak, as arithmetic says."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-
 import pytest
 import torch
 from forked_runs import run_code
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+import pytest
+import torch
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -15,6 +21,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import footprint  # noqa: E402
 from benchmarks.protocol import Interpreters  # noqa: E402
 from benchmarks.setting_up import Initialize  # noqa: E402
+import mpinit  # noqa: E402
+from benchmarks.footprint import Level, trace  # noqa: E402
+from mpinit.masters import float_split, split  # noqa: E402
+
+
 
 CPU = torch.device("cpu")
 
@@ -112,3 +123,62 @@ def test_initialize_peaks_within_the_footprint_and_one_parameter(weights: torch.
         # Until set-up has succeeded O3 keeps what it cuts off: 2 bytes, and the numbers for which that is too little.
         allowed += parameters // 32 if from_float32 and level == "o3" else 0
         assert peak - max(before, after) <= allowed, facts
+
+BUCKET = 4 * 2**20
+SIDE = 256
+# 8 bytes a parameter, of a master and its gradient or of two states.
+IN_A_BUCKET = BUCKET // (8 * SIDE**2)
+COUNT = 4 * IN_A_BUCKET
+# What is worked on at a time where it is not compiled: by splitting, and by encodings, a few times over.
+SPLIT_CHUNK, CHUNKS = 4 * float_split._CHUNK, 4 * 2**20
+SPLIT: dict[str, Any] = {"master_weights": "split", "split_bucket_bytes": BUCKET}
+# With which properties, and how many buffers of a bucket there are.
+KINDS: dict[str, tuple[dict[str, Any], int]] = {
+    "split": (SPLIT, 1),
+    "bfloat16": (SPLIT | {"optimizer_state": "bfloat16"}, 2),
+    "int8": (SPLIT | {"optimizer_state": "int8"}, 2),
+    "full, int8": ({"optimizer_state": "int8", "split_bucket_bytes": BUCKET}, 1),
+}
+
+
+def step_traced(properties: dict[str, Any]) -> Level:
+    """The fourth step of Adam: the first makes states, the second lays their codes together."""
+    model = nn.ParameterList(torch.full((SIDE, SIDE), 0.5) for _ in range(COUNT))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    mpinit.initialize(model, optimizer, "O5", verbosity=0, **properties)
+    for weight in model:
+        weight.grad = torch.full_like(weight, 1e-3, dtype=weight.grad_dtype or weight.dtype)
+    optimizer.step()
+    optimizer.step()
+    levels = trace([optimizer.step, optimizer.step, lambda: None], torch.device("cpu"))
+    assert levels[2].start - levels[1].start <= 4096  # of the step nothing remains
+    mpinit.undo(model)
+    return levels[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_peaks_within_the_footprint_and_one_bucket(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A buffer that stays from step to step would not be seen to be allocated.
+    monkeypatch.setattr(split, "_KEPT_BYTES", 0)
+    properties, buffers = KINDS[kind]
+    level = step_traced(properties)
+    chunks = CHUNKS if "optimizer_state" in properties else SPLIT_CHUNK
+    assert buffers * BUCKET <= level.peak - level.start <= buffers * BUCKET + chunks
+    # All at once, in float32, would take this much.
+    assert COUNT * SIDE**2 * 8 * buffers > 2 * (level.peak - level.start)
+
+
+def test_initialize_takes_what_masters_take_and_a_piece_of_one() -> None:
+    model = nn.Linear(2048, 2048, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    initialize = functools.partial(mpinit.initialize, model, optimizer, "O5", verbosity=0, master_weights="split")
+    (level,) = trace([initialize], torch.device("cpu"))
+    assert level.peak <= 4 * 2048**2 + 2 * 4 * split._PIECE + 4096
+
+
+@pytest.mark.long
+def test_what_stays_of_a_split_step_is_a_bucket_at_most() -> None:
+    level = step_traced(SPLIT)
+    # It was there before.
+    assert level.peak - level.start <= SPLIT_CHUNK
+    assert BUCKET <= split._KEPT_BYTES

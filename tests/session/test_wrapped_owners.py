@@ -1,17 +1,28 @@
-"""Optimizers in the wrappers of frameworks, recognised by the attribute that they document, and wrapped models."""
+"""Optimizers and models in wrappers: which session is theirs, and whose masters are stepped."""
 
 from __future__ import annotations
 
 from typing import Any
-
 import pytest
 import torch
 from loops import Forwarding, backward, batches, mlp, momentum, mse, same
 from torch import nn
 from torch.optim import SGD, Optimizer
-
 import mpinit
 from mpinit import registry
+from collections.abc import Callable
+from typing import Any
+import pytest
+import torch
+from loops import Forwarding, backward, batches, iterate, masters, mlp, mse, poison, same, train, train_plainly
+from masters_by_hand import ByHand
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+import mpinit
+
+
+
+
 
 
 class Accelerated(Forwarding):
@@ -175,3 +186,203 @@ def test_a_model_that_has_more_than_another_in_it_is_none_of_its_wrappers() -> N
     assert registry.of(student) is not registry.of(teacher)
     mpinit.undo(teacher)
     assert registry.of(student) is not None
+
+
+class Halves(Optimizer):
+    """Two optimizers with groups of their own behind one, as kinds that split a model between them have."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params, {"lr": 0.1})
+        self.optimizers = [SGD(params[::2], lr=0.1, momentum=0.9), Adam(params[1::2], lr=0.01)]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+class OwnList(Optimizer):
+    """Steps what it was given, whatever is in the groups."""
+
+    def __init__(self, params: Any) -> None:
+        self.mine = list(params)
+        self.by_name = {"all": tuple(self.mine)}
+        super().__init__(self.mine, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert all(a is b for a, b in zip(self.mine, self.by_name["all"], strict=True))
+        for parameter in self.mine:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+
+class ByIdentity(Optimizer):
+    """Keeps what it knows of parameters under their ids, and in its state by parameter but not one entry each."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.momentum: dict[int, torch.Tensor] = {}
+        self.faster = {id(p) for p in self.param_groups[0]["params"][:2]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        start: dict[Any, torch.Tensor] = self.state["start"]
+        for parameter in self.param_groups[0]["params"]:
+            momentum = self.momentum.setdefault(id(parameter), torch.zeros_like(parameter)).lerp_(parameter.grad, 0.5)
+            first = start.setdefault(parameter, parameter.clone())
+            parameter.sub_(momentum, alpha=0.2 if id(parameter) in self.faster else 0.1).lerp_(first, 0.1)
+
+
+class Around(Optimizer):
+    """Wraps one that holds parameters of its own, in a dict."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = {"it": OwnList(params)}
+        super().__init__(self.inner["it"].mine, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner["it"].step()
+
+
+MAKERS: dict[str, Callable[[Any], Optimizer]] = {
+    "halves": Halves,
+    "own list": OwnList,
+    "by identity": ByIdentity,
+    "around": Around,
+}
+
+
+def by_hand(make: Callable[[Any], Optimizer], steps: int, warm: int = 0) -> list[nn.Parameter]:
+    """Float32 masters of a bfloat16 model, written out; the first and last ``warm`` steps in float32."""
+    loop = ByHand(mlp(), "O0", make)
+    for index, batch in enumerate(batches(steps)):
+        loop.setting = "O5" if warm <= index < steps - warm else "O0"
+        loop.follow()
+        loop.clear()
+        loop.backward(batch)
+        loop.step()
+    return loop.masters
+
+
+@pytest.mark.parametrize("name", ["halves", "own list"])
+def test_every_place_that_holds_a_weight_gets_its_master(name: str) -> None:
+    model = mlp()
+    optimizer = MAKERS[name](model.parameters())
+    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    for batch in batches(4):
+        iterate(mse(model, batch), optimizer)
+    same(masters(optimizer), by_hand(MAKERS[name], 4))
+    weights = list(model.parameters())
+    mpinit.undo(model)
+    held = [p for o in getattr(optimizer, "optimizers", []) for g in o.param_groups for p in g["params"]]
+    held += list(getattr(optimizer, "mine", []))
+    assert {id(p) for p in held} == {id(weight) for weight in weights}
+    for each in getattr(optimizer, "optimizers", []):
+        assert all(any(key is weight for weight in weights) for key in each.state), "state went back as well"
+
+
+@pytest.mark.parametrize("name", ["by identity", "around"])
+def test_what_is_known_of_a_parameter_goes_to_its_master_and_back(name: str) -> None:
+    model, data = mlp(), batches(7)
+    optimizer = MAKERS[name](model.parameters())
+    train_plainly(model, optimizer, data[:2])
+    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    train(model, optimizer, data[2:5])
+    mpinit.undo(model)
+    train_plainly(model, optimizer, data[5:])
+    same(model.parameters(), by_hand(MAKERS[name], 7, warm=2))
+
+
+class Counting(SGD):
+    """Counts its steps in its groups, as kinds with a warm-up of their own do."""
+
+    steps_per_parameter = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        super().step()
+
+
+def test_what_an_optimizer_counts_it_counts_once_a_step_and_hooks_run_once() -> None:
+    model = mlp()
+    optimizer = Counting(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["count"] = 0
+    mpinit.initialize(model, optimizer, "O5", master_weights="split", split_bucket_bytes=4, verbosity=0)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    for batch in batches(3):
+        iterate(mse(model, batch), optimizer)
+    assert optimizer.param_groups[0]["count"] == 3
+    assert calls == ["before", "after"] * 3
+
+
+class Decays(Forwarding):
+    """Does more than what it wraps in its step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.9)
+
+
+def test_the_whole_step_of_a_wrapper_that_does_more_is_skipped() -> None:
+    model = mlp()
+    optimizer = Decays(SGD(model.parameters(), lr=0.1))
+    mpinit.initialize(model, optimizer, "O2", verbosity=0, loss_scale="dynamic")
+    before = [value.clone() for value in model.state_dict().values()]
+    for batch, overflows in zip(batches(2), (True, False), strict=True):
+        optimizer.zero_grad()
+        loss = mse(model, batch)
+        backward(poison(loss, next(model.parameters())) if overflows else loss, optimizer)
+        optimizer.step()
+        is_as_before = all(map(torch.equal, model.state_dict().values(), before))
+        assert is_as_before == overflows
+
+
+def test_a_wrapper_that_does_more_steps_split_masters_as_by_hand() -> None:
+    model, data = mlp(), batches(4)
+    optimizer, reference = (
+        Decays(SGD(model.parameters(), lr=0.1)),
+        ByHand(model, "split", lambda p: Decays(SGD(p, 0.1))),
+    )
+    mpinit.initialize(model, optimizer, "O5", master_weights="split", split_bucket_bytes=4, verbosity=0)
+    for batch in data:
+        train(model, optimizer, [batch])
+        reference.clear()
+        reference.backward(batch)
+        reference.step()
+    same(model.state_dict().values(), reference.masters)
+
+
+class Keeper(OwnList):
+    """Finds what it keeps when it steps first: under ids, in its state under a name, in a tuple."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not hasattr(self, "seen"):
+            self.seen = {id(p): (p, 0) for p in self.param_groups[0]["params"]}
+            self.state["kept"] = {p: p.detach().clone() for p in self.param_groups[0]["params"]}
+        for parameter in self.param_groups[0]["params"]:
+            same_one, steps = self.seen[id(parameter)]
+            assert same_one is parameter and self.state["kept"][parameter].dtype is torch.float32
+            self.seen[id(parameter)] = parameter, steps + 1
+        super().step()
+
+
+@pytest.mark.parametrize("masters_kind", [True, "split"])
+def test_what_an_optimizer_keeps_of_parameters_is_of_weights_between_steps(masters_kind: Any) -> None:
+    model, data = mlp(), batches(4)
+    optimizer = Keeper(model.parameters())
+    mpinit.initialize(model, optimizer, "O5", master_weights=masters_kind, verbosity=0)
+    for undone in (False, True):
+        train_plainly(model, optimizer, data[:2])
+        weights = list(model.parameters())
+        assert optimizer.seen == {id(p): (p, 4 if undone else 2) for p in weights}
+        assert list(map(id, optimizer.state["kept"])) == list(map(id, weights)) == list(map(id, optimizer.mine))
+        assert list(map(id, optimizer.by_name["all"])) == list(map(id, weights))
+        if not undone:
+            mpinit.undo(model)
