@@ -1,7 +1,5 @@
 """Shared set-up: a quick process, fixed seeds, no casts of an earlier test, what a marker means, O1 by fixture."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

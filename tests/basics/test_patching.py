@@ -1,7 +1,5 @@
 """patching: reverting puts back exactly what stood there, in reverse, whatever raises on the way."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

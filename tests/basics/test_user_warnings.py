@@ -1,7 +1,5 @@
 """user_warnings: a warning points at the line of the user's that led to it."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What every test of the benchmarks starts from and leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

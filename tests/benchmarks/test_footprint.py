@@ -1,31 +1,24 @@
 """Bytes of a training, at rest and at the peak, as arithmetic says."""
 
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-import pytest
-import torch
-from forked_runs import run_code
 import functools
 import sys
 from pathlib import Path
 from typing import Any
+
 import pytest
 import torch
+from forked_runs import run_code
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+import mpinit  # noqa: E402
 from benchmarks import footprint  # noqa: E402
+from benchmarks.footprint import Level, trace  # noqa: E402
 from benchmarks.protocol import Interpreters  # noqa: E402
 from benchmarks.setting_up import Initialize  # noqa: E402
-import mpinit  # noqa: E402
-from benchmarks.footprint import Level, trace  # noqa: E402
 from mpinit.masters import float_split, split  # noqa: E402
-
-
 
 CPU = torch.device("cpu")
 
@@ -123,6 +116,7 @@ def test_initialize_peaks_within_the_footprint_and_one_parameter(weights: torch.
         # Until set-up has succeeded O3 keeps what it cuts off: 2 bytes, and the numbers for which that is too little.
         allowed += parameters // 32 if from_float32 and level == "o3" else 0
         assert peak - max(before, after) <= allowed, facts
+
 
 BUCKET = 4 * 2**20
 SIDE = 256

@@ -1,7 +1,5 @@
 """Checkpoints loaded at another level or dtype, from other people's files, and ones that do not fit."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

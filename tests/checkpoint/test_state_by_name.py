@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint: model and optimizer states by name, as those of a float32 model, at every level."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """mpinit.TrainState in one process: files, levels, several optimizers, and states that do not fit."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line: every command, and convert's files."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

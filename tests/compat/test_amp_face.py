@@ -1,7 +1,5 @@
 """Where apex's amp differs from mpinit's: one list of scalers, and one overflow for all optimizers of a loss."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any

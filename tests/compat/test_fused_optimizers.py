@@ -1,7 +1,5 @@
 """The optimizers under apex's names, against the formulas of their papers in float64 and against torch's own."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Importing apex: what answers to the name, for whom, and what stays inside."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The migration page: its Python blocks run, and its tables name things that exist."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pickle

@@ -1,7 +1,5 @@
 """apex.parallel and apex.normalization over torch's own."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

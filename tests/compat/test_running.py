@@ -1,7 +1,5 @@
 """Scripts for apex, run unmodified: by name, as modules, under torchrun, with the same bits."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """One launch of processes for what is selected of a file."""
 
-from __future__ import annotations
-
 import pytest
 from processes import launch
 

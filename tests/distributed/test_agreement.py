@@ -1,7 +1,5 @@
 """What ranks must agree on: words, numbers, policies."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from types import SimpleNamespace

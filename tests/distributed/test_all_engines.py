@@ -1,7 +1,5 @@
 """Every engine at every level, against one process."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Checkpoints of several processes: torch.distributed.checkpoint's states by name, and mpinit.TrainState."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import tempfile

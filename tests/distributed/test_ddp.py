@@ -1,7 +1,5 @@
 """DistributedDataParallel: bits, wrappers, and the example that trains with it."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,10 +1,11 @@
 """FSDP2: shards are the masters, of any level, and their states."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from typing import Any
+
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from engines import (
     BF16,
     CASE,
@@ -25,31 +26,16 @@ from engines import (
 )
 from models import LEVELS, level_arguments, train
 from processes import ranks
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-import mpinit
-from collections.abc import Callable
-from typing import Any
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from engines import assert_same, mesh, refused, whole
-from models import LEVELS
-from processes import ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
+
 import mpinit
 from mpinit.distributed.sharding import shard
 from mpinit.masters.codecs.encoded import encoded_part
-
-
-
-
 
 
 @ranks(
@@ -256,6 +242,7 @@ def test_what_is_trained_is_what_is_served(level: str) -> None:
     found = mpinit.fidelity(model, mine(batches[3])[0], served=served)
     assert found, str(found)
 
+
 BF16, F32 = torch.bfloat16, torch.float32
 Optimizers = Callable[[Any], torch.optim.Optimizer]
 
@@ -266,7 +253,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 3))
 
 
-def sharded(over: Any, model: nn.Sequential, columns: Any = None, **options: Any) -> nn.Sequential:
+def by_fsdp(over: Any, model: nn.Sequential, columns: Any = None, **options: Any) -> nn.Sequential:
     """By FSDP2, inside of which a layer may be tensor parallel already."""
     if columns is not None:
         parallelize_module(model, columns, {"2": ColwiseParallel(output_layouts=Replicate())})
@@ -280,7 +267,7 @@ def batch(index: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, indices: range) -> None:
+def train_shards(model: nn.Module, optimizer: torch.optim.Optimizer, indices: range) -> None:
     for index in indices:
         x, y = batch(index)
         optimizer.zero_grad()
@@ -290,7 +277,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, indices: range) ->
 
 
 def split(over: Any, make: Optimizers, **options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    model = sharded(over, network(), **options)
+    model = by_fsdp(over, network(), **options)
     optimizer = make(model.parameters())
     mpinit.initialize(model, optimizer, "O5", master_weights="split", verbosity=0)
     return model, optimizer
@@ -306,8 +293,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def by_hand(over: Any, make: Optimizers, steps: int, **options: Any) -> dict[str, Tensor]:
     """16-bit parameters given to FSDP2, and float32 ones, sharded alike, that an optimizer steps in their places."""
-    model = sharded(over, network().to(BF16), **options)
-    exact = sharded(over, network(), **options)
+    model = by_fsdp(over, network().to(BF16), **options)
+    exact = by_fsdp(over, network(), **options)
     optimizer = make(exact.parameters())
     for index in range(steps):
         x, y = batch(index)
@@ -333,7 +320,7 @@ def test_shards_step_as_float32_ones_do(kind: str) -> None:
             over, options["columns"] = over["outer"], over["inner"]
         expected = by_hand(over, make, 4, **options)
         model, optimizer = split(over, make, **options)
-        train(model, optimizer, range(4))
+        train_shards(model, optimizer, range(4))
         assert {parameter.dtype for parameter in model.parameters()} == {BF16}
         assert_same(whole(model.state_dict()), expected)
         mpinit.undo(model)
@@ -345,7 +332,7 @@ def test_shards_step_as_float32_ones_do(kind: str) -> None:
 def test_both_sides_of_a_shard_are_one() -> None:
     """What is written to a weight counts; values that come from a state dict keep all bits."""
     model, optimizer = split(mesh(4), adam)
-    train(model, optimizer, range(2))
+    train_shards(model, optimizer, range(2))
     before = whole(model.state_dict())
     with torch.no_grad():
         model[2].bias.mul_(2)  # type: ignore[operator]
@@ -357,7 +344,7 @@ def test_both_sides_of_a_shard_are_one() -> None:
     model.load_state_dict(noise)
     assert_same(whole(model.state_dict()), expected)
     mpinit.clip_grad_norm_(optimizer, 1.0)
-    train(model, optimizer, range(2, 4))
+    train_shards(model, optimizer, range(2, 4))
     bytes_held = sum(shard(parameter).nbytes + shard(parameter.grad).nbytes for parameter in model.parameters())
     states = sum(shard(value).nbytes for state in optimizer.state.values() for value in state.values() if value.dim())
     own = sum(shard(parameter).numel() for parameter in model.parameters())
@@ -367,7 +354,7 @@ def test_both_sides_of_a_shard_are_one() -> None:
 @ranks(4)
 def test_gradient_release_is_refused() -> None:
     """Other ranks' gradients come later."""
-    for model in (network(), sharded(mesh(2, 2), network())):
+    for model in (network(), by_fsdp(mesh(2, 2), network())):
         optimizer = adam(model.parameters())
         with refused(ValueError, "fully_shard", "meshes of one or more dimensions"):
             mpinit.initialize(model, optimizer, "O5", gradient_release=True, verbosity=0)
@@ -392,7 +379,7 @@ def encoded(encoding: str, kind: str) -> tuple[nn.Sequential, torch.optim.Optimi
     return model, optimizer
 
 
-def backward(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
+def backward_of_rank(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
     generator = torch.Generator().manual_seed(10 * index + dist.get_rank())
     x, y = torch.randn(8, 128, generator=generator), torch.randint(3, (8,), generator=generator)
     optimizer.zero_grad()
@@ -413,20 +400,20 @@ def test_shards_are_encoded_as_parameters_of_their_own_are(encoding: str, kind: 
     stepped = adam(alone.parameters())
     mpinit.initialize(alone, stepped, optimizer_state=encoding, split_bucket_bytes=40_000, verbosity=0, **LEVELS[kind])
     for index in range(4):
-        backward(model, optimizer, index)
-        for weight, mine in zip(model.parameters(), alone, strict=True):
+        backward_of_rank(model, optimizer, index)
+        for weight, own in zip(model.parameters(), alone, strict=True):
             assert isinstance(weight.grad, DTensor)
-            mine.grad = shard(weight.grad).clone()
+            own.grad = shard(weight.grad).clone()
         optimizer.step()
         stepped.step()
     codes = [encoded_part(value) for state in optimizer.state.values() for value in state.values()]
     assert sum(code is not None for code in codes) == 2
     assert all(type(part) is Tensor for part in states(optimizer))
     # FSDP2 holds full masters' weights itself, in float32, and gathers them in 16 bit.
-    for weight, mine in zip(mpinit.master_params(optimizer), mpinit.master_params(stepped), strict=True):
-        assert torch.equal(shard(weight), mine)
-    for part, mine in zip(states(optimizer), states(stepped), strict=True):
-        assert torch.equal(part, mine)
+    for weight, own in zip(mpinit.master_params(optimizer), mpinit.master_params(stepped), strict=True):
+        assert torch.equal(shard(weight), own)
+    for part, own in zip(states(optimizer), states(stepped), strict=True):
+        assert torch.equal(part, own)
     before = states(optimizer)
     mpinit.undo(model)
     after = [value for state in optimizer.state.values() for value in state.values()]
@@ -440,7 +427,7 @@ def test_states_go_through_float32(encoding: str) -> None:
     """Gathered, loaded by one process, and sharded again: blocks fall alike, and so do bits."""
     model, optimizer = encoded(encoding, "split")
     for index in range(3):
-        backward(model, optimizer, index)
+        backward_of_rank(model, optimizer, index)
         optimizer.step()
     # Not the tensors themselves: torch would load them without a copy.
     weights, found = tree_map_only(Tensor, torch.clone, get_state_dict(model, optimizer))
@@ -464,7 +451,7 @@ def test_states_go_through_float32(encoding: str) -> None:
         assert sum(code is not None for code in codes) == 2
     # Training goes on, and to the same numbers.
     for one, two in ((model, optimizer), (again, other)):
-        backward(one, two, 3)
+        backward_of_rank(one, two, 3)
         two.step()
     assert_same(whole(again.state_dict()), whole(model.state_dict()))
 

@@ -1,7 +1,5 @@
 """Lightning's Trainer on two processes, with its average of weights, beside DDP and a loop by hand."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Ranks on an accelerator, by NCCL or by gloo over host copies: one rank is a mean over one, no bit may change."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that train one model are asked for the same, begin with the same float32 values, and stay one."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 import warnings

@@ -1,7 +1,5 @@
 """Of the tests of one launch only that one fails which hangs, ends its process, or is wrong on one rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from processes import launch

@@ -1,7 +1,5 @@
 """The examples, those in docstrings too: they run, print what they should and are short."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import importlib

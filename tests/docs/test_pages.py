@@ -1,7 +1,5 @@
 """The pages: links, figures, messages and the map for contributors."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

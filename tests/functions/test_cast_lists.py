@@ -1,7 +1,5 @@
 """The lists of casts: rows that cast, rows that promote, and torch's own lists beside them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Casts end: with a session, its thread, its owner, and where an exception or Ctrl-C comes in between."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import sys

@@ -1,7 +1,5 @@
 """O1: installing the casts and putting everything back, thread by thread, in models of every kind."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect

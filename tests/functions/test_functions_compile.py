@@ -1,7 +1,5 @@
 """torch.compile under O1: fullgraph, the dtypes of eager mode, its values within tolerance, no recompilation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every row of the cast policy, called for real through every name it can be reached by."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """O1 in training: threads, teachers, transforms, checkpoints, and weight casts that never outlive a change."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """torch's own database of operators run through O1: nothing raises, types are the page's, numbers those of float32."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import runpy

@@ -1,7 +1,5 @@
 """mpinit.GradScaler, and torch's own on float32 masters: torch's recipes with another constructor."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable, Sequence
@@ -207,19 +205,6 @@ def test_calls_out_of_order(setting: str) -> None:
         scaler.step(optimizer)
     with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step\(\)"):
         scaler.unscale_(optimizer)
-
-
-@pytest.mark.parametrize(("level", "scale"), [("O0", 1.0), ("O5", 1.0), ("O2", 128.0)])
-def test_a_static_scale_stays(level: str, scale: float) -> None:
-    model = mlp()
-    optimizer = plain_sgd(model.parameters())
-    mpinit.initialize(model, optimizer, level, loss_scale=scale, verbosity=0)
-    scaler = mpinit.GradScaler(optimizer)
-    scaler.scale(mse(model, batches(1)[0])).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    scaler.update(64.0)
-    assert scaler.get_scale() == scale and scaler.state_dict()["_growth_tracker"] == 0
 
 
 def test_setters_and_states_are_torchs() -> None:

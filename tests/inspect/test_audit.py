@@ -1,7 +1,5 @@
 """``audit``: types and bytes against what is there, shares against real steps, and nothing that it changes."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """explain: which operation casts, why, and what that costs."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

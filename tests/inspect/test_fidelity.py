@@ -1,7 +1,5 @@
 """``fidelity``: to the bit where it is promised, and planted differences found."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

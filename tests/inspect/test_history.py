@@ -1,7 +1,5 @@
 """Numbers over many steps: the history, exponents, weights that stall, and the report of it all."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -243,16 +241,3 @@ def test_what_is_not_initialised_or_disabled() -> None:
         mpinit.describe(model)
     mpinit.initialize(model, enabled=False)
     assert mpinit.describe(model) == "mixed precision is disabled"
-
-
-def test_one_of_a_thing_is_said_in_the_singular() -> None:
-    model = nn.Linear(1, 1, bias=False)
-    mpinit.initialize(model, opt_level="O2", await_optimizers=True, init_loss_scale=8.0, verbosity=0)
-    assert "1 weight waits for an optimizer" in mpinit.describe(model)
-    optimizer = mpinit.add_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
-    with mpinit.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    told = mpinit.describe(model)
-    assert "1 step done, 0 skipped" in told
-    assert "1 good backward pass since it moved" in told

@@ -1,7 +1,5 @@
 """overflow_report and watch_overflow: the parameter, the module and the operation an overflow came from."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """suggest: what it refuses, levels, keywords, several culprits, and what it prints."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What looks at a training leaves it as it is, and finds the faults that are planted."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import random

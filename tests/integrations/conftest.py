@@ -1,7 +1,5 @@
 """Frameworks that load, and that forget between tests what they keep for a process; every level."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Accelerate plug against Accelerate itself, beside the same loop written with mpinit alone."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lightning: the plug in a Trainer, and in Fabric."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

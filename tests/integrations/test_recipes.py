@@ -1,7 +1,5 @@
 """The blocks of docs/how-to/recipes.md with the real libraries, beside the same loops written by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """timm's own scaler and averages over a session, beside the same loop written with mpinit alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """The Trainer plug against Transformers itself, beside the same loop written with mpinit alone."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import itertools

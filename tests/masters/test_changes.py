@@ -1,7 +1,5 @@
 """``mpinit.changes``: a mirror that is fed with it has the weights' bits, whatever happens to them."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any

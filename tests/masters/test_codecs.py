@@ -1,7 +1,5 @@
 """Encodings of optimizers' states: error bounds, no bias, the same codes again, and tensors that read as numbers."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

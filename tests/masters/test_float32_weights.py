@@ -1,7 +1,5 @@
 """``float32_weights``: inside, weights read and write as the float32 numbers that they mean; outside as before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The stores of masters: full and split, what they cost, and what becomes of weights that are written to."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from loops import adam, backward, batches, masters, mlp, same, start

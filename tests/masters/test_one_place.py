@@ -1,7 +1,5 @@
 """One place for every number: the groups hold the model's parameters, and an optimizer's own code its masters."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import sys

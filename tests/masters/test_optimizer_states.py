@@ -1,7 +1,5 @@
 """optimizer_state: states in fewer bytes between steps, float32 inside of them."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

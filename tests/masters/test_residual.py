@@ -1,7 +1,5 @@
 """The bits beyond a 16-bit weight: rounding to it, the residual, and the float32 that both make."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Methods that are called from outside of a forward, and entry points."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

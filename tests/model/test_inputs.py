@@ -1,7 +1,5 @@
 """Inputs of a forward: cast, kept as they are, and those that the forward writes to."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """What a cast spoils for good is named at set-up, with the entry that keeps it; what only loses lower bits is not."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

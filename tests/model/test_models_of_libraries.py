@@ -1,7 +1,5 @@
 """Models of transformers and PEFT: recomputed activations, compiled outputs, blocks compiled one by one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """State dicts are float32, of models that build theirs in ways of their own too."""
 
-from __future__ import annotations
-
 import gc
 import io
 from typing import Any

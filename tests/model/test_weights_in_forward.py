@@ -1,7 +1,5 @@
 """Weights that are their own masters, inside of forwards: what code there sees, and casts made natively or by torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """``master_weights="model"`` between forwards: float32 parameters after failures, writes, copies and in threads."""
 
-from __future__ import annotations
-
 import copy
 import io
 import threading

@@ -1,7 +1,5 @@
 """What others do with a patched forward: wrap it, replace it, export it, trace it, script it, compile it."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

@@ -1,28 +1,16 @@
 """Steps with closures and steps in two halves: masters, scaling, and overflows in between."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
+
 import pytest
 import torch
 from loops import backward, batches, follow, masters, mlp, momentum, mse, poison, same, start
 from masters_by_hand import SETTINGS, ByHand
 from torch import nn
 from torch.optim import LBFGS, SGD, Adam, Optimizer
+
 import mpinit
-from typing import Any
-import pytest
-import torch
-from loops import backward, batches, masters, mlp, mse, poison, same
-from torch import nn
-from torch.optim import SGD, Optimizer
-import mpinit
-import pytest
-
-
-
-
 
 pytestmark = pytest.mark.device
 

@@ -1,7 +1,5 @@
 """gradient_release=True: parameters stepped inside of backward(), to the bit as without, and their gradients freed."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Steps in one pass by native code: the bits of torch's own operations, chosen by a clock, and never needed."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Optimizers of every kind: torch's, those with methods and groups of their own, and custom ones."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Nothing non-finite gets in where the loss scale does not move, and nothing else is different."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

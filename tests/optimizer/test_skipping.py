@@ -1,7 +1,5 @@
 """Skipped steps: what they leave alone, how they are counted, when they become an error; and steps out of order."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any

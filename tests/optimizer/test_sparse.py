@@ -1,7 +1,5 @@
 """Sparse gradients: embeddings with SparseAdam and SGD, where float32 weights and where masters stand behind them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,29 +1,22 @@
 """Every optimizer of the packages that are there: masters as in a loop written by hand, or refused with the reason."""
 
-from __future__ import annotations
-
-import importlib
-import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
-import torch
 import contextlib
 import copy
+import importlib
+import inspect
 import io
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
 import pytest
 import torch
 from frameworks import let_torchvision_load
 from loops import backward, poison
-from third_party_makers import PACKAGES, Maker
 from torch import nn
+
 import mpinit
-
-
-
-
 
 Maker = Callable[[list[Any]], Any]
 # What these are made for a survey has not.
@@ -495,7 +488,7 @@ def _afterwards(ours: ByMpinit, theirs: ByHand, batches: list[Any]) -> str:
 # Its eval() looks states up by the addresses of parameters, and raises: split masters have others in every step.
 KNOWN = {(name, run): "wrong: KeyError" for name in ("SFAdamW", "MSAMLaProp") for run in RUNS if "split" in run}
 # Seldom, by the last bit of one number: its matrix products depend on where in memory the matrices lie.
-KNOWN["kron", "split"] = "wrong: step 8: masters 0: off by 1.49e-08"
+KNOWN["kron", "split"] = r"wrong: (step \d+: masters|(step \d+ )?after undo) 0: off by \d(\.\d+)?e-0[89] "
 
 
 @pytest.mark.nightly
@@ -512,4 +505,4 @@ def test_optimizers_step_masters_as_by_hand(package: str) -> None:
     for outcome in sorted(set(outcomes.values())):
         print(outcome, sorted(name for name, other in outcomes.items() if other == outcome))
     wrong = {name: outcome for name, outcome in outcomes.items() if outcome.startswith("wrong")}
-    assert not {name: outcome for name, outcome in wrong.items() if not outcome.startswith(KNOWN.get(name, "none"))}
+    assert not {name: outcome for name, outcome in wrong.items() if not re.match(KNOWN.get(name, "none"), outcome)}

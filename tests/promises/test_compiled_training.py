@@ -1,7 +1,5 @@
 """Training whose model and loss are compiled: eager numbers, one graph, and none more when the scale moves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """A failure anywhere in an iteration passes through, and training goes on from a state at most that step away."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What only an accelerator can show: no wait for it on the good path, skipping inside kernels, CUDA graphs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

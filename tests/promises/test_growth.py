@@ -1,7 +1,5 @@
 """What steps cost grows with nothing, and no step waits for a device."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable

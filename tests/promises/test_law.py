@@ -6,8 +6,6 @@ what a float32 loop by hand has (``support/law.py``).
 ``LAW_RUNS`` sets the nightly number. ``LAW_KINDS`` plays only the kinds of action that its words begin.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import warnings

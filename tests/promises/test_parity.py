@@ -1,7 +1,5 @@
 """Twenty steps of real training at every level, against plain torch and against loops written by hand."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Checkpoints resumed in a fresh process: no bit changes."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import subprocess

@@ -1,7 +1,5 @@
 """Everything has an undo: snapshot, initialize, train, undo, and nothing is different."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import types

@@ -1,7 +1,5 @@
 """The loss scaler alone: its rule, its limits, its state."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What initialize refuses: models that others have wrapped, sessions that would share weights; and in which order."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -100,12 +98,6 @@ def test_a_part_that_is_wrapped_is_refused_where_weights_are_cast(kind: str) -> 
     quietly(model, "O1")(torch.ones(1, 2))
 
 
-def test_a_part_in_data_parallel_is_no_trouble() -> None:
-    model = net()
-    model[1] = nn.DataParallel(model[1])
-    assert quietly(model)(torch.ones(1, 2)).dtype is F32
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, of what a part is given
 @pytest.mark.parametrize("what", ["the model", "a part"])
 def test_compiled_models_and_parts_work_as_they_are(what: str) -> None:
@@ -198,10 +190,3 @@ def test_what_is_initialised_cannot_be_disabled_before_it_is_undone() -> None:
     with refused("initialised already", "undo"):
         mpinit.initialize(model, enabled=False)
     assert model not in registry.disabled
-
-
-@pytest.mark.parametrize("verbosity", [True, False])
-def test_verbosity_as_a_boolean(verbosity: bool, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "mpinit"):
-        mpinit.initialize(net(), opt_level="O2", verbosity=verbosity)
-    assert bool(caplog.records) is verbosity

@@ -1,7 +1,5 @@
 """initialize: what it is given, what it returns, and the session behind it."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import logging

@@ -1,7 +1,5 @@
 """What is interrupted, wherever that is: a set-up leaves everything as it was, a block does not stay open."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Callable

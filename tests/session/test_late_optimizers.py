@@ -1,7 +1,5 @@
 """Optimizers that come after initialize: bit for bit what initialize(model, optimizer) would have made."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

@@ -1,28 +1,30 @@
 """Optimizers and models in wrappers: which session is theirs, and whose masters are stepped."""
 
-from __future__ import annotations
-
-from typing import Any
-import pytest
-import torch
-from loops import Forwarding, backward, batches, mlp, momentum, mse, same
-from torch import nn
-from torch.optim import SGD, Optimizer
-import mpinit
-from mpinit import registry
 from collections.abc import Callable
 from typing import Any
+
 import pytest
 import torch
-from loops import Forwarding, backward, batches, iterate, masters, mlp, mse, poison, same, train, train_plainly
+from loops import (
+    Forwarding,
+    backward,
+    batches,
+    iterate,
+    masters,
+    mlp,
+    momentum,
+    mse,
+    poison,
+    same,
+    train,
+    train_plainly,
+)
 from masters_by_hand import ByHand
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
+
 import mpinit
-
-
-
-
+from mpinit import registry
 
 
 class Accelerated(Forwarding):

@@ -1,7 +1,5 @@
 """Configuration files: what they hold, and what is said of those that are wrong."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Properties: each in any spelling, of dtypes too; what is refused, and what is read back."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

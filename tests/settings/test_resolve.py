@@ -1,7 +1,5 @@
 """From a level and keywords to properties, and to the plan."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from pathlib import Path

@@ -4,8 +4,6 @@ A sample is a function of ``make``, which makes a floating tensor of a shape, in
 (0.2, 0.8) and requires_grad. A dotted name has a sample of its own where its signature differs from its row's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the tests of O1's casts share: dtypes, plans, the types of the fixtures, a model, a thread."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What the tests of the command line name: models, losses, and factories that go wrong."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import torch

@@ -5,8 +5,6 @@ that they import; they run :func:`train`, and the last of them dies before that 
 are for both trainings. Started again, the first training is over, and the second goes on.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

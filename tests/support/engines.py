@@ -1,7 +1,5 @@
 """torch's engines as data, what is trained on them, by mpinit and by hand, and what ranks ask one another."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence

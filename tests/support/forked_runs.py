@@ -4,8 +4,6 @@ Starting Python and importing both takes longer than most of what is run then. W
 with the process, as ever: the one that it is forked from only imports, and waits.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """What the tests of frameworks share."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from pathlib import Path

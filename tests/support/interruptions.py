@@ -1,7 +1,5 @@
 """Interrupting mpinit at any line, as Ctrl-C does, or failing there."""
 
-from __future__ import annotations
-
 import dis
 import functools
 import gc

@@ -5,8 +5,6 @@ The reference is plain torch: float32 parameters, their gradients and torch's ow
 Gradients are numbers that every type holds, so that nothing needs a tolerance but a norm.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

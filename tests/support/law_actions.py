@@ -1,7 +1,5 @@
 """What training loops do to gradients, weights, groups and checkpoints: to the real loop, and to the one by hand."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What the tests of the Lightning plug share: a module, a Trainer that says nothing, and a run of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training loops, by mpinit and by hand: what the tests of optimizers share."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """A loop over float32 masters, written by hand, beside which mpinit's are run."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny real models on real data, deterministic: what the tests of whole training runs share."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Models with a fault planted in them, made by a generator with a fixed seed: what a doctor has to name."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

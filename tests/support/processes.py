@@ -5,8 +5,6 @@ imports the file once and forks the ranks. No limit is on its total time: ranks 
 than it takes to start are ended, which fails the test that they are in, and the tests after it run in new ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import functools

@@ -1,7 +1,5 @@
 """How a process that runs tests is set up, a child of one too."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

@@ -1,7 +1,5 @@
 """The names that the blocks of docs/how-to/recipes.md use without making them: tiny models and data of each library."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

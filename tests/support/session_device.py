@@ -1,7 +1,5 @@
 """The device that a session's tests put their models and data on: the CPU, or what ``pytest --device`` named."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """Python blocks in Markdown pages: found, and run as if they were written where they stand."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A model and optimizer whose states torch.distributed.checkpoint takes, at every level, and comparing these."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Snapshots of torch, a model and an optimizer: what the tests of undo compare before and after."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

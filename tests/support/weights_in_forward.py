@@ -1,7 +1,5 @@
 """Models at ``master_weights="model"``, whose parameters are float32 outside of forwards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Kernels that are compiled for a GPU where that pays: the same bits, and without a compiler the function as it is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """ForwardCasts and disable_casts: thread by thread, nested, recomputed; and how long weight casts live."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

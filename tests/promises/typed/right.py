@@ -1,7 +1,5 @@
 """Uses that a type checker accepts, and the types that come out of them."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 from typing import Any, assert_type

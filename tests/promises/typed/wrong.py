@@ -1,7 +1,5 @@
 """Uses that a type checker refuses: every line that ends in "# wrong", and no other."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.optim import SGD

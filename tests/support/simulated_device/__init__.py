@@ -7,8 +7,6 @@ Beside what every device has, ``sim()`` counts (``counted``), fails (``failing_a
 (``poisoned``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

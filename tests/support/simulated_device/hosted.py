@@ -1,7 +1,5 @@
 """Collectives for the simulated device: gloo, over copies on the host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
