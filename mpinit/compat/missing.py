@@ -9,6 +9,7 @@ _LEVEL_3: Final = "mpinit.initialize(model, opt_level='O3', keep_batchnorm_fp32=
 _NORMS: Final = "apex.normalization.fused_layer_norm"
 
 MISSING: Final[dict[str, str]] = {
+    "apex.amp.init": "amp.initialize(model, optimizer, opt_level='O1', num_losses=...), before the model is trained",
     "apex.amp.lists": "mpinit.register_half_function and its siblings, one call for each function",
     "apex.amp.opt": "amp.scale_loss(loss, optimizer, loss_id=...) for each loss",
     "apex.fp16_utils.convert_network": _LEVEL_3,
@@ -23,13 +24,12 @@ MISSING: Final[dict[str, str]] = {
     "apex.optimizers.fused_adagrad": "torch.optim.Adagrad(fused=True)",
     "apex.optimizers.FusedNovoGrad": "FusedLAMB or torch.optim.AdamW",
     "apex.optimizers.fused_novograd": "FusedLAMB or torch.optim.AdamW",
+    "apex.parallel.Reducer": "torch.distributed.all_reduce of each gradient, divided by the number of processes",
     "apex.parallel.create_syncbn_process_group": "torch.distributed.new_subgroups(group_size)[0]",
 }
 
 
-def refuse_missing(name: str) -> None:
-    """Raise the ImportError of a name of apex that something else takes the place of."""
+def refuse_missing(name: str, kind: type[ImportError | AttributeError] = ImportError) -> None:
+    """Raise the error of a name of apex that something else takes the place of."""
     if name in MISSING:
-        raise ImportError(
-            f"{name} is not part of the apex that mpinit provides. In its place, {MISSING[name]}", name=name
-        )
+        raise kind(f"{name} is not part of the apex that mpinit provides. In its place, {MISSING[name]}", name=name)

@@ -7,8 +7,8 @@ for name in ("opt_properties", "loss_scalers"):
 
 try:
     amp.init(loss_scale=128.0)
-except RuntimeError as error:
-    assert "amp.initialize(model, optimizer, opt_level='O1'" in str(error)
+except AttributeError as error:
+    assert "In its place, amp.initialize(model, optimizer, opt_level='O1'" in str(error)
 else:
     raise AssertionError("losses are for amp.initialize")
 print("passed")

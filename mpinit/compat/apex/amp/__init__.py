@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+from ...missing import refuse_missing
 from ._amp_state import _amp_state, master_params
 from .amp import *  # noqa: F403 - its __all__ lists the names one by one
 from .amp import __all__ as _registration
-from .amp import init  # noqa: F401 - refused, with what takes its place
 from .frontend import initialize, load_state_dict, state_dict
 from .handle import disable_casts, scale_loss
 
@@ -19,3 +21,8 @@ __all__ = [
     "state_dict",
 ]
 __all__ += _registration
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse_missing(f"apex.amp.{name}", AttributeError)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,16 +8,9 @@ __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
 
 class MultiTensorApply:
-    """Never available: ``amp_C``, whose kernels it launches, is not part of what mpinit provides.
-
-    Args:
-        chunk_size: kept for those who read it.
-    """
+    """Never available: ``amp_C``, whose kernels it launches, is not part of what mpinit provides."""
 
     available = False
-
-    def __init__(self, chunk_size: int) -> None:
-        self.chunk_size = chunk_size
 
     def __call__(self, op: Any, noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> NoReturn:
         raise RuntimeError(
@@ -26,4 +19,4 @@ class MultiTensorApply:
         )
 
 
-multi_tensor_applier = MultiTensorApply(2048 * 32)
+multi_tensor_applier = MultiTensorApply()

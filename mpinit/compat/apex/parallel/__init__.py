@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .distributed import DistributedDataParallel, Reducer
+from .distributed import DistributedDataParallel
 from .LARC import LARC
 from .sync_batchnorm import SyncBatchNorm, convert_syncbn_model
 
-__all__ = ["LARC", "DistributedDataParallel", "Reducer", "SyncBatchNorm", "convert_syncbn_model"]
+__all__ = ["LARC", "DistributedDataParallel", "SyncBatchNorm", "convert_syncbn_model"]

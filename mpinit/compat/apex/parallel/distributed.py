@@ -1,10 +1,9 @@
-"""DistributedDataParallel and Reducer with apex's arguments."""
+"""DistributedDataParallel with apex's arguments."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -120,50 +119,3 @@ def _reduce_bucket(bucket: Any, in_float32: bool, before: float, after: float) -
 
     done: torch.futures.Future[Tensor] = work.get_future().then(finish)
     return done
-
-
-def flat_dist_call(tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] = ()) -> None:
-    """Apply a collective to tensors, in place, as one call for each dtype and device.
-
-    Args:
-        tensors: what to communicate.
-        call: such as ``torch.distributed.broadcast``; what ``all_reduce`` sums is averaged.
-        extra_args: further arguments of ``call``.
-    """
-    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        buckets.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    with torch.no_grad():
-        for bucket in buckets.values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            call(flat, *(extra_args or ()))
-            if call is dist.all_reduce:
-                flat.div_(dist.get_world_size())
-            for tensor, piece in zip(bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True):
-                tensor.copy_(piece.view_as(tensor))
-
-
-class Reducer:
-    """Averages gradients over the processes when ``reduce()`` is called, and not before.
-
-    Parameters of a module are made equal over the processes when the Reducer is created.
-
-    Args:
-        module_or_grads_list: a module, or tensors to average.
-    """
-
-    def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
-        self.module: nn.Module | None = None
-        self.grads: list[Tensor] = []
-        if isinstance(module_or_grads_list, nn.Module):
-            self.module = module_or_grads_list
-            flat_dist_call(self.module.parameters(), dist.broadcast, (0,))
-        else:
-            self.grads = list(module_or_grads_list)
-
-    def reduce(self) -> None:
-        """Average the gradients (of a module, those that exist) in place."""
-        grads = self.grads
-        if self.module is not None:
-            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-        flat_dist_call(grads, dist.all_reduce)
