@@ -1,13 +1,11 @@
 """What the benchmarks' results say: figures, intervals and controls, and the tables that are made of them."""
 
 import json
-import random
 import socket
 import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
@@ -114,18 +112,6 @@ def test_the_interval_is_that_of_medians_of_processes_drawn_again() -> None:
     # With more processes, one that was disturbed no longer reaches into the interval.
     assert estimate.over_processes([1.0] * 8 + [100.0]) == Estimate(1.0, 1.0, 1.0)
     assert estimate.over_processes([4.0]) == Estimate(4.0, 4.0, 4.0)
-
-
-def test_every_turn_counts_and_processes_are_drawn_with_theirs() -> None:
-    found = estimate.over_turns([[1.0, 1.0, 1.0], [1.0, 3.0], [3.0]])
-    assert found == Estimate(1.0, 1.0, 3.0)
-    assert estimate.over_turns([[1.0, 2.0], [3.0, 4.0]]) == Estimate(2.5, 1.5, 3.5)
-    # As one draws by hand.
-    draw, processes = random.Random(5), [[random.Random(n).gauss(1.0, 0.1) for _ in range(9)] for n in range(7)]
-    drawn = [[turn for one in draw.choices(processes, k=7) for turn in one] for _ in range(2000)]
-    medians, found = sorted(map(median, drawn)), estimate.over_turns(processes)
-    assert found.median == median([turn for one in processes for turn in one])
-    assert (found.low, found.high) == pytest.approx((medians[50], medians[-51]), abs=0.01)
 
 
 def test_ratios_are_taken_turn_by_turn() -> None:

@@ -133,14 +133,6 @@ def test_the_skipped_step_is_explained_and_mended(tmp_path: Path, script) -> Non
     assert (tmp_path / "loss_and_scale.png").stat().st_size > 15_000
 
 
-def test_the_demo_refuses_settings_it_does_not_have(script, capsys) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(SystemExit):
-        script("digits.py", "--only", "O9 fp16")
-    message = capsys.readouterr().err
-    assert "O9 fp16" in message
-    assert "O2 bf16" in message, "the error lists what there is"
-
-
 @pytest.mark.long
 def test_the_finetuning_example_compares_four_ways(tmp_path: Path, script) -> None:  # type: ignore[no-untyped-def]
     let_torchvision_load()

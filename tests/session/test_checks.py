@@ -154,15 +154,6 @@ def test_a_shared_parameter_in_modules_of_their_own() -> None:
         quietly(second)
 
 
-def test_sessions_at_o1_may_share() -> None:
-    shared = nn.Linear(2, 2)
-    first, second = nn.Sequential(shared), nn.Sequential(shared, nn.Linear(2, 2))
-    quietly(first, "O1")
-    quietly(second, "O4")
-    mpinit.undo(first)
-    assert second(torch.ones(1, 2)).dtype is torch.bfloat16
-
-
 # -- parse, check, then change ----------------------------------------------------------------------------------------
 
 
