@@ -53,6 +53,9 @@ ROSTER: Final[Mapping[str, Row]] = {
     "o1_bf16": Row("mpinit O4 (O1)", partial(Mpinit, opt_level="O4"), needs_network=True),
     "o2_bf16": Row("mpinit O5 (O2)", partial(Mpinit, opt_level="O5")),
     "o2_split": Row("mpinit O5 split", partial(Mpinit, opt_level="O5", master_weights="split")),
+    "o2_model": Row(
+        "mpinit O5, masters in the model", partial(Mpinit, opt_level="O5", master_weights="model"), needs_network=True
+    ),
     "o2_int8": Row(
         "mpinit O5 split, int8 states",
         partial(Mpinit, opt_level="O5", master_weights="split", optimizer_state="int8"),
@@ -90,6 +93,7 @@ BY_TYPE: Final[Mapping[str, tuple[str, ...]]] = {
             "o1_bf16",
             "o2_bf16",
             "o2_split",
+            "o2_model",
             "o2_split_bf16",
             "o2_int8",
         ),

@@ -63,7 +63,7 @@ class Request:
     Attributes:
         opt_level, properties, plan: the words, and what they came to.
         num_losses: how many losses have a scaler of their own.
-        verbosity: 0 nothing, 1 one log line, 2 every first-seen cast of O1 at debug level.
+        verbosity: 0 nothing, 1 one log line.
         awaits: whether optimizers come later.
         process_group: of ranks whose steps are one though their gradients are not; None: none.
     """

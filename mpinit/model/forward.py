@@ -150,7 +150,7 @@ class PatchedForward:
 
 def _run(self: PatchedForward, first: Any = _ABSENT, /, *args: Any, **kwargs: Any) -> Any:
     # Every module of a model comes through here, with one argument nearly always.
-    if here.dtype is self.boundary.inner_dtype and (self.weights is None or self.weights.are_in):
+    if here.dtype is self.boundary.inner_dtype and (self.weights is None or self.weights.are_in()):
         if self.is_direct and not args and not kwargs and first is not _ABSENT:
             module = self.module
             return type(module).forward(module, first)

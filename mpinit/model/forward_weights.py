@@ -10,59 +10,52 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
+from operator import is_not
 from typing import Any, Final, final
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from ..torch_internals.columns import Entries, do_all, dtypes_of, versions_of
 from ..torch_internals.float32_gradients import casts_with_float32_gradients
+from ..torch_internals.parameter_data import forget_data_of, note_data_of
 from ..torch_internals.running import computes_at_once
 
 _TENSOR_DATA: Final[Any] = torch.Tensor.data
 _TENSOR_DETACH: Final[Any] = torch.Tensor.detach
 _COMPUTING: Final = (WeightNorm, SpectralNorm)
-_VERSION: Final[Any] = attrgetter("_version")
-_times: Final = itertools.count(1)
 _FLAT_WEIGHTS: Final = ("_flat_weights", "_flat_weight_refs")
 
 
-class CastParameter(nn.Parameter):
-    """A parameter's cast, inside a forward: it knows whether its memory was given out, through which it can be written.
+@final
+class _Layout:
+    """The modules below one, and their parameters of another type: found once, and used while they are what they were.
 
-    A VQ-VAE writes to ``self.codebook.weight.data`` in its forward: that has to come to the parameter.
+    Args:
+        modules: the module, and what is below it.
+        dtype: what is cast to.
     """
 
-    handed_out = False
-    # Another number each time that memory of any cast is given out.
-    last_time = 0
-    parameter: nn.Parameter
+    def __init__(self, modules: list[nn.Module], dtype: torch.dtype) -> None:
+        self.modules = modules
+        found = _to_be_cast(modules, dtype)
+        self.owners = [module for module in modules if module._parameters]
+        self.slots = [(parameters, name) for parameters, name, _ in found]
+        self.outside = [parameter for *_, parameter in found]
+        self.rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
+        self.has_tied = len(set(map(id, self.outside))) < len(found)
+        self._seen = Entries(modules, "_modules"), Entries(modules, "_parameters")
+        self._tensors = [p for module in modules for p in module._parameters.values() if p is not None]
+        self._dtypes = dtypes_of(self._tensors)
 
-    def _hand_out(self) -> None:
-        self.handed_out = True
-        CastParameter.last_time = next(_times)
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The numbers, outside of autograd's view."""
-        self._hand_out()
-        values: torch.Tensor = _TENSOR_DATA.__get__(self)
-        return values
-
-    @data.setter
-    def data(self, values: torch.Tensor) -> None:
-        self._hand_out()
-        _TENSOR_DATA.__set__(self, values)
-
-    def detach(self) -> torch.Tensor:
-        """The numbers, without their graph."""
-        self._hand_out()
-        values: torch.Tensor = _TENSOR_DETACH(self)
-        return values
+    def stands(self) -> bool:
+        """Whether no module or parameter came, went or was exchanged."""
+        return all(map(Entries.are_as_seen, self._seen)) and dtypes_of(self._tensors) == self._dtypes
 
 
 @final
@@ -75,50 +68,49 @@ class _Standing:
         forwards: those that run inside the modules or around them, in all threads.
     """
 
-    __slots__ = ("_flat", "_time", "_versions", "dtype", "forwards", "inside", "modules", "outside", "slots")
-
-    def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype, forwards: Iterable[object]) -> None:
-        found = _to_be_cast(modules, dtype)
+    def __init__(self, layout: _Layout, dtype: torch.dtype, forwards: Iterable[object]) -> None:
         self.dtype = dtype
         self.forwards = set(forwards)
-        self.modules = [module for module in modules if module._parameters]
-        self.slots = [(parameters, name) for parameters, name, _ in found]
-        self.outside = [parameter for *_, parameter in found]
+        self.modules = layout.owners
+        self.rnns = layout.rnns
+        self.slots = layout.slots
+        self.outside = layout.outside
         self.inside: list[torch.Tensor] = []
         self._flat: dict[nn.RNNBase, dict[str, Any]] = {}
-        self._time = 0
+        self._accessed: set[int] = set()
         self._versions: tuple[list[int], list[int]] = [], []
 
-    def put_in(self, casts: Mapping[int, torch.Tensor]) -> None:
-        """Put casts, found by their parameters' ids, in the places of the parameters."""
-        self.inside = [casts[id(parameter)] for parameter in self.outside]
+    def put_in(self, casts: list[torch.Tensor]) -> None:
+        """Put casts in the places of the parameters."""
+        self.inside = casts
         self._remember()
-        for (parameters, name), cast in zip(self.slots, self.inside, strict=True):
+        for (parameters, name), cast in zip(self.slots, casts, strict=True):
             parameters[name] = cast
-        for module in self.modules:
-            if isinstance(module, nn.RNNBase):
-                self._flat.setdefault(module, {name: vars(module)[name] for name in _FLAT_WEIGHTS})
-                module._init_flat_weights()
-                self._remember()  # cudnn's layout was written
+        for module in self.rnns:
+            self._flat.setdefault(module, {name: vars(module)[name] for name in _FLAT_WEIGHTS})
+            module._init_flat_weights()
+            self._remember()  # cudnn's layout was written
 
     def _remember(self) -> None:
-        self._time = CastParameter.last_time
+        forget_data_of(self._accessed)
+        self._accessed = note_data_of(self.inside)
         self._versions = _versions(self.inside), _versions(self.outside)
 
     def bring_back(self) -> None:
         """Write to the parameters what was written to their casts; one that was written itself counts as it is."""
         before, before_outside = self._versions
-        now = _versions(self.inside)
-        if now == before and CastParameter.last_time == self._time:
+        now, accessed = _versions(self.inside), self._accessed
+        if now == before and not accessed:
             return
         now_outside = _versions(self.outside)
         for index, (parameter, cast) in enumerate(zip(self.outside, self.inside, strict=True)):
-            was_written = now[index] != before[index] or getattr(cast, "handed_out", False)
+            was_written = now[index] != before[index] or id(cast) in accessed
             if was_written and now_outside[index] == before_outside[index]:
                 _write_back(parameter, cast)
 
     def take_out(self) -> None:
         """Put the parameters back in their places."""
+        forget_data_of(self._accessed)
         for (parameters, name), parameter, cast in zip(self.slots, self.outside, self.inside, strict=True):
             present = parameters.get(name)
             if present is cast:
@@ -131,10 +123,10 @@ class _Standing:
 
     def apart(self) -> dict[nn.Module, _Standing]:
         """The same for each of the modules by itself."""
-        parts = {module: _Standing([], self.dtype, self.forwards) for module in self.modules}
+        parts = {module: _Standing(_Layout([], self.dtype), self.dtype, self.forwards) for module in self.modules}
         owners = {id(module._parameters): part for module, part in parts.items()}
         for module, part in parts.items():
-            part.modules, part._time = [module], self._time
+            part.modules, part.rnns = [module], [each for each in self.rnns if each is module]
         for slot, parameter, cast, *versions in zip(
             self.slots, self.outside, self.inside, *self._versions, strict=True
         ):
@@ -144,6 +136,10 @@ class _Standing:
             part.inside.append(cast)
             for column, version in zip(part._versions, versions, strict=True):
                 column.append(version)
+        forget_data_of(self._accessed)
+        for part in parts.values():
+            part._accessed = note_data_of(part.inside)
+            part._accessed |= self._accessed
         for module, flat in self._flat.items():
             parts[module]._flat[module] = flat
         return parts
@@ -157,7 +153,8 @@ class _Thread(threading.local):
 
 
 _lock: Final = threading.RLock()  # forwards of one model in several threads share what stands in it
-_standing: Final[dict[nn.Module, _Standing]] = {}
+# Of forwards that run, in all threads.
+STANDING: Final[dict[nn.Module, _Standing]] = {}
 _thread: Final = _Thread()
 
 
@@ -171,18 +168,18 @@ class ForwardWeights:
         kept: modules whose parameters stay float32, with everything below them.
     """
 
-    __slots__ = ("_kept", "dtype", "module")
+    __slots__ = ("_kept", "_layout", "dtype", "module")
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, kept: Collection[nn.Module]) -> None:
         self.module = module
         self.dtype = dtype
         self._kept = kept
+        self._layout: _Layout | None = None
 
-    @property
     def are_in(self) -> bool:
         """Whether this thread's forwards have put casts in the places of the module's parameters."""
         # Compiled code looks at the parameters themselves, in cast_traced, and finds nothing to cast.
-        return not torch.compiler.is_compiling() and self.module in _thread.inside
+        return not is_compiling() and self.module in _thread.inside
 
     @contextmanager
     def cast(self) -> Iterator[None]:
@@ -202,23 +199,27 @@ class ForwardWeights:
                 _leave(entered, forward)
 
     def _put_in(self, forward: object, entered: list[nn.Module]) -> None:
-        inside = _thread.inside
-        entered += [module for module in self._modules() if module not in inside]
+        inside, layout = _thread.inside, self._layout
+        if layout is None or not layout.stands():
+            layout = self._layout = _Layout(self._modules(), self.dtype)
+        entered += [module for module in layout.modules if module not in inside] if inside else layout.modules
         inside.update(dict.fromkeys(entered, forward))
         # What another thread's forward has entered, each module by itself: it may leave some of them before this one.
-        shared = [module for module in entered if module in _standing]
+        shared = [module for module in entered if module in STANDING] if STANDING else []
+        if shared or len(entered) < len(layout.modules):
+            layout = _Layout([module for module in entered if module not in STANDING], self.dtype)
         for module in shared:
-            if len(_standing[module].modules) > 1:
-                _standing.update(_standing[module].apart())
-        standing = [_standing[module] for module in shared]
+            if len(STANDING[module].modules) > 1:
+                STANDING.update(STANDING[module].apart())
+        standing = [STANDING[module] for module in shared]
         for each in standing:
             each.bring_back()
             each.forwards.add(forward)
-        standing.append(_Standing([module for module in entered if module not in _standing], self.dtype, [forward]))
-        casts = _casts_of(standing, self.dtype)
-        _standing.update(dict.fromkeys(standing[-1].modules, standing[-1]))
-        for each in standing:
-            each.put_in(casts)
+        standing.append(_Standing(layout, self.dtype, [forward]))
+        casts = [_casts(layout.outside, self.dtype)] if not (shared or layout.has_tied) else _casts_of(standing)
+        STANDING.update(dict.fromkeys(standing[-1].modules, standing[-1]))
+        for each, own in zip(standing, casts, strict=True):
+            each.put_in(own)
 
     def _modules(self) -> list[nn.Module]:
         """The module and what is below it, but for what stays float32: found anew, for modules may have joined."""
@@ -263,20 +264,18 @@ class ForwardWeights:
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         # Of what stays float32 a copy of a part needs only what is below it.
         kept = [module for module in self.module.modules() if module in self._kept]
-        return None, {"module": self.module, "dtype": self.dtype, "_kept": kept}
+        return None, {"module": self.module, "dtype": self.dtype, "_kept": kept, "_layout": None}
 
 
 def _leave(entered: Iterable[nn.Module], forward: object) -> None:
-    inside = _thread.inside
-    for module in entered:
-        inside.pop(module, None)
-    for standing in dict.fromkeys(_standing[module] for module in entered if module in _standing):
+    do_all(map(_thread.inside.pop, entered, itertools.repeat(None)))
+    for standing in dict.fromkeys(filter(None, map(STANDING.get, entered))):
         standing.forwards.discard(forward)
         standing.bring_back()
         if not standing.forwards:
             standing.take_out()
             for module in standing.modules:
-                del _standing[module]
+                del STANDING[module]
 
 
 def renew_casts() -> None:
@@ -284,13 +283,12 @@ def renew_casts() -> None:
     if not _thread.inside:
         return
     with _lock:
-        standing = dict.fromkeys(_standing[module] for module in _thread.inside if module in _standing)
+        standing = dict.fromkeys(STANDING[module] for module in _thread.inside if module in STANDING)
         for dtype in dict.fromkeys(each.dtype for each in standing):
             members = [each for each in standing if each.dtype is dtype]
             for each in members:
                 each.bring_back()
-            casts = _casts_of(members, dtype)
-            for each in members:
+            for each, casts in zip(members, _casts_of(members), strict=True):
                 each.put_in(casts)
 
 
@@ -304,29 +302,35 @@ def _to_be_cast(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[tuple[
     ]
 
 
-def _casts_of(standing: Iterable[_Standing], dtype: torch.dtype) -> dict[int, torch.Tensor]:
-    """The parameter's id -> its cast."""
+def _casts_of(standing: Sequence[_Standing]) -> list[list[torch.Tensor]]:
+    """Casts for each; a parameter that stands in several places has one."""
     parameters = {id(parameter): parameter for each in standing for parameter in each.outside}
+    casts = dict(zip(parameters, _casts(list(parameters.values()), standing[0].dtype), strict=True))
+    return [[casts[id(parameter)] for parameter in each.outside] for each in standing]
+
+
+def _casts(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
     if not computes_at_once():
-        return {key: parameter.to(dtype) for key, parameter in parameters.items()}
+        return [parameter.to(dtype) for parameter in parameters]
     # With a graph always: a forward in another thread may train with what stands in the model.
     with torch.inference_mode(False), torch.enable_grad():
-        casts = casts_with_float32_gradients(list(parameters.values()), dtype)
-    made: dict[int, torch.Tensor] = {}
-    for (key, parameter), cast in zip(parameters.items(), casts, strict=True):
-        if cast is None:
-            made[key] = parameter.to(dtype)
-        else:
-            made[key] = cast
-            cast.__class__ = CastParameter
-            cast.parameter = parameter  # type: ignore[attr-defined]
-    return made
+        casts = casts_with_float32_gradients(parameters, dtype)
+    if all(map(is_not, casts, itertools.repeat(None))):
+        return casts  # type: ignore[return-value]
+    return [p.to(dtype) if cast is None else cast for p, cast in zip(parameters, casts, strict=True)]
+
+
+def parameter_of(cast: torch.Tensor) -> torch.Tensor | None:
+    """The parameter in whose place a cast stands now; None of anything else."""
+    with _lock:
+        pairs = [zip(each.inside, each.outside, strict=True) for each in dict.fromkeys(STANDING.values())]
+        return next((parameter for inside, parameter in itertools.chain(*pairs) if inside is cast), None)
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """What tells whether tensors have been written to in place; those of inference mode count nothing."""
     try:
-        return list(map(_VERSION, tensors))
+        return versions_of(tensors)
     except RuntimeError:
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 

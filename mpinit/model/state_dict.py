@@ -20,7 +20,7 @@ from ..basics.user_warnings import warn_user
 from ..distributed.sharding import is_sharded
 from . import copies
 from .aliases import Values, is_16_bit, named_own_tensors, owners_of_memory, same_view, storage_of
-from .forward_weights import CastParameter
+from .forward_weights import STANDING, parameter_of
 
 Load = Callable[[torch.Tensor, torch.Tensor], bool]
 
@@ -100,8 +100,8 @@ class Float32State:
 
     def float32_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The float32 values that stand for a 16-bit tensor; None where those are its own, or it is not 16-bit."""
-        if isinstance(tensor, CastParameter):
-            return tensor.parameter.detach()  # saved inside of a forward
+        if STANDING and (parameter := parameter_of(tensor)) is not None:
+            return parameter.detach()  # saved inside of a forward
         if self._find_values is None or not is_lower_precision(tensor.dtype):
             return None
         return self._find_values(tensor)
@@ -118,7 +118,7 @@ class Float32State:
                     continue
                 if tensor is None or not _is_alias(value, tensor):
                     continue
-                is_cast = isinstance(tensor, CastParameter)
+                is_cast = bool(STANDING) and parameter_of(tensor) is not None
                 find = self.float32_values if is_cast or self._find_values is None else self._find_values
                 values = find(tensor)
                 # A copy, for the caller to write to: what is written to a master's memory does not come to its weight.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 
+from .one_pass import NATIVE
 from .parameter_data import TENSOR_DATA
 
 _GRAD_OF: Final = attrgetter("grad")
@@ -31,6 +32,30 @@ do_all: Final = deque[Any](maxlen=0).extend
 def are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
     """Whether two sequences hold the same objects in the same order."""
     return len(these) == len(those) and all(map(is_, these, those))
+
+
+@final
+class Entries:
+    """What dicts hold that are attributes of some objects.
+
+    Args:
+        owners: the objects.
+        name: the attribute's.
+    """
+
+    def __init__(self, owners: list[Any], name: str) -> None:
+        self._owners, self._name, self._attribute = owners, name, attrgetter(name)
+        self._dicts = list(map(self._attribute, owners))
+        self._values = self._held()
+
+    def _held(self) -> list[Any]:
+        return list(chain(*map(dict.values, self._dicts)))
+
+    def are_as_seen(self) -> bool:
+        """Whether they are the same dicts, with the same values in the same order."""
+        if (native := NATIVE.get()) is not None:
+            return bool(native.are_as_seen(self._owners, self._name, self._dicts, self._values))
+        return are_same(list(map(self._attribute, self._owners)), self._dicts) and are_same(self._held(), self._values)
 
 
 def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -60,12 +85,19 @@ def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """How often each tensor was written to in ways that torch counts."""
-    return list(map(_VERSION_OF, tensors))
+    native = NATIVE.get()
+    found: list[int] | None = None if native is None else native.versions(tensors)
+    return list(map(_VERSION_OF, tensors)) if found is None else found
 
 
 def are_trained(tensors: Iterable[torch.Tensor]) -> list[bool]:
     """Each tensor's ``requires_grad``."""
     return list(map(_IS_TRAINED, tensors))
+
+
+def dtypes_of(tensors: Iterable[torch.Tensor]) -> list[torch.dtype]:
+    """Each tensor's ``dtype``."""
+    return list(map(_DTYPE, tensors))
 
 
 def all_dense(gradients: Sequence[torch.Tensor | None]) -> bool:

@@ -50,7 +50,7 @@ def casts_with_float32_gradients(parameters: list[nn.Parameter], dtype: torch.dt
         dtype: a 16-bit type.
 
     Returns:
-        New tensors in memory of their own; with a graph where a parameter takes gradients and they are enabled. None
+        New parameters in memory of their own; with a graph where a parameter takes gradients and they are enabled. None
         where a parameter is of another class, computed, sparse or of inference mode.
     """
     native = NATIVE.get()
@@ -79,6 +79,8 @@ def _casts(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Ten
             for index, output in zip(indices, recorded, strict=True):
                 _TENSOR_DATA.__set__(output, casts[index])
                 casts[index] = output
+    for cast in casts:
+        cast.__class__ = nn.Parameter  # code that a forward runs may ask for one
     return casts
 
 

@@ -7,6 +7,7 @@
 
 #include <Python.h>
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
@@ -758,8 +759,19 @@ Pointer new_node() {
   else return c10::make_intrusive<Kind>();
 }
 
-// casts(parameters, kind, dtype, numbers): of each, or None where it is not of that class, computed or sparse; one node
-// of the graph stands for so many numbers.
+// Float32 numbers of the CPU in a 16-bit type, without torch's dispatcher, which takes longer than a small weight.
+at::Tensor rounded(const at::Tensor& values, at::ScalarType type) {
+  const at::Tensor made(at::detail::empty_strided_cpu(values.sizes(), values.strides(), type));
+  const float* from = values.const_data_ptr<float>();
+  uint16_t* to = static_cast<uint16_t*>(made.mutable_data_ptr());
+  at::parallel_for(0, values.numel(), GRAIN, [&](int64_t begin, int64_t end) {
+    (type == at::kHalf ? round_to_float16 : round_to_bfloat16)(from + begin, to + begin, end - begin);
+  });
+  return made;
+}
+
+// casts(parameters, kind, dtype, numbers): of each, of that class too, or None where it is not of it, computed or
+// sparse; one node of the graph stands for so many numbers.
 PyObject* casts(PyObject*, PyObject* arguments) {
   PyObject *given, *kind, *dtype;
   Py_ssize_t numbers;
@@ -767,7 +779,7 @@ PyObject* casts(PyObject*, PyObject* arguments) {
     return nullptr;
   return guarded([&]() -> PyObject* {
     const Py_ssize_t count = PyList_GET_SIZE(given);
-    std::vector<at::Tensor> from, to;
+    std::vector<at::Tensor> from, to, slow, copies;
     std::vector<bool> is_ordinary;
     for (Py_ssize_t i = 0; i < count; ++i) {
       PyObject* item = PyList_GET_ITEM(given, i);
@@ -780,8 +792,15 @@ PyObject* casts(PyObject*, PyObject* arguments) {
     {
       at::AutoDispatchBelowADInplaceOrView guard;
       const at::ScalarType type = reinterpret_cast<THPDtype*>(dtype)->scalar_type;
-      for (const at::Tensor& each : from) to.push_back(at::empty_like(each, each.options().dtype(type)));
-      if (!from.empty()) at::_foreach_copy_(to, from);
+      const bool is_known = type == at::kHalf || type == at::kBFloat16;
+      for (const at::Tensor& each : from) {
+        const bool is_fast = is_known && is_plain(each, at::kFloat) && each.is_non_overlapping_and_dense();
+        to.push_back(is_fast ? rounded(each, type) : at::empty_like(each, each.options().dtype(type)));
+        if (is_fast) continue;
+        slow.push_back(each);
+        copies.push_back(to.back());
+      }
+      if (!slow.empty()) at::_foreach_copy_(copies, slow);
     }
     Recorded node;
     int64_t recorded = 0;
@@ -800,7 +819,8 @@ PyObject* casts(PyObject*, PyObject* arguments) {
     PyObject* made = PyList_New(count);
     size_t next = 0;
     for (Py_ssize_t i = 0; i < count && made != nullptr; ++i) {
-      PyObject* wrapped = is_ordinary[i] ? THPVariable_Wrap(to[next++]) : Py_NewRef(Py_None);
+      PyTypeObject* type = reinterpret_cast<PyTypeObject*>(kind);
+      PyObject* wrapped = is_ordinary[i] ? THPVariable_Wrap(to[next++], type) : Py_NewRef(Py_None);
       if (wrapped == nullptr) Py_CLEAR(made);
       else PyList_SET_ITEM(made, i, wrapped);
     }
@@ -808,7 +828,42 @@ PyObject* casts(PyObject*, PyObject* arguments) {
   });
 }
 
+// are_as_seen(owners, name, dicts, values): whether the attributes of this name are these dicts, and the dicts have
+// these objects for values, one dict after another.
+PyObject* are_as_seen(PyObject*, PyObject* arguments) {
+  PyObject *owners, *name, *dicts, *values, *key, *value;
+  if (!PyArg_ParseTuple(arguments, "O!UO!O!", &PyList_Type, &owners, &name, &PyList_Type, &dicts, &PyList_Type, &values))
+    return nullptr;
+  Py_ssize_t seen = 0;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(owners); ++i) {
+    // What modules do for names that they do not have takes time.
+    PyObject *dict = PyObject_GenericGetAttr(PyList_GET_ITEM(owners, i), name), *known = PyList_GetItem(dicts, i);
+    if (dict == nullptr || known == nullptr) return nullptr;
+    Py_DECREF(dict);
+    if (dict != known || !PyDict_Check(dict)) Py_RETURN_FALSE;
+    Py_ssize_t at = 0;
+    while (PyDict_Next(dict, &at, &key, &value))
+      if (seen == PyList_GET_SIZE(values) || PyList_GET_ITEM(values, seen++) != value) Py_RETURN_FALSE;
+  }
+  return PyBool_FromLong(seen == PyList_GET_SIZE(values));
+}
+
+// versions(tensors): how often each was written to; None where one of them does not count that.
+PyObject* versions(PyObject*, PyObject* given) {
+  if (!PyList_Check(given)) Py_RETURN_NONE;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given); ++i) {
+    PyObject* item = PyList_GET_ITEM(given, i);
+    if (!THPVariable_Check(item) || THPVariable_Unpack(item).is_inference()) Py_RETURN_NONE;
+  }
+  PyObject* found = PyList_New(PyList_GET_SIZE(given));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given) && found != nullptr; ++i)
+    PyList_SET_ITEM(found, i, PyLong_FromLong(THPVariable_Unpack(PyList_GET_ITEM(given, i))._version()));
+  return found;
+}
+
 PyMethodDef methods[] = {
+    {"are_as_seen", are_as_seen, METH_VARARGS, nullptr},
+    {"versions", versions, METH_O, nullptr},
     {"casts", casts, METH_VARARGS, nullptr},
     {"step", step, METH_VARARGS, nullptr},
     {"are_finite", are_finite, METH_O, nullptr},

@@ -215,6 +215,56 @@ def test_modules_that_join_later_are_cast_as_well() -> None:
     is_float32_outside(model)
 
 
+@pytest.mark.parametrize("change", ["parameter", "data", "type", "module", "deeper", "gone", "tied"])
+def test_what_changes_between_two_forwards_is_found(change: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    start(model)
+    for _ in range(2):
+        model(torch.ones(1, 4))
+        match change:
+            case "parameter":
+                model[0].weight = nn.Parameter(torch.full((4, 4), 0.5))
+            case "data":
+                model[0].weight.data = torch.full((4, 4), 0.5)
+            case "type":
+                model[0].weight.data = model[0].weight.data.to(F32 if model[0].weight.dtype is BF16 else BF16)
+            case "module":
+                model[1][0] = nn.Linear(4, 4)
+            case "deeper":
+                model[1].append(nn.Linear(4, 4))
+            case "gone":
+                del model[0]
+            case _:
+                model[0].weight = model[1][0].weight
+        output = model(torch.ones(1, 4))
+        expected = torch.ones(1, 4, dtype=BF16)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                expected = F.linear(expected, module.weight.to(BF16), module.bias.to(BF16))
+            elif isinstance(module, nn.ReLU):
+                expected = F.relu(expected)
+        assert torch.equal(output, expected.float())
+    is_float32_outside(model)
+
+
+def test_casts_are_parameters_whose_data_is_watched_for_no_longer_than_a_forward() -> None:
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((type(self.weight), self.weight.dtype, "data" in vars(nn.Parameter)))
+            if len(seen) > 1:
+                raise ValueError("mine")
+            return super().forward(x)
+
+    seen: list[Any] = []
+    model = Looks(4, 4)
+    start(model)
+    model(torch.ones(1, 4))
+    with pytest.raises(ValueError, match="mine"):
+        model(torch.ones(1, 4))
+    assert seen == [(nn.Parameter, BF16, True)] * 2 and "data" not in vars(nn.Parameter)
+    is_float32_outside(model)
+
+
 def test_weights_computed_by_hooks_of_the_model_itself() -> None:
     model = nn.Linear(4, 4)
     prune.random_unstructured(model, "weight", 0.5)
