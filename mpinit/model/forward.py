@@ -251,6 +251,10 @@ def patch_forwards(
     kept, cast = boundary(torch.float32), boundary(plan.model_dtype)
     within = {module for model in selection.models for module in modules_of(model)[1:]}
     casts_weights = plan.masters is Masters.IN_MODEL
+    scripted = {module for module in within if isinstance(module, torch.jit.ScriptModule)} if casts_weights else set()
+    if scripted - selection.float32_modules:
+        why = 'master_weights="model" cannot put casts into a torch.jit.ScriptModule'
+        raise ValueError(f"{why}, which is a part of the model: use master_weights=True, or name it in keep_fp32")
     undos.push(kept.retire)
     undos.push(cast.retire)
 

@@ -24,10 +24,6 @@ def installed() -> Iterator[None]:
     uninstall_apex()
 
 
-def test_without_it_there_is_no_apex() -> None:
-    assert importlib.util.find_spec("apex") is None, "these tests need a machine without apex"
-
-
 @pytest.mark.usefixtures("installed")
 def test_submodules_are_the_same_objects_under_both_names() -> None:
     apex = importlib.import_module("apex")
