@@ -487,8 +487,9 @@ def _afterwards(ours: ByMpinit, theirs: ByHand, batches: list[Any]) -> str:
 
 # Its eval() looks states up by the addresses of parameters, and raises: split masters have others in every step.
 KNOWN = {(name, run): "wrong: KeyError" for name in ("SFAdamW", "MSAMLaProp") for run in RUNS if "split" in run}
-# Seldom, by the last bit of one number: its matrix products depend on where in memory the matrices lie.
-KNOWN["kron", "split"] = r"wrong: (step \d+: masters|(step \d+ )?after undo) 0: off by \d(\.\d+)?e-0[89] "
+# Now and then by the last bit, as two runs by hand differ: its matrix products depend on where in memory matrices lie.
+LAST_BIT = r"wrong: (step \d+: masters|(step \d+ )?after undo) \d: off by \d(\.\d+)?e-(0[89]|1\d) "
+KNOWN |= {("kron", run): LAST_BIT for run in RUNS}
 
 
 @pytest.mark.nightly
