@@ -18,6 +18,7 @@ from mpinit import functions, registry
 from mpinit.basics.patching import Undo
 from mpinit.functions import installation
 from mpinit.torch_internals import native_autocast
+from mpinit.torch_internals.one_pass import NativeCode
 
 hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=2000, deadline=None)
@@ -106,3 +107,12 @@ def start_casts() -> Iterator[StartCasts]:
     yield run
     for undo in reversed(undos):
         undo()
+
+
+@pytest.fixture(scope="session")
+def native() -> Any:
+    """The functions of ``one_pass.cpp``, for tests that ask for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MPINIT_NATIVE", raising=False)
+        module = NativeCode().wait()
+    return module or pytest.skip("no C++ compiler here")

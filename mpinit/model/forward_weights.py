@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ..torch_internals.columns import Entries, do_all, dtypes_of, versions_of
+from ..torch_internals.columns import Entries, do_all, versions_of
 from ..torch_internals.float32_gradients import casts_with_float32_gradients
 from ..torch_internals.parameter_data import forget_data_of, note_data_of
 from ..torch_internals.running import computes_at_once
@@ -51,11 +51,11 @@ class _Layout:
         self.has_tied = len(set(map(id, self.outside))) < len(found)
         self._seen = Entries(modules, "_modules"), Entries(modules, "_parameters")
         self._tensors = [p for module in modules for p in module._parameters.values() if p is not None]
-        self._dtypes = dtypes_of(self._tensors)
+        self._dtypes = [tensor.dtype for tensor in self._tensors]
 
     def stands(self) -> bool:
         """Whether no module or parameter came, went or was exchanged."""
-        return all(map(Entries.are_as_seen, self._seen)) and dtypes_of(self._tensors) == self._dtypes
+        return all(map(Entries.are_as_seen, self._seen)) and [each.dtype for each in self._tensors] == self._dtypes
 
 
 @final

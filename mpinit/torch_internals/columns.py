@@ -46,16 +46,16 @@ class Entries:
     def __init__(self, owners: list[Any], name: str) -> None:
         self._owners, self._name, self._attribute = owners, name, attrgetter(name)
         self._dicts = list(map(self._attribute, owners))
-        self._values = self._held()
+        self._entries = self._held()
 
     def _held(self) -> list[Any]:
-        return list(chain(*map(dict.values, self._dicts)))
+        return [*chain(*self._dicts), *chain(*map(dict.values, self._dicts))]
 
     def are_as_seen(self) -> bool:
-        """Whether they are the same dicts, with the same values in the same order."""
+        """Whether they are the same dicts, with the same names and values in the same order."""
         if (native := NATIVE.get()) is not None:
-            return bool(native.are_as_seen(self._owners, self._name, self._dicts, self._values))
-        return are_same(list(map(self._attribute, self._owners)), self._dicts) and are_same(self._held(), self._values)
+            return bool(native.are_as_seen(self._owners, self._name, self._dicts, self._entries))
+        return are_same(list(map(self._attribute, self._owners)), self._dicts) and are_same(self._held(), self._entries)
 
 
 def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -93,11 +93,6 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 def are_trained(tensors: Iterable[torch.Tensor]) -> list[bool]:
     """Each tensor's ``requires_grad``."""
     return list(map(_IS_TRAINED, tensors))
-
-
-def dtypes_of(tensors: Iterable[torch.Tensor]) -> list[torch.dtype]:
-    """Each tensor's ``dtype``."""
-    return list(map(_DTYPE, tensors))
 
 
 def all_dense(gradients: Sequence[torch.Tensor | None]) -> bool:

@@ -828,12 +828,13 @@ PyObject* casts(PyObject*, PyObject* arguments) {
   });
 }
 
-// are_as_seen(owners, name, dicts, values): whether the attributes of this name are these dicts, and the dicts have
-// these objects for values, one dict after another.
+// are_as_seen(owners, name, dicts, entries): whether the attributes of this name are these dicts, and the dicts have
+// these objects for keys, one dict after another, and for values, which follow in the same order.
 PyObject* are_as_seen(PyObject*, PyObject* arguments) {
-  PyObject *owners, *name, *dicts, *values, *key, *value;
-  if (!PyArg_ParseTuple(arguments, "O!UO!O!", &PyList_Type, &owners, &name, &PyList_Type, &dicts, &PyList_Type, &values))
+  PyObject *owners, *name, *dicts, *entries, *key, *value;
+  if (!PyArg_ParseTuple(arguments, "O!UO!O!", &PyList_Type, &owners, &name, &PyList_Type, &dicts, &PyList_Type, &entries))
     return nullptr;
+  const Py_ssize_t count = PyList_GET_SIZE(entries) / 2;
   Py_ssize_t seen = 0;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(owners); ++i) {
     // What modules do for names that they do not have takes time.
@@ -842,10 +843,11 @@ PyObject* are_as_seen(PyObject*, PyObject* arguments) {
     Py_DECREF(dict);
     if (dict != known || !PyDict_Check(dict)) Py_RETURN_FALSE;
     Py_ssize_t at = 0;
-    while (PyDict_Next(dict, &at, &key, &value))
-      if (seen == PyList_GET_SIZE(values) || PyList_GET_ITEM(values, seen++) != value) Py_RETURN_FALSE;
+    for (; PyDict_Next(dict, &at, &key, &value); ++seen)
+      if (seen == count || PyList_GET_ITEM(entries, seen) != key || PyList_GET_ITEM(entries, count + seen) != value)
+        Py_RETURN_FALSE;
   }
-  return PyBool_FromLong(seen == PyList_GET_SIZE(values));
+  return PyBool_FromLong(seen == count);
 }
 
 // versions(tensors): how often each was written to; None where one of them does not count that.
@@ -855,10 +857,12 @@ PyObject* versions(PyObject*, PyObject* given) {
     PyObject* item = PyList_GET_ITEM(given, i);
     if (!THPVariable_Check(item) || THPVariable_Unpack(item).is_inference()) Py_RETURN_NONE;
   }
-  PyObject* found = PyList_New(PyList_GET_SIZE(given));
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given) && found != nullptr; ++i)
-    PyList_SET_ITEM(found, i, PyLong_FromLong(THPVariable_Unpack(PyList_GET_ITEM(given, i))._version()));
-  return found;
+  return guarded([&]() -> PyObject* {
+    PyObject* found = PyList_New(PyList_GET_SIZE(given));
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given) && found != nullptr; ++i)
+      PyList_SET_ITEM(found, i, PyLong_FromLong(THPVariable_Unpack(PyList_GET_ITEM(given, i))._version()));
+    return found;
+  });
 }
 
 PyMethodDef methods[] = {

@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from weights_in_forward import BF16, F32, is_float32_outside, start
 
 import mpinit
-from mpinit.torch_internals import float32_gradients
+from mpinit.torch_internals import columns, float32_gradients
 from mpinit.torch_internals.float32_gradients import casts_with_float32_gradients
-from mpinit.torch_internals.one_pass import NativeCode
 
 
 def equals_full_masters(build: Callable[[], nn.Module], x: Tensor, **more: Any) -> None:
@@ -247,6 +246,22 @@ def test_what_changes_between_two_forwards_is_found(change: str) -> None:
     is_float32_outside(model)
 
 
+@pytest.mark.parametrize("way", ["torch", "native"])
+def test_a_parameter_that_has_another_name_now_is_cast_there(
+    way: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = request.getfixturevalue("native") if way == "native" else None
+    monkeypatch.setattr(columns, "NATIVE", SimpleNamespace(get=lambda: module))
+    model = nn.PReLU()
+    start(model)
+    model(torch.ones(1, 4))
+    model.other = model._parameters.pop("weight")
+    with pytest.raises(AttributeError, match="weight"):
+        model(torch.ones(1, 4))
+    assert list(model._parameters) == ["other"]
+    is_float32_outside(model)
+
+
 def test_casts_are_parameters_whose_data_is_watched_for_no_longer_than_a_forward() -> None:
     class Looks(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -307,16 +322,6 @@ def test_refusals_and_words() -> None:
         model.half()
     with pytest.raises(RuntimeError, match=r"torch\.export"):
         torch.jit.script(model)
-
-
-@pytest.fixture(scope="module")
-def native() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MPINIT_NATIVE", raising=False)
-        module = NativeCode().wait()
-    if module is None:
-        pytest.skip("no C++ compiler here")
-    return module
 
 
 @pytest.fixture(params=["torch", "native"])

@@ -24,16 +24,6 @@ Make = Callable[[Any], torch.optim.Optimizer]
 SHAPES = [(97, 131), (5,), (4099,), (1,), (3, 7, 11)]
 
 
-@pytest.fixture(scope="module")
-def native() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MPINIT_NATIVE", raising=False)
-        module = NativeCode().wait()
-    if module is None:
-        pytest.skip("no C++ compiler here")
-    return module
-
-
 @pytest.fixture(autouse=True)
 def may_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Native code is there for those who ask, and comes where a test lets it."""
