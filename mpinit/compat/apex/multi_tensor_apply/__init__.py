@@ -12,6 +12,9 @@ class MultiTensorApply:
 
     available = False
 
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
     def __call__(self, op: Any, noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> NoReturn:
         raise RuntimeError(
             "multi_tensor_applier was called, but there are no amp_C kernels here: test multi_tensor_applier.available "
@@ -19,4 +22,4 @@ class MultiTensorApply:
         )
 
 
-multi_tensor_applier = MultiTensorApply()
+multi_tensor_applier = MultiTensorApply(2048 * 32)
