@@ -60,10 +60,10 @@ def _split(side: int, way: str) -> Work:
 
 def _encoding(side: int, name: str, way: str) -> Work:
     from mpinit.masters.codecs.bfloat16 import BFloat16
-    from mpinit.masters.codecs.blockwise import Blockwise
     from mpinit.masters.codecs.codec import BLOCK
+    from mpinit.masters.codecs.minifloat import Minifloat
 
-    codec = {"bfloat16": BFloat16, "int8": Blockwise}[name]()
+    codec = {"bfloat16": BFloat16, "int8": Minifloat}[name]()
     rows = TENSORS * side**2 // BLOCK
     values, codes = torch.randn(rows, BLOCK), codec.empty(rows, torch.device("cpu"))
     codec.encode_(values, codes)

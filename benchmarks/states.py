@@ -37,8 +37,9 @@ Losses = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
 
 def lion(parameters: Any) -> torch.optim.Optimizer:
     make: Any = importlib.import_module("lion_pytorch").Lion
-    made: torch.optim.Optimizer = make(parameters, lr=5e-4)
-    return made
+    made: Any = make(parameters, lr=5e-4)
+    made.steps_per_parameter = True
+    return made  # type: ignore[no-any-return]
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -21,7 +21,7 @@ from .basics.patching import Undo, UndoStack
 from .basics.wrappers import unwrapped
 from .distributed.sharding import gather_in, is_distributed, reshard
 from .masters.codecs.bfloat16 import BFloat16
-from .masters.codecs.blockwise import Blockwise
+from .masters.codecs.minifloat import Minifloat
 from .masters.full import FullMasters
 from .masters.masters import IN_FLOAT32, Masters
 from .masters.split import SplitMasters
@@ -659,7 +659,7 @@ def _parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
 def _states_for(plan: Plan) -> EncodedStates | None:
     if plan.optimizer_state == "float32":
         return None
-    codec = Blockwise() if plan.optimizer_state == "int8" else BFloat16()
+    codec = Minifloat() if plan.optimizer_state == "int8" else BFloat16()
     return EncodedStates(codec, plan.split_bucket_bytes)
 
 

@@ -17,8 +17,8 @@ from .devices import is_capturing, works_within_a_cache
 
 # Compiling takes some seconds: about as long as this many rows of 128 numbers take without.
 _WORTH_ROWS: Final = 1 << 20
-# Rows worked on at a time where that keeps them in a cache.
-_CHUNK_ROWS: Final = 512
+# Rows worked on at a time where that keeps them in a cache; what is left over goes with the last.
+_CHUNK_ROWS: Final = 2048
 
 
 @final
@@ -42,8 +42,9 @@ class CompiledKernel:
         """Run it."""
         rows, device = arguments[0].shape[0], arguments[0].device
         if works_within_a_cache(device):
-            for begin in range(0, rows, _CHUNK_ROWS):
-                self._function(*(a[begin : begin + _CHUNK_ROWS] if a.dim() == 2 else a for a in arguments))
+            ends = [*range(_CHUNK_ROWS, rows - _CHUNK_ROWS + 1, _CHUNK_ROWS), rows]
+            for begin, end in zip([0, *ends], ends, strict=False):
+                self._function(*(a[begin:end] if a.dim() == 2 else a for a in arguments))
         # Inside of a dispatch mode, one that counts operations say, what torch has compiled raises.
         elif is_capturing() or torch._C._len_torch_dispatch_stack() or not self._runs_compiled(device.type, arguments):
             self._function(*arguments)

@@ -123,23 +123,33 @@ void follow(float* values, const uint16_t* weight, bool is_float16, uint16_t* ro
 
 // -- encoded states; see mpinit/masters/codecs ------------------------------------------------------------------------
 
-constexpr uint32_t ROW = 0x85EBCA6Bu, STIR = 0x27D4EB2Fu, GOLDEN = 0x9E3779B1u;
+constexpr uint32_t ROW = 0x85EBCA6Bu, STIR = 0x27D4EB2Fu;
 
-inline uint32_t factor_of(uint32_t sum, int64_t row) {
-  return ((sum + static_cast<uint32_t>(row) * ROW) * STIR) | 1u;
+inline int32_t factor_of(uint32_t sum, int64_t row) {
+  return static_cast<int32_t>((sum + static_cast<uint32_t>(row) * ROW) * STIR) >> 12 | 1;
 }
 
-inline int32_t noise(uint32_t bits, uint32_t factor, int64_t place) {
-  return static_cast<int32_t>((static_cast<uint32_t>(place + 1) * factor + bits) * GOLDEN);
+// In the lower 20 bits.
+inline uint32_t noise(int32_t factor, int64_t place) {
+  return static_cast<uint32_t>(place + 1) * static_cast<uint32_t>(factor);
+}
+
+constexpr uint32_t LEAST_BITS = 0x40000000, MARGIN = 64;
+constexpr float LEAST = 2.f;
+
+template <bool is_unsigned>
+void decode_codes(const uint8_t* codes, float scale, float* out) {
+  for (int64_t i = 0; i < BLOCK; ++i) {
+    const uint32_t sign = is_unsigned ? 0 : static_cast<uint32_t>(-(codes[i] >> 7));
+    const uint32_t kept = (codes[i] ^ sign) & 255;
+    const float size = (number((kept << (is_unsigned ? 19 : 20)) + LEAST_BITS) - LEAST) * scale;
+    out[i] = is_unsigned ? size : number((bits_of(size) & MAGNITUDE) | (sign & ~MAGNITUDE));
+  }
 }
 
 void decode_row(const uint8_t* codes, float scale, float* out) {
-  const bool is_unsigned = std::signbit(scale);
-  const float size = std::fabs(scale), middle = is_unsigned ? 0.f : 127.5f, half = is_unsigned ? 0.f : 0.5f;
-  for (int64_t i = 0; i < BLOCK; ++i) {
-    float from_middle = static_cast<float>(codes[i]) - middle, n = std::fabs(from_middle) - half;
-    out[i] = std::copysign(n * n * size, from_middle);
-  }
+  if (std::signbit(scale)) decode_codes<true>(codes, std::fabs(scale), out);
+  else decode_codes<false>(codes, std::fabs(scale), out);
 }
 
 // The rows whose numbers decide about each other's noise: those of a group begin here, and the last goes to the end.
@@ -151,7 +161,18 @@ inline int64_t end_of_group(int64_t group, int64_t rows) {
   return group + 1 == groups_in(rows) ? rows : (group + 1) * NEIGHBOURS;
 }
 
-void encode_row(const float* values, uint8_t* codes, float* scale, uint32_t factor) {
+template <bool is_unsigned>
+void encode_numbers(const float* values, uint8_t* codes, float inverse, int32_t factor) {
+  constexpr int cut_off = is_unsigned ? 19 : 20;
+  for (int64_t i = 0; i < BLOCK; ++i) {
+    const uint32_t bits = bits_of(values[i]), random = (noise(factor, i) & ((1u << cut_off) - 2 * MARGIN)) | MARGIN;
+    const uint32_t kept = (bits_of(number(bits & MAGNITUDE) * inverse + LEAST) + random) >> cut_off;
+    const uint8_t code = static_cast<uint8_t>(is_unsigned ? kept : kept ^ (0 - (bits >> 31)));
+    codes[i] = is_unsigned && code == 0 && bits != 0 ? 1 : code;
+  }
+}
+
+void encode_row(const float* values, uint8_t* codes, float* scale, int32_t factor) {
   uint32_t largest = 0, signs = 0;  // of sizes: as whole numbers they have the same order
   for (int64_t i = 0; i < BLOCK; ++i) {
     uint32_t bits = bits_of(values[i]), size = bits & MAGNITUDE;
@@ -159,44 +180,52 @@ void encode_row(const float* values, uint8_t* codes, float* scale, uint32_t fact
     signs |= bits;
   }
   const bool is_unsigned = !(signs >> 31);
-  const float steps = is_unsigned ? 255.f : 127.f, tiny = std::numeric_limits<float>::min();
-  float exact = number(largest) / (steps * steps);
+  const float top = is_unsigned ? 31 * 0x1p12f - LEAST : 15 * 0x1p13f - LEAST;
+  float exact = number(largest) / top;
+  const float tiny = std::numeric_limits<float>::min();
   exact = exact < tiny ? tiny : exact;
   if (!(bits_of(exact) < INFINITE)) {
     std::memset(codes, 255, BLOCK);
     *scale = is_unsigned ? -exact : exact;
     return;
   }
-  const float cut = number((bits_of(exact) + 8u) & ~15u), inverse = 1.f / cut;
-  const float half = is_unsigned ? 0.f : 0.5f, middle = is_unsigned ? 0.f : 127.5f, lowest = is_unsigned ? 1.f : 0.f;
-  for (int64_t i = 0; i < BLOCK; ++i) {
-    const float size = std::fabs(values[i]), square = size * inverse;
-    const float low = std::floor(std::sqrt(square));
-    const float spread = 0x1p-23f * (1.f - 0x1p-11f);
-    float chance = static_cast<float>(noise(bits_of(values[i]), factor, i) >> 9) * spread + 0.5f;
-    float n = low + (chance * (low + low + 1.f) < square - low * low ? 1.f : 0.f);
-    float at_least = size * 1e38f;
-    at_least = at_least < lowest ? at_least : lowest;
-    n = n > at_least ? n : at_least;
-    codes[i] = static_cast<uint8_t>(static_cast<int32_t>(std::copysign(n + half, values[i]) + middle));
-  }
+  const float cut = number((bits_of(exact) + 8u) & ~15u);
+  (is_unsigned ? encode_numbers<true> : encode_numbers<false>)(values, codes, 1.f / cut, factor);
   *scale = is_unsigned ? -cut : cut;
+}
+
+uint32_t sum_of(const float* values, int64_t n) {
+  uint32_t sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += bits_of(values[i]);
+  return sum;
 }
 
 // Rows of one group, from the row `first` of their tensor on.
 void encode_group(const float* values, uint8_t* codes, float* scales, int64_t first, int64_t rows) {
-  uint32_t sum = 0;
-  for (int64_t i = 0; i < rows * BLOCK; ++i) sum += bits_of(values[i]);
+  const uint32_t sum = sum_of(values, rows * BLOCK);
   for (int64_t row = 0; row < rows; ++row)
     encode_row(values + row * BLOCK, codes + row * BLOCK, scales + row, factor_of(sum, first + row));
+}
+
+void round_group(const float* values, uint16_t* narrow, int64_t first, int64_t rows) {
+  const uint32_t sum = sum_of(values, rows * BLOCK);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int32_t factor = factor_of(sum, first + row);
+    for (int64_t i = 0; i < BLOCK; ++i) {
+      const uint32_t bits = bits_of(values[row * BLOCK + i]), up = bits + (noise(factor, i) & 0xFFFF);
+      narrow[row * BLOCK + i] = static_cast<uint16_t>(((bits & MAGNITUDE) > INFINITE ? 0x7FC00000u : up) >> 16);
+    }
+  }
 }
 
 // -- optimizers -------------------------------------------------------------------------------------------------------
 
 struct State {
-  float* values = nullptr;  // or, where it is encoded:
+  float* values = nullptr;  // or, where it is encoded, bfloat16 numbers, or codes with scales:
+  uint16_t* narrow = nullptr;
   uint8_t* codes = nullptr;
   float* scales = nullptr;
+  bool is_encoded() const { return narrow != nullptr || codes != nullptr; }
 };
 
 struct Weight {
@@ -374,19 +403,23 @@ void step_chunk(const Chunk& chunk, Scratch& scratch) {
     for (int which = 0; which < 2; ++which) {
       const State& state = weight.states[which];
       if (state.values != nullptr) states[which] = state.values + begin;
-      if (state.codes == nullptr) continue;
+      if (!state.is_encoded()) continue;
       states[which] = scratch.decoded[which] + (begin - chunk.begin);
-      for (int64_t from = 0; from < n; from += BLOCK)
+      if (state.narrow != nullptr)
+        for (int64_t i = 0; i < n; ++i) states[which][i] = number(static_cast<uint32_t>(state.narrow[begin + i]) << 16);
+      else for (int64_t from = 0; from < n; from += BLOCK)
         decode_row(state.codes + begin + from, state.scales[(begin + from) / BLOCK], states[which] + from);
     }
     step_part(chunk, begin, n, states[0], states[1], scratch);
   }
-  if (weight.states[0].codes != nullptr || weight.states[1].codes != nullptr) update_waiting(scratch);
+  if (weight.states[0].is_encoded() || weight.states[1].is_encoded()) update_waiting(scratch);
   for (int which = 0; which < 2; ++which) {
     const State& state = weight.states[which];
-    if (state.codes == nullptr) continue;
+    if (!state.is_encoded()) continue;
+    const float* values = scratch.decoded[which];
     std::fill(scratch.decoded[which] + chunk.size, scratch.decoded[which] + rows * BLOCK, 0.f);
-    encode_group(scratch.decoded[which], state.codes + row * BLOCK, state.scales + row, row, rows);
+    if (state.narrow != nullptr) round_group(values, state.narrow + row * BLOCK, row, rows);
+    else encode_group(values, state.codes + row * BLOCK, state.scales + row, row, rows);
   }
 }
 
@@ -471,16 +504,25 @@ bool find_state(PyObject* entries, const char* name, const at::Tensor& weight, S
     return true;
   }
   Object codes(attribute(entry, CODES));
-  if (codes.held == nullptr || !PyTuple_Check(codes.held) || PyTuple_GET_SIZE(codes.held) != 2) return false;
-  PyObject *bytes = PyTuple_GET_ITEM(codes.held, 0), *scales = PyTuple_GET_ITEM(codes.held, 1);
-  if (!THPVariable_CheckExact(bytes) || !THPVariable_CheckExact(scales)) return false;
-  const at::Tensor &b = THPVariable_Unpack(bytes), &s = THPVariable_Unpack(scales);
+  if (codes.held == nullptr || !PyTuple_Check(codes.held)) return false;
   const int64_t rows = (weight.numel() + BLOCK - 1) / BLOCK;
-  if (!is_plain(b, at::kByte) || !is_plain(s, at::kFloat) || !b.is_contiguous() || !s.is_contiguous()) return false;
-  if (b.numel() != rows * BLOCK || s.numel() != rows) return false;
-  found.codes = b.mutable_data_ptr<uint8_t>();
-  found.scales = s.mutable_data_ptr<float>();
-  return true;
+  // A tensor of this type and so many places, or none.
+  const auto part = [&](Py_ssize_t place, at::ScalarType dtype, int64_t places) -> const at::Tensor* {
+    PyObject* item = PyTuple_GET_ITEM(codes.held, place);
+    if (!THPVariable_CheckExact(item)) return nullptr;
+    const at::Tensor& t = THPVariable_Unpack(item);
+    return is_plain(t, dtype) && t.is_contiguous() && t.numel() == places ? &t : nullptr;
+  };
+  if (PyTuple_GET_SIZE(codes.held) == 1) {
+    const at::Tensor* narrow = part(0, at::kBFloat16, rows * BLOCK);
+    if (narrow != nullptr) found.narrow = reinterpret_cast<uint16_t*>(narrow->mutable_data_ptr<at::BFloat16>());
+  } else if (PyTuple_GET_SIZE(codes.held) == 2) {
+    const at::Tensor *bytes = part(0, at::kByte, rows * BLOCK), *scales = part(1, at::kFloat, rows);
+    if (bytes == nullptr || scales == nullptr) return false;
+    found.codes = bytes->mutable_data_ptr<uint8_t>();
+    found.scales = scales->mutable_data_ptr<float>();
+  }
+  return found.is_encoded();
 }
 
 // A split master's halves; false where torch's operations have to step it.
@@ -565,10 +607,11 @@ bool are_apart(const std::vector<Weight>& weights) {
   for (const Weight& w : weights) {
     if (w.weight != nullptr) ranges.emplace_back((const char*)w.weight, (const char*)(w.weight + w.size));
     if (w.values != nullptr) ranges.emplace_back((const char*)w.values, (const char*)(w.values + w.size));
-    for (const void* each : {static_cast<const void*>(w.count), static_cast<const void*>(w.states[0].values),
-                             static_cast<const void*>(w.states[1].values), static_cast<const void*>(w.states[0].codes),
-                             static_cast<const void*>(w.states[1].codes)})
-      if (each != nullptr && w.size > 0) kept.push_back(each);
+    if (w.count != nullptr && w.size > 0) kept.push_back(w.count);
+    for (const State& state : w.states)
+      for (const void* each : {static_cast<const void*>(state.values), static_cast<const void*>(state.narrow),
+                               static_cast<const void*>(state.codes)})
+        if (each != nullptr && w.size > 0) kept.push_back(each);
   }
   std::sort(ranges.begin(), ranges.end());
   std::sort(kept.begin(), kept.end());
@@ -684,16 +727,10 @@ PyObject* round(PyObject*, PyObject* arguments) {
     const float* from = all.const_data_ptr<float>();
     uint16_t* to = reinterpret_cast<uint16_t*>(THPVariable_Unpack(codes).mutable_data_ptr<at::BFloat16>());
     const int64_t n = all.numel();
-    uint32_t sum = 0;
-    for (int64_t i = 0; i < n; ++i) sum += bits_of(from[i]);
-    for_each(n / BLOCK, BLOCK, [&](int64_t row) {
-      const uint32_t factor = factor_of(sum, row);
-      for (int64_t i = row * BLOCK; i < (row + 1) * BLOCK; ++i) {
-        const uint32_t bits = bits_of(from[i]);
-        const uint32_t up = static_cast<uint32_t>(noise(bits, factor, i - row * BLOCK) >> 16);
-        const uint32_t rounded = (bits & MAGNITUDE) > INFINITE ? 0x7FC00000u : bits + up + 0x8000u;
-        to[i] = static_cast<uint16_t>(rounded >> 16);
-      }
+    const int64_t rows = n / BLOCK;
+    for_each(rows == 0 ? 0 : groups_in(rows), NEIGHBOURS * BLOCK, [&](int64_t group) {
+      const int64_t row = group * NEIGHBOURS;
+      round_group(from + row * BLOCK, to + row * BLOCK, row, end_of_group(group, rows) - row);
     });
     Py_RETURN_NONE;
   });

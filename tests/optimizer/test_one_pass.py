@@ -113,7 +113,7 @@ KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("state", ["float32", "int8"])
+@pytest.mark.parametrize("state", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bits_are_those_of_torchs_operations(
@@ -223,7 +223,7 @@ def test_weights_that_begin_anywhere_and_lie_in_any_order(monkeypatch: pytest.Mo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("state", ["float32", "int8"])
+@pytest.mark.parametrize("state", ["float32", "bfloat16", "int8"])
 def test_a_run_goes_on_by_either(monkeypatch: pytest.MonkeyPatch, native: Any, state: str) -> None:
     first, whole = (Training(torch.optim.AdamW, state) for _ in range(2))
     for seed in range(5):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mpinit.masters.codecs import blockwise
-from mpinit.masters.codecs.codec import factors_of, places_in_a_row
+from mpinit.masters.codecs import minifloat
+from mpinit.masters.codecs.codec import noise_arguments
 from mpinit.torch_internals import compiled_kernel
 from mpinit.torch_internals.compiled_kernel import CompiledKernel
 
@@ -32,14 +32,13 @@ def compile_to(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
 
 @pytest.mark.long
 def test_compiled_encoding_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockwise, "is_read_freely", lambda device: False)
+    monkeypatch.setattr(minifloat, "is_read_freely", lambda device: False)
     values = torch.linspace(-3, 3, 200 * 128).pow(7).view(-1, 128)
     values[::3].square_()
-    factors, places = factors_of(values.view(torch.int32), 32), places_in_a_row(values.device)
-    kernel = CompiledKernel(blockwise._encode)
+    kernel = CompiledKernel(minifloat._encode)
     results = [(torch.empty(200, 128, dtype=torch.uint8), torch.empty(200, 1)) for _ in range(2)]
     for codes, scales in results:
-        kernel(values, factors, codes, scales, places)
+        kernel(values, codes, scales, *noise_arguments(values))
     assert kernel._compiled["cpu"] is not None
     assert all(map(torch.equal, *results))
 

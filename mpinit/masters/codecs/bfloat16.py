@@ -12,7 +12,7 @@ from typing import Any, Final, final
 import torch
 
 from ...torch_internals.compiled_kernel import CompiledKernel
-from .codec import BLOCK, Codec, Codes, factors_of, noise, places_in_a_row
+from .codec import BLOCK, Codec, Codes, noise, noise_arguments
 
 # The usual nan: adding to the bits of others would overflow into numbers.
 _NAN: Final = 0x7FC00000
@@ -44,17 +44,18 @@ class BFloat16(Codec):
         if native is not None:
             native.round(values, *codes)
         else:
-            bits = values.view(torch.int32)
-            _ROUND(bits, factors_of(bits, None), codes[0].view(torch.int16), places_in_a_row(values.device))
+            _ROUND(values.view(torch.int32), codes[0].view(torch.int16), *noise_arguments(values))
 
     def decode_by(self, native: Any | None, codes: Codes, values: torch.Tensor) -> None:
         """Widen."""
         values.copy_(codes[0])
 
 
-def _round(bits: torch.Tensor, factors: torch.Tensor, codes: torch.Tensor, places: torch.Tensor) -> None:
+def _round(
+    bits: torch.Tensor, codes: torch.Tensor, numbers: torch.Tensor, groups: torch.Tensor, places: torch.Tensor
+) -> None:
     assert bits.shape[1] == BLOCK
-    up = noise(bits, factors, places).bitwise_right_shift_(16).add_(bits).add_(0x8000)
+    up = noise(bits, numbers, groups, places).bitwise_and_(0xFFFF).add_(bits)
     codes.copy_(torch.where((bits & 0x7FFFFFFF) > _INF, _NAN, up).bitwise_right_shift_(16))
 
 

@@ -92,46 +92,35 @@ def _gives_same_bits(codec: Codec, native: Any) -> bool:
 
 # -- noise ------------------------------------------------------------------------------------------------------------
 #
-# Whole numbers, evenly spread over all 32 bits and best in the upper ones, made of the numbers themselves, their places
-# and a sum over their neighbours: no generator of random numbers is touched, the same numbers give the same noise again
-# after a resume, and as soon as one number has changed the noise of all others is another, so that none gets stuck.
+# Whole numbers, evenly spread over the lower 20 bits, made of the numbers themselves, their places and a sum over their
+# neighbours: no generator of random numbers is touched, the same numbers give the same noise again after a resume, and
+# as soon as one number has changed the noise of its neighbours is another, so that none gets stuck.
 
-
-def factors_of(bits: torch.Tensor, neighbours: int | None) -> torch.Tensor:
-    """For each row of float32 bits the factor of its noise, int32 (rows, 1).
-
-    Args:
-        bits: int32 (rows, BLOCK), a whole tensor's.
-        neighbours: whose numbers decide about a row's noise: the rows of its group of so many, of which the last goes
-            to the end; None: all rows.
-    """
-    rows = torch.arange(len(bits), device=bits.device)
-    # As sums wrap around they are the same in any order.
-    sums = bits.sum(1, dtype=torch.int32)
-    groups = max(len(bits) // neighbours, 1) if neighbours else 1
-    group = (rows // neighbours).clamp_(max=groups - 1) if neighbours else torch.zeros_like(rows)
-    shared = torch.zeros(groups, dtype=torch.int32, device=bits.device).index_add_(0, group, sums)[group]
-    # A factor, because a sum would move all noise by the same amount: equal numbers then end in a pattern that stays.
-    return ((shared + rows.to(torch.int32) * _ROW) * _STIR).bitwise_or_(1).view(-1, 1)
-
-
-def noise(bits: torch.Tensor, factors: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The noise of float32 numbers seen as int32.
-
-    Args:
-        bits: the numbers, (rows, BLOCK).
-        factors: of :func:`factors_of`.
-        places: 1 to BLOCK, int32.
-    """
-    return (places * factors).add_(bits).mul_(_GOLDEN)
-
-
-def places_in_a_row(device: torch.device) -> torch.Tensor:
-    """1 to BLOCK."""
-    return torch.arange(1, BLOCK + 1, dtype=torch.int32, device=device)
-
-
-# Odd numbers without pattern; the last is 2**32 over the golden ratio, whose multiples are spread most evenly.
+# Rows that share noise: all numbers of one alone may happen to stay what they are, and then would for ever.
+_NEIGHBOURS: Final = 32
+# Odd numbers without pattern.
 _ROW: Final = 0x85EBCA6B - 2**32
 _STIR: Final = 0x27D4EB2F
-_GOLDEN: Final = 0x9E3779B1 - 2**32
+
+
+def noise_arguments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What :func:`noise` takes of a whole tensor, (rows, BLOCK): rows' numbers and groups, and places in a row.
+
+    A group is 32 rows, of which the last goes to the end.
+    """
+    rows = torch.arange(len(values), dtype=torch.int32, device=values.device).view(-1, 1)
+    groups = (rows // _NEIGHBOURS).clamp_(max=max(len(values) // _NEIGHBOURS - 1, 0))
+    return rows * _ROW, groups, torch.arange(1, BLOCK + 1, dtype=torch.int32, device=values.device)
+
+
+def noise(bits: torch.Tensor, numbers: torch.Tensor, groups: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The noise of float32 numbers seen as int32, (rows, BLOCK), of whole groups; the rest of :func:`noise_arguments`.
+
+    Multiples of a number that rows have of their own: each is as even as that number is, and moving all of a row by the
+    same amount, equal numbers would end in a pattern that stays.
+    """
+    # As sums wrap around they are the same in any order.
+    sums = bits.sum(1, dtype=torch.int32)
+    within = (groups - groups[0]).view(-1)
+    shared = torch.zeros_like(sums).index_add_(0, within, sums)[within].view(-1, 1)
+    return places * shared.add_(numbers).mul_(_STIR).bitwise_right_shift_(12).bitwise_or_(1)
