@@ -20,11 +20,12 @@ from ...torch_internals.devices import is_read_freely
 from .codec import BLOCK, Codec, Codes, noise, noise_arguments
 
 # Added to a number over its scale: what is small beside it is kept in even steps. With its bits code 0 begins.
-_LEAST: Final = 2.0
+_LEAST: Final = 2
 _LEAST_BITS: Final = 0x40000000
-# Bits that are cut off, of blocks without a sign and of those with one; the largest number over its scale.
+# Bits that are cut off, of blocks without a sign and of those with one; the largest number over its scale. Whole
+# numbers, as torch.where would make the default type of others.
 _CUT_OFF: Final = (19, 20)
-_LARGEST: Final = (31 * 2.0**12 - _LEAST, 15 * 2.0**13 - _LEAST)
+_LARGEST: Final = (31 * 2**12 - _LEAST, 15 * 2**13 - _LEAST)
 _TINY: Final = torch.finfo(torch.float32).tiny
 # Of a scale's 24 bits the last four are 0: made again of the largest number decoded, it is the same.
 _SHORT: Final = 16
