@@ -190,7 +190,7 @@ def _with_steps(state: Mapping[str, Any], name: str, said: list[str]) -> dict[st
     steps = {index: group["step"] for group in state["param_groups"] if "step" in group for index in group["params"]}
     lacking = [index for index in steps if per_parameter.get(index) and "step" not in per_parameter[index]]
     for index in lacking:
-        per_parameter[index] = {**per_parameter[index], "step": torch.tensor(float(steps[index]))}
+        per_parameter[index] = {**per_parameter[index], "step": torch.tensor(float(steps[index]), dtype=torch.float32)}
     if lacking:
         given_to = counted(len(lacking), "parameter")
         said.append(f"{name}: the step in the groups, as apex's fused optimizers have it, given to {given_to}")

@@ -221,10 +221,14 @@ class Gradients:
         if self.found_inf is None or self._was_found_at_step:
             left = [gradient.coalesce() if gradient.is_sparse else gradient for gradient in self.present()]
             if left and is_read_freely(left[0].device) and are_plain(left, left[0].device) and are_finite(left):
-                self.found_inf = torch.zeros((), device=left[0].device)
+                self.found_inf = torch.zeros((), dtype=torch.float32, device=left[0].device)
             else:
                 # Times 1, because torch's own check multiplies.
-                self.found_inf = unscale_and_check_(left, torch.ones((), device=left[0].device)) if left else None
+                self.found_inf = (
+                    unscale_and_check_(left, torch.ones((), dtype=torch.float32, device=left[0].device))
+                    if left
+                    else None
+                )
             self.is_agreed, self._was_found_at_step = False, True
 
     def note(self, found_inf: torch.Tensor | None) -> None:
@@ -274,7 +278,7 @@ class Gradients:
         """Whether a step was skipped since, and these are finite: a plain backward pass has left them."""
         if not self._was_skipped_for:
             return False
-        found_inf = unscale_and_check_(left, torch.ones((), device=left[0].device))
+        found_inf = unscale_and_check_(left, torch.ones((), dtype=torch.float32, device=left[0].device))
         return found_inf is None or found_inf.item() == 0
 
     def stepped(self) -> None:

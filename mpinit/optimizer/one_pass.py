@@ -212,7 +212,7 @@ def _steps_alike(
 ) -> bool:
     weights, masters = [], []
     for size in (*range(1, 18), 300):  # any number that does not fill a vector
-        weight = nn.Parameter(torch.linspace(-2, 3, size, device="cpu").pow(3))
+        weight = nn.Parameter(torch.linspace(-2, 3, size, dtype=torch.float32, device="cpu").pow(3))
         weight.grad = weight.detach().flip(0).sin().mul(0.1)
         master = table.add(weight, dtype)
         if master is not None:

@@ -340,7 +340,7 @@ class Ranks:
             gradients.forget_overflow()
         found_inf, scalers = gradients.found_inf, self._scalers
         device = found_inf.device if found_inf is not None else scalers[0].device
-        none, nothing = torch.full((), -1.0, device=device), torch.zeros((), device=device)
+        none, nothing = (torch.full((), value, dtype=torch.float32, device=device) for value in (-1.0, 0.0))
         # By 2 more where the scale is to move at this step, and not when a GradScaler says so.
         noted = [(scaler.noted, 2.0 * (scaler in pending)) for scaler in scalers]
         found = [nothing if found_inf is None else found_inf]

@@ -48,7 +48,7 @@ class StepCounter:
     def count_on_device(self, found_inf: torch.Tensor) -> None:
         """One step that a kernel does or skips: a captured graph counts its replays too."""
         if self._on_device is None:
-            self._on_device = torch.zeros(3, device=found_inf.device)
+            self._on_device = torch.zeros(3, dtype=torch.float32, device=found_inf.device)
         skipped = (found_inf > 0).float()
         self._on_device[0].add_(1 - skipped)
         self._on_device[1].add_(skipped)

@@ -94,7 +94,7 @@ class LossScaler:
         Returns:
             Whether an overflow was found, so that the step is to be skipped.
         """
-        self.core.note(torch.tensor(float(self._overflowed), device="cpu"))
+        self.core.note(torch.tensor(float(self._overflowed), dtype=torch.float32, device="cpu"))
         # Not told from the scale going down: at its lower limit it does not.
         overflowed = self.core.noted_overflow
         self.core.update()

@@ -32,7 +32,7 @@ class OverTorch(ClearsAsTold):
             steps = filled[-1].pop("step", None)
             for key in group["params"] if "step" in group else ():
                 if key in state:
-                    state[key].setdefault("step", torch.tensor(float(steps)))
+                    state[key].setdefault("step", torch.tensor(float(steps), dtype=torch.float32))
         super().load_state_dict({**state_dict, "state": state, "param_groups": filled})
 
 
