@@ -30,13 +30,6 @@ def load_session_state(session: Session, state: Mapping[str, Any]) -> None:
 
     A static scale stays what it is, whatever was saved, and a dynamic one where nothing was scaled, with a warning: see
     :meth:`LossScaler.load_state_dict`.
-
-    Args:
-        session: the session.
-        state: see :func:`checked_state`.
-
-    Raises:
-        TypeError, ValueError: as in :func:`checked_state`.
     """
     parts = checked_state(session, state).values()
     warn_of_no_start([s for s, part in zip(session.scalers, parts, strict=True) if not s.load_state_dict(part)])
@@ -106,9 +99,6 @@ def state_of_rows(session: Session, rows: torch.Tensor) -> dict[str, Any]:
     """A state for :func:`load_session_state` of what :func:`scalers_as_rows` gave.
 
     A scale that was none, at another level, is no start for one that moves: such a scaler stays where it is.
-
-    Raises:
-        ValueError: these are no such rows.
     """
     if rows.dim() != 2 or rows.shape[1] != len(_COLUMNS):
         raise ValueError(

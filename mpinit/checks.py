@@ -34,11 +34,7 @@ _KINDS: Final[dict[type, str]] = {nn.Module: "a torch.nn.Module", Optimizer: "a 
 
 
 def as_list(given: Any, kind: type, what: str) -> list[Any]:
-    """One object, or a list or tuple of them, as a list.
-
-    Raises:
-        TypeError: something else.
-    """
+    """One object, or a list or tuple of them, as a list."""
     items = list(given) if isinstance(given, (list, tuple)) else [given]
     for item in items:
         if not isinstance(item, kind):
@@ -69,11 +65,7 @@ def _hint(item: Any, kind: type) -> str:
 
 
 def as_optimizers(given: Any) -> list[Any]:
-    """:func:`as_list` of optimizers, those in wrappers that only hand on to them taken out.
-
-    Raises:
-        TypeError: something else; where it holds an optimizer the message names that.
-    """
+    """:func:`as_list` of optimizers, those in wrappers that only hand on to them taken out."""
     items = [registry.unwrapped(item) for item in (given if isinstance(given, (list, tuple)) else [given])]
     for item in items:
         inner = None if isinstance(item, Optimizer) else inside(item)
@@ -89,11 +81,6 @@ def check(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: Properties, plan: Plan, awaits: bool = False
 ) -> list[str]:
     """Raise a ValueError for whatever cannot be initialised; issue the warnings.
-
-    Args:
-        models, optimizers: what was given, in no session.
-        props, plan: what was asked for.
-        awaits: whether other optimizers come later.
 
     Returns:
         The dotted names of parameters that are 16-bit already.

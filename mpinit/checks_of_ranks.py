@@ -29,9 +29,6 @@ def check_not_wrapped(walk: Walk, plan: Plan) -> None:
     """Refuse what has recorded the parameters' dtypes, around a model or in it.
 
     Parts in DataParallel are no trouble: it records the dtypes anew in every forward.
-
-    Raises:
-        ValueError: a model is wrapped, or a part of it is and weights are to be cast.
     """
     casts = plan.cast_model and is_lower_precision(plan.model_dtype)
     wrappers: dict[type[nn.Module], str | None] = {}
@@ -71,11 +68,7 @@ def _wrapper(kind: type[nn.Module]) -> str | None:
 
 
 def check_not_left_behind(walk: Walk, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that were made before the model was sharded, or got its memory.
-
-    Raises:
-        ValueError: one steps what the model's parameters were before.
-    """
+    """Refuse optimizers that were made before the model was sharded, or got its memory."""
     given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     fault = replaced_since(walk.parameters, given)
     if fault:
@@ -83,13 +76,7 @@ def check_not_left_behind(walk: Walk, optimizers: Sequence[Optimizer]) -> None:
 
 
 def check_process_group(group: Any, models: Sequence[nn.Module], plan: Plan) -> None:
-    """Refuse a group that is none, and shards among which overflow cannot be agreed on without one.
-
-    Raises:
-        ValueError: there is no process group, this process is in none, or parameters are sharded over a part of the
-            ranks and it was not said whether the others train the same model.
-        TypeError: it is something else.
-    """
+    """Refuse a group that is none, and shards among which overflow cannot be agreed on without one."""
     if group is not None:
         _check_group(group, "process_group")
     elif plan.scaling.dynamic and is_distributed():
@@ -109,10 +96,6 @@ def check_broadcast(parameters: Sequence[nn.Parameter], src: Any, group: Any) ->
 
     Returns:
         The sender's rank within the group.
-
-    Raises:
-        ValueError: ``src`` is no rank of the group, or a parameter is sharded.
-        RuntimeError: there is no process group, or ranks have different parameters.
     """
     distributed: Any = torch.distributed
     if not is_distributed():

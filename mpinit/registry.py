@@ -105,9 +105,6 @@ def session_for(optimizer: Optimizer) -> Session | None:
 
     Args:
         optimizer: not in any session yet.
-
-    Raises:
-        RuntimeError: there is no such session, or more than one.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sessions = [session for session in live() if session.holds_one_of(parameters)]
@@ -131,11 +128,7 @@ def session_for(optimizer: Optimizer) -> Session | None:
 
 
 def the_one_that_waits() -> list[Session]:
-    """The live session in which weights wait for an optimizer; none where there is none.
-
-    Raises:
-        RuntimeError: there are several.
-    """
+    """The live session in which weights wait for an optimizer; none where there is none."""
     waiting = [session for session in live() if session.awaits]
     if len(waiting) > 1:
         named = "; ".join(session.describe() for session in waiting)

@@ -135,11 +135,7 @@ class Session:
     # -- set up and undo ----------------------------------------------------------------------------------------
 
     def apply(self, join: Callable[[Session], None]) -> None:
-        """Carry the plan out. If anything raises, everything done so far is undone, newest first.
-
-        Args:
-            join: makes the session known to others, before it is live.
-        """
+        """Carry the plan out. If anything raises, everything done so far is undone, newest first."""
         selected = self.selection = selection.select(self.models, self.plan)
         if selected.changes:
             check_memory(self.models, selected.targets)
@@ -161,11 +157,7 @@ class Session:
             raise
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
-        """Whether these optimizers can be stepped as the plan says.
-
-        Raises:
-            ValueError: one of them cannot; the message says why and what to do.
-        """
+        """Whether these optimizers can be stepped as the plan says."""
         if self.plan.gradient_release:
             check_release(optimizers, [weight for members in self._members for weight in members.weights])
         for optimizer in optimizers:
@@ -455,11 +447,7 @@ class Session:
         self._casts.leave_to_optimizers([master.weight for master in waiting])
 
     def _check_step(self, optimizer: Optimizer) -> None:
-        """Refuse that an optimizer which was never initialised steps 16-bit weights.
-
-        Raises:
-            RuntimeError: it would.
-        """
+        """Refuse that an optimizer which was never initialised steps 16-bit weights."""
         if _is_managed(optimizer) or any(map(_is_managed, wrapped_by(optimizer))):
             return  # it is one of a session's, or has one inside that steps for it
         for parameter in _parameters_of([optimizer]):
@@ -472,11 +460,7 @@ class Session:
                 )
 
     def check_idle(self, what: str) -> None:
-        """Refuse what must not happen in the middle of a backward pass or a step, or while weights are float32.
-
-        Raises:
-            RuntimeError: it is in the middle of one.
-        """
+        """Refuse what must not happen in the middle of a backward pass or a step, or while weights are float32."""
         if self.masters.are_in_model:
             raise RuntimeError(IN_FLOAT32.format(what))
         for managed in self._managed.values():
@@ -501,11 +485,7 @@ class Session:
         return known
 
     def watched(self, optimizer: Optimizer) -> ManagedOptimizer | CountedOptimizer:
-        """What counts an optimizer's steps and tells observers; nothing is done to it because of that.
-
-        Raises:
-            TypeError: it is no optimizer of the session: a model, perhaps.
-        """
+        """What counts an optimizer's steps and tells observers; nothing is done to it because of that."""
         known = self._managed.get(optimizer) or self._counted.get(optimizer)
         if known is None:
             own = unwrapped(optimizer, lambda each: each in self._managed or each in self._counted)
@@ -529,12 +509,7 @@ class Session:
     def scaled(
         self, loss: torch.Tensor, optimizers: Sequence[Optimizer], loss_id: int, delay: bool
     ) -> ScaledLoss | Unscaled:
-        """The context of a backward pass of ``loss``.
-
-        Raises:
-            ValueError: there is no loss ``loss_id``.
-            RuntimeError: no optimizer has been added yet.
-        """
+        """The context of a backward pass of ``loss``."""
         if self.awaits and not self.optimizers:
             raise RuntimeError(f"{self.describe()} awaits its optimizers: call mpinit.add_optimizers(optimizer) first")
         scaler = self.scaler(loss_id)
@@ -579,11 +554,7 @@ class Session:
         return mine.unscale(self.scaler(loss_id), done)
 
     def scaler(self, loss_id: int) -> LossScaler:
-        """The scaler of a loss.
-
-        Raises:
-            ValueError: there is no such loss.
-        """
+        """The scaler of a loss."""
         if not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
             raise ValueError(
                 f"loss_id={loss_id!r}, but this session was initialised with num_losses={len(self.scalers)}: "

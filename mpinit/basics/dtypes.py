@@ -23,16 +23,6 @@ _NAMES: Final[dict[str, torch.dtype]] = {
 def parse_dtype(value: Any) -> torch.dtype:
     """Turn a user's spelling of a dtype into a ``torch.dtype``.
 
-    Args:
-        value: a ``torch.dtype``, or one of "float16", "fp16", "half", "bfloat16", "bf16", "float32", "fp32",
-            "float", with or without a leading "torch.".
-
-    Returns:
-        ``torch.float16``, ``torch.bfloat16`` or ``torch.float32``.
-
-    Raises:
-        ValueError: for anything else, naming what is allowed.
-
     Example:
         >>> parse_dtype("bf16")
         torch.bfloat16

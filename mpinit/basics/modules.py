@@ -54,11 +54,6 @@ class Walk:
         models: as given.
         modules: those of every model, with dotted names.
         parameters, buffers: every module's own, under dotted names; one that several modules share under each.
-
-    Example:
-        >>> walk = Walk([nn.Sequential(nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2))])
-        >>> [name for name, _ in walk.parameters], len(walk.buffers)
-        (['1.weight', '1.bias'], 3)
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:

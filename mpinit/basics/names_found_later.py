@@ -9,12 +9,7 @@ from typing import Any
 
 
 def found_later(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's ``__getattr__`` (PEP 562): each name is imported once, and is then an attribute like any other.
-
-    Args:
-        module: the module's name.
-        homes: name -> the module that has it.
-    """
+    """A module's ``__getattr__`` (PEP 562): each name is imported once, and is then an attribute like any other."""
 
     def find(name: str) -> Any:
         if name not in homes:

@@ -6,16 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """Columns as wide as what is in them, two blanks apart.
-
-    Args:
-        head: the columns' names.
-        rows: as many cells each.
-        numbers: which columns are numbers and stand to the right.
-
-    Returns:
-        Lines, without a newline at the end.
-    """
+    """Columns as wide as what is in them, two blanks apart."""
     cells = [list(map(str, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
 
@@ -30,13 +21,7 @@ def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Seq
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """A number of things in words.
-
-    Args:
-        count: how many.
-        noun: one of them.
-        plural: several of them. Default: the noun with an s.
-    """
+    """A number of things in words."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 

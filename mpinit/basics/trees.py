@@ -26,13 +26,6 @@ def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
     as it is, any other as a copy of its own type. Everything else is left alone: integer, bool and complex tensors,
     numbers, arrays, modules, objects of other classes. Gradients flow back through the casts.
 
-    Args:
-        tree: any object.
-        dtype: the floating dtype that floating tensors get.
-
-    Returns:
-        The tree with its floating tensors in ``dtype``.
-
     Example:
         >>> import torch
         >>> cast_tree({"x": torch.ones(2), "n": 3}, torch.float16)["x"].dtype
@@ -154,12 +147,7 @@ class TreeCast:
                 _write(visit.given, brought_back, dropped)
 
     def back(self, tree: Any, dtype: torch.dtype) -> Any:
-        """A result, cast: what the trees as cast hold is what the trees as given held, to the bit.
-
-        Args:
-            tree: a result of what the trees were passed to.
-            dtype: what its floating tensors get.
-        """
+        """A result, cast: what the trees as cast hold is what the trees as given held, to the bit."""
         return TreeCast(dtype, self._originals)(tree)
 
 

@@ -15,12 +15,7 @@ _NOT_THE_USERS: Final = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """``warnings.warn``, with the nearest caller outside of this package and of torch as the place it points at.
-
-    Args:
-        message: what was found, and what to do about it.
-        category: the class of the warning. Default UserWarning.
-    """
+    """``warnings.warn``, with the nearest caller outside of this package and of torch as the place it points at."""
     frame: Any = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_NOT_THE_USERS) and frame.f_back is not None:
         frame = frame.f_back

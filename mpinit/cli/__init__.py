@@ -25,14 +25,7 @@ _SHOW_THEIR_OWN: Final = ("run",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: arguments without the program's name; None for ``sys.argv``.
-
-    Returns:
-        The exit status.
-    """
+    """Run the command line."""
     words = list(sys.argv[1:] if argv is None else argv)
     chosen = words[0] if words else ""
     parser = _parser(chosen)

@@ -72,11 +72,7 @@ def _show(report: str) -> None:
 
 
 def load(name: str) -> Any:
-    """The object that ``pkg.mod:attribute`` names; modules in the working directory are found.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The object that ``pkg.mod:attribute`` names; modules in the working directory are found."""
     module_name, colon, path = name.partition(":")
     if not colon or not module_name or not path:
         raise ValueError(f"{name!r} names no object; write the module, a colon and the name, such as models.cnn:build")

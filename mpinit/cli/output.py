@@ -44,14 +44,7 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def show_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> None:
-    """Print a table; where it is too wide, cells of the widest columns take several lines.
-
-    Args:
-        title: stands above it.
-        head: the columns' names.
-        rows: as many cells each.
-        numbers: which columns are numbers.
-    """
+    """Print a table; where it is too wide, cells of the widest columns take several lines."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     while sum(widths) + 2 * (len(widths) - 1) > WIDTH:
         room = [width - len(name) for name, width in zip(head, widths, strict=True)]

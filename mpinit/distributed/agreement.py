@@ -44,11 +44,6 @@ def groups_of(meshes: Iterable[Any], *more: Group | None) -> list[Group]:
 def check_same(words: Mapping[str, str], parameters: Mapping[str, str], groups: Iterable[Group]) -> None:
     """Compare what was asked for over all ranks that can be reached over some groups; all of them have to call it.
 
-    Args:
-        words: keywords, and what was given for them.
-        parameters: names, and what they are.
-        groups: process groups, in the same order on all of their ranks.
-
     Raises:
         ValueError: ranks differ; on each of them, and the message says where.
     """

@@ -75,12 +75,7 @@ def shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_as(part: torch.Tensor, like: Any) -> torch.Tensor:
-    """This process's part of a tensor that is sharded as another is; itself, where that is not sharded.
-
-    Args:
-        part: of the shape of ``like``'s own part, in any dtype.
-        like: whose shape, mesh and placements it has.
-    """
+    """This process's part of a tensor that is sharded as another is; itself, where that is not sharded."""
     if not is_sharded(like):
         return part
     spec = copy.copy(like._spec)
@@ -142,10 +137,6 @@ def replaced_since(named: Sequence[tuple[str, nn.Parameter]], stepped: Iterable[
 
     ``fully_shard`` and ``parallelize_module`` put other parameters on the modules, FSDP1 flat ones, and ``to_empty``
     does where it cannot give those that are there memory. Parameters of a loss function, which no model has, are none.
-
-    Args:
-        named: the models' parameters, with their dotted names.
-        stepped: what the optimizer steps.
     """
     present, given = {id(parameter) for _, parameter in named}, {id(parameter): parameter for parameter in stepped}
     gone = [parameter for key, parameter in given.items() if key not in present]
@@ -171,11 +162,7 @@ def replaced_since(named: Sequence[tuple[str, nn.Parameter]], stepped: Iterable[
 
 
 def check_groups(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, torch.dtype]) -> None:
-    """FSDP gathers a group's parameters in one buffer, so that they must have one dtype.
-
-    Raises:
-        ValueError: a group would have two, or its policy says something else.
-    """
+    """FSDP gathers a group's parameters in one buffer, so that they must have one dtype."""
     for group in (group for model in models for group in _groups(model)):
         trained = [entry for entry in group.fsdp_params if entry.sharded_param.requires_grad]
         wanted = [targets.get(entry.sharded_param, entry.sharded_param.dtype) for entry in trained]
@@ -202,12 +189,7 @@ def check_groups(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, tor
 def gathered_dtypes(
     models: Sequence[nn.Module], targets: Mapping[torch.Tensor, torch.dtype]
 ) -> dict[torch.Tensor, torch.dtype]:
-    """Float32 shards that FSDP itself can gather in the type they are to compute in, and that type.
-
-    Args:
-        models: the models.
-        targets: the dtype that each parameter is to have inside of forwards.
-    """
+    """Float32 shards that FSDP itself can gather in the type they are to compute in, and that type."""
     found: dict[torch.Tensor, torch.dtype] = {}
     for group in (group for model in models for group in _groups(model)):
         parameters = [entry.sharded_param for entry in group.fsdp_params]
@@ -221,13 +203,6 @@ def gather_in(models: Sequence[nn.Module], dtypes: Mapping[torch.Tensor, torch.d
     """Let FSDP gather float32 shards in 16 bit, and reduce their gradients in float32.
 
     Takes effect with :func:`rebuild_groups`, its undo as well.
-
-    Args:
-        models: the models.
-        dtypes: of :func:`gathered_dtypes`.
-
-    Returns:
-        The undo.
     """
     before: list[tuple[Any, Any]] = []
     for group in (group for model in models for group in _groups(model)):

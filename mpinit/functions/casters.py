@@ -32,9 +32,6 @@ def wrapper(row: CastRow, name: str, original: Function, devices: tuple[str, ...
         original: the function that stands there.
         devices: device types whose tensors are cast; nothing happens to others.
         allow_banned: whether a banned function runs all the same.
-
-    Returns:
-        A function with the original's signature.
     """
     wrapped = _traceable_method(original, name) if name.startswith("torch.Tensor.") else original
     body = functools.partial(call_without_casts, wrapped) if row.casts_off else wrapped

@@ -28,11 +28,7 @@ from ..torch_internals.native_autocast import device_types
 
 
 def plain_copy(model: nn.Module, advice: str) -> nn.Module:
-    """A deep copy without what ``initialize`` put on the model.
-
-    Raises:
-        ValueError: it cannot be copied; ``advice`` says what to do then.
-    """
+    """A deep copy without what ``initialize`` put on the model."""
     try:
         clone = copy.deepcopy(model)
     except Exception as error:
@@ -61,9 +57,6 @@ def copy_of_optimizer(optimizer: Optimizer, copies: Mapping[Any, Any], with_stat
     Args:
         copies: parameter -> its copy.
         with_state: whether it goes on from the same state; else from none.
-
-    Raises:
-        ValueError: it has parameters that have no copy.
     """
     twin: Optimizer = type(optimizer).__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): twin}

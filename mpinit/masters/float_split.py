@@ -40,14 +40,6 @@ def add_remainder_(values: torch.Tensor, remainder: torch.Tensor) -> None:
 
     A weight that was written to since meets a remainder of other numbers, which is less than half a unit of its last
     place. Only where it was written with 0 or inf may the two not belong together: there the weight alone counts.
-
-    Example:
-        >>> third = torch.tensor([1.0 / 3.0, 0.0])
-        >>> bits, remainder = third.clone().view(torch.int32), torch.empty(2, dtype=torch.int16)
-        >>> take_remainder_(bits, remainder)
-        >>> values = bits.to(torch.int16).view(torch.bfloat16).float()
-        >>> add_remainder_(values, remainder); torch.equal(values, third)
-        True
     """
     parts = _chunks(values, remainder) if values.numel() > _CHUNK else ((values, remainder),)
     for part, rest in parts:

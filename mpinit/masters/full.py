@@ -38,14 +38,6 @@ class Given:
 class FullMasters(Masters):
     """The masters of ``master_weights=True``; gradients are float32, on the weights.
 
-    Example:
-        >>> masters, weight = FullMasters(), nn.Parameter(torch.tensor([1.0001]))
-        >>> master = masters.add(weight, torch.bfloat16)
-        >>> masters.cast(master, torch.bfloat16, clamps=False)
-        >>> weight.dtype, masters.values(master)
-        (torch.bfloat16, tensor([1.0001]))
-        >>> masters.discard(master)
-
     Attributes:
         accessed: ids of weights, and of masters that were given out, whose ``data`` was read.
         given: by id, masters that were given out until their next step, by whichever of their optimizers.

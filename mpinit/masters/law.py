@@ -16,13 +16,7 @@ from ..torch_internals.devices import is_read_freely
 
 
 def round_into(weight: torch.Tensor, values: torch.Tensor, clamps: bool) -> None:
-    """Write float32 ``values`` to a 16-bit weight, in place.
-
-    Args:
-        weight: 16-bit.
-        values: float32, of its shape.
-        clamps: whether finite values beyond the weight's largest become that largest instead of infinite.
-    """
+    """Write float32 ``values`` to a 16-bit weight, in place; ``clamps``: none that is finite becomes infinite."""
     weight.copy_(cast_within_range(values, weight.dtype) if clamps else values)
 
 
@@ -40,12 +34,6 @@ def follow_weight(weight: torch.Tensor, values: torch.Tensor) -> bool:
 
     Returns:
         Whether the weight was written to; True as well where asking would wait for the device.
-
-    Example:
-        >>> weight, master = torch.tensor([1.0, 2.0]).bfloat16(), torch.tensor([1.001, 2.001])
-        >>> _ = weight[1].fill_(5)
-        >>> follow_weight(weight, master), master
-        (True, tensor([1.0010, 5.0000]))
     """
     is_read = is_read_freely(weight.device)
     if is_read and torch.equal(values.to(weight.dtype), weight):

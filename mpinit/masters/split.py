@@ -63,15 +63,7 @@ class SplitMaster(Master):
 
 @final
 class SplitMasters(Masters):
-    """The masters of ``master_weights="split"``; gradients stay in bfloat16, on the weights.
-
-    Example:
-        >>> masters, weight = SplitMasters(), nn.Parameter(torch.tensor([1.0001]))
-        >>> master = masters.add(weight, torch.bfloat16)
-        >>> masters.cast(master, torch.bfloat16, clamps=False)
-        >>> weight.dtype, masters.values(master)
-        (torch.bfloat16, tensor([1.0001]))
-    """
+    """The masters of ``master_weights="split"``; gradients stay in bfloat16, on the weights."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,12 +24,7 @@ _States = Sequence[dict[Any, Any]]
 
 @final
 class EncodedStates:
-    """A session's way to keep its optimizers' states in codes.
-
-    Args:
-        codec: the encoding.
-        bucket_bytes: float32 bytes decoded at a time.
-    """
+    """A session's way to keep its optimizers' states in codes."""
 
     def __init__(self, codec: Codec, bucket_bytes: int) -> None:
         self.codec = codec
@@ -37,9 +32,6 @@ class EncodedStates:
 
     def decode(self, states: _States) -> dict[tuple[int, Any], EncodedState]:
         """:func:`decode` for several.
-
-        Args:
-            states: what is kept for some parameters, a dict for each.
 
         Returns:
             The codes, whose memory :meth:`encode` uses again, by (id of the state, key).

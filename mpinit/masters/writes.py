@@ -32,15 +32,6 @@ class Writes:
     Args:
         weights: of 16 bit, none of them sharded.
         accessed: gets the ids of weights whose ``data`` was read.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-        >>> writes = Writes([weight], set())
-        >>> writes.found(), writes.note(), writes.found()
-        ([0], None, [])
-        >>> _ = weight.detach().view(torch.int16).numpy().fill(0)
-        >>> writes.found()
-        [0]
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], accessed: set[int]) -> None:

@@ -101,12 +101,7 @@ class Boundary:
             self.before_forward()
 
     def mixed_types(self, module: nn.Module, inputs: Any) -> str | None:
-        """Why a forward may have failed: a parameter or an input of another type than the model's; None: neither.
-
-        Args:
-            module: whose forward it was.
-            inputs: what it was called with, in containers.
-        """
+        """Why a forward may have failed: a parameter or an input of another type than the model's; None: neither."""
         inner = self.inner_dtype
         if inner is None or not is_lower_precision(inner):
             return None
@@ -138,18 +133,7 @@ class Boundary:
         kwargs: dict[str, Any],
         output_dtype: torch.dtype | None,
     ) -> Any:
-        """Call ``function`` from the other side.
-
-        Args:
-            module: whose forward, or entry point, it is.
-            function: what is called.
-            names: what its arguments are called; None where no input is kept as it is.
-            args, kwargs: what it is called with.
-            output_dtype: what floating outputs are cast to, or None to leave them.
-
-        Returns:
-            What it returns.
-        """
+        """Call ``function`` from the other side; ``names`` are its arguments', None where no input is kept as it is."""
         if names is None and len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor and self._casts_plainly():
             return self._cross_with_tensor(module, function, args[0], output_dtype)
         inputs = None

@@ -16,15 +16,8 @@ from .arguments import ArgumentNames
 def entry_points(models: Sequence[nn.Module], names: Sequence[str]) -> list[tuple[nn.Module, str]]:
     """Find methods by dotted name, such as "forward_features" or "backbone.forward_features", in every model.
 
-    Args:
-        models: the models.
-        names: names of methods, with the dotted name of their module in front where that is not the model itself.
-
     Returns:
         (module, method's name), each once; ``forward`` of a model itself is left out, which is patched anyway.
-
-    Raises:
-        ValueError: no model has such a method.
     """
     found: dict[tuple[nn.Module, str], None] = {}
     for name in names:
@@ -74,16 +67,7 @@ def _methods_of(module: nn.Module) -> Iterator[str]:
 
 
 def check_argument_names(models: Sequence[nn.Module], names: Sequence[str], patterns: Sequence[Any]) -> None:
-    """Refuse names of arguments that nothing which is called from outside has.
-
-    Args:
-        models: the models.
-        names: their entry points.
-        patterns: names of arguments, wildcards allowed; what is no string is passed over.
-
-    Raises:
-        ValueError: an argument of neither a forward nor an entry point.
-    """
+    """Refuse names of arguments that nothing which is called from outside has."""
     calls: list[Any] = [model.forward for model in models]
     calls += [getattr(module, name) for module, name in entry_points(models, names)]
     known = [ArgumentNames(call) for call in calls]

@@ -68,12 +68,6 @@ def loss_of(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
     Args:
         tensor: any floating tensor; one with one long dimension is looked at on the host.
         dtype: what it is to be cast to.
-
-    Example:
-        >>> loss_of(torch.arange(300.0), torch.bfloat16)
-        'holds whole numbers up to 299, of which bfloat16 has every one only up to 256'
-        >>> loss_of(torch.linspace(-1, 1, 300), torch.bfloat16) is None
-        True
     """
     part = local(TENSOR_DETACH(tensor))
     is_one_line = 0 < part.numel() == max(part.shape, default=1)

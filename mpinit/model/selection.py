@@ -50,13 +50,6 @@ class Selection:
 def select(models: Sequence[nn.Module], plan: Plan) -> Selection:
     """Find out what a plan comes to on ``models``.
 
-    Args:
-        models: the models.
-        plan: what is to be done.
-
-    Returns:
-        The selection.
-
     Raises:
         ValueError: a parameter is shared between a module that stays float32 and one that does not, or FSDP holds
             parameters that are to be in two dtypes in one group.

@@ -17,20 +17,8 @@ def check_memory(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, tor
 
     Weights of RNNs lie in one tensor, which is made anew after the cast.
 
-    Args:
-        models: whose parameters they are.
-        targets: tensors, and the types they are to have.
-
     Raises:
         ValueError: another tensor would not see any more what is done to the parameter, or the other way round.
-
-    Example:
-        >>> model, buffer = nn.Linear(2, 2, bias=False), torch.zeros(100)
-        >>> model.weight.data = buffer[:4].view(2, 2)
-        >>> check_memory([model], {model.weight: torch.bfloat16})
-        Traceback (most recent call last):
-            ...
-        ValueError: 'weight' is a part of larger memory, ...
     """
     gathered = {id(weight) for weight in _weights_of_rnns(models)}
     seen: dict[int, torch.Tensor] = {}

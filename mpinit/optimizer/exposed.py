@@ -23,9 +23,6 @@ class ExposedMasters:
 
     A master's ``grad`` is its weight's. What is written to a master is rounded into its weight, and a gradient that
     was replaced counts, whichever of the two it was replaced on.
-
-    Args:
-        members: the optimizer's parameters.
     """
 
     def __init__(self, members: Members) -> None:

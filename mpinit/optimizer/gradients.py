@@ -297,11 +297,7 @@ class Gradients:
     # -- refusing -------------------------------------------------------------------------------------------------
 
     def check_closed(self, what: str, instead: str) -> None:
-        """Refuse what must not happen while gradients are scaled.
-
-        Raises:
-            RuntimeError: a block is open, or a GradScaler has scaled them.
-        """
+        """Refuse what must not happen while gradients are scaled."""
         if self.is_open and self.scaled_by is not None:
             raise RuntimeError(
                 f"{what} was called inside `with mpinit.scale_loss(...)`, where the gradients are still scaled: "

@@ -18,11 +18,7 @@ SECOND: Final = "second_step"
 
 @final
 class Halves:
-    """The two halves of one optimizer's steps.
-
-    Args:
-        managed: the optimizer.
-    """
+    """The two halves of one optimizer's steps."""
 
     def __init__(self, managed: Any) -> None:
         self._managed = managed

@@ -106,12 +106,7 @@ class ManagedOptimizer:
     # -- the methods ----------------------------------------------------------------------------------------------
 
     def install(self, states: EncodedStates | None, undos: UndoStack) -> None:
-        """Put the methods on the optimizer.
-
-        Args:
-            states: how its states are kept; None: as they are.
-            undos: gets what puts back what stood there.
-        """
+        """Put the methods on the optimizer."""
         optimizer, managed = self.optimizer, self
 
         def step(self: Any, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -195,11 +190,7 @@ class ManagedOptimizer:
     # -- around backward passes -----------------------------------------------------------------------------------
 
     def before_backward(self, delays: bool) -> None:
-        """A scaled backward pass is about to begin.
-
-        Args:
-            delays: others of the same step are to follow.
-        """
+        """A scaled backward pass is about to begin."""
         self.members.refresh()
         self.settle_exposed()
         self.gradients.forget_skipped_overflow()
@@ -239,9 +230,6 @@ class ManagedOptimizer:
 
         Returns:
             Whether there are any.
-
-        Raises:
-            RuntimeError: gradients are scaled by another scaler.
         """
         self._check_scaled_by(scaler)
         self.members.refresh()
@@ -253,11 +241,7 @@ class ManagedOptimizer:
         return present
 
     def expect_scaled(self, scaler: LossScaler) -> None:
-        """A loss was scaled by a GradScaler: what its backward pass leaves stays scaled until :meth:`unscale`.
-
-        Raises:
-            RuntimeError: gradients are scaled by another scaler.
-        """
+        """A loss was scaled by a GradScaler: what its backward pass leaves stays scaled until :meth:`unscale`."""
         gradients = self.gradients
         if gradients.is_open:
             gradients.check_closed("scale() of a GradScaler", "use the one or the other")
@@ -281,11 +265,7 @@ class ManagedOptimizer:
         return self.members.weights
 
     def master_params(self, weights: Iterable[nn.Parameter] | None = None) -> Iterator[nn.Parameter]:
-        """The groups' members in float32, with their unscaled gradients; see :func:`mpinit.master_params`.
-
-        Args:
-            weights: only what stands for these, in their order.
-        """
+        """The groups' members in float32, with their unscaled gradients; see :func:`mpinit.master_params`."""
         if self.release is not None:
             self.release.check_looking("mpinit.master_params() or clip_grad_norm_()")
         # Steps warn of gradients that were never scaled; here they may be those that the last one has used.
@@ -459,14 +439,7 @@ class ManagedOptimizer:
     # -- gradients a step can use -----------------------------------------------------------------------------------
 
     def check_gradients(self, what: str) -> None:
-        """Refuse gradients that are scaled; warn of those that were never scaled, or of none.
-
-        Args:
-            what: what is about to use them.
-
-        Raises:
-            RuntimeError: they are scaled.
-        """
+        """Refuse gradients that are scaled; warn of those that were never scaled, or of none."""
         gradients = self.gradients
         gradients.check_closed(what, "move it after the with-block")
         if not self._is_active:

@@ -176,10 +176,6 @@ class Members:
 def exchange_beside_groups(optimizer: Optimizer, others: Mapping[int, torch.Tensor]) -> None:
     """Put others in the places of parameters that an optimizer holds beside its groups: in attributes, lists, tuples,
     sets and dicts of its own, and under what is no parameter in its state; and their ids in the places of ids.
-
-    Args:
-        optimizer: the optimizer.
-        others: what comes in the place of a parameter, by its id.
     """
     attributes = vars(optimizer)
     for name, value in list(attributes.items()):
@@ -214,11 +210,7 @@ def _exchanged(value: Any, others: Mapping[int, torch.Tensor], depth: int) -> An
 
 
 def check_steps_its_groups(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that steps copies of what its groups hold.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Refuse an optimizer that steps copies of what its groups hold."""
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
         raise ValueError(
             "ZeroRedundancyOptimizer steps an optimizer of its own over the model's 16-bit weights, and would leave "

@@ -54,12 +54,7 @@ _proved: Final[dict[Any, bool]] = {}
 
 @final
 class OnePass:
-    """One optimizer's steps in one pass.
-
-    Args:
-        members: the optimizer's parameters.
-        states: how its state is kept; None: in float32, as it is.
-    """
+    """One optimizer's steps in one pass."""
 
     def __init__(self, members: Members, states: EncodedStates | None) -> None:
         self._members = members
@@ -74,12 +69,7 @@ class OnePass:
         self._columns: dict[int, tuple[Any, dict[int, tuple[list[Any], list[Any]]]]] = {}
 
     def steps(self, weights: Sequence[nn.Parameter], masters: Sequence[OpenMasters]) -> bool:
-        """Step those of some weights that have a gradient; False: nothing was done, and the optimizer has to.
-
-        Args:
-            weights: from the optimizer's groups.
-            masters: theirs, in columns.
-        """
+        """Step those of some weights that have a gradient; False: nothing was done, and the optimizer has to."""
         if self._members.table.changes is not None or not is_read_freely(weights[0].device):
             return False  # what follows changes is to see old and new
         state = self._members.optimizer.state

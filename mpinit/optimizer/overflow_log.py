@@ -85,14 +85,7 @@ class OverflowRecord:
 
 @final
 class OverflowLog:
-    """The last overflow of one optimizer; written only where there is one.
-
-    Args:
-        members: the optimizer's parameters.
-
-    Attributes:
-        last: what is known of it, or None.
-    """
+    """The last overflow of one optimizer; written only where there is one."""
 
     def __init__(self, members: Members) -> None:
         self.last: OverflowRecord | None = None

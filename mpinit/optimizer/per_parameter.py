@@ -27,13 +27,7 @@ _TRUSTED: Final = tuple(str(Path(file).parent) + os.sep for file in (torch.__fil
 
 
 def steps_per_parameter(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is known to update each parameter by itself, with every option.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> steps_per_parameter(torch.optim.AdamW([weight])), steps_per_parameter(torch.optim.LBFGS([weight]))
-        (True, False)
-    """
+    """Whether an optimizer is known to update each parameter by itself, with every option."""
     if getattr(optimizer, "steps_per_parameter", False):
         return True
     return is_known(optimizer) and _steps_as_its_class(optimizer)
@@ -45,22 +39,12 @@ def is_known(optimizer: Optimizer) -> bool:
 
 
 def stepped_as(optimizer: Optimizer) -> str | None:
-    """The name of the class of torch's whose step is all that this one does; None where that is not known.
-
-    Example:
-        >>> stepped_as(torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]))  # it is Adam with another default
-        'Adam'
-    """
+    """The name of the class of torch's whose step is all that this one does; None where that is not known."""
     return _known(optimizer) if _steps_as_its_class(optimizer) else None
 
 
 def kept_states(optimizer: Optimizer) -> frozenset[str]:
-    """Names of an optimizer's states that are never encoded.
-
-    Example:
-        >>> sorted(kept_states(torch.optim.ASGD([torch.ones(2)])))
-        ['ax']
-    """
+    """Names of an optimizer's states that are never encoded."""
     return _KEPT.get(_known(optimizer) or "", frozenset())
 
 
@@ -105,9 +89,6 @@ class StepNumbers:
 
     Put back before every part of a step but the first, they are in the end what one step leaves, and every part sees
     what the first one saw.
-
-    Args:
-        optimizer: the optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -276,14 +276,7 @@ class Ranks:
 
     @torch.no_grad()
     def send(self, masters: Sequence[Master], plain: Sequence[torch.Tensor], src: int, group: Group | None) -> None:
-        """Give all ranks the masters, and the parameters without masters, of one of them, and its loss scales.
-
-        Args:
-            masters: on all ranks of the same weights.
-            plain: on all ranks the same.
-            src: whose, its rank within ``group``.
-            group: a process group; None: the default one.
-        """
+        """Give all ranks the masters, and the parameters without masters, of one of them, and its loss scales."""
         values = [functools.partial(self._masters.values, master) for master in masters]
         for index, sent in broadcast(values, src, group):
             self._masters.load(masters[index], sent)
@@ -303,11 +296,7 @@ class Ranks:
         self._steps, self._loads = 0, sum(scaler.loads for scaler in self._scalers)
 
     def leave(self, dtypes: dict[torch.Tensor, torch.dtype]) -> None:
-        """The session is over.
-
-        Args:
-            dtypes: what the models' parameters were before its undo.
-        """
+        """The session is over."""
         changed = {id(parameter) for parameter, dtype in dtypes.items() if parameter.dtype != dtype}
         for wrapper in (*self._wrappers, *self._new):
             no_longer_after_join(wrapper)
@@ -320,10 +309,6 @@ class Ranks:
         """Make what the checks of gradients found one over all ranks, in one round, and move the scales.
 
         Where gradients are the same on all ranks, under DistributedDataParallel with one loss, nothing is sent.
-
-        Args:
-            gradients: of the optimizer that is about to step.
-            pending: scalers whose update was put off until now.
 
         Raises:
             RuntimeError: ranks that reduce gradients together have scaled them for different losses.
@@ -411,13 +396,7 @@ def _check_passes(parted: Sequence[bool]) -> None:
 
 
 def send_state(optimizer: Optimizer, src: int, group: Group | None) -> None:
-    """Give all ranks an optimizer's state, and the settings in its groups, of one of them.
-
-    Args:
-        optimizer: on all ranks over the same parameters.
-        src: whose, its rank within ``group``.
-        group: a process group; None: the default one.
-    """
+    """Give all ranks an optimizer's state, and the settings in its groups, of one of them."""
     receives = torch.distributed.get_rank(group) != src
     state: Any = None if receives else optimizer.state_dict()
     # Tensors are sent by themselves; of them only shapes and types are pickled.

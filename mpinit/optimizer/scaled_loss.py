@@ -158,13 +158,7 @@ class ScaledLoss:
 
 @final
 class Unscaled:
-    """The context ``scale_loss`` returns where nothing is done to gradients, or mpinit is disabled: the loss as it is.
-
-    Args:
-        loss: the loss.
-        observers: who is told at the end of the block.
-        scaler: what does not scale it.
-    """
+    """The context ``scale_loss`` returns where nothing is done to gradients: the loss as it is."""
 
     def __init__(self, loss: Any, observers: Sequence[Any] = (), scaler: LossScaler | None = None) -> None:
         self._loss = loss

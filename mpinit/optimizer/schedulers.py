@@ -15,13 +15,6 @@ def wait_for_steps(scheduler: Any, was_skipped: Callable[[Optimizer], bool]) -> 
     """Let ``scheduler.step`` do nothing where its optimizer skipped the last step.
 
     The scheduler stays the object it was, and of its class; its attributes, and with them its state dict, gain nothing.
-
-    Args:
-        scheduler: steps an initialised optimizer; anything with ``optimizer`` and ``step``.
-        was_skipped: whether an optimizer's last step was skipped.
-
-    Returns:
-        What gives it its own ``step`` back.
     """
     kind = type(scheduler)
 

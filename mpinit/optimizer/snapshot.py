@@ -11,11 +11,7 @@ from .members import Members
 
 @final
 class Snapshot:
-    """The float32 numbers of an optimizer's parameters.
-
-    Args:
-        members: whose.
-    """
+    """The float32 numbers of an optimizer's parameters."""
 
     def __init__(self, members: Members) -> None:
         self._table = members.table

@@ -66,13 +66,7 @@ class StepCounter:
 @final
 @dataclass(eq=False)
 class CountedOptimizer:
-    """An optimizer that is left as it is: hooks of torch's own count its steps.
-
-    Attributes:
-        optimizer: the optimizer.
-        counter: of its steps.
-        observers: as those of an optimizer with masters.
-    """
+    """An optimizer that is left as it is: hooks of torch's own count its steps."""
 
     optimizer: Optimizer
     counter: StepCounter = field(default_factory=StepCounter)

@@ -206,9 +206,6 @@ class LossScaler:
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` in float32, times the scale; differentiable.
 
-        Args:
-            loss: a floating tensor of any shape.
-
         Returns:
             A float32 tensor of the same shape (float64 stays float64).
         """

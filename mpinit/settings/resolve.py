@@ -52,14 +52,7 @@ def check_level(opt_level: Any) -> str:
 
 
 def check_names(names: Iterable[Any], allowed: tuple[str, ...], where: str, others: tuple[str, ...] = ()) -> None:
-    """Raise a ValueError for the first unknown name, with what takes its place, or the nearest there is.
-
-    Args:
-        names: the names given.
-        allowed: the names there are.
-        where: what was being read, for the message: "initialize()", a file's path.
-        others: names that are no properties but may have been meant.
-    """
+    """Raise a ValueError for the first unknown name, with what takes its place, or the nearest there is."""
     for name in names:
         if name in _REMOVED:
             raise ValueError(f"{where}: {name} was removed: {_REMOVED[name]}")
@@ -71,13 +64,6 @@ def check_names(names: Iterable[Any], allowed: tuple[str, ...], where: str, othe
 
 def read_config(config: Config, extra: tuple[str, ...] = ()) -> ReadConfig:
     """Read a configuration: a TOML file's path, or a mapping.
-
-    Args:
-        config: path of a TOML file, or a mapping with the same keys, or None for an empty one.
-        extra: keys allowed beside the properties' names and "opt_level".
-
-    Returns:
-        A new dict of what it holds.
 
     Raises:
         ValueError: an unknown key (with the nearest name), or a file that is not TOML in UTF-8.
@@ -150,14 +136,6 @@ def resolve(opt_level: Any, overrides: Mapping[str, Any], config: Config = None)
     Keywords beat the configuration, and the configuration beats the level. A value of None means "not given"; the
     string "None" means "nothing", or "not given" to a property that must be something. Where the 16-bit type comes
     out as bfloat16 and no loss_scale was given, the level's "dynamic" becomes 1.0: bfloat16 has float32's range.
-
-    Args:
-        opt_level: "O0" to "O5".
-        overrides: property name -> value, None where not given.
-        config: see :func:`read_config`.
-
-    Returns:
-        The level's name and the Properties.
 
     Raises:
         ValueError: an unknown level or name, a bad value, or values that contradict one another.

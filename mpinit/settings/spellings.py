@@ -42,13 +42,6 @@ def parse_bool(value: Any) -> bool:
 def parse_whole_number(value: Any, smallest: int = 0, largest: int = LARGEST_COUNT) -> int:
     """Read a whole number, in any type that says one exactly; a boolean is none.
 
-    Args:
-        value: such as 2000, "2000" or 2e3.
-        smallest, largest: the limits, both allowed.
-
-    Returns:
-        The number as an int.
-
     Raises:
         ValueError: it is no whole number, or outside the limits.
     """

@@ -36,12 +36,7 @@ def are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
 
 @final
 class Entries:
-    """What dicts hold that are attributes of some objects.
-
-    Args:
-        owners: the objects.
-        name: the attribute's.
-    """
+    """What dicts hold that are attributes of some objects."""
 
     def __init__(self, owners: list[Any], name: str) -> None:
         self._owners, self._name, self._attribute = owners, name, attrgetter(name)

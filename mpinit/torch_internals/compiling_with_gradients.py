@@ -28,13 +28,7 @@ _hidden: Final[list[tuple[torch.Tensor, torch.Tensor]]] = []
 
 
 def hide_gradients(owner: Any, weights_of: Callable[[Any], Iterable[torch.Tensor]], undos: UndoStack) -> None:
-    """Take gradients of another dtype than their weight's away whenever a function is compiled, and put them back.
-
-    Args:
-        owner: whose weights they are; held weakly.
-        weights_of: owner -> the weights it has then.
-        undos: gets the way back.
-    """
+    """Take gradients of another dtype than their weight's away whenever a function is compiled, and put them back."""
 
     def undo() -> None:
         _owners.pop(owner, None)

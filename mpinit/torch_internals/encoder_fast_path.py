@@ -32,12 +32,7 @@ _patch: Final = UndoStack()
 
 
 def keep_off(when: Callable[[], bool], undos: UndoStack) -> None:
-    """Keep the fast path off, for every layer of the process, while ``when()`` is true.
-
-    Args:
-        when: asked at each forward of such a layer that is not being compiled.
-        undos: gets the undo; those of several callers may come in any order.
-    """
+    """Keep the fast path off, for every layer of the process, while ``when()`` is true."""
     reason = object()
 
     def undo() -> None:
@@ -52,11 +47,7 @@ def keep_off(when: Callable[[], bool], undos: UndoStack) -> None:
 
 
 def switch_off(undos: UndoStack) -> None:
-    """Keep the fast path off by torch's own switch until the undo, for every layer of the process.
-
-    Args:
-        undos: gets the undo; those of several callers may come in any order.
-    """
+    """Keep the fast path off by torch's own switch until the undo, for every layer of the process."""
     token = object()
 
     def undo() -> None:

@@ -45,10 +45,6 @@ def casts_with_float32_gradients(parameters: list[nn.Parameter], dtype: torch.dt
     a bucket later by at most the time in which the backward pass computes one, and models below that size do not
     overlap the two.
 
-    Args:
-        parameters: what is to be cast.
-        dtype: a 16-bit type.
-
     Returns:
         New parameters in memory of their own; with a graph where a parameter takes gradients and they are enabled. None
         where a parameter is of another class, computed, sparse or of inference mode.

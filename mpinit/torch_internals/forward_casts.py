@@ -101,13 +101,7 @@ def _runs_without_casts(thread: Thread, depth: int) -> bool:
 
 
 def _without_sessions(thread: Thread, state: State, depth: int) -> State:
-    """What would stand here if no session had switched casts on: a ``torch.autocast`` block of the user's, or none.
-
-    Args:
-        thread: the calling thread's.
-        state: what stands here.
-        depth: how many ``torch.autocast`` blocks are open.
-    """
+    """What would stand here if no session had switched casts on: a ``torch.autocast`` block of the user's, or none."""
     for found, outside, inside in reversed(thread.forwards):
         if inside != depth:
             break

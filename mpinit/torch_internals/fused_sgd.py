@@ -20,13 +20,7 @@ from ..basics.dtypes import is_lower_precision
 def stepped_wrongly(
     optimizers: Sequence[Optimizer], groups: Iterable[dict[str, Any]], targets: Mapping[torch.Tensor, torch.dtype]
 ) -> list[dict[str, Any]]:
-    """The groups with parameters that the kernel would step wrongly, whether it is in use or not.
-
-    Args:
-        optimizers: an optimizer and those that it wraps.
-        groups: all their groups.
-        targets: the dtypes that parameters are about to be cast to.
-    """
+    """The groups with parameters that the kernel would step wrongly, whether it is in use or not."""
     if not any(isinstance(each, torch.optim.SGD) for each in optimizers):
         return []
     found = []

@@ -139,9 +139,6 @@ class ThreadCasts:
 
         Inside a block of this thread the flags follow when it ends; in another thread, and in a block of
         ``torch.autocast``, when the thread next ends a backward pass, a step or the forward of an initialised model.
-
-        Returns:
-            False where casts stay on in another thread for now.
         """
         if self._has_ended:
             return True

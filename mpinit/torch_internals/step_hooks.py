@@ -31,11 +31,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 class StepHooks:
-    """The hooks of one step: inside the block the optimizer's own step runs none of them.
-
-    Args:
-        optimizer: whose.
-    """
+    """The hooks of one step: inside the block the optimizer's own step runs none of them."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Any = optimizer

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from casts import BF16, FP32, HALF, LOWER, Initialize, StartCasts, in_thread, o1_plan, product_dtype
+from models import Parts
 from torch import nn
 from torch.autograd import backward, grad
 from torch.nn import functional as F
@@ -207,13 +208,9 @@ def packed() -> PackedSequence:
     return pack_padded_sequence(torch.randn(4, 2, 3), torch.tensor([4, 2]))
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.attention(x, x, x, need_weights=False)[0]
+def attention() -> nn.Module:
+    layer = nn.MultiheadAttention(8, 2, batch_first=True)
+    return Parts(lambda self, x: self.layer(x, x, x, need_weights=False)[0], layer=layer)
 
 
 # (make the model, make its arguments, the dtype of its floating outputs: "lower" or float32)
@@ -234,7 +231,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], 
     ),
     "gru_packed": (lambda: nn.GRU(3, 4, bidirectional=True), lambda: (packed(),), "lower"),
     "lstm_cell": (lambda: nn.LSTMCell(3, 4), lambda: (torch.randn(2, 3),), "lower"),
-    "attention": (Attention, lambda: (torch.randn(1, 3, 8),), "lower"),
+    "attention": (attention, lambda: (torch.randn(1, 3, 8),), "lower"),
     "transformer_layer": (
         lambda: nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True),
         lambda: (torch.randn(1, 3, 8),),
@@ -279,7 +276,7 @@ def test_models_of_every_kind_train_and_evaluate(name: str, lower: torch.dtype, 
 
 
 @LOWER
-@pytest.mark.parametrize("make", [Attention, MODELS["transformer_layer"][0]], ids=["attention", "transformer_layer"])
+@pytest.mark.parametrize("make", [attention, MODELS["transformer_layer"][0]], ids=["attention", "transformer_layer"])
 def test_evaluation_computes_what_training_does_although_torch_has_a_fast_path(
     make: Callable[[], nn.Module], lower: torch.dtype, initialize: Initialize
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from casts import FP32, HALF, LOWER, CheckpointEach, Initialize, in_thread
+from models import Parts
 from torch import nn
 from torch.nn import functional as F
 
@@ -63,19 +64,11 @@ def test_a_model_of_another_session_computes_the_bits_that_it_computes_alone(
     x = torch.randn(8, 4)
     want = run(x)
 
-    class Student(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.inner(x), run(x)
-
     alone = nn.Linear(4, 4)
     initialize(alone)
     assert alone(x).dtype is HALF
     assert torch.equal(run(x), want)
-    student = initialize(Student())
+    student = initialize(Parts(lambda self, x: (self.inner(x), run(x)), inner=nn.Linear(4, 4)))
     inner, got = student(x)
     assert inner.dtype is HALF
     assert torch.equal(got, want)
@@ -212,17 +205,12 @@ def test_a_weight_shared_by_two_models_and_a_model_called_twice(initialize: Init
 
 
 def test_evaluating_inside_the_training_forward(initialize: Initialize) -> None:
-    class SelfDistilled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(3, 3)
+    def distilled(self: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.net(x)
+        return F.mse_loss(self.net(x + 1), target)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                target = self.net(x)
-            return F.mse_loss(self.net(x + 1), target)
-
-    model = SelfDistilled()
+    model = Parts(distilled, net=nn.Linear(3, 3))
     initialize(model)
     model(torch.randn(2, 3)).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())

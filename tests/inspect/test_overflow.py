@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from loops import backward, batches, iterate, mlp, mse, poison, start
+from models import Parts
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -129,15 +130,7 @@ def test_a_backward_operation_is_named_by_the_module_that_made_its_node() -> Non
 def test_inside_of_a_checkpoint_too() -> None:
     inner = deep(Steep())
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-    model = Outer()
+    model = Parts(lambda self, x: checkpoint(self.inner, x, use_reentrant=False), inner=inner)
     optimizer = start(model, "O2")
     with mpinit.watch_overflow(model) as watch:
         backward(mse(model, batches(1)[0]), optimizer)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from loops import batches, mlp, mse, start
+from models import Parts
 from planted_faults import Plant, normed
 from torch import nn
 
@@ -117,16 +118,11 @@ def test_masks_of_a_types_lowest_number_are_not_kept_with_a_culprit(in_place: bo
 
 
 def test_bfloat16_where_the_models_own_forward_overflows() -> None:
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
+    def normed(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.body(x) * 3e4
+        return y / (y.square().mean() + 1).sqrt()  # type: ignore[no-any-return]
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.body(x) * 3e4
-            return y / (y.square().mean() + 1).sqrt()  # type: ignore[no-any-return]
-
-    model = Whole()
+    model = Parts(normed, body=mlp())
     found = mpinit.suggest(model, adam(model), step)
     assert (found.level, found.keep_fp32) == ("O5", []), str(found)
     assert found.finding is not None and (found.finding.kind, found.finding.where) == ("forward", "")

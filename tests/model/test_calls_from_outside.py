@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from casts import in_thread
-from models import quietly, sgd
+from models import Parts, quietly, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -153,42 +153,27 @@ def test_a_part_recomputed_in_the_backward_pass_computes_what_it_did(where: str,
 
 
 def test_threads_do_not_see_one_anothers_forwards() -> None:
-    class Spawning(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = nn.Linear(2, 2)
+    def spawn(self: Any, x: Tensor) -> tuple[torch.dtype, torch.dtype]:
+        return in_thread(lambda: self.part(torch.ones(1, 2)).dtype), self.part(x).dtype
 
-        def forward(self, x: Tensor) -> tuple[torch.dtype, torch.dtype]:
-            return in_thread(lambda: self.part(torch.ones(1, 2)).dtype), self.part(x).dtype
-
-    assert quietly(Spawning())(torch.ones(1, 2)) == (F32, F16)
+    assert quietly(Parts(spawn, part=nn.Linear(2, 2)))(torch.ones(1, 2)) == (F32, F16)
 
 
 def test_an_exception_in_forward_leaves_no_trace() -> None:
-    class Failing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = nn.Linear(2, 2)
+    def fail(self: Any, x: Tensor) -> Tensor:
+        raise KeyError
 
-        def forward(self, x: Tensor) -> Tensor:
-            raise KeyError
-
-    model = quietly(Failing())
+    model = quietly(Parts(fail, part=nn.Linear(2, 2)))
     with pytest.raises(KeyError):
         model(torch.ones(1, 2))
     assert model.part(torch.ones(1, 2)).dtype is F32
 
 
 def test_a_model_that_calls_itself_stays_in_its_type() -> None:
-    class Tree(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
+    def climb(self: Any, x: Tensor, depth: int = 2) -> Tensor:
+        return self.linear(self(x, depth - 1)) if depth else x
 
-        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-            return self.linear(self(x, depth - 1)) if depth else x
-
-    model = quietly(Tree())
+    model = quietly(Parts(climb, linear=nn.Linear(2, 2)))
     assert model(torch.ones(1, 2)).dtype is F32
 
 

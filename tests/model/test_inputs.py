@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import quietly
+from models import Parts, quietly
 from torch import Tensor, nn
 
 import mpinit
@@ -284,24 +284,15 @@ def test_compiled_code_writes_back_too(backend: str) -> None:
 
 
 def test_a_module_kept_in_float32_writes_back_inside() -> None:
-    class Norm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
+    def scale(self: Any, box: dict[str, Tensor]) -> None:
+        assert box["x"].dtype is F32
+        box["y"] = box["x"] * self.weight
 
-        def forward(self, box: dict[str, Tensor]) -> None:
-            assert box["x"].dtype is F32
-            box["y"] = box["x"] * self.weight
+    def run(self: Any, x: Tensor) -> Tensor:
+        box = {"x": self.linear(x)}
+        self.norm(box)
+        assert box["y"].dtype is F16
+        return box["y"]
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.norm = nn.Linear(2, 2), Norm()
-
-        def forward(self, x: Tensor) -> Tensor:
-            box = {"x": self.linear(x)}
-            self.norm(box)
-            assert box["y"].dtype is F16
-            return box["y"]
-
-    assert quietly(Model(), keep_fp32="norm")(X).dtype is F32
+    model = Parts(run, linear=nn.Linear(2, 2), norm=Parts(scale, weight=nn.Parameter(torch.ones(2))))
+    assert quietly(model, keep_fp32="norm")(X).dtype is F32

@@ -150,6 +150,20 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": functools.partial(torch.optim.Adagrad, lr=0.02),
 }
 
+
+class Parts(nn.Module):
+    """A module of the given parts, whose forward is a function that gets the module first."""
+
+    def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any) -> Any:
+        return self.run(self, *args)
+
+
 # initialize's keywords for a level, and for its other kinds of masters.
 LEVELS: dict[str, dict[str, Any]] = {
     "O0": {"opt_level": "O0"},
