@@ -21,12 +21,7 @@ _NAMES: Final[dict[str, torch.dtype]] = {
 
 
 def parse_dtype(value: Any) -> torch.dtype:
-    """Turn a user's spelling of a dtype into a ``torch.dtype``.
-
-    Example:
-        >>> parse_dtype("bf16")
-        torch.bfloat16
-    """
+    """Turn a user's spelling of a dtype, "bf16" say, into a ``torch.dtype``."""
     if isinstance(value, torch.dtype) and value in _NAMES.values():
         return value
     if isinstance(value, str):
@@ -47,12 +42,7 @@ def is_lower_precision(dtype: torch.dtype) -> bool:
 
 
 def cast_within_range(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``values.to(dtype)`` in which no finite value becomes infinite: beyond the type's largest it is that.
-
-    Example:
-        >>> cast_within_range(torch.tensor([-1e9, float("inf"), 1.0]), torch.float16)
-        tensor([-6.5504e+04,         inf,  1.0000e+00], dtype=torch.float16)
-    """
+    """``values.to(dtype)`` in which no finite value becomes infinite: beyond the type's largest it is that."""
     if not may_overflow(values.dtype, dtype):
         return values.to(dtype)
     largest = torch.finfo(dtype).max

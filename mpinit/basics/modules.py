@@ -48,12 +48,9 @@ def dotted(module_name: str, name: str) -> str:
 
 
 class Walk:
-    """What models hold, read once for all that is asked of it before anything is changed.
+    """What models hold, under dotted names, read once for all that is asked of it before anything is changed.
 
-    Attributes:
-        models: as given.
-        modules: those of every model, with dotted names.
-        parameters, buffers: every module's own, under dotted names; one that several modules share under each.
+    A parameter or buffer that several modules share is there under each of its names.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:

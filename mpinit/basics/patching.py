@@ -58,9 +58,7 @@ class UndoStack:
     def set_attribute(self, owner: Any, name: str, value: Any, stays_wrapped: bool = False) -> None:
         """:func:`set_attribute`, with the way back on the stack before anything is changed.
 
-        Args:
-            owner, name, value: what is set.
-            stays_wrapped: whether what another has put in the value's place since is left there.
+        ``stays_wrapped``: what another has put in the value's place since is left there.
         """
         self._undos.append(_reverting(owner, name, value if stays_wrapped else _ABSENT))
         setattr(owner, name, value)

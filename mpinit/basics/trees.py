@@ -25,11 +25,6 @@ def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
     ModelOutput and BatchEncoding among them) and dataclasses are walked; one none of whose leaves changed is returned
     as it is, any other as a copy of its own type. Everything else is left alone: integer, bool and complex tensors,
     numbers, arrays, modules, objects of other classes. Gradients flow back through the casts.
-
-    Example:
-        >>> import torch
-        >>> cast_tree({"x": torch.ones(2), "n": 3}, torch.float16)["x"].dtype
-        torch.float16
     """
     return TreeCast(dtype)(tree)
 
@@ -55,20 +50,8 @@ def leaves_of(tree: Any) -> list[Any]:
 class TreeCast:
     """Casts of several trees that belong together, the arguments of one call say, and the way back.
 
-    What two of the trees share is shared afterwards, and a tree may hold itself.
-
-    Args:
-        dtype: the floating dtype that floating tensors get.
-        originals: what stands for what in results: the id of what was passed -> the caller's own.
-
-    Example:
-        >>> batch = {"x": torch.ones(2)}
-        >>> cast = TreeCast(torch.float16)
-        >>> passed = cast(batch)
-        >>> passed["y"] = passed["x"] + 1
-        >>> cast.write_back(torch.float32)
-        >>> batch["x"].dtype, batch["y"]
-        (torch.float32, tensor([2., 2.]))
+    What two of the trees share is shared afterwards, and a tree may hold itself. ``originals`` says what stands for
+    what in results: the id of what was passed -> the caller's own.
     """
 
     __slots__ = ("_by_identity", "_dtype", "_is_same", "_leaves", "_originals", "_seen", "_walked")
@@ -125,11 +108,7 @@ class TreeCast:
         return visit.result
 
     def write_back(self, dtype: torch.dtype) -> None:
-        """Write what was written to the trees as cast into the trees as given.
-
-        Args:
-            dtype: what floating tensors that are new in a container get.
-        """
+        """Write what was written to the trees as cast into the trees as given; what is new there is cast to ``dtype``."""
         originals = {}
         for original, cast, version in self._leaves:
             if version >= 0 and (cast._version == version or write_elements(original, cast)):
@@ -235,17 +214,10 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def write_elements(original: torch.Tensor, cast: torch.Tensor) -> bool:
-    """Write the elements of a copy that was cast and written to into what it was made of.
+    """Write the elements of a copy that was cast and written to into what it was made of; whether it could be done.
 
-    Elements that are still what the cast made of them keep their bits.
-
-    Returns:
-        Whether it could be done: a leaf that requires a gradient cannot be written to.
-
-    Example:
-        >>> original, cast = torch.tensor([0.1, 0.1]), torch.tensor([0.1, 0.5]).half()
-        >>> write_elements(original, cast), original
-        (True, tensor([0.1000, 0.5000]))
+    Elements that are still what the cast made of them keep their bits. A leaf that requires a gradient cannot be
+    written to.
     """
     if original.is_leaf and original.requires_grad and torch.is_grad_enabled():
         return False

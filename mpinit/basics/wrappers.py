@@ -20,14 +20,9 @@ _DEEPEST: Final = 8
 def unwrapped(given: Any, is_known: Callable[[Any], bool]) -> Any:
     """The optimizer or model inside of whatever is around it that is known, or that it hands everything on to.
 
-    Args:
-        given: anything.
-        is_known: whether an object is one that is looked for.
-
-    Returns:
-        The nearest that is known; without one the optimizer whose groups and state a wrapper shows as its own; else
-        what was given. An optimizer with groups or state of its own, as Lookahead has, is no wrapper, and none that
-        is an optimizer itself: its step does more, unless a framework made it.
+    The nearest that is known; without one the optimizer whose groups and state a wrapper shows as its own; else what
+    was given. An optimizer with groups or state of its own, as Lookahead has, is no wrapper, and none that is an
+    optimizer itself: its step does more, unless a framework made it.
     """
     present, hands_on = given, given
     for _ in range(_DEEPEST):

@@ -36,8 +36,6 @@ class CastRow:
     """One function of the cast policy.
 
     Attributes:
-        name: what the row is called; unique within a policy.
-        cast: what happens to its arguments.
         wraps: dotted names replaced by a wrapper on devices that are not in ``native``.
         reaches: dotted names that follow the row without a wrapper of their own.
         native: device types whose own autocast list does what the row says.

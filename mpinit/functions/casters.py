@@ -24,15 +24,7 @@ _OWNER_PARAMETERS: Final = ("self", "cls", "ctx")
 
 
 def wrapper(row: CastRow, name: str, original: Function, devices: tuple[str, ...], allow_banned: bool) -> Function:
-    """Wrap a function for the devices that do not follow the row by themselves, one after the other.
-
-    Args:
-        row: what is to be done.
-        name: the dotted name that the wrapper will stand at.
-        original: the function that stands there.
-        devices: device types whose tensors are cast; nothing happens to others.
-        allow_banned: whether a banned function runs all the same.
-    """
+    """Wrap what stands at ``name`` for the devices that do not follow the row by themselves, one after the other."""
     wrapped = _traceable_method(original, name) if name.startswith("torch.Tensor.") else original
     body = functools.partial(call_without_casts, wrapped) if row.casts_off else wrapped
     for device in devices:

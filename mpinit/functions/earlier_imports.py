@@ -15,15 +15,9 @@ _INSTALLED: Final = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "pure
 
 
 def bound_elsewhere(functions: Mapping[int, str], home: Any, *, users_only: bool) -> Iterator[tuple[str, str]]:
-    """Find module globals that are one of these functions.
+    """Find module globals that are one of these functions, known by id: ("module.name", what it is called).
 
-    Args:
-        functions: id of a function -> what it is called.
-        home: a module not to look into.
-        users_only: leave installed packages and the standard library out.
-
-    Yields:
-        ("module.name", what it is called).
+    ``home`` is not looked into, nor, with ``users_only``, installed packages and the standard library.
     """
     for module_name, module in list(sys.modules.items()):
         if module is home or module_name.partition(".")[0] in _OWN or (users_only and _is_installed(module)):

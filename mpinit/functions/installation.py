@@ -258,13 +258,8 @@ def apply(plan: Plan, owner: object = None) -> Undo:
     own list. They are shared by all live sessions: the namespaces are as they were when the last one is undone. An
     exception on the way, Ctrl-C at any line included, leaves everything as it was.
 
-    Args:
-        plan: what to do; called only where ``plan.patch_functions``.
-        owner: with it the casts end: where it is dropped, they go off, and what is in the namespaces at the next
-            call. None: they end with the undo alone.
-
-    Returns:
-        The undo, to be called in the same thread; calling it again does nothing, or completes what was interrupted.
+    Where ``owner`` is dropped without the undo, the casts go off, and what is in the namespaces at the next call. The
+    undo is to be called in the same thread; called again it does nothing, or completes what was interrupted.
     """
     while _dropped:
         left_over = _dropped[0]

@@ -17,15 +17,12 @@ _BYTE = 8
 
 @final
 class Changes:
-    """Follows some weights.
+    """Follows some weights of 16 bit, by name.
 
     When a master is rounded, old and new stand beside each other, and what differs is known exactly. What is written
-    otherwise, by a load or by hand, is noticed by weight, and all of that weight counts.
-
-    Args:
-        weights: name -> 16-bit weight.
-        accessed: ids of weights whose ``data`` was read, where masters note that already; None: it is noted here.
-        settle: lets the weights be what was written to masters in the user's hands.
+    otherwise, by a load or by hand, is noticed by weight, and all of that weight counts. ``accessed`` has the ids of
+    weights whose ``data`` was read, where masters note that already; ``settle`` lets the weights be what was written to
+    masters in the user's hands.
     """
 
     def __init__(

@@ -22,11 +22,9 @@ _CHUNK: Final = 1 << 17
 
 
 def take_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Turn float32 bits into those of the rounded upper half; ``remainder`` gets the lower half as a signed number.
+    """Turn float32 bits, int32 in one dimension, into those of the rounded upper half, a bfloat16 number's.
 
-    Args:
-        bits: int32, one-dimensional; afterwards its lower halves are the bits of bfloat16 numbers.
-        remainder: int16, the same length, written to.
+    ``remainder``, int16, gets the lower half as a signed number.
     """
     for part, rest in _chunks(bits, remainder):
         # The one nan with whose bits this can be done: others, such as CUDA's, would be rounded to 0.

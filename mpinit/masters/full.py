@@ -21,11 +21,7 @@ from .writes import Writes
 
 @dataclass
 class Given:
-    """A master in the user's hands, and what it and its weight were when they were last looked at.
-
-    Attributes:
-        before: the weight's bits, where reading costs no wait for a device.
-    """
+    """A master in the user's hands, and what it and its weight were when they were last looked at."""
 
     master: Master
     version: int = -1
@@ -36,12 +32,7 @@ class Given:
 
 @final
 class FullMasters(Masters):
-    """The masters of ``master_weights=True``; gradients are float32, on the weights.
-
-    Attributes:
-        accessed: ids of weights, and of masters that were given out, whose ``data`` was read.
-        given: by id, masters that were given out until their next step, by whichever of their optimizers.
-    """
+    """The masters of ``master_weights=True``; gradients are float32, on the weights."""
 
     def __init__(self) -> None:
         super().__init__()

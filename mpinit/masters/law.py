@@ -30,11 +30,7 @@ def is_rounding(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def follow_weight(weight: torch.Tensor, values: torch.Tensor) -> bool:
-    """Make float32 ``values`` the meaning of the two, in place.
-
-    Returns:
-        Whether the weight was written to; True as well where asking would wait for the device.
-    """
+    """Make float32 ``values`` the meaning of the two, in place; whether the weight was written to, or may have been."""
     is_read = is_read_freely(weight.device)
     if is_read and torch.equal(values.to(weight.dtype), weight):
         return False  # as nearly always, in two operations

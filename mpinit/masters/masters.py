@@ -24,13 +24,8 @@ IN_FLOAT32: Final = (
 class Master:
     """One weight, and the float32 parameter that an optimizer finds in its place while its own code runs.
 
-    Args:
-        weight: the model's own parameter.
-        parameter: float32, of the weight's shape.
-
     Attributes:
         came_in: the weight's dtype before it was cast.
-        is_sharded: whether the weight is a DTensor.
         clamps: whether finite numbers beyond the weight's largest are known to be there; they become that largest.
         gradient: the weight's, while it gets another type; what is interrupted there may be done again.
     """
@@ -135,10 +130,7 @@ class Masters(ABC):
     def cast(self, master: Master, dtype: torch.dtype, clamps: bool) -> None:
         """Cast a weight that was just added; no bit of it is lost to its master. Its gradient goes along.
 
-        Args:
-            master: the weight's master.
-            dtype: the weight's new dtype.
-            clamps: whether it holds finite numbers beyond the largest of ``dtype``, which become that largest.
+        ``clamps``: it holds finite numbers beyond the largest of ``dtype``, which become that largest.
         """
         weight, gradient = master.weight, master.weight.grad
         master.clamps = clamps
@@ -154,11 +146,7 @@ class Masters(ABC):
 
     @abstractmethod
     def _make(self, weight: nn.Parameter) -> Master:
-        """A float32 weight hands its memory over without a copy: it is about to be cast, and gets new memory then.
-
-        Raises:
-            ValueError: the weight cannot have a master of this kind.
-        """
+        """A float32 weight hands its memory over without a copy: it is about to be cast, and gets new memory then."""
 
     @abstractmethod
     def _forget(self, master: Master) -> None:

@@ -50,15 +50,9 @@ class Residual:
 
 
 def encode(original: torch.Tensor, cast: Cast, *, may_change: bool = True) -> Residual | None:
-    """What a cast is going to lose of ``original``.
+    """What a cast is going to lose of ``original``, in one dimension; None where that is nothing.
 
-    Args:
-        original: floating, one-dimensional.
-        cast: what rounds a part of it to another floating type.
-        may_change: whether the rounded values may have been changed when they are decoded.
-
-    Returns:
-        What is needed for :func:`decode`; None where nothing is lost (but of a few numbers that must not change).
+    Without ``may_change`` the rounded values are what they are now when they are decoded.
     """
     with CastsOff():  # the caller may be inside an autocast block of his own, which casts what is joined
         return _encode(original, cast, may_change)
@@ -97,8 +91,7 @@ def _encode(original: torch.Tensor, cast: Cast, may_change: bool) -> Residual | 
 def decode(residual: Residual, present: torch.Tensor) -> torch.Tensor:
     """The original's values, in its dtype, wherever the 16-bit values still are what the original was cast to.
 
-    Returns:
-        A new tensor on ``present``'s device; blocks of which an element was changed hold their present values.
+    Blocks of which an element was changed hold their present values.
     """
     with CastsOff():
         return _decode(residual, present)
@@ -124,15 +117,9 @@ def _decode(residual: Residual, present: torch.Tensor) -> torch.Tensor:
 
 
 def unchanged_or_present(original: torch.Tensor, narrow: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """Where the original itself was kept: its numbers wherever ``present`` still has the bits it was cast to.
+    """Where the original itself was kept: its numbers wherever ``present`` still has the bits of its cast, ``narrow``.
 
-    Args:
-        original: as it came in.
-        narrow: what it was cast to, in 16 or 32 bits.
-        present: what stands there now, of ``narrow``'s dtype, shape and device.
-
-    Returns:
-        ``original`` where nothing was changed, a new tensor of its dtype otherwise.
+    ``original`` itself where nothing was changed.
     """
     bits = torch.int16 if narrow.element_size() == 2 else torch.int32
     changed = narrow.view(bits) != present.view(bits)

@@ -27,12 +27,9 @@ _PIECE: Final = 1 << 20
 
 @final
 class SplitMaster(Master):
-    """A weight and its remainder.
+    """A weight and its remainder: int16, the lower halves in the order of the weight's memory; None until it is cast.
 
-    Attributes:
-        remainder: int16, the lower halves in the order of the weight's memory; of a sharded weight, of this process's
-            shard. None until the weight is cast.
-        strides: the weight's, when the remainder was taken.
+    Of a sharded weight it is that of this process's shard. ``strides`` are the weight's, when it was taken.
     """
 
     __slots__ = ("remainder", "strides")
@@ -43,11 +40,7 @@ class SplitMaster(Master):
         self.strides: tuple[int, ...] = ()
 
     def follow_layout(self, weight: torch.Tensor) -> torch.Tensor:
-        """The remainder where the weight is, in the order of its memory: it may have been moved or laid out anew.
-
-        Args:
-            weight: this process's part of it.
-        """
+        """The remainder where the weight is, in the order of its memory: it may have been moved or laid out anew."""
         remainder = self.remainder
         assert remainder is not None, "cast comes first"
         if remainder.device != weight.device:

@@ -31,11 +31,7 @@ class EncodedStates:
         self.bucket_bytes = bucket_bytes
 
     def decode(self, states: _States) -> dict[tuple[int, Any], EncodedState]:
-        """:func:`decode` for several.
-
-        Returns:
-            The codes, whose memory :meth:`encode` uses again, by (id of the state, key).
-        """
+        """:func:`decode` for several; the codes, whose memory :meth:`encode` uses again, by (id of the state, key)."""
         return {(id(state), key): encoded for state in states for key, encoded in decode(state).items()}
 
     def encode(
@@ -46,10 +42,7 @@ class EncodedStates:
     ) -> None:
         """Put codes in the places of numbers, unless a parameter's gradient is sparse: most of its state is not used.
 
-        Args:
-            members: parameters, and what is kept for each.
-            kept: names of states that stay float32.
-            taken: of :meth:`decode`.
+        ``kept`` names states that stay float32.
         """
         made: dict[int, EncodedState] = {}
         used: set[int] = set()
@@ -73,11 +66,7 @@ class EncodedStates:
 
 
 def decode(state: dict[Any, Any]) -> dict[Any, EncodedState]:
-    """Put numbers in the places of codes; what was one tensor under two names is one again.
-
-    Returns:
-        The codes by their keys.
-    """
+    """Put numbers in the places of codes, which are returned; what was one tensor under two names is one again."""
     taken = {key: encoded for key, value in state.items() if (encoded := encoded_part(value)) is not None}
     numbers: dict[int, Any] = {}
     for key, encoded in taken.items():

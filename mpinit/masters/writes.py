@@ -27,12 +27,7 @@ _WORD: Final = 4
 
 @final
 class Writes:
-    """Notices writes to some weights.
-
-    Args:
-        weights: of 16 bit, none of them sharded.
-        accessed: gets the ids of weights whose ``data`` was read.
-    """
+    """Notices writes to some 16-bit weights; ``accessed`` gets the ids of those whose ``data`` was read."""
 
     def __init__(self, weights: Sequence[torch.Tensor], accessed: set[int]) -> None:
         self._weights = list(weights)

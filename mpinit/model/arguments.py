@@ -10,15 +10,7 @@ from ..plan import KeepInputPredicate
 
 
 class ArgumentNames:
-    """What a function's arguments are called.
-
-    Args:
-        function: a bound method, or any callable. One without a signature has no names for positional arguments.
-
-    Attributes:
-        all: every name there is.
-        takes_any: whether it takes keywords of any name.
-    """
+    """What a function's arguments are called; positional ones have no names where it has no signature."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         try:

@@ -38,11 +38,6 @@ class TensorCasts:
     Where the 16-bit values were not changed, :meth:`undo` gives back the original bits: buffers are the tensors they
     were, and what was cut off of parameters is kept (on the host; nothing where nothing was). Trained parameters change
     with every step: what was cut off of them is kept until :meth:`settle`.
-
-    Args:
-        models: whose tensors they are.
-        targets: tensor -> the dtype it is to have.
-        trained: parameters that an optimizer is going to change.
     """
 
     def __init__(
@@ -66,8 +61,7 @@ class TensorCasts:
     def apply(self, others_out_of_range: Collection[torch.Tensor] = ()) -> None:
         """Cast, one tensor at a time, gradients with them. What was done until an exception is :meth:`undo`'s.
 
-        Args:
-            others_out_of_range: weights with masters that the one warning of clamping has to name as well.
+        The one warning of clamping names ``others_out_of_range``, weights with masters, as well.
         """
         self._out_of_range = out_of_range(self._targets)
         clamped = self._out_of_range | set(others_out_of_range)

@@ -21,9 +21,7 @@ from .forward import patched_forward
 class _OfModule:
     """Something that stands on a module and knows it; in copies and files it does what the module's class does.
 
-    Args:
-        module: the module.
-        owner: the ``Float32State`` of its session; None in copies and files.
+    ``owner`` is the ``Float32State`` of its session; None in copies and files.
     """
 
     def __init__(self, module: nn.Module, owner: Any) -> None:

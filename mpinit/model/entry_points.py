@@ -14,10 +14,9 @@ from .arguments import ArgumentNames
 
 
 def entry_points(models: Sequence[nn.Module], names: Sequence[str]) -> list[tuple[nn.Module, str]]:
-    """Find methods by dotted name, such as "forward_features" or "backbone.forward_features", in every model.
+    """Find methods by dotted name, "forward_features" or "backbone.forward_features", in every model; each once.
 
-    Returns:
-        (module, method's name), each once; ``forward`` of a model itself is left out, which is patched anyway.
+    ``forward`` of a model itself is left out, which is patched anyway.
     """
     found: dict[tuple[nn.Module, str], None] = {}
     for name in names:

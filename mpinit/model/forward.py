@@ -35,13 +35,9 @@ _ABSENT: Final = object()
 class PatchedForward:
     """A module's method with casts around it; its :attr:`run` stands at ``module.forward`` (or another name).
 
-    Args:
-        module: the module whose method runs inside.
-        boundary: what is done to calls from outside.
-        name: the method's name.
-        is_part: whether calls from any forward that computes in the same type are passed on as they are. A model casts
-            its inputs and outputs for all callers but itself.
-        weights: casts that stand in the places of its float32 parameters while it runs; None where it has its own.
+    Calls of a part (``is_part``) from any forward that computes in the same type are passed on as they are. A model
+    casts its inputs and outputs for all callers but itself. ``weights`` are casts that stand in the places of its
+    float32 parameters while it runs; None where it has its own.
     """
 
     # Without a __dict__, which functools.wraps would copy into a wrapper of the user's, session and all.
@@ -230,15 +226,11 @@ def patch_forwards(
     """Put casts around the models' forwards and entry points, and around whatever of them can be called by itself.
 
     Args:
-        selection: the models and what of them computes in which type; patched in place.
-        plan: what to do.
+        selection, plan: the models and what of them computes in which type; patched in place.
         owner: kept alive as long as the models are.
         before_forward: called before every forward that comes from outside of all initialised models, but for those
             in compiled code.
         undos: gets the way back, which leaves a wrapper that was put around a forward later where it is.
-
-    Returns:
-        The patched forwards.
     """
     casts = ForwardCasts(plan.function_dtype) if plan.patch_functions else NO_CASTS
     output_dtype = plan.output_dtype if plan.cast_outputs else None

@@ -34,12 +34,7 @@ _FLAT_WEIGHTS: Final = ("_flat_weights", "_flat_weight_refs")
 
 @final
 class _Layout:
-    """The modules below one, and their parameters of another type: found once, and used while they are what they were.
-
-    Args:
-        modules: the module, and what is below it.
-        dtype: what is cast to.
-    """
+    """The modules below one, and their parameters of another type: found once, and used while they are what they were."""
 
     def __init__(self, modules: list[nn.Module], dtype: torch.dtype) -> None:
         self.modules = modules
@@ -160,13 +155,7 @@ _thread: Final = _Thread()
 
 @final
 class ForwardWeights:
-    """A module's parameters and those of everything below it, together in or out.
-
-    Args:
-        module: the module whose forward, or another method, runs inside.
-        dtype: what its floating parameters are cast to.
-        kept: modules whose parameters stay float32, with everything below them.
-    """
+    """A module's parameters and those of everything below it but ``kept`` modules, together in or out."""
 
     __slots__ = ("_kept", "_layout", "dtype", "module")
 

@@ -35,13 +35,7 @@ _LEAST_SPAN: Final = 16.0
 def warn_of_lasting_losses(
     models: Sequence[nn.Module], targets: Mapping[torch.Tensor, torch.dtype], but_for: Collection[torch.Tensor] = ()
 ) -> None:
-    """One warning that names every tensor that its cast would spoil, why, and the ``keep_fp32`` entry that keeps it.
-
-    Args:
-        models: whose tensors they are.
-        targets: tensor -> the dtype it is about to have.
-        but_for: tensors that another warning names already.
-    """
+    """One warning that names every tensor that its cast would spoil, why, and the ``keep_fp32`` entry that keeps it."""
     found, entries = [], []
     for model in models:
         for module_name, module in named_modules_of(model):
@@ -63,12 +57,7 @@ def warn_of_lasting_losses(
 
 
 def loss_of(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """What a cast spoils, in words; None where it takes no more than lower bits.
-
-    Args:
-        tensor: any floating tensor; one with one long dimension is looked at on the host.
-        dtype: what it is to be cast to.
-    """
+    """What a cast spoils, in words; None where it takes no more than lower bits. One long dimension is looked at."""
     part = local(TENSOR_DETACH(tensor))
     is_one_line = 0 < part.numel() == max(part.shape, default=1)
     if not is_lower_precision(dtype) or not is_one_line or part.is_meta or part.layout is not torch.strided:

@@ -48,12 +48,7 @@ class Selection:
 
 
 def select(models: Sequence[nn.Module], plan: Plan) -> Selection:
-    """Find out what a plan comes to on ``models``.
-
-    Raises:
-        ValueError: a parameter is shared between a module that stays float32 and one that does not, or FSDP holds
-            parameters that are to be in two dtypes in one group.
-    """
+    """Find out what a plan comes to on ``models``."""
     walk = _Walk(plan)
     for model in models:
         walk.visit("", model, False)

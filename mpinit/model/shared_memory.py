@@ -16,9 +16,6 @@ def check_memory(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, tor
     """Refuse to cast parameters that are a part of larger memory, or have gradients that are.
 
     Weights of RNNs lie in one tensor, which is made anew after the cast.
-
-    Raises:
-        ValueError: another tensor would not see any more what is done to the parameter, or the other way round.
     """
     gathered = {id(weight) for weight in _weights_of_rnns(models)}
     seen: dict[int, torch.Tensor] = {}

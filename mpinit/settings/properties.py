@@ -234,12 +234,8 @@ def field_names() -> tuple[str, ...]:
 def build(values: dict[str, Any], sources: Mapping[str, str] | None = None) -> Properties:
     """Validate ``values`` into Properties; pydantic's report becomes one plain ValueError.
 
-    Args:
-        values: property name -> value, in any spelling.
-        sources: where a value was read, for messages: property name -> a file's name, for those read from somewhere.
-
-    Raises:
-        ValueError: a bad value, or values that contradict one another.
+    ``sources`` says, for messages, where a value was read: property name -> a file's name, for those read from
+    somewhere.
     """
     try:
         return Properties(**values)

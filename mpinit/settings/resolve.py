@@ -30,11 +30,7 @@ _SETTINGS: Final = {"num_losses": (1, 2**16), "verbosity": (-LARGEST_COUNT, LARG
 
 
 class ReadConfig(dict[str, Any]):
-    """What a configuration holds, a dict like any other, that knows where it was read.
-
-    Attributes:
-        source: a file's path, or "config" for a mapping; for messages.
-    """
+    """What a configuration holds, a dict like any other, and where it was read: a file's path, or "config"."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         super().__init__(values)
@@ -63,12 +59,7 @@ def check_names(names: Iterable[Any], allowed: tuple[str, ...], where: str, othe
 
 
 def read_config(config: Config, extra: tuple[str, ...] = ()) -> ReadConfig:
-    """Read a configuration: a TOML file's path, or a mapping.
-
-    Raises:
-        ValueError: an unknown key (with the nearest name), or a file that is not TOML in UTF-8.
-        OSError: the file cannot be read; FileNotFoundError where there is none.
-    """
+    """Read a configuration: a TOML file's path, or a mapping."""
     if config is None:
         return ReadConfig({}, "config")
     if isinstance(config, Mapping):
@@ -98,14 +89,7 @@ def _read_toml(path: Path, name: str) -> dict[str, Any]:
 
 
 def read_settings(config: Config, num_losses: Any, verbosity: Any) -> dict[str, Any]:
-    """Split a configuration into the settings that are no properties, which keywords beat, and the rest.
-
-    Returns:
-        "config": what is left of it, "num_losses" and "verbosity": whole numbers.
-
-    Raises:
-        ValueError: no whole number, or a number of losses below 1 or beyond reason.
-    """
+    """Split a configuration into the settings that are no properties, which keywords beat, and the rest ("config")."""
     given = {"num_losses": num_losses, "verbosity": verbosity}
     rest = read_config(config, tuple(given))
     for name, value in given.items():
@@ -136,9 +120,6 @@ def resolve(opt_level: Any, overrides: Mapping[str, Any], config: Config = None)
     Keywords beat the configuration, and the configuration beats the level. A value of None means "not given"; the
     string "None" means "nothing", or "not given" to a property that must be something. Where the 16-bit type comes
     out as bfloat16 and no loss_scale was given, the level's "dynamic" becomes 1.0: bfloat16 has float32's range.
-
-    Raises:
-        ValueError: an unknown level or name, a bad value, or values that contradict one another.
     """
     from_config = read_config(config)
     level = _level_of(opt_level, from_config)

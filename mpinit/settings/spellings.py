@@ -40,11 +40,7 @@ def parse_bool(value: Any) -> bool:
 
 
 def parse_whole_number(value: Any, smallest: int = 0, largest: int = LARGEST_COUNT) -> int:
-    """Read a whole number, in any type that says one exactly; a boolean is none.
-
-    Raises:
-        ValueError: it is no whole number, or outside the limits.
-    """
+    """Read a whole number, in any type that says one exactly; a boolean is none."""
     try:
         number = int(value)
         # Compared as they are: through a float a large number would be another.

@@ -19,14 +19,7 @@ _BETWEEN: Final = tuple(f"{_TORCH}/{name}" for name in ("_dynamo/", "_compile.py
 
 @dataclass(frozen=True)
 class Caller:
-    """Where an operation was asked for.
-
-    Attributes:
-        file: the source file's path, with "/".
-        line: the line.
-        called: the last name of what is called there, such as "float" in ``x.float()``; "" for an operator like ``@``.
-        is_torch: whether the file is one of torch's.
-    """
+    """Where an operation was asked for; ``called`` is "float" in ``x.float()``, "" for an operator like ``@``."""
 
     file: str
     line: int
@@ -35,11 +28,7 @@ class Caller:
 
 
 def caller_of_operation(watchers: tuple[str, ...]) -> Caller | None:
-    """The nearest frame that is neither a watcher's nor between it and the operation; None in a thread of torch's.
-
-    Args:
-        watchers: the files that watch operations, or the folders that they are in, with "/".
-    """
+    """The nearest frame that is neither in a watcher's files nor between it and the operation; None in torch's threads."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename.replace("\\", "/")

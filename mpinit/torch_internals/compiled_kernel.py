@@ -26,11 +26,9 @@ class CompiledKernel:
     """A function that writes into some of its arguments, row by row.
 
     It is compiled for a device's kind once it has been called on enough rows there, and tried on the numbers at hand:
-    where what comes out is not the same to the bit, or there is no compiler, it runs as it is.
-
-    Args:
-        function: takes tensors of two dimensions, of as many rows each, and of one, the same for every row. It reads
-            nothing that it writes to, so that it may be run again.
+    where what comes out is not the same to the bit, or there is no compiler, it runs as it is. It takes tensors of two
+    dimensions, of as many rows each, and of one, the same for every row. It reads nothing that it writes to, so that it
+    may be run again.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -43,11 +43,7 @@ def casts_with_float32_gradients(parameters: list[nn.Parameter], dtype: torch.dt
     All are cast by one kernel, and one node of the graph stands for 25 MiB of parameters: their gradients arrive
     together, when the last of them is there. DistributedDataParallel, whose buckets are as large, so begins to average
     a bucket later by at most the time in which the backward pass computes one, and models below that size do not
-    overlap the two.
-
-    Returns:
-        New parameters in memory of their own; with a graph where a parameter takes gradients and they are enabled. None
-        where a parameter is of another class, computed, sparse or of inference mode.
+    overlap the two. None where a parameter is of another class, computed, sparse or of inference mode.
     """
     native = NATIVE.get()
     if native is not None:

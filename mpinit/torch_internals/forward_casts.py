@@ -33,14 +33,6 @@ class ForwardCasts:
     The cached weight casts are dropped when the thread's outermost block ends, so they never outlive a weight change
     made between two forwards. On exit everything is put back, after an exception too. torch.compile cannot trace a
     context manager that was made outside the compiled function: use :meth:`run` where the forward may be traced.
-
-    Args:
-        dtype: the 16-bit dtype, or None.
-
-    Example:
-        >>> with ForwardCasts(torch.bfloat16):
-        ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-        torch.bfloat16
     """
 
     __slots__ = ("dtype",)

@@ -154,9 +154,7 @@ class ThreadCasts:
 class CastsAs:
     """Puts every autocast flag of this thread to a remembered state inside the block and back on exit.
 
-    Args:
-        state: device type -> flag, of :func:`flags`.
-        caching: whether weight casts are cached inside; None: as they are.
+    ``caching``: whether weight casts are cached inside; None: as they are.
     """
 
     __slots__ = ("_before", "_caching", "_flags")

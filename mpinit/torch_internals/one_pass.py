@@ -32,14 +32,7 @@ _FLAGS: Final = {"AVX512": ("-march=native", "-mprefer-vector-width=512"), "AVX2
 
 @final
 class NativeCode:
-    """The functions of ``one_pass.cpp``, once they are there.
-
-    Args:
-        folder: where they are kept; None: where torch keeps extensions.
-
-    Attributes:
-        may_come: whether they are there, or may be some time.
-    """
+    """The functions of ``one_pass.cpp``, once they are there; kept in ``folder``, or where torch keeps extensions."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder

@@ -21,9 +21,7 @@ Run = Callable[[], Any]
 class OperationsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, every operation of this thread, and of backward passes it starts, goes through ``around``.
 
-    Args:
-        around: called with the operation, its positional and keyword arguments and a function that runs it; returns
-            the operation's result.
+    That is called with the operation, its arguments and a function that runs it, and returns the operation's result.
     """
 
     def __init__(self, around: Callable[[Any, tuple[Any, ...], Mapping[str, Any], Run], Any]) -> None:
@@ -64,12 +62,8 @@ def running_node() -> Node | None:
 def order_of_leaves(result: torch.Tensor, at_most: int = 20_000) -> dict[torch.Tensor, int]:
     """In which order a backward pass from ``result`` comes to the leaves, also where that pass is over.
 
-    Args:
-        result: what ``backward()`` was, or is to be, called on.
-        at_most: how many nodes are looked at; where there are more, nothing is found.
-
-    Returns:
-        Each leaf that requires gradients with a number; the lower, the earlier. Empty where the graph says nothing.
+    Each leaf that requires gradients with a number; the lower, the earlier. Empty where the graph says nothing, or
+    has more than ``at_most`` nodes.
     """
     found: dict[torch.Tensor, int] = {}
     if result.grad_fn is None:

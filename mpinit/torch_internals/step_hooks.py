@@ -76,12 +76,9 @@ _handle: Final[list[Any]] = []
 
 
 def check_steps(owner: Any, check: Callable[[Any, Optimizer], None], undos: UndoStack) -> None:
-    """Have every optimizer of the process checked before it steps.
+    """Have every optimizer of the process checked before it steps: ``check`` raises where it must not.
 
-    Args:
-        owner: what ``check`` gets first; held weakly.
-        check: raises where an optimizer must not step.
-        undos: gets what ends it.
+    ``owner`` is held weakly.
     """
     # Runs by itself where an owner is dropped without it.
     weakref.finalize(owner, _end, id(owner)).atexit = False
