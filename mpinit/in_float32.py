@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from . import registry
-from .basics.dtypes import is_lower_precision
 from .basics.modules import modules_of
 from .masters.full import FullMasters
+from .model.aliases import is_16_bit
 from .session import Session
 
 
@@ -89,7 +89,7 @@ class _Swap:
         modules = {module: None for model in self._session.models for module in modules_of(model)}
         for module in modules:
             own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            found = [(each, name, tensor) for each in own for name, tensor in each.items() if _is_narrow(tensor)]
+            found = [(each, name, tensor) for each in own for name, tensor in each.items() if is_16_bit(tensor)]
             for tensors, name, tensor in found:
                 if id(tensor) not in self._wide:
                     self._wide[id(tensor)] = self._widened(tensor)
@@ -148,7 +148,3 @@ class _Swap:
             if gradient is not tensor.grad:
                 dtype = tensor.grad_dtype if master is not None else tensor.dtype
                 tensor.grad = None if gradient is None else gradient.to(dtype or tensor.dtype)
-
-
-def _is_narrow(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and is_lower_precision(tensor.dtype)

@@ -177,7 +177,7 @@ class Session:
         targets = dict(selected.targets)
         self.forwards = forward.patch_forwards(selected, plan, self, self.before_forward, self._undos)
         if selected.kept and encoder_fast_path.is_bypassed(selected.kept, self.models):
-            encoder_fast_path.switch_off(self._undos)
+            encoder_fast_path.keep_off(lambda: True, self._undos)
         if selected.holds_16_bit:
             float32_state = state_dict.Float32State(self.float32_values, self.load_values, self._has_masters)
             self._float32_state = float32_state

@@ -37,7 +37,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def is_lower_precision(dtype: torch.dtype) -> bool:
-    """Whether ``dtype`` is one of the two 16-bit floating types."""
     return dtype in LOWER_PRECISION
 
 

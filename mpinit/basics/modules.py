@@ -67,5 +67,4 @@ class Walk:
                     self.buffers.append((dotted(module_name, name), buffer))
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Parameters and buffers."""
         return [*self.parameters, *self.buffers]

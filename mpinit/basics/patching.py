@@ -52,7 +52,6 @@ class UndoStack:
         self._undos: list[Undo] = []
 
     def push(self, undo: Undo) -> None:
-        """Remember one undo function."""
         self._undos.append(undo)
 
     def set_attribute(self, owner: Any, name: str, value: Any, stays_wrapped: bool = False) -> None:

@@ -67,17 +67,13 @@ class TreeCast:
         self._originals: dict[int, Any] = originals or {}
 
     def __call__(self, tree: Any) -> Any:
-        """The tree with its floating tensors in the dtype."""
         if self._originals:
             tree = self._originals.get(id(tree), tree)
         if isinstance(tree, torch.Tensor):
             if not tree.is_floating_point() or tree.dtype is self._dtype:
                 return tree
             cast = tree.to(self._dtype)
-            if self._by_identity:
-                self._leaves.append((tree, cast, -1 if cast.is_inference() else cast._version))
-            else:
-                self._leaves.append((tree, cast, -1))
+            self._leaves.append((tree, cast, cast._version if self._by_identity and not cast.is_inference() else -1))
             return cast
         if tree is None or isinstance(tree, _LEAVES):
             return tree
@@ -108,7 +104,7 @@ class TreeCast:
         return visit.result
 
     def write_back(self, dtype: torch.dtype) -> None:
-        """Write what was written to the trees as cast into the trees as given; what is new there is cast to ``dtype``."""
+        """Write what was written to the trees as cast into the trees as given; new parts are cast to ``dtype``."""
         originals = {}
         for original, cast, version in self._leaves:
             if version >= 0 and (cast._version == version or write_elements(original, cast)):
@@ -141,7 +137,6 @@ class _Visit:
         self.is_copied = self.is_over = False
 
     def copied(self) -> Any:
-        """The copy, made once."""
         if not self.is_copied:
             self.result = _copy_of(self.given)
             self.is_copied = True
@@ -174,7 +169,6 @@ def _copy_of(box: Any) -> Any:
 
 
 def _write(box: Any, changed: Mapping[Any, Any], dropped: Iterable[Any]) -> None:
-    """Put parts into a container and take others out."""
     if isinstance(box, list):
         parts = {**dict(enumerate(box)), **changed}
         for key in dropped:
@@ -193,7 +187,6 @@ def _write(box: Any, changed: Mapping[Any, Any], dropped: Iterable[Any]) -> None
 
 
 def _rebuilt_tuple(tree: tuple[Any, ...], leaves: list[Any]) -> Any:
-    """A tuple of the type of ``tree`` that holds ``leaves``."""
     if type(tree) is tuple:
         return tuple(leaves)
     try:

@@ -14,14 +14,14 @@ import torch
 _NOT_THE_USERS: Final = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 
 
-def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+def warn_user(message: str) -> None:
     """``warnings.warn``, with the nearest caller outside of this package and of torch as the place it points at."""
     frame: Any = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_NOT_THE_USERS) and frame.f_back is not None:
         frame = frame.f_back
     warnings.warn_explicit(
         message,
-        category,
+        UserWarning,
         frame.f_code.co_filename,
         frame.f_lineno,
         module=frame.f_globals.get("__name__"),

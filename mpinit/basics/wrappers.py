@@ -60,12 +60,9 @@ def _shows(wrapper: Any, inner: Any) -> bool:
     """Whether a wrapper of an optimizer has nothing of its own that a step changes, and steps as what is inside."""
     if not isinstance(inner, Optimizer) or getattr(wrapper, "base", None) is inner:
         return False
-    if isinstance(wrapper, Optimizer) and not any(_root_of(base) in _FRAMEWORKS for base in type(wrapper).__mro__):
+    roots = {base.__module__.partition(".")[0] for base in type(wrapper).__mro__}
+    if isinstance(wrapper, Optimizer) and roots.isdisjoint(_FRAMEWORKS):
         return False
     return (
         getattr(wrapper, "param_groups", None) is inner.param_groups and getattr(wrapper, "state", None) is inner.state
     )
-
-
-def _root_of(cls: type[Any]) -> str:
-    return cls.__module__.partition(".")[0]

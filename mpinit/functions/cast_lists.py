@@ -54,7 +54,6 @@ class CastRow:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every dotted name that follows the row."""
         return self.wraps + self.reaches
 
 
@@ -130,12 +129,9 @@ _LOWER_PRECISION_ROWS: Final = (
     ),
     _lower("lstm", "tV:lstm", arguments=3),
     _lower("gru", "tV:gru", arguments=3),
-    _lower("rnn_tanh", "tV:rnn_tanh", native=_EVERYWHERE),
-    _lower("rnn_relu", "tV:rnn_relu", native=_EVERYWHERE),
     _lower("lstm_cell", "tV:lstm_cell", arguments=2),
     _lower("gru_cell", "tV:gru_cell", arguments=2),
-    _lower("rnn_tanh_cell", "tV:rnn_tanh_cell", native=_EVERYWHERE),
-    _lower("rnn_relu_cell", "tV:rnn_relu_cell", native=_EVERYWHERE),
+    *_rows(Cast.LOWER_PRECISION, "tV", "rnn_tanh rnn_relu rnn_tanh_cell rnn_relu_cell", _EVERYWHERE),
 )
 
 _UPSAMPLE: Final = (
@@ -147,7 +143,7 @@ _UPSAMPLE: Final = (
 _FP32_ROWS: Final = (
     _fp32("acos", "tT:acos tT:arccos"),
     _fp32("asin", "tT:asin tT:arcsin"),
-    *_rows(Cast.FP32, "tTS", "erfinv expm1 log1p"),
+    *_rows(Cast.FP32, "tTS", "erfinv expm1 log1p logsumexp"),
     *_rows(Cast.FP32, "tT", "cosh exp log log10 log2"),
     _fp32("reciprocal", "tT:reciprocal", "T:__rtruediv__ T:__rdiv__"),
     *_rows(Cast.FP32, "tT", "rsqrt sinh tan"),
@@ -155,7 +151,6 @@ _FP32_ROWS: Final = (
     _fp32("softplus", "F:softplus"),
     _fp32("softmax", "tTS:softmax", "F:softmax F:softmin F:gumbel_softmax"),
     _fp32("log_softmax", "tTS:log_softmax", "F:log_softmax"),
-    _fp32("logsumexp", "tTS:logsumexp"),
     _fp32("sum", "tT:sum T:sum_to_size t:trapezoid t:trapz t:cumulative_trapezoid tT:mvlgamma S:multigammaln"),
     _fp32("prod", "tT:prod", native=_EVERYWHERE),
     *_rows(Cast.FP32, "tT", "cumsum cumprod renorm dist"),
@@ -192,15 +187,8 @@ _PROMOTE_ROWS: Final = (
     _promote("stack", "t:stack", native=_EVERYWHERE),
 )
 
-_BANNED_ROWS: Final = (
-    _row(
-        Cast.BANNED,
-        "binary_cross_entropy",
-        "N:binary_cross_entropy",
-        "F:binary_cross_entropy",
-        _NOWHERE,
-        casts_off=True,
-    ),
+_BANNED_ROW: Final = _row(
+    Cast.BANNED, "binary_cross_entropy", "N:binary_cross_entropy", "F:binary_cross_entropy", _NOWHERE, casts_off=True
 )
 
 _IN_PLACE: Final = (
@@ -212,10 +200,9 @@ _IN_PLACE_METHODS: Final = ("erfinv_", "pow_", "__ipow__", "cumsum_", "cumprod_"
 
 _APEX_ROWS: Final = (
     _fp32("grid_sample", "t:grid_sampler", "F:grid_sample", frozenset({"cpu"})),
-    _fp32("gelu", "F:gelu", native=_NOWHERE),
+    *_rows(Cast.FP32, "F", "gelu local_response_norm", _NOWHERE),
     _fp32("std", "tT:std t:std_mean", native=_NOWHERE),
     _fp32("var", "tT:var t:var_mean", native=_NOWHERE),
-    _fp32("local_response_norm", "F:local_response_norm", native=_NOWHERE),
     _fp32("ctc_loss", "t:ctc_loss", "F:ctc_loss", frozenset({"cpu"})),
     _fp32("cpu", "T:cpu", native=_NOWHERE),
     *(_row(Cast.REFUSED, f"{name}_", f"tT:{name}_", native=_NOWHERE) for name in _IN_PLACE),
@@ -223,21 +210,13 @@ _APEX_ROWS: Final = (
 )
 
 
-def _replaced(rows: Iterable[CastRow], replacements: Iterable[CastRow]) -> tuple[CastRow, ...]:
-    by_name = {row.name: row for row in rows}
-    by_name.update((row.name, row) for row in replacements)
-    return tuple(by_name.values())
-
-
-TORCH_POLICY: Final = (*_LOWER_PRECISION_ROWS, *_FP32_ROWS, *_PROMOTE_ROWS, *_BANNED_ROWS)
-APEX_POLICY: Final = _replaced(TORCH_POLICY, _APEX_ROWS)
+TORCH_POLICY: Final = (*_LOWER_PRECISION_ROWS, *_FP32_ROWS, *_PROMOTE_ROWS, _BANNED_ROW)
+APEX_POLICY: Final = tuple({row.name: row for row in (*TORCH_POLICY, *_APEX_ROWS)}.values())
 
 
 def row_of(name: str, rows: Iterable[CastRow] = TORCH_POLICY) -> CastRow | None:
-    """The row that a dotted name follows, or None."""
     return next((row for row in rows if name in row.names), None)
 
 
 def wrapped_on(row: CastRow, device_types: Iterable[str]) -> tuple[str, ...]:
-    """Which of these device types need the row's wrapper."""
     return tuple(device for device in device_types if device not in row.native)

@@ -7,8 +7,6 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from ..basics.logs import log
-
 # torch's own modules bind each other's functions all over: these are no early imports of a user's.
 _OWN: Final = ("torch", "mpinit")
 _INSTALLED: Final = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
@@ -31,14 +29,3 @@ def _is_installed(module: Any) -> bool:
     path = getattr(module, "__file__", None)
     # __main__ has no file in an interactive session; any other module without one is built in.
     return path.startswith(_INSTALLED) if isinstance(path, str) else getattr(module, "__name__", "") != "__main__"
-
-
-def warn_of_torch_names(functions: Mapping[int, str]) -> None:
-    """Log which of torch's wrapped functions the user's own modules have bound already."""
-    for where, name in bound_elsewhere(functions, None, users_only=True):
-        log.warning(
-            "%s was imported from torch before mpinit.initialize and keeps the function without casts: call it as %s, "
-            "or import it after initialize",
-            where,
-            name,
-        )

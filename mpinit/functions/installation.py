@@ -21,7 +21,7 @@ from ..torch_internals import cpu_autocast_list, encoder_fast_path
 from ..torch_internals.native_autocast import ThreadCasts, call_without_casts, device_types, is_on
 from .cast_lists import APEX_POLICY, TORCH_POLICY, Cast, wrapped_on
 from .casters import user_wrapper, wrapper
-from .earlier_imports import warn_of_torch_names
+from .earlier_imports import bound_elsewhere
 
 _MARK: Final = "+mpinit"
 
@@ -71,8 +71,13 @@ class Installation:
             undos.push(lambda: self._remove(token))
             self._sessions[token] = _Needs(plan.cast_policy, plan.allow_banned)
             self._refresh()
-            if len(self._sessions) == 1:
-                warn_of_torch_names(self._wrapped_functions())
+            for where, name in self._bound_before() if len(self._sessions) == 1 else ():
+                log.warning(
+                    "%s was imported from torch before mpinit.initialize and keeps the function without casts: call "
+                    "it as %s, or import it after initialize",
+                    where,
+                    name,
+                )
 
     def _remove(self, token: object) -> None:
         with InterruptsHeld(), self._lock:
@@ -121,15 +126,15 @@ class Installation:
             if (id(owner), name) not in self._originals:  # a registration has the last word
                 self._set(owner, name, function)
 
-    def _wrapped_functions(self) -> dict[int, str]:
-        """id of the original -> dotted name, for the functions (methods aside) that stand behind a wrapper now."""
+    def _bound_before(self) -> Iterator[tuple[str, str]]:
+        """Where the user's own modules have bound functions (methods aside) that stand behind a wrapper now."""
         found: dict[int, str] = {}
         for row in TORCH_POLICY:
             for name in row.wraps if wrapped_on(row, device_types()) else ():
                 owner, attribute = resolve_owner(name)
                 if (id(owner), attribute) in self._originals and owner is not torch.Tensor:
                     found.setdefault(id(self._originals[id(owner), attribute]), name)
-        return found
+        return bound_elsewhere(found, None, users_only=True)
 
     def _set(self, owner: Any, name: str, function: Any) -> None:
         original = getattr(owner, name)
@@ -156,7 +161,6 @@ def _wrappers(needs: _Needs) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 
 
 def resolve_owner(name: str) -> tuple[Any, str]:
-    """The namespace and the attribute of a dotted name below torch."""
     _, *path, attribute = name.split(".")
     owner: Any = torch
     for part in path:

@@ -57,7 +57,6 @@ class Changes:
                 self._bits[place] = self._bits[place].to(weight.device).bitwise_or_(_packed(differs))
 
     def rounded(self) -> None:
-        """They have."""
         self._writes.note()
 
     def _look(self) -> None:

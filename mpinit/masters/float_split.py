@@ -59,6 +59,11 @@ def _chunks(values: torch.Tensor, remainder: torch.Tensor) -> Iterator[tuple[tor
     return zip(values.unsafe_split(_CHUNK), remainder.unsafe_split(_CHUNK), strict=True)
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor fills its memory, in whatever order."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor's memory as one dimension, whatever the order of its own."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -27,12 +27,14 @@ class Given:
     version: int = -1
     weight_version: int = -1
     gradient: torch.Tensor | None = None
-    before: torch.Tensor | None = None
+    before: torch.Tensor | None = None  # the weight's bits, where reading costs no wait for a device
 
 
 @final
 class FullMasters(Masters):
     """The masters of ``master_weights=True``; gradients are float32, on the weights."""
+
+    steps_in_parts = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +56,6 @@ class FullMasters(Masters):
             self.take_back(self.given[id(master)])
 
     def take_back(self, given: Given) -> None:
-        """A master is in the user's hands no more."""
         forget_data(given.master.parameter)
         self.accessed.discard(id(given.master.parameter))
         del self.given[id(given.master)]
@@ -110,7 +111,6 @@ class FullMasters(Masters):
 
     @torch.no_grad()
     def load(self, master: Master, values: torch.Tensor) -> None:
-        """Copy to the master, and round into the weight."""
         if master.parameter.device != master.weight.device:
             self._follow(master)
         master.parameter.copy_(values)
@@ -132,19 +132,12 @@ class FullMasters(Masters):
         return True
 
     def held(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        """Float32, sparse ones coalesced."""
         return [None if gradient is None else as_float32(gradient) for gradient in gradients]
 
     def opened(self, masters: Sequence[Master], device: torch.device) -> OpenMasters:
-        """All at once: the masters are there."""
         columns = _Open(self, masters)
         self._columns.add(columns)
         return columns
-
-    @property
-    def steps_in_parts(self) -> bool:
-        """False."""
-        return False
 
 
 @final
@@ -161,18 +154,13 @@ class _Open(OpenMasters):
 
     @torch.no_grad()
     def read(self) -> None:
-        """The law, for weights that were written to since they were last rounded."""
-        if self._are_sharded:
-            for master in self._masters:
-                self._owner._follow(master)
-        else:
-            for master in [*self.stale.values(), *(self._masters[place] for place in self._writes.found())]:
-                self._owner._follow(master)
+        written = [*self.stale.values(), *(self._masters[place] for place in self._writes.found())]
+        for master in self._masters if self._are_sharded else written:
+            self._owner._follow(master)
         self._owner._open.append(self)
 
     @torch.no_grad()
     def write(self) -> None:
-        """Round all, in one call."""
         if self in self._owner._open:
             self._owner._open.remove(self)
         changes = self._owner.changes
@@ -211,6 +199,5 @@ class _Open(OpenMasters):
 
 
 def _rounded(master: Master) -> torch.Tensor:
-    """What its weight is going to be."""
     values, dtype = TENSOR_DETACH(master.parameter), master.weight.dtype
     return cast_within_range(values, dtype) if master.clamps else values.to(dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -83,7 +83,10 @@ class Masters(ABC):
             weights.
         changes: what follows the weights' changes; None where nothing does.
         exposed: what has given masters out to users since the last step; each has a ``settle()``.
+        steps_in_parts: whether a step is to hold as few float32 masters at a time as possible.
     """
+
+    steps_in_parts: ClassVar[bool]
 
     def __init__(self) -> None:
         self._of: dict[int, Master] = {}
@@ -98,7 +101,6 @@ class Masters(ABC):
         return len(self._of)
 
     def of(self, weight: torch.Tensor) -> Master | None:
-        """A weight's master; None where it has none."""
         return self._of.get(id(weight))
 
     def add(self, weight: nn.Parameter, dtype: torch.dtype) -> Master | None:
@@ -179,8 +181,3 @@ class Masters(ABC):
     @abstractmethod
     def opened(self, masters: Sequence[Master], device: torch.device) -> OpenMasters:
         """Columns of masters on one device, for a step or a part of one."""
-
-    @property
-    @abstractmethod
-    def steps_in_parts(self) -> bool:
-        """Whether a step is to hold as few float32 masters at a time as possible."""

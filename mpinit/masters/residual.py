@@ -55,37 +55,33 @@ def encode(original: torch.Tensor, cast: Cast, *, may_change: bool = True) -> Re
     Without ``may_change`` the rounded values are what they are now when they are decoded.
     """
     with CastsOff():  # the caller may be inside an autocast block of his own, which casts what is joined
-        return _encode(original, cast, may_change)
-
-
-def _encode(original: torch.Tensor, cast: Cast, may_change: bool) -> Residual | None:
-    if len(original) <= _SMALL and not may_change:
-        return _whole(original, cast, may_change)
-    if all(_same_bits(cast(part).to(original.dtype), part) for _, part in _chunks(original)):
-        return None
-    is_usual = original.dtype is torch.float32 and is_lower_precision(cast(original[:1]).dtype)
-    if len(original) <= _SMALL or not is_usual:
-        return _whole(original, cast, may_change)
-    differences = torch.empty(len(original), dtype=torch.int16)
-    places: list[torch.Tensor] = []
-    sums: list[torch.Tensor] = []
-    for start, part in _chunks(original):
-        narrow = cast(part)
-        if may_change:
-            sums.append(_checksums(narrow))
-        bits = narrow.float().view(torch.int32)
-        # The difference of two 32-bit integers may wrap around; what is added to get back wraps around as well.
-        torch.sub(part.view(torch.int32), bits, out=bits)
-        fitting = differences[start : start + len(part)].copy_(bits)
-        # 0 where the difference fits into 16 bits.
-        apart = bits.add_(0x8000).bitwise_right_shift_(16).nonzero().flatten().cpu()
-        fitting[apart] = 0
-        places.append(apart + start)
-    where = torch.cat(places)
-    if _APART * len(where) > 2 * len(original):
-        return _whole(original, cast, may_change)
-    values = original[where.to(original.device)].cpu()
-    return Residual(len(original), _joined(sums), differences, where, values)
+        if len(original) <= _SMALL and not may_change:
+            return _whole(original, cast, may_change)
+        if all(_same_bits(cast(part).to(original.dtype), part) for _, part in _chunks(original)):
+            return None
+        is_usual = original.dtype is torch.float32 and is_lower_precision(cast(original[:1]).dtype)
+        if len(original) <= _SMALL or not is_usual:
+            return _whole(original, cast, may_change)
+        differences = torch.empty(len(original), dtype=torch.int16)
+        places: list[torch.Tensor] = []
+        sums: list[torch.Tensor] = []
+        for start, part in _chunks(original):
+            narrow = cast(part)
+            if may_change:
+                sums.append(_checksums(narrow))
+            bits = narrow.float().view(torch.int32)
+            # The difference of two 32-bit integers may wrap around; what is added to get back wraps around as well.
+            torch.sub(part.view(torch.int32), bits, out=bits)
+            fitting = differences[start : start + len(part)].copy_(bits)
+            # 0 where the difference fits into 16 bits.
+            apart = bits.add_(0x8000).bitwise_right_shift_(16).nonzero().flatten().cpu()
+            fitting[apart] = 0
+            places.append(apart + start)
+        where = torch.cat(places)
+        if _APART * len(where) > 2 * len(original):
+            return _whole(original, cast, may_change)
+        values = original[where.to(original.device)].cpu()
+        return Residual(len(original), torch.cat(sums) if sums else None, differences, where, values)
 
 
 def decode(residual: Residual, present: torch.Tensor) -> torch.Tensor:
@@ -93,26 +89,22 @@ def decode(residual: Residual, present: torch.Tensor) -> torch.Tensor:
 
     Blocks of which an element was changed hold their present values.
     """
-    with CastsOff():
-        return _decode(residual, present)
-
-
-def _decode(residual: Residual, present: torch.Tensor) -> torch.Tensor:
     restored = present.to(residual.values.dtype)
-    for start, part in _chunks(present):
-        stop = start + len(part)
-        unchanged = _unchanged(residual, part, start)
-        if residual.differences is not None:
-            kept = residual.differences[start:stop] * unchanged
-            restored[start:stop].view(torch.int32).add_(kept.to(present.device))
-        if residual.places is None:
-            wide = residual.values[start:stop].to(present.device)
-            torch.where(unchanged.to(present.device), wide, restored[start:stop], out=restored[start:stop])
-        else:
-            first, last = torch.searchsorted(residual.places, torch.tensor([start, stop])).tolist()
-            places, values = residual.places[first:last], residual.values[first:last]
-            here = unchanged[places - start]
-            restored[places[here].to(present.device)] = values[here].to(present.device)
+    with CastsOff():
+        for start, part in _chunks(present):
+            stop = start + len(part)
+            unchanged = _unchanged(residual, part, start)
+            if residual.differences is not None:
+                kept = residual.differences[start:stop] * unchanged
+                restored[start:stop].view(torch.int32).add_(kept.to(present.device))
+            if residual.places is None:
+                wide = residual.values[start:stop].to(present.device)
+                torch.where(unchanged.to(present.device), wide, restored[start:stop], out=restored[start:stop])
+            else:
+                first, last = torch.searchsorted(residual.places, torch.tensor([start, stop])).tolist()
+                places, values = residual.places[first:last], residual.values[first:last]
+                here = unchanged[places - start]
+                restored[places[here].to(present.device)] = values[here].to(present.device)
     return restored
 
 
@@ -136,12 +128,8 @@ def _unchanged(residual: Residual, part: torch.Tensor, start: int) -> torch.Tens
 
 
 def _whole(original: torch.Tensor, cast: Cast, may_change: bool) -> Residual:
-    sums = [_checksums(cast(part)) for _, part in _chunks(original)] if may_change else []
-    return Residual(len(original), _joined(sums), None, None, original.to("cpu", copy=True))
-
-
-def _joined(sums: list[torch.Tensor]) -> torch.Tensor | None:
-    return torch.cat(sums) if sums else None
+    sums = torch.cat([_checksums(cast(part)) for _, part in _chunks(original)]) if may_change else None
+    return Residual(len(original), sums, None, None, original.to("cpu", copy=True))
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -170,10 +158,6 @@ def _checksums(values: torch.Tensor) -> torch.Tensor:
     return (words * _WEIGHTS[:block].to(values.device)).sum(1).cpu()
 
 
-def _make_weights() -> torch.Tensor:
-    """Odd numbers all over the 64 bits, the same in every process."""
-    random = torch.Generator().manual_seed(0x6D70696E)
-    return torch.randint(-(2**63), 2**63 - 1, (2 * BLOCK,), generator=random, dtype=torch.int64) | 1
-
-
-_WEIGHTS: Final = _make_weights()
+# Odd numbers all over the 64 bits, the same in every process.
+_RANDOM: Final = torch.Generator().manual_seed(0x6D70696E)
+_WEIGHTS: Final = torch.randint(-(2**63), 2**63 - 1, (2 * BLOCK,), generator=_RANDOM, dtype=torch.int64) | 1

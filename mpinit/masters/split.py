@@ -16,7 +16,7 @@ from ..basics.dtypes import as_float32, is_lower_precision
 from ..distributed.sharding import in_place_of, is_sharded, placed_as, set_data, shard, sharded_as
 from ..torch_internals.columns import addresses_of, set_memory
 from ..torch_internals.parameter_data import TENSOR_DETACH
-from .float_split import add_remainder_, flat, take_remainder_
+from .float_split import add_remainder_, flat, is_dense, take_remainder_
 from .masters import Gradients, Master, Masters, OpenMasters
 
 # Float32 memory up to this size stays from step to step: for small weights laying it out takes longer than the step.
@@ -58,6 +58,8 @@ class SplitMaster(Master):
 class SplitMasters(Masters):
     """The masters of ``master_weights="split"``; gradients stay in bfloat16, on the weights."""
 
+    steps_in_parts = True
+
     def __init__(self) -> None:
         super().__init__()
         self.buffers: dict[torch.device, torch.Tensor] = {}
@@ -84,7 +86,6 @@ class SplitMasters(Masters):
         set_data(master.weight, sharded_as(weight, master.weight))
 
     def is_cast(self, master: Master) -> bool:
-        """Whether there is a remainder."""
         return isinstance(master, SplitMaster) and master.remainder is not None
 
     def set_gradient_dtype(self, master: Master) -> None:
@@ -96,7 +97,6 @@ class SplitMasters(Masters):
 
     @torch.no_grad()
     def values(self, master: Master) -> torch.Tensor:
-        """Weight and remainder put together, in a new tensor."""
         assert isinstance(master, SplitMaster)
         weight = shard(master.weight) if master.is_sharded else TENSOR_DETACH(master.weight)
         joined: torch.Tensor = weight.to(torch.float32)
@@ -105,7 +105,6 @@ class SplitMasters(Masters):
 
     @torch.no_grad()
     def load(self, master: Master, values: torch.Tensor) -> None:
-        """Take the numbers apart."""
         assert isinstance(master, SplitMaster)
         weight = shard(master.weight)
         remainder = master.follow_layout(weight)
@@ -114,17 +113,10 @@ class SplitMasters(Masters):
         _split(dense, weight, remainder)
 
     def held(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        """As they are, sparse ones coalesced."""
         return [g.coalesce() if g is not None and g.is_sparse else g for g in gradients]
 
     def opened(self, masters: Sequence[Master], device: torch.device) -> OpenMasters:
-        """As many as are in float32 at a time."""
         return _Bucket(self, [master for master in masters if isinstance(master, SplitMaster)], device)
-
-    @property
-    def steps_in_parts(self) -> bool:
-        """True."""
-        return True
 
 
 @final
@@ -171,15 +163,11 @@ class _Bucket(OpenMasters):
 
     def _holds_remainders(self) -> bool:
         """Whether the remainders are parts of this bucket's tensor: two optimizers may step one weight."""
-        first = self._masters[0].remainder if self._masters else None
-        last = self._masters[-1].remainder if self._masters else None
-        return all(
-            each is None or each.untyped_storage().data_ptr() == self._remainder.untyped_storage().data_ptr()
-            for each in (first, last)
-        )
+        address = self._remainder.untyped_storage().data_ptr()
+        ends = [master.remainder for master in (*self._masters[:1], *self._masters[-1:])]
+        return all(each is None or each.untyped_storage().data_ptr() == address for each in ends)
 
     def _lay_out(self, buffer: torch.Tensor) -> None:
-        """Cut the float32 memory into masters and their gradients."""
         self._buffer = buffer
         if self._laid_out is buffer:
             return
@@ -195,7 +183,6 @@ class _Bucket(OpenMasters):
 
     @torch.no_grad()
     def read(self) -> None:
-        """Put the masters together."""
         self._find_weights()
         buffer = self._owner.buffers.pop(self._device, None)
         if buffer is None or buffer.numel() < 2 * self._numel:
@@ -208,7 +195,6 @@ class _Bucket(OpenMasters):
 
     @torch.no_grad()
     def widened(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        """The gradients in float32: dense 16-bit ones in the bucket's own memory."""
         arrived = list(gradients)
         if self._are_sharded:
             arrived = [
@@ -229,7 +215,6 @@ class _Bucket(OpenMasters):
 
     @torch.no_grad()
     def write(self) -> None:
-        """Take the masters apart again."""
         buffer, self._buffer = self._buffer, None
         if buffer is None:
             return  # an interrupted call may have written a part: doing it twice would take the halves of halves
@@ -254,7 +239,6 @@ class _Bucket(OpenMasters):
             self._bits, self._wide, self._values, self._spaces = [], [], [], []
 
     def stepped(self) -> None:
-        """Nothing of theirs is kept."""
         return
 
     def _show(self, values: list[torch.Tensor]) -> None:
@@ -286,7 +270,7 @@ def _split(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) 
 
 
 def _check_dense(weight: torch.Tensor) -> None:
-    if torch.empty_like(weight, device="meta").stride() != weight.stride():
+    if not is_dense(weight):
         raise ValueError(
             f'master_weights="split" needs weights that fill their memory, and one of shape {tuple(weight.shape)} '
             "is a view with gaps; make it contiguous first, or use master_weights=True"

@@ -16,7 +16,7 @@ import torch
 from ..torch_internals.columns import addresses_of, versions_of
 from ..torch_internals.devices import is_read_freely
 from ..torch_internals.parameter_data import TENSOR_DETACH
-from .float_split import flat
+from .float_split import flat, is_dense
 
 # Numbers of a weight up to which a copy costs less time than calls of two more kernels.
 _SMALL: Final = 1 << 12
@@ -78,7 +78,7 @@ class Writes:
         for place, weight in enumerate(self._weights):
             if not is_read_freely(weight.device):
                 self._counted.append(place)
-            elif not _is_dense(weight):
+            elif not is_dense(weight):
                 self._gaps.append(place)
             else:
                 (self._small if weight.numel() <= _SMALL else self._large).append(place)
@@ -110,7 +110,3 @@ def _sums(bits: torch.Tensor) -> torch.Tensor:
     runs = words.numel() // _RUN
     rest = bits[runs * _RUN * _WORD :]
     return torch.cat((words[: runs * _RUN].view(runs, _RUN).sum(1), rest.to(torch.int64)))
-
-
-def _is_dense(weight: torch.Tensor) -> bool:
-    return torch.empty_like(weight, device="meta").stride() == weight.stride()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,13 +15,11 @@ Values = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 def named_own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A module's own parameters and buffers."""
     for tensors in (module._parameters, module._buffers):
         yield from ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
 
 
 def is_16_bit(value: Any) -> bool:
-    """Whether ``value`` is a float16 or bfloat16 tensor."""
     return isinstance(value, torch.Tensor) and is_lower_precision(value.dtype)
 
 
@@ -29,12 +27,6 @@ def storage_of(tensor: torch.Tensor) -> int:
     """Which memory a tensor is in; 0 where it has none that could be shared."""
     part = local(tensor)
     return part.untyped_storage().data_ptr() if part.layout is torch.strided and not part.is_meta else 0
-
-
-def owners_of_memory(modules: Iterable[nn.Module]) -> dict[int, torch.Tensor]:
-    """Memory -> the 16-bit parameter or buffer that is in it."""
-    tensors = (tensor for module in modules for _, tensor in named_own_tensors(module) if is_16_bit(tensor))
-    return {storage_of(tensor): tensor for tensor in tensors}
 
 
 def same_view(view: torch.Tensor, owner: torch.Tensor, values_of: Values) -> torch.Tensor:

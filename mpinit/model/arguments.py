@@ -33,13 +33,10 @@ class ArgumentNames:
         cast: Callable[[Any], Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call, cast but for those that one of ``keep`` says yes to."""
+
+        def kept_or_cast(name: str, value: Any) -> Any:
+            return value if any(test(name, value) for test in keep) else cast(value)
+
         names = self._positional + (self._rest,) * (len(args) - len(self._positional))
-        return (
-            tuple(
-                [
-                    value if any(test(name, value) for test in keep) else cast(value)
-                    for name, value in zip(names, args, strict=False)
-                ]
-            ),
-            {name: value if any(test(name, value) for test in keep) else cast(value) for name, value in kwargs.items()},
-        )
+        positional = [kept_or_cast(name, value) for name, value in zip(names, args, strict=False)]
+        return tuple(positional), {name: kept_or_cast(name, value) for name, value in kwargs.items()}

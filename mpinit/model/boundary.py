@@ -70,35 +70,21 @@ class Boundary:
         self.before_forward: Callable[[], None] | None = None
         self.targets: Mapping[torch.Tensor, torch.dtype] = {}
         self.is_live = True
-        self._float32 = 0
-        self._narrow: torch.dtype | None = inner_dtype
 
     def retire(self) -> None:
         """Cast nothing from now on: what a wrapper of the user's still holds becomes transparent."""
         self.inner_dtype = self.output_dtype = self.casts = self.before_forward = None
         self.cast_inputs = self.is_live = False
 
-    def become_float32(self) -> None:
-        """Compute in float32 from now on: the modules inside were copied into it."""
-        self.inner_dtype = torch.float32
-
     @contextmanager
     def in_float32(self) -> Iterator[None]:
         """Inside the block the modules compute in float32, whose parameters are float32 for as long."""
-        self._float32 += 1
-        if self._float32 == 1:
-            self._narrow, self.inner_dtype = self.inner_dtype, torch.float32
+        narrow, self.inner_dtype = self.inner_dtype, torch.float32
         try:
             yield
         finally:
-            self._float32 -= 1
-            if not self._float32 and self.is_live:
-                self.inner_dtype = self._narrow
-
-    def announce(self) -> None:
-        """Say that a forward begins that comes from outside of all initialised models."""
-        if self.before_forward is not None and not torch.compiler.is_compiling():
-            self.before_forward()
+            if self.is_live:
+                self.inner_dtype = narrow
 
     def mixed_types(self, module: nn.Module, inputs: Any) -> str | None:
         """Why a forward may have failed: a parameter or an input of another type than the model's; None: neither."""
@@ -134,7 +120,8 @@ class Boundary:
         output_dtype: torch.dtype | None,
     ) -> Any:
         """Call ``function`` from the other side; ``names`` are its arguments', None where no input is kept as it is."""
-        if names is None and len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor and self._casts_plainly():
+        is_plain = self.cast_inputs and names is None and not torch.compiler.is_compiling()
+        if is_plain and len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
             return self._cross_with_tensor(module, function, args[0], output_dtype)
         inputs = None
         if self.cast_inputs and self.inner_dtype is not None:
@@ -163,9 +150,6 @@ class Boundary:
             return function(*args, **kwargs)
         finally:
             here.dtype, here.module = dtype, outer
-
-    def _casts_plainly(self) -> bool:
-        return self.cast_inputs and not torch.compiler.is_compiling()
 
     def _cross_with_tensor(
         self, module: nn.Module, function: Callable[..., Any], given: torch.Tensor, output_dtype: torch.dtype | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -261,32 +261,25 @@ def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> set[torch.Tenso
         # One call and one wait for many tensors; what is infinite or nan itself has to be looked at more closely.
         norms = torch._foreach_norm([part for _, part in members], float("inf"))
         for (tensor, part), norm in zip(members, torch.stack(norms).tolist(), strict=True):
-            if not norm <= limit and _has_finite_beyond(part, limit):
+            if not norm <= limit and bool((part.isfinite() & (part.abs() > limit)).any()):
                 found.add(tensor)
     return found
-
-
-def _has_finite_beyond(values: torch.Tensor, limit: float) -> bool:
-    return bool((values.isfinite() & (values.abs() > limit)).any())
 
 
 def warn_of_clamping(models: Sequence[nn.Module], tensors: Collection[torch.Tensor]) -> None:
     """One warning that names all ``tensors`` whose values are about to be clamped."""
     if not tensors:
         return
-    names = [name for name, tensor in _named_tensors(models) if tensor in tensors]
+    names = []
+    for index, model in enumerate(models):
+        prefix = f"models[{index}]." if len(models) > 1 else ""
+        own = (*model.named_parameters(), *model.named_buffers())
+        names += [prefix + name for name, tensor in own if tensor in tensors]
     warn_user(
         f"finite values of {', '.join(names)} are beyond the largest of the narrower type they are cast to: they "
         "become that largest instead of infinite, and mpinit.undo and state_dict() give them back as they were. Where "
         f"they have to take part in full, give keep_fp32=[{', '.join(map(repr, names))}], or their modules"
     )
-
-
-def _named_tensors(models: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    for index, model in enumerate(models):
-        prefix = f"models[{index}]." if len(models) > 1 else ""
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            yield prefix + name, tensor
 
 
 def _places_of_buffers(models: Sequence[nn.Module]) -> dict[torch.Tensor, list[tuple[nn.Module, str]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -49,7 +49,9 @@ class DeepCopy(_OfModule):
                     known.grad, known.data = None, copied_tensor.data  # copied with its optimizer before
         copied = self._as_it_is(memo)
         owner.leave(copied)
-        _compute_in_float32(copied)
+        # What is called across its boundary is cast to float32, as around a module that keep_fp32 names.
+        for patched in filter(None, map(patched_forward, vars(copied).values())):
+            patched.boundary.inner_dtype = torch.float32
         return copied
 
     def _as_it_is(self, memo: dict[int, Any]) -> nn.Module:
@@ -65,13 +67,6 @@ def _float32_copy(tensor: torch.Tensor, values: torch.Tensor | None) -> torch.Te
     wide = (tensor if values is None else values).detach().to(torch.float32, copy=True)
     # A buffer's 16-bit value is all there is of it.
     return nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
-
-
-def _compute_in_float32(copied: nn.Module) -> None:
-    """What is called across the boundary of a copy is cast to float32, as around a module that keep_fp32 names."""
-    for patched in map(patched_forward, vars(copied).values()):
-        if patched is not None:
-            patched.boundary.become_float32()
 
 
 class Conversion(_OfModule):
@@ -114,18 +109,19 @@ def _converted(fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -
         return dtype
 
 
+_KINDS: Final[tuple[tuple[str, type[_OfModule]], ...]] = (("__deepcopy__", DeepCopy), ("_apply", Conversion))
+
+
 def put_on(module: nn.Module, owner: Any) -> None:
     """Let copies of a module be float32, and conversions of it be refused."""
-    attributes = vars(module)
-    if "__deepcopy__" not in attributes:
-        attributes["__deepcopy__"] = DeepCopy(module, owner)
-    if "_apply" not in attributes:
-        attributes["_apply"] = Conversion(module, owner)
+    for name, kind in _KINDS:
+        if name not in vars(module):
+            vars(module)[name] = kind(module, owner)
 
 
 def take_off(module: nn.Module, owner: Any) -> None:
     """Take off what :func:`put_on` put on, here or on what this is a copy of."""
-    for name, kind in (("__deepcopy__", DeepCopy), ("_apply", Conversion)):
+    for name, kind in _KINDS:
         found = vars(module).get(name)
         if isinstance(found, kind) and found.owner in (owner, None):
             del vars(module)[name]

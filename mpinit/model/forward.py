@@ -10,9 +10,8 @@ import copy
 import inspect
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -91,7 +90,8 @@ class PatchedForward:
         is_inside = caller is boundary.inner_dtype
         if is_inside or here.dtype is not None or self.is_replica or torch.compiler.is_compiling():
             return self._with_weights(is_inside, args, kwargs, output_dtype)
-        boundary.announce()
+        if boundary.before_forward is not None:
+            boundary.before_forward()
         try:
             return self._with_weights(is_inside, args, kwargs, output_dtype)
         except RuntimeError as error:
@@ -174,56 +174,31 @@ def patched_forward(method: Any) -> PatchedForward | None:
     return owner if isinstance(owner, PatchedForward) else None
 
 
-class RefusesScripting:
+def _refuse_scripting(module: nn.Module) -> nn.Module:
     """``__prepare_scriptable__`` for patched modules: torch.jit.script asks for it first of all."""
-
-    __slots__ = ("module",)
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self) -> nn.Module:
-        raise RuntimeError(
-            f"torch.jit.script compiles source, and would leave out the casts around {type(self.module).__name__}."
-            "forward, which mpinit.initialize put there: use torch.jit.trace or torch.export.export, which record "
-            "them, or call mpinit.undo on the model first"
-        )
+    raise RuntimeError(
+        f"torch.jit.script compiles source, and would leave out the casts around {type(module).__name__}."
+        "forward, which mpinit.initialize put there: use torch.jit.trace or torch.export.export, which record "
+        "them, or call mpinit.undo on the model first"
+    )
 
 
-class PatchedReplicate:
+def _replicate(module: nn.Module) -> nn.Module:
     """``_replicate_for_data_parallel`` for patched modules: each replica's forward must run the replica."""
-
-    __slots__ = ("module",)
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self) -> nn.Module:
-        module = self.module
-        replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
-        for name, value in vars(module).items():
-            patched = patched_forward(value)
-            if patched is not None:
-                replica.__dict__[name] = patched.for_replica(replica).run
-        return replica
-
-
-@final
-class Forwards:
-    """The patched forwards of a session."""
-
-    def __init__(self, kept: Boundary, cast: Boundary) -> None:
-        self._kept, self._cast = kept, cast
-
-    def in_float32(self) -> AbstractContextManager[None]:
-        """Inside the block all forwards compute in float32, for models whose parameters are float32 there."""
-        return self._cast.in_float32()
+    replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
+    for name, value in vars(module).items():
+        patched = patched_forward(value)
+        if patched is not None:
+            replica.__dict__[name] = patched.for_replica(replica).run
+    return replica
 
 
 def patch_forwards(
     selection: Selection, plan: Plan, owner: object, before_forward: Callable[[], None] | None, undos: UndoStack
-) -> Forwards:
+) -> Boundary:
     """Put casts around the models' forwards and entry points, and around whatever of them can be called by itself.
+
+    The boundary of what is cast is returned.
 
     Args:
         selection, plan: the models and what of them computes in which type; patched in place.
@@ -255,7 +230,15 @@ def patch_forwards(
         if casts_weights and not is_kept:
             weights = ForwardWeights(module, plan.model_dtype, selection.float32_modules)
         forward = PatchedForward(module, kept if is_kept else cast, name, is_part, weights)
-        _patch_forward(forward, undos)
+        ours = {
+            name: forward.run,
+            "_replicate_for_data_parallel": partial(_replicate, module),
+            "__prepare_scriptable__": partial(_refuse_scripting, module),
+        }
+        attributes = vars(module)
+        before = {name: attributes[name] for name in ours if name in attributes}
+        undos.push(partial(_revert, forward, ours, before))
+        attributes.update(ours)
         return forward
 
     for module, dtype in selection.parts.items():
@@ -265,38 +248,18 @@ def patch_forwards(
     for model in selection.models:
         is_part = bool(selection.parts) and model in within
         patch(model, model in selection.kept, "forward", is_part).owner = owner
-    return Forwards(kept, cast)
+    return cast
 
 
-def _patch_forward(forward: PatchedForward, undos: UndoStack) -> None:
-    attributes, module = vars(forward.module), forward.module
-    ours = {
-        forward.name: forward.run,
-        "_replicate_for_data_parallel": PatchedReplicate(module),
-        "__prepare_scriptable__": RefusesScripting(module),
-    }
-    undos.push(_Reversion(forward, ours))
-    attributes.update(ours)
-
-
-class _Reversion:
-    """Puts back what stood in a module before, unless something else has been put there since."""
-
-    __slots__ = ("_before", "_forward", "_ours")
-
-    def __init__(self, forward: PatchedForward, ours: dict[str, Any]) -> None:
-        attributes = vars(forward.module)
-        self._forward, self._ours = forward, ours
-        self._before = {name: attributes[name] for name in ours if name in attributes}
-
-    def __call__(self) -> None:
-        self._forward.owner = None
-        attributes = vars(self._forward.module)
-        for name, ours in self._ours.items():
-            if attributes.get(name) is ours:
-                del attributes[name]
-                if name in self._before:
-                    attributes[name] = self._before[name]
+def _revert(forward: PatchedForward, ours: dict[str, Any], before: dict[str, Any]) -> None:
+    """Put back what stood in a module before, unless something else has been put there since."""
+    forward.owner = None
+    attributes = vars(forward.module)
+    for name, own in ours.items():
+        if attributes.get(name) is own:
+            del attributes[name]
+            if name in before:
+                attributes[name] = before[name]
 
 
 def take_off_copy(copied: nn.Module) -> None:

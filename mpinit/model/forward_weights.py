@@ -23,18 +23,16 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from ..torch_internals.columns import Entries, do_all, versions_of
 from ..torch_internals.float32_gradients import casts_with_float32_gradients
-from ..torch_internals.parameter_data import forget_data_of, note_data_of
+from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, forget_data_of, note_data_of
 from ..torch_internals.running import computes_at_once
 
-_TENSOR_DATA: Final[Any] = torch.Tensor.data
-_TENSOR_DETACH: Final[Any] = torch.Tensor.detach
 _COMPUTING: Final = (WeightNorm, SpectralNorm)
 _FLAT_WEIGHTS: Final = ("_flat_weights", "_flat_weight_refs")
 
 
 @final
 class _Layout:
-    """The modules below one, and their parameters of another type: found once, and used while they are what they were."""
+    """The modules below one, and their parameters of another type: used while they are what they were."""
 
     def __init__(self, modules: list[nn.Module], dtype: torch.dtype) -> None:
         self.modules = modules
@@ -112,7 +110,7 @@ class _Standing:
                 parameters[name] = parameter
             elif present is not None and present.dtype is self.dtype and present.is_leaf:
                 # Another parameter, made of 16-bit numbers: the truth is float32.
-                _TENSOR_DATA.__set__(present, _TENSOR_DATA.__get__(present).float())
+                TENSOR_DATA.__set__(present, TENSOR_DATA.__get__(present).float())
         for module, flat in self._flat.items():
             vars(module).update(flat)
 
@@ -327,13 +325,13 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 @torch.no_grad()
 def _write_back(parameter: nn.Parameter, cast: torch.Tensor) -> None:
     """What a forward wrote to a cast comes to the parameter; what it did not keeps its low bits."""
-    cast = _TENSOR_DETACH(cast)
+    cast = TENSOR_DETACH(cast)
     if not parameter.is_leaf:
         return
     if cast.shape != parameter.shape:
-        _TENSOR_DATA.__set__(parameter, cast.to(parameter.dtype))
+        TENSOR_DATA.__set__(parameter, cast.to(parameter.dtype))
         return
-    before = _TENSOR_DETACH(parameter)
+    before = TENSOR_DETACH(parameter)
     rounded = before.to(cast.dtype)
     changed = (rounded != cast) & ~(rounded.isnan() & cast.isnan())
     if changed.any():

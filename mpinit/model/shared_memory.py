@@ -17,7 +17,8 @@ def check_memory(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, tor
 
     Weights of RNNs lie in one tensor, which is made anew after the cast.
     """
-    gathered = {id(weight) for weight in _weights_of_rnns(models)}
+    rnns = (module for model in models for module in modules_of(model) if isinstance(module, nn.RNNBase))
+    gathered = {id(weight) for rnn in rnns for weight in rnn.parameters()}
     seen: dict[int, torch.Tensor] = {}
     for parameter, dtype in targets.items():
         if type(parameter) is not nn.Parameter or id(parameter) in gathered or not _has_memory(parameter):
@@ -40,11 +41,6 @@ def check_memory(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, tor
 
 def _name_of(parameter: torch.Tensor, models: Iterable[nn.Module]) -> str:
     return next(name for model in models for name, own in model.named_parameters() if own is parameter)
-
-
-def _weights_of_rnns(models: Iterable[nn.Module]) -> Iterable[torch.Tensor]:
-    rnns = (module for model in models for module in modules_of(model) if isinstance(module, nn.RNNBase))
-    return (weight for rnn in rnns for weight in rnn.parameters())
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

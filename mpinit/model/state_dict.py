@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, MutableSet, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,7 @@ from ..basics.tables import counted
 from ..basics.user_warnings import warn_user
 from ..distributed.sharding import is_sharded
 from . import copies
-from .aliases import Values, is_16_bit, named_own_tensors, owners_of_memory, same_view, storage_of
+from .aliases import Values, is_16_bit, named_own_tensors, same_view, storage_of
 from .forward_weights import STANDING, parameter_of
 
 Load = Callable[[torch.Tensor, torch.Tensor], bool]
@@ -52,8 +53,8 @@ class Float32State:
         self.saved: list[_Saved] = []
 
     def install(self, models: Sequence[nn.Module]) -> None:
-        """Hook every module of the models."""
-        self._newcomers = register_module_module_registration_hook(_TakeIn(self))
+        take_in = functools.partial(_take_in_newcomer, weakref.ref(self), self.key)
+        self._newcomers = register_module_module_registration_hook(take_in)
         weakref.finalize(self, self._newcomers.remove).atexit = False
         for model in models:
             self.take_in(model)
@@ -95,7 +96,6 @@ class Float32State:
             hooks.pop(-self.key, None)
 
     def has_masters(self) -> bool:
-        """Whether any tensor has a master."""
         return self._has_masters is not None and self._has_masters()
 
     def float32_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -125,7 +125,7 @@ class Float32State:
                 wide = (value if values is None else values).to(torch.float32, copy=True)
                 state_dict[prefix + name] = wide
                 if self._load_values is not None and not is_cast:
-                    self.saved.append(_Saved(wide, tensor))
+                    self.saved.append(_Saved(weakref.ref(wide), wide.detach(), wide._version, tensor))
 
     def export_rest(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """After the outermost ``state_dict()``: the same for what modules or hooks saved in their own way."""
@@ -140,7 +140,8 @@ class Float32State:
         ]
         if not left:
             return
-        owners = owners_of_memory(modules_of(module))
+        tensors = (tensor for part in modules_of(module) for _, tensor in named_own_tensors(part))
+        owners = {storage_of(tensor): tensor for tensor in tensors if is_16_bit(tensor)}
         for key in left:
             value = state_dict[key]
             owner = owners.get(storage_of(value))
@@ -197,17 +198,14 @@ class Float32State:
         # The outermost module settles last, and speaks for all.
         if not self._arriving:
             self._outermost_load = None
-            if self._rebuilt:
-                self._say_what_was_rebuilt()
-
-    def _say_what_was_rebuilt(self) -> None:
-        names, self._rebuilt = self._rebuilt, []
-        warn_user(
-            f"the state loaded holds 16-bit values for "
-            f"{counted(len(names), 'weight that has a float32 master', 'weights that have float32 masters')} "
-            f"({', '.join(names[:3])} first): masters were rebuilt from these, without the lower bits. Save "
-            "model.state_dict() of the initialised model, which is float32, to resume exactly"
-        )
+            names, self._rebuilt = self._rebuilt, []
+            if names:
+                warn_user(
+                    f"the state loaded holds 16-bit values for "
+                    f"{counted(len(names), 'weight that has a float32 master', 'weights that have float32 masters')} "
+                    f"({', '.join(names[:3])} first): masters were rebuilt from these, without the lower bits. Save "
+                    "model.state_dict() of the initialised model, which is float32, to resume exactly"
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no masters: it exports its own weights.
@@ -221,34 +219,23 @@ class Float32State:
         }
 
 
-class _TakeIn:
+def _take_in_newcomer(
+    known: weakref.ref[Float32State], key: int, module: nn.Module, name: str, newcomer: nn.Module | None
+) -> None:
     """torch calls it for every module that becomes a part of another: adapters, parametrisations, a new head."""
-
-    def __init__(self, state: Float32State) -> None:
-        self._state = weakref.ref(state)
-        self._key = state.key
-
-    def __call__(self, module: nn.Module, name: str, newcomer: nn.Module | None) -> None:
-        state = self._state() if newcomer is not None and self._key in module._state_dict_hooks else None
-        if state is not None and newcomer is not None:
-            state.take_in(newcomer)
+    state = known() if newcomer is not None and key in module._state_dict_hooks else None
+    if state is not None and newcomer is not None:
+        state.take_in(newcomer)
 
 
+@dataclass(slots=True)
 class _Saved:
-    """An entry of a state dict.
+    """An entry of a state dict, known weakly; its memory and version when it was made, or written to last."""
 
-    Attributes:
-        given: the entry, known weakly.
-        values: the same memory, with the same version.
-        version: what that was when the entry was made, or written to last.
-        tensor: the 16-bit tensor that it stands for.
-    """
-
-    __slots__ = ("given", "tensor", "values", "version")
-
-    def __init__(self, given: torch.Tensor, tensor: torch.Tensor) -> None:
-        self.given = weakref.ref(given)
-        self.values, self.version, self.tensor = given.detach(), given._version, tensor
+    given: weakref.ref[torch.Tensor]
+    values: torch.Tensor
+    version: int
+    tensor: torch.Tensor
 
 
 def _as_hook(method: Callable[..., None], *first: Any) -> Any:

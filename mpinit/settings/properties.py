@@ -38,8 +38,8 @@ OptimizerState = Annotated[Literal["float32", "bfloat16", "int8"], BeforeValidat
 LossScale = Annotated[float | Literal["dynamic"], BeforeValidator(spellings.parse_loss_scale)]
 Scale = Annotated[float, BeforeValidator(spellings.parse_scale)]
 OptionalScale = Annotated[float | None, BeforeValidator(spellings.parse_optional_scale)]
-Count = Annotated[int, BeforeValidator(spellings.parse_count)]
-Bytes = Annotated[int, BeforeValidator(spellings.parse_bytes)]
+Count = Annotated[int, BeforeValidator(lambda value: spellings.parse_whole_number(value, 1))]
+Bytes = Annotated[int, BeforeValidator(lambda value: spellings.parse_whole_number(value, 4, 2**62))]
 KeepFloat32 = type[torch.nn.Module] | str | Callable[[str, torch.nn.Module], bool]
 KeepFloat32List = Annotated[tuple[KeepFloat32, ...], BeforeValidator(spellings.parse_keep_fp32)]
 KeepInput = str | Callable[[str, Any], bool]
@@ -158,8 +158,7 @@ class Properties(BaseModel):
 
     @model_validator(mode="after")
     def _sides_agree(self) -> Properties:
-        _check_casts(self)
-        _check_release(self)
+        _check(self)
         return self
 
     @property
@@ -172,8 +171,7 @@ class Properties(BaseModel):
         return None
 
 
-def _check_casts(props: Properties) -> None:
-    """Refuse casts, masters and limits of the scale that contradict one another."""
+def _check(props: Properties) -> None:
     cast, low, high = props.cast_model_type, props.min_loss_scale, props.max_loss_scale
     if props.patch_torch_functions and cast is not None and is_lower_precision(cast):
         raise ValueError(
@@ -209,10 +207,6 @@ def _check_casts(props: Properties) -> None:
             f"min_loss_scale={low} is above max_loss_scale={high}: lower the one or raise the other so that "
             "dynamic scaling has room between them"
         )
-
-
-def _check_release(props: Properties) -> None:
-    """Refuse what looks at all gradients where parameters are stepped as soon as theirs arrive."""
     if props.gradient_release and props.loss_scale != 1.0:
         raise ValueError(
             f"gradient_release=True contradicts loss_scale={props.loss_scale}: parameters are stepped as soon as their "
@@ -227,7 +221,6 @@ def _check_release(props: Properties) -> None:
 
 
 def field_names() -> tuple[str, ...]:
-    """Every keyword that is a property, in declaration order."""
     return tuple(Properties.model_fields)
 
 

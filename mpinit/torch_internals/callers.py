@@ -28,7 +28,7 @@ class Caller:
 
 
 def caller_of_operation(watchers: tuple[str, ...]) -> Caller | None:
-    """The nearest frame that is neither in a watcher's files nor between it and the operation; None in torch's threads."""
+    """The nearest frame neither of a watcher's file nor between it and the operation; None in a thread of torch's."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename.replace("\\", "/")

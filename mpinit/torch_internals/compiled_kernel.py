@@ -37,7 +37,6 @@ class CompiledKernel:
         self._compiled: dict[str, Callable[..., Any] | None] = {}
 
     def __call__(self, *arguments: torch.Tensor) -> None:
-        """Run it."""
         rows, device = arguments[0].shape[0], arguments[0].device
         if works_within_a_cache(device):
             ends = [*range(_CHUNK_ROWS, rows - _CHUNK_ROWS + 1, _CHUNK_ROWS), rows]

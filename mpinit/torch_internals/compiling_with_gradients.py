@@ -32,8 +32,11 @@ def hide_gradients(owner: Any, weights_of: Callable[[Any], Iterable[torch.Tensor
 
     def undo() -> None:
         _owners.pop(owner, None)
-        if not _owners:
-            _leave_dynamo()
+        dynamo: Any = sys.modules.get("torch._dynamo")
+        if dynamo is not None and not _owners:
+            handler = dynamo.callback_handler
+            for callbacks, ours in ((handler.start_callbacks, _hide), (handler.end_callbacks, _put_back)):
+                callbacks[:] = [callback for callback in callbacks if callback is not ours]
 
     undos.push(undo)
     _owners[owner] = weights_of
@@ -47,14 +50,6 @@ def follow_dynamo() -> None:
     if dynamo is not None and _owners and _hide not in dynamo.callback_handler.start_callbacks:
         dynamo.callback_handler.register_start_callback(_hide)
         dynamo.callback_handler.register_end_callback(_put_back)
-
-
-def _leave_dynamo() -> None:
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is not None:
-        handler = dynamo.callback_handler
-        for callbacks, ours in ((handler.start_callbacks, _hide), (handler.end_callbacks, _put_back)):
-            callbacks[:] = [callback for callback in callbacks if callback is not ours]
 
 
 def _hide(_: Any) -> None:

@@ -22,8 +22,6 @@ from torch import nn
 
 from ..basics.patching import UndoStack
 
-__all__ = ["is_bypassed", "keep_off", "switch_off"]
-
 _FUSED: Final = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 # Who keeps the path off, and when. One patch serves all: patches undone in any order would leave one behind.
@@ -42,29 +40,9 @@ def keep_off(when: Callable[[], bool], undos: UndoStack) -> None:
 
     undos.push(undo)
     _reasons[reason] = when
-    if not len(_patch):
-        _patch.set_attribute(torch.backends.mha, "get_fastpath_enabled", _asking(torch.backends.mha))
-
-
-def switch_off(undos: UndoStack) -> None:
-    """Keep the fast path off by torch's own switch until the undo, for every layer of the process."""
-    token = object()
-
-    def undo() -> None:
-        if _switched.pop(token, None) is not None and not _switched:
-            torch.backends.mha.set_fastpath_enabled(True)
-
-    undos.push(undo)
-    if torch.backends.mha.get_fastpath_enabled() or _switched:
-        _switched[token] = True
-        torch.backends.mha.set_fastpath_enabled(False)
-
-
-_switched: Final[dict[object, bool]] = {}
-
-
-def _asking(module: object) -> Callable[[], bool]:
-    original: Callable[[], bool] = module.get_fastpath_enabled  # type: ignore[attr-defined]
+    if len(_patch):
+        return
+    original = torch.backends.mha.get_fastpath_enabled
 
     @functools.wraps(original)
     def get_fastpath_enabled() -> bool:
@@ -73,7 +51,7 @@ def _asking(module: object) -> Callable[[], bool]:
             return False
         return not any(when() for when in _reasons.values()) and original()
 
-    return get_fastpath_enabled
+    _patch.set_attribute(torch.backends.mha, "get_fastpath_enabled", get_fastpath_enabled)
 
 
 def is_bypassed(modules: Collection[nn.Module], models: Iterable[nn.Module]) -> bool:

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from .one_pass import NATIVE
+from .parameter_data import TENSOR_DATA
 
-_TENSOR_DATA: Final[Any] = torch.Tensor.data
 # As many float32 numbers as a bucket of DistributedDataParallel holds: 25 MiB.
 _NUMBERS_AT_A_TIME: Final = 25 * 2**20 // 4
 
@@ -60,7 +60,7 @@ def _is_ordinary(parameter: torch.Tensor) -> bool:
 
 
 def _casts(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
-    plain = list(map(_TENSOR_DATA.__get__, parameters))
+    plain = list(map(TENSOR_DATA.__get__, parameters))
     casts = [torch.empty_like(values, dtype=dtype) for values in plain]
     if casts:
         torch._foreach_copy_(casts, plain)
@@ -69,7 +69,7 @@ def _casts(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Ten
             new = [plain[index] for index in indices]
             recorded = _Recorded.apply(new, *[parameters[index] for index in indices])  # type: ignore[no-untyped-call]
             for index, output in zip(indices, recorded, strict=True):
-                _TENSOR_DATA.__set__(output, casts[index])
+                TENSOR_DATA.__set__(output, casts[index])
                 casts[index] = output
     for cast in casts:
         cast.__class__ = nn.Parameter  # code that a forward runs may ask for one

@@ -11,8 +11,6 @@ import torch
 
 from .native_autocast import State, Thread, flags, is_on, open_autocast_blocks, present_state, put_back, this, traced
 
-__all__ = ["NO_CASTS", "ForwardCasts"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -18,8 +18,6 @@ from typing import Final, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["CastsAs", "CastsOff", "ThreadCasts", "device_types", "disable_casts", "flags", "is_on", "set_flags"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -64,7 +62,6 @@ class Thread:
         self.has_ended = False
 
     def begin(self, casts: ThreadCasts, dtype: torch.dtype) -> None:
-        """Switch casts on for one more session."""
         if not self.asked:
             self.follow_ended()
             self.base, self.has_ended = present_state(), False
@@ -95,7 +92,6 @@ this: Final = _This()
 
 
 def present_state() -> State:
-    """The calling thread's state."""
     on = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in device_types()]
     return on, torch.is_autocast_cache_enabled()
 
@@ -188,12 +184,10 @@ class CastsOff(CastsAs):
 
 
 def flags() -> dict[str, bool]:
-    """This thread's autocast flag for each device type present."""
     return {device: torch.is_autocast_enabled(device) for device in device_types()}
 
 
 def set_flags(state: Mapping[str, bool]) -> None:
-    """Set this thread's autocast flags to a state that :func:`flags` returned."""
     for device, on in state.items():
         torch.set_autocast_enabled(device, on)
 

@@ -67,16 +67,9 @@ class NativeCode:
         return self.get()
 
     def _path(self) -> Path:
-        made_for = (
-            *(_SOURCE.read_text("utf-8"), Path(__file__).read_text("utf-8"), torch.__version__),
-            *(
-                torch.version.git_version,
-                sys.implementation.cache_tag,
-                platform.machine(),
-                torch.backends.cpu.get_cpu_capability(),
-                _cpu_flags(),
-            ),
-        )
+        made_for: list[Any] = [_SOURCE.read_text("utf-8"), Path(__file__).read_text("utf-8"), torch.__version__]
+        made_for += [torch.version.git_version, sys.implementation.cache_tag]
+        made_for += [platform.machine(), torch.backends.cpu.get_cpu_capability(), _cpu_flags()]
         name = hashlib.sha256("\n".join(map(str, made_for)).encode()).hexdigest()[:16]
         user_cache: Any = _appdirs.user_cache_dir
         kept = os.environ.get("TORCH_EXTENSIONS_DIR") or user_cache("torch_extensions")

@@ -31,13 +31,11 @@ class OperationsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """One operation."""
         named = kwargs or {}
         return self._around(func, args, named, lambda: func(*args, **named))
 
 
 def next_number() -> int:
-    """The number that the next node of the graph is going to have."""
     number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     return number
 

@@ -22,7 +22,6 @@ _GLOBAL: Final = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether any hook would run."""
     # Asked on every step, and a generator would be a frame of Python more for each of them.
     for name in _OWN:
         if getattr(optimizer, name, None):
@@ -35,11 +34,10 @@ class StepHooks:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Any = optimizer
-        everything = [
+        self._before, self._after = (
             [hook for hook in (*getattr(module, g).values(), *getattr(optimizer, o).values()) if hook is not _check]
-            for g, o in _pairs()
-        ]
-        self._before, self._after = everything
+            for g, o in zip(_GLOBAL, _OWN, strict=True)
+        )
         self._held: list[tuple[Any, str, Any]] = []
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -53,7 +51,6 @@ class StepHooks:
         return args, kwargs
 
     def after(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run what comes after it."""
         for hook in self._after:
             hook(self._optimizer, args, kwargs)
 
@@ -99,7 +96,3 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         owner = known()
         if owner is not None:
             check(owner, optimizer)
-
-
-def _pairs() -> tuple[tuple[str, str], ...]:
-    return tuple(zip(_GLOBAL, _OWN, strict=True))
