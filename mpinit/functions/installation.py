@@ -170,19 +170,12 @@ def resolve_owner(name: str) -> tuple[Any, str]:
 
 def _registered_wrapper(registration: Registration) -> Any:
     """The wrapper for a registered function; that of a static or class method is one too."""
-    standing = _standing(registration.owner, registration.name)
-    function = standing.__func__ if isinstance(standing, (staticmethod, classmethod)) else standing
-    wrapped: Any = user_wrapper(registration.cast, function)
+    owner, name = registration.owner, registration.name
+    homes = map(vars, getattr(owner, "__mro__", (owner,)))
+    standing = next((home[name] for home in homes if name in home), getattr(owner, name))
     if isinstance(standing, (staticmethod, classmethod)):
-        return type(standing)(wrapped)
-    return wrapped
-
-
-def _standing(owner: Any, name: str) -> Any:
-    for base in getattr(owner, "__mro__", (owner,)):
-        if name in vars(base):
-            return vars(base)[name]
-    return getattr(owner, name)
+        return type(standing)(user_wrapper(registration.cast, standing.__func__))
+    return user_wrapper(registration.cast, standing)
 
 
 def _keep_casts_out_of_backward(undos: UndoStack) -> None:

@@ -12,15 +12,6 @@ from .casters import user_wrapper
 from .earlier_imports import bound_elsewhere
 from .installation import INSTALLATION, REGISTERED, Registration
 
-__all__ = [
-    "float_function",
-    "half_function",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

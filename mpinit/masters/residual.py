@@ -35,11 +35,9 @@ class Residual:
     """What :func:`encode` keeps; all on the host.
 
     Attributes:
-        length: how many elements there are.
         checksums: int64, one for each block of 16-bit values; None where they are not going to change.
         differences: int16, for each element; None where ``values`` holds everything.
         places: int64, the elements kept as they are; None: every one.
-        values: those, in the original's dtype.
     """
 
     length: int

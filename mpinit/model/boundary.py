@@ -44,7 +44,6 @@ class Boundary:
 
     Args:
         inner_dtype: the type that runs inside: float32 where functions cast for themselves (O1).
-        cast_inputs: whether floating inputs are cast to it.
         output_dtype: what floating outputs are cast to for a caller outside of every forward, or None to leave them.
         casts: what is on and off around a forward; :meth:`cross` leaves it to its callers.
         keep_inputs: (argument name, value) -> whether it stays as it is; one that says yes is enough.

@@ -47,7 +47,10 @@ def warn_of_lasting_losses(
                 if reason is not None:
                     full_name = dotted(module_name, name)
                     found.append(f"{full_name} {reason}")
-                    entries.append(_entry_for(module_name, module, full_name))
+                    # The module where it holds nothing that is trained, for it then returns 16 bits.
+                    trains = any(parameter.requires_grad for parameter in module.parameters())
+                    is_whole = module_name and not trains and not any(True for _ in module.children())
+                    entries.append(module_name if is_whole else full_name)
     if found:
         listed = ", ".join(map(repr, dict.fromkeys(entries)))
         warn_user(
@@ -76,12 +79,6 @@ def loss_of(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
     if is_monotonic and values.numel() >= _FEWEST_IN_TABLE and 0 < _LEAST_SPAN * least < largest:
         return f"is a table from {values[0]:.3g} to {values[-1]:.3g}, whose error grows with what it is multiplied by"
     return None
-
-
-def _entry_for(module_name: str, module: nn.Module, dotted: str) -> str:
-    """The module where it holds nothing that is trained, for it then returns 16 bits; elsewhere the tensor itself."""
-    trains = any(parameter.requires_grad for parameter in module.parameters())
-    return dotted if trains or not module_name or any(True for _ in module.children()) else module_name
 
 
 def warn_of_target_networks(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:

@@ -25,14 +25,12 @@ class Selection:
     """What a plan comes to on given models, computed once by :func:`select`.
 
     Attributes:
-        models: the models.
         kept: the topmost modules that stay float32, with their dotted names; everything below them does too.
         targets: every floating parameter and buffer -> the dtype it is to have, tied ones once, in the models' order.
             Empty where the plan casts no model. Without parameters that only forwards are to see in 16 bit.
         holds_16_bit: whether any parameter or buffer will be 16-bit once ``targets`` are cast, or inside forwards.
         float32_modules: all modules that stay float32: those in ``kept`` and those below them.
         gathered: float32 shards that FSDP gathers in 16 bit -> the type it gathers them in; no targets of a cast.
-        changes: the targets whose dtype is another one yet.
         parts: modules below the models -> the dtype their forward computes in, for those that hold tensors of that
             dtype or are in ``kept``. Empty where the plan makes no weight 16-bit.
     """
