@@ -21,7 +21,12 @@ _NAMES: Final[dict[str, torch.dtype]] = {
 
 
 def parse_dtype(value: Any) -> torch.dtype:
-    """Turn a user's spelling of a dtype, "bf16" say, into a ``torch.dtype``."""
+    """Turn a user's spelling of a dtype into a ``torch.dtype``.
+
+    Example:
+        >>> parse_dtype("bf16")
+        torch.bfloat16
+    """
     if isinstance(value, torch.dtype) and value in _NAMES.values():
         return value
     if isinstance(value, str):
@@ -37,6 +42,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def is_lower_precision(dtype: torch.dtype) -> bool:
+    """Whether ``dtype`` is one of the two 16-bit floating types."""
     return dtype in LOWER_PRECISION
 
 
@@ -46,6 +52,11 @@ def cast_within_range(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return values.to(dtype)
     largest = torch.finfo(dtype).max
     return torch.where(values.isinf(), values, values.clamp(-largest, largest)).to(dtype)
+
+
+def cast_to(dtype: torch.dtype, clamps: bool, values: torch.Tensor) -> torch.Tensor:
+    """``values`` in another type; ``clamps``: as :func:`cast_within_range` makes them."""
+    return cast_within_range(values, dtype) if clamps else values.to(dtype)
 
 
 def may_overflow(given: torch.dtype, dtype: torch.dtype) -> bool:

@@ -21,6 +21,7 @@ def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Seq
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
+    """A number of things in words."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 

@@ -214,9 +214,6 @@ TORCH_POLICY: Final = (*_LOWER_PRECISION_ROWS, *_FP32_ROWS, *_PROMOTE_ROWS, _BAN
 APEX_POLICY: Final = tuple({row.name: row for row in (*TORCH_POLICY, *_APEX_ROWS)}.values())
 
 
-def row_of(name: str, rows: Iterable[CastRow] = TORCH_POLICY) -> CastRow | None:
-    return next((row for row in rows if name in row.names), None)
-
-
 def wrapped_on(row: CastRow, device_types: Iterable[str]) -> tuple[str, ...]:
+    """Which of these device types need the row's wrapper."""
     return tuple(device for device in device_types if device not in row.native)

@@ -161,6 +161,7 @@ def _wrappers(needs: _Needs) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 
 
 def resolve_owner(name: str) -> tuple[Any, str]:
+    """The namespace and the attribute of a dotted name below torch."""
     _, *path, attribute = name.split(".")
     owner: Any = torch
     for part in path:

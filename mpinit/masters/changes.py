@@ -17,12 +17,15 @@ _BYTE = 8
 
 @final
 class Changes:
-    """Follows some weights of 16 bit, by name.
+    """Follows some weights.
 
     When a master is rounded, old and new stand beside each other, and what differs is known exactly. What is written
-    otherwise, by a load or by hand, is noticed by weight, and all of that weight counts. ``accessed`` has the ids of
-    weights whose ``data`` was read, where masters note that already; ``settle`` lets the weights be what was written to
-    masters in the user's hands.
+    otherwise, by a load or by hand, is noticed by weight, and all of that weight counts.
+
+    Args:
+        weights: name -> 16-bit weight.
+        accessed: ids of weights whose ``data`` was read, where masters note that already; None: it is noted here.
+        settle: lets the weights be what was written to masters in the user's hands.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Changes:
                 self._bits[place] = self._bits[place].to(weight.device).bitwise_or_(_packed(differs))
 
     def rounded(self) -> None:
+        """They have."""
         self._writes.note()
 
     def _look(self) -> None:

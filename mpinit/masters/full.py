@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ..basics.dtypes import as_float32, cast_within_range
+from ..basics.dtypes import as_float32, cast_to
 from ..distributed.sharding import arriving_gradient_dtype, is_sharded, local, set_data
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, forget_all_data, forget_data, note_data
 from .law import follow_weight, round_into
@@ -62,8 +62,7 @@ class FullMasters(Masters):
 
     def _cast(self, master: Master, dtype: torch.dtype) -> None:
         note_data(master.weight, self.accessed)
-        values = TENSOR_DATA.__get__(master.weight)
-        set_data(master.weight, cast_within_range(values, dtype) if master.clamps else values.to(dtype))
+        set_data(master.weight, cast_to(dtype, master.clamps, TENSOR_DATA.__get__(master.weight)))
 
     def is_cast(self, master: Master) -> bool:
         """Whether the weight has been cast: until then it shares its memory with the master."""
@@ -165,7 +164,9 @@ class _Open(OpenMasters):
             self._owner._open.remove(self)
         changes = self._owner.changes
         if changes is not None:
-            changes.rounding(self._weights, map(_rounded, self._masters))
+            columns = zip(self._weights, self._masters, self._parameters, strict=True)
+            rounded = (cast_to(w.dtype, master.clamps, TENSOR_DETACH(p)) for w, master, p in columns)
+            changes.rounding(self._weights, rounded)
         if self._are_sharded:
             torch._foreach_copy_([local(w) for w in self._weights], [local(p) for p in self._parameters])
         elif self._weights:
@@ -196,8 +197,3 @@ class _Open(OpenMasters):
         if first is None or first.grad_dtype is torch.float32:
             return list(gradients)
         return self._owner.held(gradients)
-
-
-def _rounded(master: Master) -> torch.Tensor:
-    values, dtype = TENSOR_DETACH(master.parameter), master.weight.dtype
-    return cast_within_range(values, dtype) if master.clamps else values.to(dtype)

@@ -15,11 +15,13 @@ Values = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 def named_own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A module's own parameters and buffers."""
     for tensors in (module._parameters, module._buffers):
         yield from ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
 
 
 def is_16_bit(value: Any) -> bool:
+    """Whether ``value`` is a float16 or bfloat16 tensor."""
     return isinstance(value, torch.Tensor) and is_lower_precision(value.dtype)
 
 

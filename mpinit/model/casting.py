@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..basics.dtypes import cast_within_range, is_lower_precision, may_overflow
+from ..basics.dtypes import cast_to, cast_within_range, is_lower_precision, may_overflow
 from ..basics.modules import modules_of
 from ..basics.user_warnings import warn_user
 from ..distributed.sharding import is_sharded, local, rebuild_groups, set_data
@@ -125,7 +125,7 @@ class TensorCasts:
             if not torch.equal(entry.original.to(values), values):
                 entry.original = values.to(entry.original.dtype, copy=True)
         elif tensor not in self._trained:
-            cast = functools.partial(_cast_to, tensor.dtype, True)
+            cast = functools.partial(cast_to, tensor.dtype, True)
             self._keep_residual(tensor, values.to(self._came_in[tensor]), cast)
 
     def undo(self) -> None:
@@ -139,7 +139,7 @@ class TensorCasts:
 
     def _cast_parameter(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
         values = TENSOR_DETACH(parameter)
-        cast = functools.partial(_cast_to, dtype, parameter in self._out_of_range)
+        cast = functools.partial(cast_to, dtype, parameter in self._out_of_range)
         self._came_in[parameter] = parameter.dtype
         self._keep_residual(parameter, values, cast)
         if parameter.grad is not None:
@@ -173,7 +173,7 @@ class TensorCasts:
 
     def _cast_buffer(self, original: torch.Tensor, dtype: torch.dtype, places: list[tuple[nn.Module, str]]) -> None:
         values = original.detach()
-        cast = _cast_to(dtype, original in self._out_of_range, values)
+        cast = cast_to(dtype, original in self._out_of_range, values)
         self._buffers[cast] = _Buffer(original, cast, places)
         for module, name in places:
             module._buffers[name] = cast
@@ -200,10 +200,6 @@ def convert(weight: nn.Parameter, dtype: torch.dtype) -> None:
         except BaseException:
             _replace_data(weight, before, gradient)
             raise
-
-
-def _cast_to(dtype: torch.dtype, clamps: bool, values: torch.Tensor) -> torch.Tensor:
-    return cast_within_range(values, dtype) if clamps else values.to(dtype)
 
 
 def _replace_data(tensor: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor | None) -> None:

@@ -46,6 +46,7 @@ class Selection:
 
 
 def select(models: Sequence[nn.Module], plan: Plan) -> Selection:
+    """Find out what a plan comes to on ``models``."""
     walk = _Walk(plan)
     for model in models:
         walk.visit("", model, False)
@@ -109,6 +110,7 @@ def own_tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def ids_of_tensors(models: Sequence[nn.Module]) -> frozenset[int]:
+    """The ids of all parameters and buffers of some models."""
     return frozenset([id(t) for model in models for module in modules_of(model) for t in own_tensors(module)])
 
 

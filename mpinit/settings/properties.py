@@ -221,6 +221,7 @@ def _check(props: Properties) -> None:
 
 
 def field_names() -> tuple[str, ...]:
+    """Every keyword that is a property, in declaration order."""
     return tuple(Properties.model_fields)
 
 

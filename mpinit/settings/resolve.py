@@ -38,6 +38,7 @@ class ReadConfig(dict[str, Any]):
 
 
 def check_level(opt_level: Any) -> str:
+    """Return the level's name, or raise a ValueError that lists the levels."""
     if isinstance(opt_level, str) and opt_level in OPT_LEVELS:
         return str(opt_level)
     raise ValueError(

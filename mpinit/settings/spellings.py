@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -63,6 +62,7 @@ def parse_optional_dtype(value: Any) -> torch.dtype | None:
 
 
 def parse_optional_bool(value: Any) -> Any:
+    """Read a boolean, or nothing."""
     return None if is_nothing(value) else parse_bool(value)
 
 
@@ -77,6 +77,7 @@ def parse_master_weights(value: Any) -> Any:
 
 
 def parse_optimizer_state(value: Any) -> str:
+    """Read the name of an encoding of optimizers' states."""
     name = "int8" if value is torch.int8 or value == "int8" else None
     with contextlib.suppress(ValueError):
         name = name or dtype_name(parse_dtype(value))
@@ -129,48 +130,51 @@ def parse_scale(value: Any) -> Any:
     return parse_optional_scale(value)
 
 
-def _entries(value: Any, is_right: Callable[[Any], bool], refusal: str) -> tuple[Any, ...]:
+def _several(value: Any) -> tuple[Any, ...]:
     """The entries of a list, of one entry without a list, or of nothing."""
     if is_nothing(value):
         return ()
-    entries = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
-    for entry in entries:
-        if not is_right(entry):
-            raise ValueError(f"{entry!r} is {refusal}, or a list of them")
-    return entries
+    return tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
 
 
 def parse_keep_fp32(value: Any) -> Any:
-    def is_right(entry: Any) -> bool:
+    """Read modules' types, names or predicates, one or several."""
+    entries = _several(value)
+    for entry in entries:
         # What pydantic's union would take for a predicate: any class and any module can be called.
         if isinstance(entry, torch.nn.Module):
             raise ValueError(
                 f"a module itself ({type(entry).__name__}) cannot be an entry; give its dotted name, such as 'head', "
                 "its type, or a predicate (name, module) -> bool"
             )
-        is_kind = issubclass(entry, torch.nn.Module) if isinstance(entry, type) else callable(entry)
-        return is_kind or isinstance(entry, str)
-
-    refusal = (
-        "neither a torch.nn.Module type, nor a dotted name such as 'head' or '*.norm', nor a predicate "
-        "(name, module) -> bool; give one of these"
-    )
-    return _entries(value, is_right, refusal)
+        is_right = issubclass(entry, torch.nn.Module) if isinstance(entry, type) else callable(entry)
+        if not (is_right or isinstance(entry, str)):
+            raise ValueError(
+                f"{entry!r} is neither a torch.nn.Module type, nor a dotted name such as 'head' or '*.norm', nor a "
+                "predicate (name, module) -> bool; give one of these, or a list of them"
+            )
+    return entries
 
 
 def parse_keep_inputs(value: Any) -> Any:
-    return _entries(
-        value,
-        lambda entry: isinstance(entry, str) or (callable(entry) and not isinstance(entry, (type, torch.nn.Module))),
-        "neither the name of an argument of forward, such as 'targets', nor a predicate (name, value) -> bool; give "
-        "one of these",
-    )
+    """Read names of arguments or predicates, one or several."""
+    entries = _several(value)
+    for entry in entries:
+        if not (isinstance(entry, str) or (callable(entry) and not isinstance(entry, (type, torch.nn.Module)))):
+            raise ValueError(
+                f"{entry!r} is neither the name of an argument of forward, such as 'targets', nor a predicate "
+                "(name, value) -> bool; give one of these, or a list of them"
+            )
+    return entries
 
 
 def parse_entry_points(value: Any) -> Any:
-    return _entries(
-        value,
-        lambda entry: isinstance(entry, str) and all(p.isidentifier() or p.isdigit() for p in entry.split(".")),
-        "not the name of a method; give names such as 'forward_features', or 'backbone.forward_features' for a module "
-        "inside",
-    )
+    """Read names of methods, one or several."""
+    entries = _several(value)
+    for entry in entries:
+        if not isinstance(entry, str) or not all(part.isidentifier() or part.isdigit() for part in entry.split(".")):
+            raise ValueError(
+                f"{entry!r} is not the name of a method; give names such as 'forward_features', or "
+                "'backbone.forward_features' for a module inside, or a list of them"
+            )
+    return entries

@@ -30,6 +30,7 @@ do_all: Final = deque[Any](maxlen=0).extend
 
 
 def are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects in the same order."""
     return len(these) == len(those) and all(map(is_, these, those))
 
 
@@ -53,6 +54,7 @@ class Entries:
 
 
 def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Each tensor's ``grad``."""
     return list(map(_GRAD_OF, tensors))
 
 
@@ -62,6 +64,7 @@ def have_grads(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def set_grads(tensors: Iterable[torch.Tensor], grads: Iterable[torch.Tensor | None]) -> None:
+    """Set each tensor's ``grad``."""
     do_all(map(setattr, tensors, repeat("grad"), grads))
 
 
@@ -71,6 +74,7 @@ def set_memory(tensors: Iterable[torch.Tensor], parts: Sequence[torch.Tensor]) -
 
 
 def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Where each tensor's numbers begin."""
     return list(map(_ADDRESS_OF, tensors))
 
 
@@ -82,10 +86,12 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def are_trained(tensors: Iterable[torch.Tensor]) -> list[bool]:
+    """Each tensor's ``requires_grad``."""
     return list(map(_IS_TRAINED, tensors))
 
 
 def all_dense(gradients: Sequence[torch.Tensor | None]) -> bool:
+    """Whether all are there and dense."""
     try:
         return set(map(_IS_SPARSE, gradients)) == _NO
     except AttributeError:

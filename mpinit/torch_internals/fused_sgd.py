@@ -33,6 +33,7 @@ def stepped_wrongly(
 
 @contextmanager
 def unfused(groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Groups' ``fused`` switched off for a step."""
     switched = [group for group in groups if group.get("fused")]
     for group in switched:
         group["fused"] = False

@@ -92,6 +92,7 @@ this: Final = _This()
 
 
 def present_state() -> State:
+    """The calling thread's state."""
     on = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in device_types()]
     return on, torch.is_autocast_cache_enabled()
 
@@ -184,10 +185,12 @@ class CastsOff(CastsAs):
 
 
 def flags() -> dict[str, bool]:
+    """This thread's autocast flag for each device type present."""
     return {device: torch.is_autocast_enabled(device) for device in device_types()}
 
 
 def set_flags(state: Mapping[str, bool]) -> None:
+    """Set this thread's autocast flags to a state that :func:`flags` returned."""
     for device, on in state.items():
         torch.set_autocast_enabled(device, on)
 

@@ -36,6 +36,7 @@ class OperationsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def next_number() -> int:
+    """The number that the next node of the graph is going to have."""
     number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     return number
 

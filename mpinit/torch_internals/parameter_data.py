@@ -53,6 +53,7 @@ def note_data_of(parameters: Sequence[torch.Tensor]) -> set[int]:
 
 
 def forget_data_of(accessed: set[int]) -> None:
+    """The reverse of :func:`note_data_of`."""
     if _columns.pop(id(accessed), None) is not None:
         _unpatch()
 

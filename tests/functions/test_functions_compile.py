@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from cast_samples import Make, sample
+from cast_samples import ROWS, Make, sample
 from casts import BF16, FP32, HALF, o1_plan
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import mpinit
 from mpinit.functions import apply
-from mpinit.functions.cast_lists import TORCH_POLICY, Cast, CastRow, row_of
+from mpinit.functions.cast_lists import TORCH_POLICY, Cast, CastRow
 from mpinit.torch_internals.forward_casts import ForwardCasts
 from mpinit.torch_internals.native_autocast import disable_casts
 
@@ -118,7 +118,7 @@ def test_disable_casts_around_a_compiled_model(scope: str) -> None:
 def test_functions_compile_again_after_the_last_session() -> None:
     """What dynamo learnt about names while wrappers stood there must not outlive them."""
     names = ["exp", "Tensor.exp", "softmax", "Tensor.cumsum", "bilinear", "nn.functional.bilinear", "Tensor.dot"]
-    rows = [(row, f"torch.{name}") for name in names if (row := row_of(f"torch.{name}")) is not None]
+    rows = [(row, f"torch.{name}") for name in names if (row := ROWS.get(f"torch.{name}")) is not None]
     assert len(rows) == len(names)
     args = [sample(row.name, name)(Make("cpu", HALF)) for row, name in rows]
     call = calling([name for _, name in rows])

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from cast_samples import ROWS
 from casts import BF16, FP32, HALF, in_thread, o1_plan
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mpinit.functions import apply
-from mpinit.functions.cast_lists import Cast, row_of
+from mpinit.functions.cast_lists import Cast
 from mpinit.functions.installation import resolve_owner
 from mpinit.torch_internals.cpu_autocast_list import RUNS_AS_GIVEN, listed_on_cpu_only
 from mpinit.torch_internals.forward_casts import ForwardCasts
@@ -145,7 +146,7 @@ def check(call: Call, casts: dict[torch.dtype, ForwardCasts]) -> str | None:
     with casts[call.lower]:
         result, error = attempt(call.run)
     if error is not None:
-        promised = row_of(call.name) is not None or call.public in FLOAT32_ON_CPU or call.found == {FP32}
+        promised = call.name in ROWS or call.public in FLOAT32_ON_CPU or call.found == {FP32}
         return f"{call} raised {error!r}" if plain is not None or promised else None
     if "multi_head_attention" in call.name:
         exact, plain, result = exact[0], plain and plain[0], result[0]  # beside it are weights out of a softmax
@@ -170,7 +171,7 @@ def expected(call: Call) -> torch.dtype | None:
     """The type that the policy promises for the result; None: what it is without casts."""
     if call.kwargs.get("dtype") is not None or call.kwargs.get("mode") == "area" or ".masked." in call.name:
         return None
-    row = row_of(call.name)
+    row = ROWS.get(call.name)
     cast = row.cast if row is not None else MADE_OF_OTHERS.get(call.public)
     if call.public in FLOAT32_ON_CPU or cast in (Cast.FP32, Cast.BANNED):
         return FP32
@@ -221,7 +222,7 @@ def test_every_kernel_on_the_cpus_list_alone_follows_cuda_or_is_named_on_the_pag
     renamed = {"grid_sampler_2d_cpu_fallback", "lu_with_info", "mkldnn_rnn_layer"}
     for kernel in listed_on_cpu_only() - set(RUNS_AS_GIVEN):
         name = kernel.removeprefix("fft_").removeprefix("linalg_").removeprefix("_")
-        assert name in named | renamed or row_of(f"torch.nn.functional.{name}") or name in INSIDE_ROWS, kernel
+        assert name in named | renamed or f"torch.nn.functional.{name}" in ROWS or name in INSIDE_ROWS, kernel
 
 
 @pytest.mark.nightly

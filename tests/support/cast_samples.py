@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
+from mpinit.functions.cast_lists import TORCH_POLICY
+
+ROWS = {name: row for row in TORCH_POLICY for name in row.names}
+
 
 class Make:
-    """Makes the tensors of one call, and remembers them so that their gradients can be looked at.
-
-    Args:
-        device: the device they are on.
-        dtypes: their dtypes, in turn.
-    """
+    """Makes the tensors of one call, in ``dtypes`` in turn, and remembers them so that gradients can be looked at."""
 
     def __init__(self, device: str, *dtypes: torch.dtype) -> None:
         self.device = device
