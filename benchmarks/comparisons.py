@@ -72,6 +72,15 @@ COMPARISONS: Final = (
             ("split, int8 states", "o2_int8"),
         )
     ),
+    *(
+        Comparison(f"{title} / full masters{where}", workload, f"{name}{suffix}", f"{below}{suffix}", goal)
+        for workload in ("bandwidth_adam", "bandwidth_sgd")
+        for where, suffix, below, goals in (
+            ("", "", "o2_bf16", (1.35, 4)),
+            (", no compiler", "_eager", "o2", (2.5, 10)),
+        )
+        for title, name, goal in zip(("split", "split, int8 states"), ("o2_split", "o2_int8"), goals, strict=True)
+    ),
     Comparison("compiled O4 / torch.amp, bf16", "compiled", "o1_bf16", "amp_bf16", 1.03),
     Comparison("compiled O5 / torch.amp, bf16", "compiled", "o2_bf16", "amp_bf16", 1.00),
     Comparison("compiled O1 / torch.amp, fp16", "compiled", "o1_fp16", "amp_fp16", 1.03),

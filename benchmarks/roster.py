@@ -68,6 +68,14 @@ ROSTER: Final[Mapping[str, Row]] = {
         "mpinit O5 split, int8 states, gradient release",
         partial(Mpinit, opt_level="O5", master_weights="split", optimizer_state="int8", gradient_release=True),
     ),
+    "o2_eager": Row("mpinit O5 (O2), no compiler", partial(Mpinit, opt_level="O5", native=False)),
+    "o2_split_eager": Row(
+        "mpinit O5 split, no compiler", partial(Mpinit, opt_level="O5", master_weights="split", native=False)
+    ),
+    "o2_int8_eager": Row(
+        "mpinit O5 split, int8 states, no compiler",
+        partial(Mpinit, opt_level="O5", master_weights="split", optimizer_state="int8", native=False),
+    ),
     "o3_bf16": Row("mpinit O3", partial(Mpinit, opt_level="O3", cast_model_type=BF16)),
     "optimi": _peer("optimi, Kahan", "optimi", peers.optimi),
     "torchao": _peer("torchao 8-bit Adam", "torchao.optim", peers.torchao_8bit, compiles=True),
@@ -96,6 +104,9 @@ BY_TYPE: Final[Mapping[str, tuple[str, ...]]] = {
             "o2_model",
             "o2_split_bf16",
             "o2_int8",
+            "o2_eager",
+            "o2_split_eager",
+            "o2_int8_eager",
         ),
         *("o3_bf16", "optimi", "torchao", "bitsandbytes", "flashoptim"),
     ),

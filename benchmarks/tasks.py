@@ -86,11 +86,11 @@ def _launch(size: Size, device: torch.device, norms: bool = True, rule: Rule = _
     )  # fmt: skip
 
 
-def _bandwidth(size: Size, device: torch.device, form: str = "fused") -> Task:
+def _bandwidth(size: Size, device: torch.device, form: str = "fused", name: str = "adam", momentum: float = 0) -> Task:
     model = models.GivenGradients(size["tensors"], size["side"]).to(device)
     nothing = torch.zeros((), dtype=torch.long, device=device)
     return Task(
-        model, [(nothing, nothing)], lambda output, target: output, Rule("adam", 1e-3, form=form),
+        model, [(nothing, nothing)], lambda output, target: output, Rule(name, 1e-3, momentum, form),
         lambda: [model._template, *model.sources.values()],
     )  # fmt: skip
 
@@ -185,6 +185,26 @@ TASKS: Final[Mapping[str, TaskRow]] = {
             "cuda": {"tensors": 40, "side": 512},
         },
         partial(_bandwidth, form="foreach"),
+        optimizer_only=True,
+    ),
+    "bandwidth_sgd": TaskRow(
+        "bandwidth-bound: the SGD step, with momentum, of 42 M parameters in 40 tensors, no network",
+        {
+            "quick": {"tensors": 4, "side": 384},
+            "cpu": {"tensors": 40, "side": 1024},
+            "cuda": {"tensors": 40, "side": 1024},
+        },
+        partial(_bandwidth, name="sgd", momentum=0.9),
+        optimizer_only=True,
+    ),
+    "bandwidth_adam": TaskRow(
+        "bandwidth-bound: the Adam step of 42 M parameters in 40 tensors, no network",
+        {
+            "quick": {"tensors": 4, "side": 384},
+            "cpu": {"tensors": 40, "side": 1024},
+            "cuda": {"tensors": 40, "side": 1024},
+        },
+        _bandwidth,
         optimizer_only=True,
     ),
     "memory": TaskRow(

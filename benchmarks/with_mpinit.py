@@ -1,4 +1,4 @@
-"""mpinit as a contender, through its public functions only."""
+"""mpinit as a contender, through its public functions; only its native code is switched off by hand."""
 
 from __future__ import annotations
 
@@ -13,15 +13,23 @@ from .tasks import Task
 
 
 class Mpinit(Contender):
-    """``initialize`` once, ``scale_loss`` around backward; leaving that block counts as settling."""
+    """``initialize`` once, ``scale_loss`` around backward; leaving that block counts as settling.
 
-    def __init__(self, task: Task, opt_level: str, **properties: Any) -> None:
+    Args:
+        native: False: as where there is no compiler, in all of this process.
+    """
+
+    def __init__(self, task: Task, opt_level: str, native: bool = True, **properties: Any) -> None:
         super().__init__(task)
         try:
             import mpinit
         except ImportError as error:
             raise Unavailable(f"mpinit cannot be imported: {error}") from error
         self.mpinit: Any = mpinit
+        if not native:
+            from mpinit.torch_internals.one_pass import NATIVE
+
+            NATIVE.may_come = False
         self.scaling: AbstractContextManager[Tensor]
         self.mpinit.initialize(self.model, self.optimizer, opt_level, verbosity=0, **properties)
 
