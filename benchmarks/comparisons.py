@@ -63,23 +63,19 @@ COMPARISONS: Final = (
     Comparison("O4 / torch.amp with LayerNorm in float32, bf16", "launch", "o1_bf16", "amp_norms_bf16", 1.10),
     *(
         Comparison(f"{what} / full masters", workload, name, "o2_bf16", goal)
-        for workload, goal in (
-            *(("bandwidth", 1.35), ("bandwidth_foreach", 1.35), ("bandwidth_small", 1.35), ("small_nets", 1.60)),
-        )
+        for workload, goal in (*(("bandwidth", 1.35), ("bandwidth_foreach", 1.35), ("bandwidth_small", 1.35)),)
         for what, name in (
             ("split", "o2_split"),
             ("split, bf16 states", "o2_split_bf16"),
             ("split, int8 states", "o2_int8"),
         )
     ),
+    Comparison("split / full masters", "bandwidth_sgd", "o2_split", "o2_bf16", 1.35),
+    Comparison("split, int8 states / full masters", "bandwidth_sgd", "o2_int8", "o2_bf16", 4.00),
     *(
-        Comparison(f"{title} / full masters{where}", workload, f"{name}{suffix}", f"{below}{suffix}", goal)
-        for workload in ("bandwidth_adam", "bandwidth_sgd")
-        for where, suffix, below, goals in (
-            ("", "", "o2_bf16", (1.35, 4)),
-            (", no compiler", "_eager", "o2", (2.5, 10)),
-        )
-        for title, name, goal in zip(("split", "split, int8 states"), ("o2_split", "o2_int8"), goals, strict=True)
+        Comparison(f"{what} / full masters, no compiler", workload, name, "o2_eager", goal)
+        for workload in ("bandwidth_eager", "bandwidth_sgd")
+        for what, name, goal in (("split", "o2_split_eager", 2.50), ("split, int8 states", "o2_int8_eager", 10.00))
     ),
     Comparison("compiled O4 / torch.amp, bf16", "compiled", "o1_bf16", "amp_bf16", 1.03),
     Comparison("compiled O5 / torch.amp, bf16", "compiled", "o2_bf16", "amp_bf16", 1.00),

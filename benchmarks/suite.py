@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -58,7 +58,8 @@ _LAUNCH: Final = (
     *("amp_fp16", "amp_norms_fp16", "hand_fp16", "o1_fp16", "o2_fp16", "o3_fp16"),
 )
 _ENCODED: Final = ("o2_bf16", "o2_split", "o2_split_bf16", "o2_int8")
-_ONE_PASS: Final = ("o2_bf16", "o2_split", "o2_int8", "o2_eager", "o2_split_eager", "o2_int8_eager")
+_ONE_PASS: Final = ("o2_bf16", "o2_split", "o2_int8")
+_EAGER: Final = ("o2_eager", "o2_split_eager", "o2_int8_eager")
 _PEERS: Final = ("optimi", "torchao", "bitsandbytes", "flashoptim")
 _BANDWIDTH: Final = ("hand_bf16", *_ENCODED, "o3_bf16", *_PEERS, "hand_fp16", "o2_fp16")
 _MEMORY: Final = (
@@ -137,10 +138,9 @@ def workloads(size: str) -> Mapping[str, Workload]:
         "unet": _training("unet", _USUAL, 0.8),
         "lstm": _training("lstm", _USUAL, 0.8),
         "bandwidth_foreach": _steps("bandwidth_foreach", _ENCODED, 0.9),
-        "bandwidth_adam": _steps("bandwidth_adam", _ONE_PASS, 1.5),
-        "bandwidth_sgd": _steps("bandwidth_sgd", _ONE_PASS, 1.5),
+        "bandwidth_eager": replace(_steps("bandwidth_eager", _EAGER, 0.4), devices=("cpu",)),
+        "bandwidth_sgd": replace(_steps("bandwidth_sgd", (*_ONE_PASS, *_EAGER), 0.6), devices=("cpu",)),
         "bandwidth_small": _steps("bandwidth_small", ("hand_bf16", *_ENCODED), 0.5),
-        "small_nets": _steps("small_nets", ("hand_bf16", *_ENCODED), 0.5),
         "o1_linear": _steps("o1_linear", _O1, 0.5),
         "pieces": Workload(
             "pieces of a step on a million numbers in 4 tensors", (*PIECES, "fused Adam again"), _piece,

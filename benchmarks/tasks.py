@@ -188,21 +188,21 @@ TASKS: Final[Mapping[str, TaskRow]] = {
         optimizer_only=True,
     ),
     "bandwidth_sgd": TaskRow(
-        "bandwidth-bound: the SGD step, with momentum, of 42 M parameters in 40 tensors, no network",
+        "bandwidth-bound: the SGD step, with momentum, of 10 M parameters in 40 tensors, no network",
         {
             "quick": {"tensors": 4, "side": 384},
-            "cpu": {"tensors": 40, "side": 1024},
-            "cuda": {"tensors": 40, "side": 1024},
+            "cpu": {"tensors": 40, "side": 512},
+            "cuda": {"tensors": 40, "side": 512},
         },
         partial(_bandwidth, name="sgd", momentum=0.9),
         optimizer_only=True,
     ),
-    "bandwidth_adam": TaskRow(
-        "bandwidth-bound: the Adam step of 42 M parameters in 40 tensors, no network",
+    "bandwidth_eager": TaskRow(
+        "bandwidth-bound: the Adam step of 10 M parameters in 40 tensors, no compiler",
         {
             "quick": {"tensors": 4, "side": 384},
-            "cpu": {"tensors": 40, "side": 1024},
-            "cuda": {"tensors": 40, "side": 1024},
+            "cpu": {"tensors": 40, "side": 512},
+            "cuda": {"tensors": 40, "side": 512},
         },
         _bandwidth,
         optimizer_only=True,
@@ -213,16 +213,6 @@ TASKS: Final[Mapping[str, TaskRow]] = {
             "quick": {"tensors": 16, "side": 512},
             "cpu": {"tensors": 40, "side": 1024},
             "cuda": {"tensors": 40, "side": 1024},
-        },
-        _bandwidth,
-        optimizer_only=True,
-    ),
-    "small_nets": TaskRow(
-        "the Adam step of 160 tensors of 32 x 32, no network",
-        {
-            "quick": {"tensors": 4, "side": 32},
-            "cpu": {"tensors": 160, "side": 32},
-            "cuda": {"tensors": 160, "side": 32},
         },
         _bandwidth,
         optimizer_only=True,

@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpinit.masters.codecs import codec as blocks
 from mpinit.masters.codecs.bfloat16 import BFloat16
 from mpinit.masters.codecs.codec import BLOCK, Codec, in_rows, rows_for
 from mpinit.masters.codecs.encoded import EncodedState
@@ -126,19 +128,11 @@ def test_any_length(codec: Codec, length: int) -> None:
     torch.testing.assert_close(decoded(codec, values), values, rtol=1 / 16, atol=0)
 
 
-@each
-def test_codes_do_not_depend_on_the_default_type(codec: Codec) -> None:
-    values = in_rows(torch.cat([some("signed"), some("squares")]))
-    backs = [torch.empty_like(values) for _ in range(2)]
-    codes = [codec.empty(len(values), CPU) for _ in range(2)]
-    try:
-        for own, back in zip(codes, backs, strict=True):
-            codec.encode_by(None, values, own)
-            codec.decode_by(None, own, back)
-            torch.set_default_dtype(torch.float16)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert torch.equal(*backs) and all(map(torch.equal, *codes))
+@pytest.mark.long
+def test_native_code_is_tried_on_the_cpu(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_proved", {})
+    with torch.device("meta"):
+        assert all(blocks._gives_same_bits(codec, native) for codec in CODECS)
 
 
 # -- the tensor -------------------------------------------------------------------------------------------------------
