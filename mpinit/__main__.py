@@ -1,7 +1,5 @@
 """``python -m mpinit``: the same as the ``mpinit`` command."""
 
-from __future__ import annotations
-
 import sys
 
 from .cli import main

@@ -3,8 +3,6 @@
 Masters need no place of their own: ``model.state_dict()`` holds their float32 bits, and loading it sets them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 

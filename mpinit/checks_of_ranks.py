@@ -1,7 +1,5 @@
 """What ``initialize`` and the like were given, where there are other processes; checked before anything is changed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Final
 

@@ -3,8 +3,6 @@
 torch finds out while it loads, or at the next step: by then half of the state is in.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 

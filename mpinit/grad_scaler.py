@@ -1,7 +1,5 @@
 """``mpinit.GradScaler``: the interface of ``torch.amp.GradScaler`` over a session's scalers, masters and steps."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real

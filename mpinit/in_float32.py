@@ -1,7 +1,5 @@
 """``mpinit.float32_weights``: parameters and buffers in float32 for a while, to read, to write and to evaluate."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

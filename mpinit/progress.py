@@ -1,7 +1,5 @@
 """What a training loop asks of its session as it runs: the scale, which steps were done, and all of it in words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.optim import Optimizer

@@ -1,7 +1,5 @@
 """Which session an object belongs to: the only process-wide state about sessions, known weakly."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any

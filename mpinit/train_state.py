@@ -1,7 +1,5 @@
 """One object for ``torch.distributed.checkpoint``: a model, its optimizers and loss scalers, by parameter names."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """``mpinit.changes``: what steps have changed of a model's 16-bit weights, to be sent to where it is served."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

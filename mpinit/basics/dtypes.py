@@ -1,7 +1,5 @@
 """dtype names and predicates: the one place that knows how a user may spell a dtype."""
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import torch

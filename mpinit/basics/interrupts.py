@@ -1,7 +1,5 @@
 """Holding Ctrl-C back while two things that belong together are written."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from types import FrameType

@@ -1,7 +1,5 @@
 """The one logger, silent on every rank but the first."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

@@ -3,8 +3,6 @@
 Those are generators inside of generators, one for each module and level.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

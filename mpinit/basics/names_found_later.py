@@ -1,7 +1,5 @@
 """Names of a module that are imported when they are asked for: what takes long to import, or few need."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ A container is copied only where something in it changes. The caller's own objec
 model writes into its copy of one (an entry, an attribute, an element of a tensor) is written into the caller's too.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import operator

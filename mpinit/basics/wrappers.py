@@ -1,7 +1,5 @@
 """What others put around optimizers and models, seen through by the attributes that they document."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 

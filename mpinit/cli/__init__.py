@@ -1,7 +1,5 @@
 """The ``mpinit`` command. A subcommand is a row in ``COMMANDS`` and a file beside this one, imported when it runs."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import importlib

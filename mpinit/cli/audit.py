@@ -1,7 +1,5 @@
 """``mpinit audit``: where each number of a training lives, what it takes, and which weights cannot move."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from typing import Any

@@ -5,8 +5,6 @@ All three are dicts with a model's and an optimizer's state dict, and differ in 
 (apex's fused optimizers: in their groups).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import pickle

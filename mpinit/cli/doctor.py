@@ -1,7 +1,5 @@
 """``mpinit doctor``: what this machine can do in 16 bits, and which level suits it."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import platform

@@ -1,7 +1,5 @@
 """``mpinit explain``: which operation of a model runs in which type, and why."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

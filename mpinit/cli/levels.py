@@ -1,7 +1,5 @@
 """``mpinit levels``: what the levels set."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any, Final
 

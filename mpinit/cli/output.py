@@ -1,7 +1,5 @@
 """How results are shown: text and tables within 80 columns, or JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

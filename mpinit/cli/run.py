@@ -1,7 +1,5 @@
 """``mpinit run``: a script that was written for apex, as it is."""
 
-from __future__ import annotations
-
 import argparse
 
 

@@ -1,7 +1,5 @@
 """What lets scripts written for NVIDIA apex run on mpinit: the old names and quirks live here and nowhere else."""
 
-from __future__ import annotations
-
 from .importing import install_as_apex, uninstall_apex
 
 __all__ = ["install_as_apex", "uninstall_apex"]

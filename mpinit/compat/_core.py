@@ -1,7 +1,5 @@
 """All that the faces take from the inside of mpinit: sessions, masters, loss scalers. The rest is names of users."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final

@@ -4,8 +4,6 @@ Every module under :data:`FACE` is reachable under two names, its own and the on
 object under both: state is never split, and what is pickled under one name loads under the other.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import pkgutil

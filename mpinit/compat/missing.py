@@ -1,7 +1,5 @@
 """What apex has and mpinit's stand-in has not, and what takes its place: said where it is imported."""
 
-from __future__ import annotations
-
 from typing import Final
 
 _LEVEL_2: Final = "mpinit.initialize(model, optimizer, opt_level='O2')"

@@ -1,7 +1,5 @@
 """Running a script or module as ``__main__`` with the name ``apex`` provided."""
 
-from __future__ import annotations
-
 import builtins
 import io
 import os

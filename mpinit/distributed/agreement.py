@@ -1,7 +1,5 @@
 """What was asked for compared over ranks, and one overflow verdict for all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any, Final, cast

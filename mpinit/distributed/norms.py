@@ -1,7 +1,5 @@
 """The norm of gradients of which a process holds parts: plain and sharded ones, over any meshes, and other stages'."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any

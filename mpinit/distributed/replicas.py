@@ -3,8 +3,6 @@
 Asked without importing anything: torch has the wrapper at hand.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final

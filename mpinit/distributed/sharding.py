@@ -3,8 +3,6 @@
 Asked without importing torch's distributed packages, which are slow to import.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@ its own autocast kernels; on every other device the names in ``wraps`` are repla
 function is one row here and one row of ``tests/cast_samples.py``.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """The wrappers: each casts a function's arguments as its row says, while the native flag of their device is on."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import types

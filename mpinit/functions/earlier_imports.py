@@ -1,7 +1,5 @@
 """``from torch import exp`` done before O1 began: the name is bound to the function without casts."""
 
-from __future__ import annotations
-
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping

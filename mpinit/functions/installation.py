@@ -1,7 +1,5 @@
 """O1 installed: wrappers in torch's namespaces from the first session to the last, and casts on where a session is."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import threading

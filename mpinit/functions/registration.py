@@ -1,7 +1,5 @@
 """Functions of the user's own under O1: registered by name, or marked with a decorator."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar

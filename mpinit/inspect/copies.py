@@ -1,7 +1,5 @@
 """Copies of a model and its optimizer, to be run instead of them at any level."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import random

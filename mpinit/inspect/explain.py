@@ -1,7 +1,5 @@
 """One run of a model, watched: which operation ran in which type, and why."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Gradients by their exponents: what a 16-bit type holds of them, at which loss scale."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping

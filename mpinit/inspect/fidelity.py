@@ -1,7 +1,5 @@
 """Whether what is trained is what will be served: the forward of training beside that of a plain 16-bit model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final

@@ -1,7 +1,5 @@
 """The tensors in a tree, their numbers as a person reads them, and small samples by which two are compared."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final

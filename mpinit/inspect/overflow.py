@@ -1,7 +1,5 @@
 """Which parameter, module and operation an overflow came from: after it, from gradients, or while it happens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import final
 

@@ -1,7 +1,5 @@
 """What :func:`mpinit.explain` found, as rows, text and JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Every operation of a run, counted by module and dtypes, and why: the policy, weights, promotion, the user's code."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Parameters that do not move in steps that are done: what an audit foresees, measured."""
 
-from __future__ import annotations
-
 from typing import Any, final
 
 import torch

@@ -1,7 +1,5 @@
 """The doctor: runs a step in float32 and in 16 bit, finds where they part, and what makes them agree."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Accelerate: ``attach`` lets an ``Accelerator`` run backward, clipping, steps and checkpoints over a session."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace

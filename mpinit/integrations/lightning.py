@@ -1,7 +1,5 @@
 """Lightning: mixed precision as the precision plugin of its Trainer, or of Fabric."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

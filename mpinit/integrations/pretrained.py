@@ -1,7 +1,5 @@
 """``save_pretrained`` of an initialised model: weights of one dtype under a config that names it."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable

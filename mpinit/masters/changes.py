@@ -1,7 +1,5 @@
 """Which elements of 16-bit weights have changed: a bit an element, set where a master is rounded into its weight."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import final
 

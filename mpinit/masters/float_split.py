@@ -4,8 +4,6 @@ A float32 number's upper half, rounded half away from zero, is a bfloat16 number
 read as a signed integer: where it is negative, the upper half was rounded up.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Final

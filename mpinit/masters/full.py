@@ -1,7 +1,5 @@
 """Full masters: for each 16-bit weight a float32 tensor of its own, 4 bytes a parameter."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ were not written, or written with the value they had, keep their low bits. Value
 and taken out again cost none.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ..basics.dtypes import cast_within_range

@@ -1,7 +1,5 @@
 """A session's masters: the float32 meaning of every 16-bit weight that is trained."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final

@@ -6,8 +6,6 @@ range in the narrower type, some nan) are kept as they are. Checksums of small b
 them were changed since. Pure functions, the same for every tensor and device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final

@@ -4,8 +4,6 @@ Between steps a master holds no memory. The law of masters needs no rule here: w
 upper half of its master. A weight is its master rounded half away from zero, where full masters round half to even.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Final, final
 

@@ -4,8 +4,6 @@ In an optimizer's state there is at any time either the float32 tensor or the en
 so that a step may fail anywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Final, final
 

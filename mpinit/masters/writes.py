@@ -6,8 +6,6 @@ bits, too: small ones with a copy, large ones by sums of short runs of 64-bit wo
 only where it moves words about within a run. Elsewhere versions count, and reads of ``parameter.data``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final, final
 

@@ -1,7 +1,5 @@
 """Finding the 16-bit tensor of a model that another tensor is a view of, and the same view of its float32 values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Arguments by name, positional ones through the signature of what is called: some of them are to stay as they are."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ that is, each thread remembers while the forward runs; outside of every forward 
 comes from the user.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

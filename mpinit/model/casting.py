@@ -1,7 +1,5 @@
 """Casting parameters and buffers, and taking it back to the bit."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

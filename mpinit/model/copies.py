@@ -4,8 +4,6 @@ A copy is there to be averaged into, or to be evaluated: it gets the masters' bi
 masters (O3) it is 16-bit, as the model is.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any, Final

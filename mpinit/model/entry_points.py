@@ -1,7 +1,5 @@
 """Methods beside forward that are called from outside: found by dotted name, or refused."""
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 import inspect

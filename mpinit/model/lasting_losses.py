@@ -11,8 +11,6 @@ computed from them makes the error larger than the type's:
 Running statistics, embeddings of positions, masks and constants that normalise are none of these.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Which tensors of the models are cast, and which modules stay float32: reads, never changes."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Memory that a parameter shares with other tensors: a cast gives it memory of its own, and they would part unseen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 

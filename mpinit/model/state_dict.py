@@ -1,7 +1,5 @@
 """State dicts of initialised models: float32 at every level, the masters' bits where there are masters."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections import OrderedDict

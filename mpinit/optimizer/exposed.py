@@ -1,7 +1,5 @@
 """Masters that ``master_params`` has given out: until the next step of theirs what is done to them counts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import final
 

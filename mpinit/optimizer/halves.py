@@ -4,8 +4,6 @@ The first half climbs to where the loss is sharpest and keeps what the weights w
 Skipped alone, either half would leave the climb, or inf, in the weights.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final, final
 
 from ..torch_internals.native_autocast import CastsOff

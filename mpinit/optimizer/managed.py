@@ -1,7 +1,5 @@
 """An initialised optimizer: the methods that are put on it, and what becomes of a step."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import types

@@ -1,7 +1,5 @@
 """The parameters of one optimizer, what stands for each while its own code runs, and every list that holds them."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Both give the same bits: native code steps nothing that it was not seen to step 
 is faster a clock says: the first steps of each kind and size take turns, on the numbers at hand, and the faster stays.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

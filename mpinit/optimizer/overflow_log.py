@@ -1,7 +1,5 @@
 """What is kept of the last overflow: which gradients were inf or nan, in the order of the backward pass."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import final

@@ -3,8 +3,6 @@
 Of torch's own it is known; any other says so by ``optimizer.steps_per_parameter = True``, or is stepped in one part.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from itertools import takewhile

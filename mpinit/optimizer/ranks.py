@@ -1,7 +1,5 @@
 """What several processes must agree on: what was asked for, float32 values, whether a step is done, and loss scales."""
 
-from __future__ import annotations
-
 import functools
 import time
 import weakref

@@ -1,7 +1,5 @@
 """The context around a backward pass: the scaled loss going in, unscaled gradients coming out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType

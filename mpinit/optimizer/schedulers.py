@@ -1,7 +1,5 @@
 """Learning-rate schedulers that pass over the steps that their optimizer skipped."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Masters in an optimizer's groups while its own code runs, and only then."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence

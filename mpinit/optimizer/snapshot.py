@@ -1,7 +1,5 @@
 """What a step may have to be taken back to: a closure's optimizer moves weights before it is known to overflow."""
 
-from __future__ import annotations
-
 from typing import final
 
 import torch

@@ -1,7 +1,5 @@
 """An optimizer's state: moved between a weight and its master, and cast with a parameter."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

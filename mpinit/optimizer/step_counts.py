@@ -1,7 +1,5 @@
 """Steps done and skipped, counted without waiting for the device; and optimizers with which nothing else is done."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, final
 

@@ -4,8 +4,6 @@ A rule has no state of its own: it acts on what a scaler keeps. Dynamic scaling 
 Precision Training" (2018), section 3.2, with the hysteresis of Megatron-LM.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What holds where a caller says nothing, and how that is told from the same said aloud."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar

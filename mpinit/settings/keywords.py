@@ -1,7 +1,5 @@
 """``initialize``'s keywords as a type checker and an editor know them: names, values and what holds without them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict
 

@@ -1,7 +1,5 @@
 """How a level, a configuration and keywords become one property set: the level < the configuration < keywords."""
 
-from __future__ import annotations
-
 import difflib
 import tomllib
 from collections.abc import Iterable, Mapping

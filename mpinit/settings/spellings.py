@@ -3,8 +3,6 @@
 Each function here turns every spelling it knows into one value and refuses the rest, saying what it would have taken.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from typing import Any, Final

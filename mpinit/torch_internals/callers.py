@@ -1,7 +1,5 @@
 """Who called into torch: the nearest Python frame under an operation, and the name it called."""
 
-from __future__ import annotations
-
 import dis
 import functools
 import sys

@@ -1,7 +1,5 @@
 """Attributes of many tensors, read or set at once: on every step, so in the ways that take the least time."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat

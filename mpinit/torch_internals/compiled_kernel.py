@@ -4,8 +4,6 @@ Twenty operations over a tensor read and write it twenty times; compiled they ar
 does the same, and what is between operations stays in its cache.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final

@@ -11,8 +11,6 @@ next backward pass begins. Compiled autograd has the same fault, and no gradient
 own words.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable, Iterable

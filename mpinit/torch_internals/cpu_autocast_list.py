@@ -11,8 +11,6 @@ and .../pull/77623 (the CPU's list). All versions since 1.10, 2.13 included. :da
 when the CPU's list no longer has it.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """What is known of devices, asked by name instead of by comparing their types everywhere."""
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

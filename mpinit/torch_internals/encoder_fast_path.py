@@ -11,8 +11,6 @@ Upstream: https://github.com/pytorch/pytorch/issues/107663 and .../issues/191796
 layer asks for the flag of its input's device and looks for a ``forward`` on its modules' instances.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import Final

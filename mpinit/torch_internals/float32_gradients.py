@@ -8,8 +8,6 @@ a function's output had when it was recorded: so outputs are recorded as float32
 No upstream report was found. In torch 2.11 to 2.13; it can go when ``grad_dtype`` can be set on the result of ``to``.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Final

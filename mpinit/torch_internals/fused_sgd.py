@@ -4,8 +4,6 @@ From 16 elements on, all-ones weights stay 1.0. Seen in torch 2.11 to 2.13; no u
 itself is asked, once a process and type, so this file can go when no supported version of torch answers wrongly.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ kept where torch keeps the extensions that it builds (``TORCH_EXTENSIONS_DIR``),
 torch, Python and the CPU. Where there is no compiler, or with ``MPINIT_NATIVE=0``, torch's own operations do the same.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.machinery
 import importlib.util

@@ -3,8 +3,6 @@
 The numbers that autograd gives its nodes rise in the order in which a forward pass makes them; none of it is public.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, final
 

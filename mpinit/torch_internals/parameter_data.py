@@ -8,8 +8,6 @@ forward runs with casts in the places of its parameters (``model/forward_weights
 of torch's while a session without O1 lives, and can go when torch counts writes through ``.data``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Final
 

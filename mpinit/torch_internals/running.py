@@ -1,7 +1,5 @@
 """What torch is doing when a function is called: tracing, or computing forwards again in a backward pass."""
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

@@ -4,8 +4,6 @@ It holds what such scripts use: amp, parallel, optimizers, normalization and mul
 Importing anything else, ``apex.contrib`` for one, is an ImportError, as with an apex built without it.
 """
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 

@@ -5,8 +5,6 @@ it is rounded to nearest: 0.999 of a bfloat16 number is that number. Rounded up 
 it moves by the right amount on average.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final, final
 
 import torch

@@ -1,7 +1,5 @@
 """What an encoding can do: blocks of float32 numbers in, a few tensors of codes out, and back."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any, Final
 

@@ -9,8 +9,6 @@ Numbers are rounded stochastically, see :mod:`.bfloat16`: noise is added to the 
 float32 numbers and their bits grow alike, so that this is right on average.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final, final
 
 import torch

@@ -1,7 +1,5 @@
 """The amp that scripts know, over mpinit's own functions; its functions follow the stricter "apex" cast policy."""
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 from ...missing import refuse_missing

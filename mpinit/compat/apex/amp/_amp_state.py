@@ -1,7 +1,5 @@
 """``_amp_state``: what scripts read and write behind amp's back, as live views of the latest session."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Registration of users' functions."""
 
-from __future__ import annotations
-
 from .... import amp as mp
 
 __all__ = [

@@ -1,7 +1,5 @@
 """initialize, state_dict and load_state_dict with apex's signatures."""
 
-from __future__ import annotations
-
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping

@@ -1,7 +1,5 @@
 """LossScaler under apex's names, over mpinit's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What scripts do on an initialised optimizer before they load a checkpoint, or after they wrote to its masters."""
 
-from __future__ import annotations
-
 from collections import deque
 from functools import partial
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """The switch by which scripts choose between apex's kernels and their own fallback: it says that there are none."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 __all__ = ["MultiTensorApply", "multi_tensor_applier"]

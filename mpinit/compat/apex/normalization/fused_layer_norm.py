@@ -1,7 +1,5 @@
 """The normalisations: computed in float32 inside, returned in the input's dtype, or the weight's for the Mixed ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn
 

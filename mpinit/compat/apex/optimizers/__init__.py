@@ -1,7 +1,5 @@
 """Optimizers under apex's names: over torch's fused ones where there are such, clear torch code elsewhere."""
 
-from __future__ import annotations
-
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
 from .fused_sgd import FusedSGD

@@ -1,7 +1,5 @@
 """What the optimizers share, those over torch's and those without."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FusedAdam: torch's Adam and AdamW under apex's name and options."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

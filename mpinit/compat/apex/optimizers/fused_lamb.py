@@ -1,7 +1,5 @@
 """FusedLAMB: layer-wise adaptive moments for large batches (You et al., arXiv:1904.00962)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

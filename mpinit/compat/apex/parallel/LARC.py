@@ -1,7 +1,5 @@
 """LARC: layer-wise adaptive rate control around another optimizer (You et al., arXiv:1708.03888)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import islice
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Distributed helpers under apex's names, over ``torch.distributed``."""
 
-from __future__ import annotations
-
 from .distributed import DistributedDataParallel
 from .LARC import LARC
 from .sync_batchnorm import SyncBatchNorm, convert_syncbn_model

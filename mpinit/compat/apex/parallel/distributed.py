@@ -1,7 +1,5 @@
 """DistributedDataParallel with apex's arguments."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from typing import Any

@@ -1,7 +1,5 @@
 """SyncBatchNorm and the conversion to it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
