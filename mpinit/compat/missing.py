@@ -4,6 +4,7 @@ from typing import Final
 
 _LEVEL_2: Final = "mpinit.initialize(model, optimizer, opt_level='O2')"
 _LEVEL_3: Final = "mpinit.initialize(model, opt_level='O3', keep_batchnorm_fp32=True) or model.half()"
+_LAMB: Final = "timm.optim.Lamb, whose always_adapt is use_nvlamb here"
 _NORMS: Final = "apex.normalization.fused_layer_norm"
 
 MISSING: Final[dict[str, str]] = {
@@ -20,8 +21,11 @@ MISSING: Final[dict[str, str]] = {
     **dict.fromkeys((f"{_NORMS}.fused_rms_norm", f"{_NORMS}.fused_rms_norm_affine"), "torch.nn.functional.rms_norm"),
     "apex.optimizers.FusedAdagrad": "torch.optim.Adagrad(fused=True)",
     "apex.optimizers.fused_adagrad": "torch.optim.Adagrad(fused=True)",
-    "apex.optimizers.FusedNovoGrad": "FusedLAMB or torch.optim.AdamW",
-    "apex.optimizers.fused_novograd": "FusedLAMB or torch.optim.AdamW",
+    "apex.optimizers.FusedLAMB": _LAMB,
+    "apex.optimizers.fused_lamb": _LAMB,
+    "apex.optimizers.FusedNovoGrad": "timm.optim.NvNovoGrad or torch.optim.AdamW",
+    "apex.optimizers.fused_novograd": "timm.optim.NvNovoGrad or torch.optim.AdamW",
+    "apex.parallel.LARC": "timm.optim.Lars(trust_clip=True), where the optimizer inside is SGD",
     "apex.parallel.Reducer": "torch.distributed.all_reduce of each gradient, divided by the number of processes",
     "apex.parallel.create_syncbn_process_group": "torch.distributed.new_subgroups(group_size)[0]",
 }

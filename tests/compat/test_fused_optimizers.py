@@ -1,14 +1,13 @@
 """The optimizers under apex's names, against the formulas of their papers in float64 and against torch's own."""
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from mpinit.compat.apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from mpinit.compat.apex.optimizers import FusedAdam, FusedSGD
 
 Step = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], torch.Tensor]
 
@@ -105,55 +104,9 @@ def test_decoupled_decay_is_refused_where_torch_has_none() -> None:
         FusedSGD(weights(), lr=0.1, wd_after_momentum=True)
 
 
-def lamb(wd: float, *, l2: bool = False, average: bool = True, nv: bool = False, fix: bool = True) -> Step:
-    """Algorithm 2 of arXiv:1904.00962; apex's options on top."""
-
-    def step(w: torch.Tensor, g: torch.Tensor, s: dict[str, Any]) -> torch.Tensor:
-        g = g + wd * w if l2 else g
-        s["m"] = 0.9 * s.get("m", 0) + (0.1 if average else 1.0) * g
-        s["v"] = 0.999 * s.get("v", 0) + 0.001 * g * g
-        m, v = (s["m"] / (1 - 0.9 ** s["t"]), s["v"] / (1 - 0.999 ** s["t"])) if fix else (s["m"], s["v"])
-        r = m / (v.sqrt() + 1e-6) + (0 if l2 else wd) * w
-        trust = w.norm() / r.norm() if wd or nv else 1.0
-        return w - 0.1 * trust * r
-
-    return step
-
-
-def to_norm_one(grads: list[torch.Tensor]) -> float:
-    return min(1.0, 1.0 / math.sqrt(sum(float(g.double().square().sum()) for g in grads)))
-
-
-@pytest.mark.parametrize(
-    ("options", "reference"),
-    [
-        ({}, lamb(0.01)),
-        ({"weight_decay": 0.0}, lamb(0.0)),
-        ({"weight_decay": 0.0, "use_nvlamb": True}, lamb(0.0, nv=True)),
-        ({"adam_w_mode": False}, lamb(0.01, l2=True)),
-        ({"grad_averaging": False, "bias_correction": False}, lamb(0.01, average=False, fix=False)),
-        ({"max_grad_norm": 0.0}, lamb(0.01)),
-    ],
-    ids=["default", "no decay", "nvlamb", "l2", "no averaging", "no limit on the gradient"],
-)
-def test_lamb(options: dict[str, Any], reference: Step) -> None:
-    got = train(lambda p: FusedLAMB(p, lr=0.1, **options))
-    limit = (lambda grads: 1.0) if "max_grad_norm" in options else to_norm_one
-    torch.testing.assert_close(got, expect(reference, limit), rtol=1e-5, atol=1e-6)
-
-
-def test_lamb_moves_a_weight_of_norm_zero() -> None:
-    weight = torch.nn.Parameter(torch.zeros(2))
-    weight.grad = torch.ones(2)
-    FusedLAMB([weight], lr=0.1).step()
-    assert torch.isfinite(weight).all()
-    assert (weight < 0).all()
-
-
 EVERY = [
     pytest.param(lambda p: FusedAdam(p, lr=0.1, bias_correction=False), id="adam"),
     pytest.param(lambda p: FusedSGD(p, lr=0.1, momentum=0.9), id="sgd"),
-    pytest.param(lambda p: FusedLAMB(p, lr=0.1), id="lamb"),
 ]
 
 
@@ -204,18 +157,9 @@ def test_a_checkpoint_of_apexs_own_adam_loads() -> None:
     assert optimizer.param_groups[0]["decoupled_weight_decay"], "adam_w_mode is not lost"
 
 
-@pytest.mark.parametrize("kind", [FusedAdam, FusedLAMB])
-def test_amsgrad_is_refused(kind: Any) -> None:
+def test_amsgrad_is_refused() -> None:
     with pytest.raises(RuntimeError, match="amsgrad"):
-        kind(weights(), amsgrad=True)
-
-
-def test_sparse_gradients_are_refused_by_name() -> None:
-    weight = torch.nn.Parameter(torch.ones(2, 2))
-    weight.grad = torch.ones(2, 2).to_sparse()
-    for limit in (0.0, 1.0):
-        with pytest.raises(RuntimeError, match="SparseAdam"):
-            FusedLAMB([weight], max_grad_norm=limit).step()
+        FusedAdam(weights(), amsgrad=True)
 
 
 def test_sgd_whose_parameters_become_16_bit_later_still_steps_them() -> None:

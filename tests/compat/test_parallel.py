@@ -1,7 +1,5 @@
 """apex.parallel and apex.normalization over torch's own."""
 
-import copy
-import pickle
 
 import pytest
 import torch
@@ -9,87 +7,8 @@ from forked_runs import run_code
 from torch import nn
 from torch.nn import functional as F
 
-import mpinit
 from mpinit.compat.apex import normalization as norms
 from mpinit.compat.apex import parallel
-from mpinit.compat.apex.parallel import LARC
-
-
-def larc_step(
-    weights: list[torch.Tensor], grads: list[torch.Tensor], lr: float, decay: float, *, clip: bool
-) -> list[torch.Tensor]:
-    """One step of plain SGD under LARC, from the paper's equations."""
-    after = []
-    for w, g in zip(weights, grads, strict=True):
-        rate = 0.02 * w.norm() / (g.norm() + decay * w.norm() + 1e-8)
-        after.append(w - lr * min(float(rate) / lr, 1.0) * (g + decay * w) if clip else w - lr * rate * (g + decay * w))
-    return after
-
-
-@pytest.mark.parametrize("clip", [True, False])
-def test_larc(clip: bool) -> None:
-    params = [nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(4))]
-    before = [p.detach().clone() for p in params]
-    grads = [torch.randn(3, 2), torch.randn(4) * 1e-4]
-    optimizer = LARC(torch.optim.SGD(params, lr=0.1, weight_decay=0.01), clip=clip)
-    for p, grad in zip(params, grads, strict=True):
-        p.grad = grad.clone()
-    optimizer.step()
-    torch.testing.assert_close([p.detach() for p in params], larc_step(before, grads, 0.1, 0.01, clip=clip))
-    assert optimizer.param_groups[0]["weight_decay"] == 0.01
-
-
-def test_larc_leaves_a_zero_gradient_and_a_zero_weight_alone() -> None:
-    zero, still = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(2))
-    optimizer = LARC(torch.optim.SGD([zero, still], lr=0.5, weight_decay=0.1))
-    zero.grad, still.grad = torch.ones(2), torch.zeros(2)
-    optimizer.step()
-    assert torch.equal(zero.detach(), torch.full((2,), -0.5))
-    assert torch.equal(still.detach(), torch.ones(2))
-
-
-def test_larc_shares_everything_with_the_optimizer_inside() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    inner = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-    optimizer = LARC(inner)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    weight.grad = torch.ones(2)
-    calls: list[int] = []
-    optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    assert optimizer.step(lambda: torch.tensor(2.0)) == torch.tensor(2.0)
-    scheduler.step()
-    assert calls == [1]
-    assert inner.param_groups[0]["lr"] == 0.05
-    assert optimizer.state is inner.state
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    assert len(inner.param_groups) == 2
-    optimizer.zero_grad()
-    assert weight.grad is None
-    other = LARC(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0, momentum=0.9))
-    other.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    other.load_state_dict(optimizer.state_dict())
-    assert other.optim.param_groups[0]["lr"] == 0.05
-    copied = pickle.loads(pickle.dumps(copy.deepcopy(inner)))
-    assert LARC(copied).param_groups[0]["lr"] == 0.05
-    assert LARC.LARC is LARC is parallel.LARC
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["initialised", "around what is initialised"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-def test_larc_scales_what_an_initialised_optimizer_steps(level: str, first: bool) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    before = [p.detach().clone() for p in model.parameters()]
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01)
-    given = LARC(inner) if first else inner
-    mpinit.initialize(model, given, opt_level=level, loss_scale=128.0, verbosity=0)
-    optimizer = given if first else LARC(inner)
-    with mpinit.scale_loss(model(torch.randn(2, 4)).float().square().mean(), given) as scaled:
-        scaled.backward()
-    grads = [p.grad.clone().float() for p in mpinit.master_params(given)]
-    optimizer.step()
-    after = [p.detach().clone() for p in mpinit.master_params(given)]
-    torch.testing.assert_close(after, larc_step(before, grads, 0.1, 0.01, clip=True))
 
 
 def test_converting_batchnorm_keeps_parameters_statistics_and_mode() -> None:

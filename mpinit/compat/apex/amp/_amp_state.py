@@ -8,20 +8,12 @@ import torch
 
 from .... import amp as mp
 from ... import _core
-from ..parallel.LARC import LARC
 from .scaler import LossScaler
 
 _OPTIONS = (
     *("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights"),
     *("loss_scale", "cast_model_outputs"),
 )
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer that amp knows: inside a LARC that was put around it after ``initialize``."""
-    while isinstance(optimizer, LARC) and _core.session_of(optimizer) is None:
-        optimizer = optimizer.optim
-    return optimizer
 
 
 def training_session() -> Any:
@@ -80,4 +72,4 @@ def master_params(optimizer: Any) -> Iterator[torch.nn.Parameter]:
     Returns:
         An iterator over the parameters of its groups.
     """
-    return mp.master_params(unwrapped(optimizer))
+    return mp.master_params(optimizer)

@@ -8,7 +8,7 @@ import torch
 
 from .... import amp as mp
 from ... import _core
-from ._amp_state import _amp_state, unwrapped
+from ._amp_state import _amp_state
 
 disable_casts = mp.disable_casts
 
@@ -41,7 +41,7 @@ def scale_loss(
         RuntimeError: an optimizer that was not initialised.
         ValueError: no such ``loss_id``, or optimizers of sessions that do not share its scaler.
     """
-    many = [unwrapped(each) for each in (optimizers if isinstance(optimizers, (list, tuple)) else [optimizers])]
+    many = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     is_known = any(_core.session_of(optimizer) is not None for optimizer in many)
     if _amp_state.disabled and not is_known:
         return nullcontext(loss)

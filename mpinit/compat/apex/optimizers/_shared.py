@@ -1,23 +1,19 @@
 """What the optimizers share, those over torch's and those without."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 
-class ClearsAsTold(torch.optim.Optimizer):
-    """An optimizer whose constructor says what ``zero_grad()`` does; it stands before torch's class among the bases."""
+class OverTorch(torch.optim.Optimizer):
+    """An optimizer of torch under apex's name and options; it stands before torch's class among the bases."""
 
     set_grad_none: bool
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients; without an argument, as the constructor's ``set_grad_none`` says."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
-
-class OverTorch(ClearsAsTold):
-    """An optimizer of torch under apex's name and options; it stands before torch's class among the bases."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer or of torch's; the options and step counts that apex's lack are filled in."""
@@ -53,19 +49,3 @@ def can_fuse(groups: list[dict[str, Any]], kind: type[torch.optim.Optimizer], bu
     except RuntimeError:
         return False
     return but_not_on not in devices and all(p.is_floating_point() for p in params)
-
-
-def attribute_of(inner: str, name: str) -> Any:
-    """A property that is an attribute of the object inside, readable and writable."""
-    return property(
-        lambda self: getattr(getattr(self, inner), name),
-        lambda self, value: setattr(getattr(self, inner), name, value),
-    )
-
-
-def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """What the closure returns, evaluated with gradients whatever surrounds the step; None without a closure."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()

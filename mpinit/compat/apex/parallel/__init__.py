@@ -1,7 +1,6 @@
 """Distributed helpers under apex's names, over ``torch.distributed``."""
 
 from .distributed import DistributedDataParallel
-from .LARC import LARC
 from .sync_batchnorm import SyncBatchNorm, convert_syncbn_model
 
-__all__ = ["LARC", "DistributedDataParallel", "SyncBatchNorm", "convert_syncbn_model"]
+__all__ = ["DistributedDataParallel", "SyncBatchNorm", "convert_syncbn_model"]
