@@ -1,12 +1,10 @@
-"""A loss scaler: one of three rules with the same verbs, and its state on the device of the loss.
+"""A loss scaler: a scale that moves by a frozen rule, and its counters, on the device of the loss.
 
-A rule has no state of its own: it acts on what a scaler keeps. Dynamic scaling is that of Micikevicius et al., "Mixed
-Precision Training" (2018), section 3.2, with the hysteresis of Megatron-LM.
+A rule is no scaling, a static scale or a dynamic one, which is that of Micikevicius et al., "Mixed Precision Training"
+(2018), section 3.2, with the hysteresis of Megatron-LM.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, final
 
@@ -15,124 +13,6 @@ import torch
 from ..basics.logs import log
 from ..plan import ScalingRule
 from ..settings.spellings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE, check_scale
-
-
-@dataclass
-class ScaleState:
-    """What a scaler keeps: 0-dimensional tensors on one device.
-
-    Attributes:
-        scale: the scale in force, float32.
-        unskipped: good updates since the scale last moved, int32; below the rule's growth interval.
-        tolerance: overflows left until the scale backs off, int32; 0 once exhausted, until the scale grows.
-    """
-
-    scale: torch.Tensor
-    unskipped: torch.Tensor
-    tolerance: torch.Tensor
-
-
-class Scaling(ABC):
-    """What a loss scale does to a loss, and what an overflow does to it."""
-
-    @abstractmethod
-    def scaled(self, loss: torch.Tensor, state: ScaleState) -> torch.Tensor:
-        """``loss`` (float32 or float64) times the scale; differentiable."""
-
-    @abstractmethod
-    def noted(self, before: torch.Tensor | None, found_inf: torch.Tensor, state: ScaleState) -> torch.Tensor | None:
-        """What is to be kept of a check until the next update: above 0 where it or one before found inf or nan."""
-
-    @abstractmethod
-    def move(self, state: ScaleState, found_inf: torch.Tensor) -> None:
-        """Move the scale by what was noted."""
-
-    @abstractmethod
-    def resumed(self, scale: float) -> float:
-        """The scale to go on with where a state with ``scale`` is loaded."""
-
-
-@final
-class NoScaling(Scaling):
-    """The scale is 1 for good, and the loss goes in as it is."""
-
-    def scaled(self, loss: torch.Tensor, state: ScaleState) -> torch.Tensor:
-        return loss
-
-    def noted(self, before: torch.Tensor | None, found_inf: torch.Tensor, state: ScaleState) -> torch.Tensor | None:
-        return None
-
-    def move(self, state: ScaleState, found_inf: torch.Tensor) -> None:
-        return
-
-    def resumed(self, scale: float) -> float:
-        return 1.0
-
-
-@final
-@dataclass(frozen=True)
-class StaticScaling(Scaling):
-    """The scale is what the user asked for, whatever happens and whatever is loaded."""
-
-    scale: float
-
-    def scaled(self, loss: torch.Tensor, state: ScaleState) -> torch.Tensor:
-        return loss * state.scale
-
-    def noted(self, before: torch.Tensor | None, found_inf: torch.Tensor, state: ScaleState) -> torch.Tensor | None:
-        return None
-
-    def move(self, state: ScaleState, found_inf: torch.Tensor) -> None:
-        return
-
-    def resumed(self, scale: float) -> float:
-        return self.scale
-
-
-@final
-@dataclass(frozen=True)
-class DynamicScaling(Scaling):
-    """The scale grows after good updates and backs off on overflow, within its limits."""
-
-    numbers: ScalingRule
-
-    def scaled(self, loss: torch.Tensor, state: ScaleState) -> torch.Tensor:
-        return loss * state.scale
-
-    def noted(self, before: torch.Tensor | None, found_inf: torch.Tensor, state: ScaleState) -> torch.Tensor | None:
-        found_inf = found_inf.to(state.scale.device)
-        return found_inf.clone() if before is None else torch.maximum(before, found_inf)
-
-    def move(self, state: ScaleState, found_inf: torch.Tensor) -> None:
-        rule = self.numbers
-        if rule.hysteresis > 1:
-            found_inf = self._tolerate(state, found_inf)
-        torch._amp_update_scale_(
-            state.scale, state.unskipped, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval
-        )
-        state.scale.clamp_(rule.min_scale, rule.max_scale)
-
-    def _tolerate(self, state: ScaleState, found_inf: torch.Tensor) -> torch.Tensor:
-        """Count an overflow against the hysteresis; only one that exhausts it is handed on."""
-        overflow = found_inf > 0
-        grows = ~overflow & (state.unskipped + 1 >= self.numbers.growth_interval)
-        state.tolerance.sub_(overflow.int()).clamp_(min=0)
-        backs_off = overflow & (state.tolerance == 0)
-        state.tolerance.masked_fill_(grows, self.numbers.hysteresis)
-        # A tolerated overflow still ends the run of good steps; -1 because the update counts it as a good one.
-        state.unskipped.masked_fill_(overflow & ~backs_off, -1)
-        return backs_off.float()
-
-    def resumed(self, scale: float) -> float:
-        rule = self.numbers
-        return min(max(scale, rule.min_scale), rule.max_scale)
-
-
-def scaling_by(numbers: ScalingRule) -> Scaling:
-    """The rule that a plan's numbers describe."""
-    if numbers.dynamic:
-        return DynamicScaling(numbers)
-    return NoScaling() if numbers.init_scale == 1.0 else StaticScaling(numbers.init_scale)
 
 
 @final
@@ -158,12 +38,12 @@ class LossScaler:
 
     def __init__(self, rule: ScalingRule) -> None:
         self._rule = rule
-        self._scaling = scaling_by(rule)
-        # On the CPU whatever the default device is: from the meta device no value would ever come back.
-        self._state = ScaleState(
-            scale=torch.tensor(rule.init_scale, dtype=torch.float32, device="cpu"),
-            unskipped=torch.zeros((), dtype=torch.int32, device="cpu"),
-            tolerance=torch.tensor(rule.hysteresis, dtype=torch.int32, device="cpu"),
+        # On the CPU whatever the default device is: from the meta device no value would ever come back. The scale,
+        # good updates since it last moved, and overflows left until it backs off; 0 once exhausted, until it grows.
+        self._state = (
+            torch.tensor(rule.init_scale, dtype=torch.float32, device="cpu"),
+            torch.zeros((), dtype=torch.int32, device="cpu"),
+            torch.tensor(rule.hysteresis, dtype=torch.int32, device="cpu"),
         )
         self._before_meta = self._state
         self._noted: torch.Tensor | None = None
@@ -177,29 +57,27 @@ class LossScaler:
     @rule.setter
     def rule(self, rule: ScalingRule) -> None:
         self._rule = rule
-        self._scaling = scaling_by(rule)
         # torch grows the scale when the count is equal to the interval: past it, never.
-        self._state.unskipped.clamp_(max=rule.growth_interval - 1)
+        self._state[1].clamp_(max=rule.growth_interval - 1)
 
     @property
     def is_identity(self) -> bool:
         """Whether scaling by this scaler changes nothing, now and ever."""
-        return isinstance(self._scaling, NoScaling)
+        return not self._rule.dynamic and self._rule.init_scale == 1.0
 
     @property
     def device(self) -> torch.device:
         """Where the state is: the device of the last loss scaled."""
-        return self._state.scale.device
+        return self._state[0].device
 
     def to(self, device: torch.device) -> None:
         """Move the state to ``device``; nothing happens where it is there already."""
-        state = self._state
-        if state.scale.device != device:
+        if self.device != device:
             # On the meta device there are no numbers: what was before a loss there counts on.
-            before = self._before_meta if state.scale.is_meta else state
-            self._state = ScaleState(before.scale.to(device), before.unskipped.to(device), before.tolerance.to(device))
-            self._before_meta = before
-            self._noted = None if self._noted is None or state.scale.is_meta else self._noted.to(device)
+            was_meta = self.device.type == "meta"
+            self._before_meta = before = self._before_meta if was_meta else self._state
+            self._state = (before[0].to(device), before[1].to(device), before[2].to(device))
+            self._noted = None if self._noted is None or was_meta else self._noted.to(device)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` in float32, times the scale; differentiable.
@@ -209,21 +87,22 @@ class LossScaler:
         """
         self.passes += 1
         loss = loss if loss.dtype == torch.float64 else loss.float()
-        if not self.is_identity:
-            self.to(loss.device)
-        return self._scaling.scaled(loss, self._state)
+        if self.is_identity:
+            return loss
+        self.to(loss.device)
+        return loss * self._state[0]
 
     def inverse_scale(self) -> torch.Tensor:
         """The reciprocal of the scale: 0-dimensional, float32, on the scaler's device; rounded once."""
-        return self._state.scale.double().reciprocal().float()
+        return self._state[0].double().reciprocal().float()
 
     def scale_now(self) -> torch.Tensor:
         """The scale in force, 0-dimensional, in memory of its own: read later it is still what it was."""
-        return self._state.scale.clone()
+        return self._state[0].clone()
 
     def loss_scale(self) -> float:
         """The scale in force, as a float. Waits for the device."""
-        return float(self._state.scale.item())
+        return float(self._state[0].item())
 
     def set_scale(self, scale: float) -> None:
         """Put the scale to ``scale``; the growth counter is kept.
@@ -231,20 +110,20 @@ class LossScaler:
         Raises:
             ValueError: ``scale`` is 0, negative, inf or nan, or it or its reciprocal leaves float32's range.
         """
-        self._state.scale.fill_(check_scale(scale))
+        self._state[0].fill_(check_scale(scale))
 
     def take_scale(self, scale: torch.Tensor) -> None:
         """Go on with the scale of other ranks, 0-dimensional, without a wait for its device."""
-        self._state.scale.copy_(scale)
+        self._state[0].copy_(scale)
 
     @property
     def unskipped(self) -> int:
         """Good updates since the scale last moved."""
-        return int(self._state.unskipped.item())
+        return int(self._state[1].item())
 
     @unskipped.setter
     def unskipped(self, count: int) -> None:
-        self._state.unskipped.fill_(min(count, self._rule.growth_interval - 1))
+        self._state[1].fill_(min(count, self._rule.growth_interval - 1))
 
     @property
     def has_notes(self) -> bool:
@@ -267,7 +146,9 @@ class LossScaler:
 
     def note(self, found_inf: torch.Tensor) -> None:
         """Take down the outcome of one check: a 0-dimensional float32 tensor, above 0 where it found inf or nan."""
-        self._noted = self._scaling.noted(self._noted, found_inf, self._state)
+        if self._rule.dynamic:
+            found_inf = found_inf.to(self.device)
+            self._noted = found_inf.clone() if self._noted is None else torch.maximum(self._noted, found_inf)
 
     def forget_notes(self) -> None:
         """Let the next update know of nothing that was noted until now."""
@@ -276,18 +157,30 @@ class LossScaler:
     def update(self) -> None:
         """Move the scale by what was noted since the last update; without notes nothing happens."""
         found_inf, self._noted = self._noted, None
-        if found_inf is not None:
-            self._scaling.move(self._state, found_inf)
+        if found_inf is None:
+            return
+        rule, (scale, unskipped, tolerance) = self._rule, self._state
+        if rule.hysteresis > 1:
+            overflow = found_inf > 0
+            grows = ~overflow & (unskipped + 1 >= rule.growth_interval)
+            tolerance.sub_(overflow.int()).clamp_(min=0)
+            backs_off = overflow & (tolerance == 0)
+            tolerance.masked_fill_(grows, rule.hysteresis)
+            # A tolerated overflow still ends the run of good steps; -1 because the update counts it as a good one.
+            unskipped.masked_fill_(overflow & ~backs_off, -1)
+            found_inf = backs_off.float()
+        torch._amp_update_scale_(
+            scale, unskipped, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval
+        )
+        scale.clamp_(rule.min_scale, rule.max_scale)
 
     def counters(self) -> torch.Tensor:
         """All of the state, in one tensor of float64 on its device."""
-        state = self._state
-        return torch.stack([number.double() for number in (state.scale, state.unskipped, state.tolerance)])
+        return torch.stack([number.double() for number in self._state])
 
     def take_counters(self, counters: torch.Tensor) -> None:
         """Go on from the :meth:`counters` of a scaler with the same rule, on any device."""
-        state = self._state
-        for number, taken in zip((state.scale, state.unskipped, state.tolerance), counters.unbind(), strict=True):
+        for number, taken in zip(self._state, counters.unbind(), strict=True):
             number.copy_(taken)
 
     def state_dict(self) -> dict[str, Any]:
@@ -301,7 +194,7 @@ class LossScaler:
         if self.is_identity:
             state["scales"] = False
         if self._rule.hysteresis > 1:
-            state["tolerance"] = int(self._state.tolerance.item())
+            state["tolerance"] = int(self._state[2].item())
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
@@ -323,7 +216,7 @@ class LossScaler:
         if self._rule.dynamic and not state.get("scales", True):
             return False
         rule, saved = self._rule, float(state["loss_scale"])
-        scale = self._scaling.resumed(saved)
+        scale = min(max(saved, rule.min_scale), rule.max_scale) if rule.dynamic else rule.init_scale
         if scale != saved:
             kind = "dynamic within its limits" if rule.dynamic else "static"
             log.info("the saved loss scale %s is not taken over: here it is %s, and is %s now", saved, kind, scale)
@@ -331,7 +224,7 @@ class LossScaler:
         self.set_scale(scale)
         self.unskipped = int(state["unskipped"]) if follows else 0
         tolerance = int(state.get("tolerance", rule.hysteresis)) if follows else rule.hysteresis
-        self._state.tolerance.fill_(min(tolerance, rule.hysteresis))
+        self._state[2].fill_(min(tolerance, rule.hysteresis))
         self._noted = None
         self.loads += 1
         return True
