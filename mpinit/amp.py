@@ -31,13 +31,13 @@ from .torch_internals.native_autocast import disable_casts
 from .train_state import TrainState
 
 if TYPE_CHECKING:
-    from .settings.opt_levels import OPT_LEVELS as OPT_LEVELS
+    from .settings.properties import OPT_LEVELS as OPT_LEVELS
     from .settings.properties import Properties as Properties
 else:
     # pydantic, which takes longer to import than all of mpinit, comes with the first of them, or with initialize.
     __getattr__ = found_later(
         __name__,
-        {"OPT_LEVELS": "mpinit.settings.opt_levels", "Properties": "mpinit.settings.properties"},
+        {"OPT_LEVELS": "mpinit.settings.properties", "Properties": "mpinit.settings.properties"},
     )
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from .basics.user_warnings import warn_user
+from .basics.logs import warn_user
 from .scaling.scaler import LossScaler, check_state
 from .session import Session
 

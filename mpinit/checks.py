@@ -14,15 +14,15 @@ from torch.optim import Optimizer
 
 from . import registry
 from .basics.dtypes import is_lower_precision
+from .basics.logs import warn_user
 from .basics.modules import Walk
 from .basics.tables import counted
-from .basics.user_warnings import warn_user
 from .basics.wrappers import inside
 from .checks_of_ranks import check_not_left_behind, check_not_wrapped
 from .distributed.sharding import is_managed_by_fsdp, reshard
-from .model.aliases import named_own_tensors
 from .model.entry_points import check_argument_names
 from .model.selection import named_tensors
+from .model.shared_memory import named_own_tensors
 from .plan import Masters, Plan
 
 if TYPE_CHECKING:

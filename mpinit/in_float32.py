@@ -10,7 +10,7 @@ from torch import nn
 from . import registry
 from .basics.modules import modules_of
 from .masters.full import FullMasters
-from .model.aliases import is_16_bit
+from .model.shared_memory import is_16_bit
 from .session import Session
 
 

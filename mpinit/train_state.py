@@ -14,7 +14,7 @@ from . import checkpoint, checks, registry
 from .checks_of_states import model_faults, optimizer_faults
 from .distributed.sharding import is_distributed, shard
 from .in_float32 import float32_weights
-from .model.aliases import storage_of
+from .model.shared_memory import storage_of
 from .session import Session
 
 

@@ -1,6 +1,11 @@
-"""The one logger, silent on every rank but the first."""
+"""What users are told: by the one logger, silent on every rank but the first, and by warnings at their own line."""
 
 import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 
@@ -12,3 +17,22 @@ def _speaks(record: logging.LogRecord) -> bool:
 
 log = logging.getLogger("mpinit")
 log.addFilter(_speaks)
+
+
+# The package's own files, and torch's: a hook is called by the user's call of a method of torch's.
+_NOT_THE_USERS: Final = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
+
+
+def warn_user(message: str) -> None:
+    """``warnings.warn``, with the nearest caller outside of this package and of torch as the place it points at."""
+    frame: Any = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_NOT_THE_USERS) and frame.f_back is not None:
+        frame = frame.f_back
+    warnings.warn_explicit(
+        message,
+        UserWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=frame.f_globals.get("__name__"),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..inspect.explain import explain
-from ..settings.opt_levels import OPT_LEVELS
+from ..settings.properties import OPT_LEVELS
 from .output import WIDTH, show_text, wrapped
 
 _DTYPES: Final = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64, "bool": torch.bool}

@@ -3,8 +3,7 @@
 import argparse
 from typing import Any, Final
 
-from ..settings.opt_levels import OPT_LEVELS
-from ..settings.properties import Properties, field_names
+from ..settings.properties import OPT_LEVELS, Properties, field_names
 from ..settings.resolve import read_config, resolve
 from .output import show_json, show_table, show_text
 

@@ -2,24 +2,23 @@
 
 import functools
 import sys
+import sysconfig
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
 
-from ..basics.interrupts import InterruptsHeld
 from ..basics.logs import log
-from ..basics.patching import Undo, UndoStack
+from ..basics.patching import InterruptsHeld, Undo, UndoStack
 from ..plan import Plan
 from ..torch_internals import cpu_autocast_list, encoder_fast_path
 from ..torch_internals.native_autocast import ThreadCasts, call_without_casts, device_types, is_on
 from .cast_lists import APEX_POLICY, TORCH_POLICY, Cast, wrapped_on
 from .casters import user_wrapper, wrapper
-from .earlier_imports import bound_elsewhere
 
 _MARK: Final = "+mpinit"
 
@@ -302,3 +301,27 @@ def _until_dropped(owner: object, casts: ThreadCasts, undo: Undo) -> Undo:
         undo()
 
     return undo_now
+
+
+# torch's own modules bind each other's functions all over: these are no early imports of a user's.
+_OWN: Final = ("torch", "mpinit")
+_INSTALLED: Final = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
+
+
+def bound_elsewhere(functions: Mapping[int, str], home: Any, *, users_only: bool) -> Iterator[tuple[str, str]]:
+    """Find module globals that are one of these functions, known by id: ("module.name", what it is called).
+
+    ``home`` is not looked into, nor, with ``users_only``, installed packages and the standard library.
+    """
+    for module_name, module in list(sys.modules.items()):
+        if module is home or module_name.partition(".")[0] in _OWN or (users_only and _is_installed(module)):
+            continue
+        for attribute, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in functions:
+                yield f"{module_name}.{attribute}", functions[id(value)]
+
+
+def _is_installed(module: Any) -> bool:
+    path = getattr(module, "__file__", None)
+    # __main__ has no file in an interactive session; any other module without one is built in.
+    return path.startswith(_INSTALLED) if isinstance(path, str) else getattr(module, "__name__", "") != "__main__"

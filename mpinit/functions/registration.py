@@ -4,11 +4,10 @@ import difflib
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from ..basics.user_warnings import warn_user
+from ..basics.logs import warn_user
 from .cast_lists import Cast
 from .casters import user_wrapper
-from .earlier_imports import bound_elsewhere
-from .installation import INSTALLATION, REGISTERED, Registration
+from .installation import INSTALLATION, REGISTERED, Registration, bound_elsewhere
 
 P = ParamSpec("P")
 T = TypeVar("T")

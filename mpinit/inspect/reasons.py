@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..basics.dtypes import dtype_name
 from ..functions.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
 from ..session import Session
-from ..torch_internals.callers import caller_of_operation
 from ..torch_internals.native_autocast import is_on
+from ..torch_internals.operations import caller_of_operation
 from .numbers import tensors_in
 from .precision_report import Row
 from .trace import BACKWARD, ModelTrace, Place

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from .. import registry
 from ..basics.dtypes import is_lower_precision
 from ..basics.patching import Undo
-from ..settings.opt_levels import OPT_LEVELS
+from ..settings.properties import OPT_LEVELS
 from ..settings.resolve import resolve
 from ..torch_internals.native_autocast import CastsOff
 from .copies import at_level, copy_of_optimizer, float32_copy, kept_from_running, same_random_numbers

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, Final, final
 
 import torch
+from torch.optim import Optimizer
 
 from .. import amp, checkpoint, registry
-from ..basics.patching import UndoStack
-from ..optimizer.schedulers import wait_for_steps
+from ..basics.patching import Undo, UndoStack
 from . import require
 
 _lightning: Final[Any] = require("lightning").pytorch
@@ -135,3 +135,17 @@ def _in_float32(hook: Callable[..., Any]) -> Callable[..., Any]:
             return hook(trainer, module, *args, **kwargs)
 
     return inside
+
+
+def wait_for_steps(scheduler: Any, was_skipped: Callable[[Optimizer], bool]) -> Undo:
+    """Let ``scheduler.step`` do nothing where its optimizer skipped the last step.
+
+    The scheduler stays the object it was, and of its class; its attributes, and with them its state dict, gain nothing.
+    """
+    kind = type(scheduler)
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if was_skipped(self.optimizer) else kind.step(self, *args, **kwargs)
+
+    scheduler.__class__ = type(kind.__name__, (kind,), {"step": functools.wraps(kind.step)(step)})
+    return functools.partial(setattr, scheduler, "__class__", kind)

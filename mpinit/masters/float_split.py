@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from ..torch_internals.devices import is_read_freely, works_within_a_cache
+from ..torch_internals.running import is_read_freely, works_within_a_cache
 
 _HALF: Final = 0x8000
 _MAGNITUDE: Final = 0x7FFFFFFF

@@ -10,7 +10,7 @@ and taken out again cost none.
 import torch
 
 from ..basics.dtypes import cast_within_range
-from ..torch_internals.devices import is_read_freely
+from ..torch_internals.running import is_read_freely
 
 
 def round_into(weight: torch.Tensor, values: torch.Tensor, clamps: bool) -> None:
@@ -37,3 +37,13 @@ def follow_weight(weight: torch.Tensor, values: torch.Tensor) -> bool:
         return False
     values.copy_(torch.where(same, values, weight.float()))
     return True
+
+
+def unchanged_or_present(original: torch.Tensor, narrow: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+    """The law where an original is kept as it was: its numbers wherever ``present`` has the bits of its cast, ``narrow``.
+
+    ``original`` itself where nothing was changed.
+    """
+    bits = torch.int16 if narrow.element_size() == 2 else torch.int32
+    changed = narrow.view(bits) != present.view(bits)
+    return torch.where(changed, present.to(original.dtype), original) if changed.any() else original

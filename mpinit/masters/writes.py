@@ -12,8 +12,8 @@ from typing import Final, final
 import torch
 
 from ..torch_internals.columns import addresses_of, versions_of
-from ..torch_internals.devices import is_read_freely
 from ..torch_internals.parameter_data import TENSOR_DETACH
+from ..torch_internals.running import is_read_freely
 from .float_split import flat, is_dense
 
 # Numbers of a weight up to which a copy costs less time than calls of two more kernels.

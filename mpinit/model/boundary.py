@@ -18,7 +18,7 @@ from ..basics.trees import TreeCast, cast_tree, floating_dtypes, leaves_of, writ
 from ..plan import KeepInputPredicate
 from ..torch_internals.forward_casts import ForwardCasts
 from ..torch_internals.running import current_pass, is_tracing_symbolically
-from .arguments import ArgumentNames
+from .entry_points import ArgumentNames
 
 
 class _Here(threading.local):

@@ -1,6 +1,5 @@
 """Casting parameters and buffers, and taking it back to the bit."""
 
-import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -8,10 +7,10 @@ import torch
 from torch import nn
 
 from ..basics.dtypes import cast_to, cast_within_range, is_lower_precision, may_overflow
+from ..basics.logs import warn_user
 from ..basics.modules import modules_of
-from ..basics.user_warnings import warn_user
 from ..distributed.sharding import is_sharded, local, rebuild_groups, set_data
-from ..masters.residual import Cast, Residual, decode, encode, unchanged_or_present
+from ..masters.law import unchanged_or_present
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH
 from .lasting_losses import warn_of_lasting_losses
 from .selection import is_parameter
@@ -34,8 +33,8 @@ class TensorCasts:
     narrower type's largest become that, with a warning.
 
     Where the 16-bit values were not changed, :meth:`undo` gives back the original bits: buffers are the tensors they
-    were, and what was cut off of parameters is kept (on the host; nothing where nothing was). Trained parameters change
-    with every step: what was cut off of them is kept until :meth:`settle`.
+    were, and the values of parameters that lose something are kept on the host. Trained parameters change with every
+    step: theirs are kept until :meth:`settle`.
     """
 
     def __init__(
@@ -49,7 +48,8 @@ class TensorCasts:
         self._trained = set(trained)
         self._out_of_range: set[torch.Tensor] = set()
         self._came_in: dict[torch.Tensor, torch.dtype] = {}
-        self._residuals: dict[torch.Tensor, Residual] = {}
+        # What parameters held before they were cast; of sharded ones, in this process.
+        self._originals: dict[torch.Tensor, torch.Tensor] = {}
         # Gradients as they came in, or while their parameter changes its dtype.
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._buffers: dict[torch.Tensor, _Buffer] = {}
@@ -75,18 +75,18 @@ class TensorCasts:
     def settle(self) -> None:
         """Set-up has succeeded: forget what only a failed one would have needed."""
         changing = self._trained - self._out_of_range
-        kept = {parameter: residual for parameter, residual in self._residuals.items() if parameter not in changing}
+        kept = {parameter: original for parameter, original in self._originals.items() if parameter not in changing}
         # Both at once: until here an interruption is one of the set-up.
-        self._gradients, self._residuals = {}, kept
+        self._gradients, self._originals = {}, kept
 
     def original_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A tensor's values before it was cast, unchanged since; None where they are what it holds."""
         if tensor in self._buffers:
             return _unchanged_from(self._buffers[tensor], tensor)
-        residual = self._residuals.get(tensor)
-        if residual is None or tensor.dtype == self._came_in[tensor]:
+        original = self._originals.get(tensor)
+        if original is None or tensor.dtype == self._came_in[tensor]:
             return None
-        return _widened(tensor, self._came_in[tensor], residual)
+        return _widened(tensor, self._came_in[tensor], original)
 
     def with_more_bits(self) -> list[torch.Tensor]:
         """The tensors whose float32 values are kept beside them: buffers, and parameters that are not trained."""
@@ -103,7 +103,7 @@ class TensorCasts:
         for parameter in parameters:
             self._trained.add(parameter)
             if parameter not in self._out_of_range:
-                self._residuals.pop(parameter, None)
+                self._originals.pop(parameter, None)
 
     def take_over(self, parameter: torch.Tensor, came_in: torch.dtype) -> None:
         """A parameter has lost its master: :meth:`undo` gives it back the dtype it came in with."""
@@ -123,8 +123,7 @@ class TensorCasts:
             if not torch.equal(entry.original.to(values), values):
                 entry.original = values.to(entry.original.dtype, copy=True)
         elif tensor not in self._trained:
-            cast = functools.partial(cast_to, tensor.dtype, True)
-            self._keep_residual(tensor, values.to(self._came_in[tensor]), cast)
+            self._keep(tensor, values.to(self._came_in[tensor], copy=True), tensor.detach())
 
     def undo(self) -> None:
         """Give every tensor the dtype it came in with, and every bit that was not changed. May be called again."""
@@ -137,20 +136,20 @@ class TensorCasts:
 
     def _cast_parameter(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
         values = TENSOR_DETACH(parameter)
-        cast = functools.partial(cast_to, dtype, parameter in self._out_of_range)
+        cast = cast_to(dtype, parameter in self._out_of_range, values)
         self._came_in[parameter] = parameter.dtype
-        self._keep_residual(parameter, values, cast)
+        self._keep(parameter, values, cast)
         if parameter.grad is not None:
             self._gradients[parameter] = parameter.grad
-        _replace_data(parameter, cast(values), self._gradients.get(parameter))
+        _replace_data(parameter, cast, self._gradients.get(parameter))
 
-    def _keep_residual(self, parameter: torch.Tensor, values: torch.Tensor, cast: Cast) -> None:
-        self._residuals.pop(parameter, None)
-        if values.layout is torch.strided and not values.is_meta:
-            changes = parameter not in self._trained or parameter in self._out_of_range
-            residual = encode(_flat(values), cast, may_change=changes)
-            if residual is not None:
-                self._residuals[parameter] = residual
+    def _keep(self, parameter: torch.Tensor, values: torch.Tensor, cast: torch.Tensor) -> None:
+        """Keep the values of which a cast loses something: on a CPU their memory, which the parameter leaves."""
+        self._originals.pop(parameter, None)
+        original = local(values)
+        has_numbers = original.layout is torch.strided and not original.is_meta
+        if has_numbers and not torch.equal(local(cast).to(original.dtype), original):
+            self._originals[parameter] = original.cpu()
 
     @torch.no_grad()
     def _restore_parameter(self, parameter: torch.Tensor) -> None:
@@ -162,7 +161,7 @@ class TensorCasts:
             # An interruption between here and the end finds it there.
             self._gradients[parameter] = gradient
         if parameter.dtype != dtype:
-            _replace_data(parameter, _widened(parameter, dtype, self._residuals.get(parameter)), gradient)
+            _replace_data(parameter, _widened(parameter, dtype, self._originals.get(parameter)), gradient)
         elif gradient is not None:
             parameter.grad = gradient.to(dtype)
         self._gradients.pop(parameter, None)
@@ -208,17 +207,14 @@ def _replace_data(tensor: torch.Tensor, values: torch.Tensor, gradient: torch.Te
         tensor.grad = gradient.to(values.dtype)
 
 
-def _widened(parameter: torch.Tensor, dtype: torch.dtype, residual: Residual | None) -> torch.Tensor:
+def _widened(parameter: torch.Tensor, dtype: torch.dtype, original: torch.Tensor | None) -> torch.Tensor:
     present: torch.Tensor = TENSOR_DETACH(parameter)
     values = present.to(dtype)
     part = local(values)
-    if residual is not None and part.numel() == residual.length:
-        part.copy_(decode(residual, _flat(present)).view(part.shape))
+    if original is not None and part.shape == original.shape:
+        here = original.to(part.device)
+        part.copy_(unchanged_or_present(here, cast_within_range(here, present.dtype), local(present)))
     return values
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return local(tensor).reshape(-1)
 
 
 def _unchanged_from(entry: _Buffer, present: torch.Tensor) -> torch.Tensor:

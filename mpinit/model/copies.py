@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ..distributed.sharding import is_sharded
-from .aliases import is_16_bit, named_own_tensors
 from .forward import patched_forward
+from .shared_memory import is_16_bit, named_own_tensors
 
 
 class _OfModule:

@@ -3,12 +3,12 @@
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
-from .arguments import ArgumentNames
+from ..plan import KeepInputPredicate
 
 
 def entry_points(models: Sequence[nn.Module], names: Sequence[str]) -> list[tuple[nn.Module, str]]:
@@ -80,3 +80,36 @@ def check_argument_names(models: Sequence[nn.Module], names: Sequence[str], patt
             f"keep_inputs={pattern!r} is no argument of forward or of an entry point; these have "
             f"{', '.join(map(repr, there_are)) or 'none'}. What is to be kept must be an argument of its own"
         )
+
+
+class ArgumentNames:
+    """What a function's arguments are called; positional ones have no names where it has no signature."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError):
+            parameters = []
+        rest = [parameter.name for parameter in parameters if parameter.kind is parameter.VAR_POSITIONAL]
+        any_keyword = [parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD]
+        self.all = tuple(parameter.name for parameter in parameters if parameter.name not in any_keyword)
+        self.takes_any = bool(any_keyword) or not parameters
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self._positional = tuple(parameter.name for parameter in parameters if parameter.kind in by_position)
+        self._rest = rest[0] if rest else ""
+
+    def cast(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        keep: tuple[KeepInputPredicate, ...],
+        cast: Callable[[Any], Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, cast but for those that one of ``keep`` says yes to."""
+
+        def kept_or_cast(name: str, value: Any) -> Any:
+            return value if any(test(name, value) for test in keep) else cast(value)
+
+        names = self._positional + (self._rest,) * (len(args) - len(self._positional))
+        positional = [kept_or_cast(name, value) for name, value in zip(names, args, strict=False)]
+        return tuple(positional), {name: kept_or_cast(name, value) for name, value in kwargs.items()}

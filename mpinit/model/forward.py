@@ -22,9 +22,8 @@ from ..plan import Masters, Plan
 from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
 from ..torch_internals.native_autocast import is_on
 from ..torch_internals.running import is_tracing_symbolically
-from .arguments import ArgumentNames
 from .boundary import Boundary, caller_dtype, here
-from .entry_points import entry_points
+from .entry_points import ArgumentNames, entry_points
 from .forward_weights import ForwardWeights
 from .selection import Selection
 

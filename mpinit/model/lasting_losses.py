@@ -19,8 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..basics.dtypes import dtype_name, is_lower_precision
+from ..basics.logs import warn_user
 from ..basics.modules import dotted, named_modules_of
-from ..basics.user_warnings import warn_user
 from ..distributed.sharding import local
 from ..torch_internals.parameter_data import TENSOR_DETACH
 

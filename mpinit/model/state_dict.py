@@ -13,13 +13,13 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
+from ..basics.logs import warn_user
 from ..basics.modules import modules_of
 from ..basics.tables import counted
-from ..basics.user_warnings import warn_user
 from ..distributed.sharding import is_sharded
 from . import copies
-from .aliases import Values, is_16_bit, named_own_tensors, same_view, storage_of
 from .forward_weights import STANDING, parameter_of
+from .shared_memory import Values, is_16_bit, named_own_tensors, same_view, storage_of
 
 Load = Callable[[torch.Tensor, torch.Tensor], bool]
 

@@ -10,8 +10,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from ..distributed.sharding import local
 from ..masters.full import FullMasters, Given
 from ..masters.law import is_rounding, round_into
-from ..torch_internals.devices import is_read_freely
 from ..torch_internals.parameter_data import note_data
+from ..torch_internals.running import is_read_freely
 from .members import Members
 
 

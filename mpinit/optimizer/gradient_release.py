@@ -22,8 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..distributed.sharding import has_other_processes, is_sharded
 from ..torch_internals.columns import are_same, are_trained, grads_of, set_grads
-from ..torch_internals.devices import is_capturing
-from ..torch_internals.running import current_pass
+from ..torch_internals.running import current_pass, is_capturing
 from ..torch_internals.step_hooks import has_step_hooks
 from .per_parameter import StepNumbers, steps_per_parameter
 from .scope import Part

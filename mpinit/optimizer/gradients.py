@@ -16,9 +16,8 @@ from ..distributed.sharding import is_sharded, local
 from ..masters.masters import Masters
 from ..scaling.scaler import LossScaler
 from ..torch_internals.columns import are_plain, grads_of, have_grads
-from ..torch_internals.devices import is_read_freely
 from ..torch_internals.one_pass import NATIVE
-from ..torch_internals.running import computes_at_once
+from ..torch_internals.running import computes_at_once, is_read_freely
 
 # By the id of a gradient that another optimizer has unscaled in the same pass.
 Done = set[int]

@@ -7,7 +7,7 @@ Skipped alone, either half would leave the climb, or inf, in the weights.
 from typing import Any, Final, final
 
 from ..torch_internals.native_autocast import CastsOff
-from .snapshot import Snapshot
+from .members import Snapshot
 
 # What sharpness-aware optimizers call them.
 FIRST: Final = "first_step"

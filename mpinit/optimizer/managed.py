@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..basics.logs import warn_user
 from ..basics.patching import UndoStack, set_attribute
-from ..basics.user_warnings import warn_user
 from ..distributed.sharding import is_distributed
 from ..masters.full import FullMasters
 from ..masters.states import EncodedStates, decode, shown
@@ -19,20 +19,19 @@ from ..plan import ScalingRule
 from ..scaling.scaler import LossScaler
 from ..torch_internals.columns import grads_of
 from ..torch_internals.compiling_with_gradients import follow_dynamo
-from ..torch_internals.devices import is_capturing, is_read_freely
 from ..torch_internals.fused_sgd import unfused
 from ..torch_internals.native_autocast import CastsAs, CastsOff, flags, is_on
+from ..torch_internals.running import is_capturing, is_read_freely
 from ..torch_internals.step_hooks import StepHooks, has_step_hooks
 from .exposed import ExposedMasters
 from .gradient_release import GradientRelease
 from .gradients import Done, Gradients, largest
 from .halves import FIRST, SECOND, Halves
-from .members import Members
+from .members import Members, Snapshot
 from .overflow_log import OverflowLog
 from .per_parameter import steps_per_parameter
 from .ranks import Ranks
 from .scope import Part, Scope
-from .snapshot import Snapshot
 from .step_counts import StepCounter, StepCounts
 
 # Steps between looks for weights beyond float16's range, each of which reads all of them.

@@ -17,10 +17,9 @@ from ..masters.full import FullMasters
 from ..masters.masters import OpenMasters
 from ..masters.split import SplitMasters
 from ..masters.states import SMALLEST, EncodedStates
-from ..torch_internals.devices import is_read_freely
 from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.one_pass import NATIVE
-from ..torch_internals.running import computes_at_once
+from ..torch_internals.running import computes_at_once, is_read_freely
 from ..torch_internals.step_hooks import StepHooks
 from .members import Members
 from .per_parameter import stepped_as

@@ -12,7 +12,7 @@ from ..distributed.sharding import is_distributed
 from ..masters.masters import IN_FLOAT32
 from ..scaling.scaler import LossScaler
 from ..torch_internals.columns import have_grads
-from ..torch_internals.devices import is_read_freely
+from ..torch_internals.running import is_read_freely
 from .gradients import Done, Gradients
 from .managed import ManagedOptimizer
 

@@ -16,7 +16,7 @@ from ..distributed.sharding import shard
 from ..masters.masters import IN_FLOAT32, Gradients, Master, OpenMasters
 from ..masters.states import EncodedStates, states_of
 from ..torch_internals.columns import are_same, grads_of, have_grads, set_grads
-from ..torch_internals.devices import bucket_bytes_at_most
+from ..torch_internals.running import bucket_bytes_at_most
 from .members import Members
 from .one_pass import OnePass, kind_of
 from .per_parameter import StepNumbers, kept_states, steps_per_parameter

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from ..basics.patching import UndoStack
 from ..distributed.sharding import local
-from ..masters.residual import unchanged_or_present
+from ..masters.law import unchanged_or_present
 
 Casts = Mapping[torch.Tensor, tuple[torch.dtype, torch.dtype]]
 

@@ -9,8 +9,7 @@ from typing import Any, Final
 import torch
 
 from .defaults import Config, Default
-from .opt_levels import OPT_LEVELS
-from .properties import Properties, build, field_names, is_given
+from .properties import OPT_LEVELS, Properties, build, field_names, is_given
 from .spellings import LARGEST_COUNT, parse_bool, parse_whole_number
 
 # initialize()'s keywords that are no properties: a misspelt one shall find its way home too.

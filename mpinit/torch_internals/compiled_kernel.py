@@ -11,7 +11,7 @@ from typing import Any, Final, final
 import torch
 
 from ..basics.logs import log
-from .devices import is_capturing, works_within_a_cache
+from .running import is_capturing, works_within_a_cache
 
 # Compiling takes some seconds: about as long as this many rows of 128 numbers take without.
 _WORTH_ROWS: Final = 1 << 20

@@ -3,7 +3,13 @@
 The numbers that autograd gives its nodes rise in the order in which a forward pass makes them; none of it is public.
 """
 
+import dis
+import functools
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -83,3 +89,44 @@ def order_of_leaves(result: torch.Tensor, at_most: int = 20_000) -> dict[torch.T
         if len(seen) > at_most:
             return {}
     return found
+
+
+_TORCH: Final = str(Path(torch.__file__).parent).replace("\\", "/")
+# Between an operation and what watches operations.
+_BETWEEN: Final = tuple(f"{_TORCH}/{name}" for name in ("_dynamo/", "_compile.py", "utils/_python_dispatch.py"))
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Where an operation was asked for; ``called`` is "float" in ``x.float()``, "" for an operator like ``@``."""
+
+    file: str
+    line: int
+    called: str
+    is_torch: bool
+
+
+def caller_of_operation(watchers: tuple[str, ...]) -> Caller | None:
+    """The nearest frame neither of a watcher's file nor between it and the operation; None in a thread of torch's."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename.replace("\\", "/")
+        if not file.startswith(watchers) and not file.startswith(_BETWEEN):
+            return Caller(file, frame.f_lineno, _called(frame.f_code, frame.f_lasti), file.startswith(_TORCH))
+        frame = frame.f_back
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _called(code: CodeType, position: int) -> str:
+    """The name that the instruction at ``position`` calls: what was loaded from where its call begins."""
+    loaded: dict[tuple[int | None, int | None], str] = {}
+    for instruction in dis.get_instructions(code):
+        where = instruction.positions
+        start = (where.lineno, where.col_offset) if where is not None else (None, None)
+        if instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST")):
+            if instruction.offset < position:
+                loaded[start] = str(instruction.argval)
+        elif instruction.offset == position and instruction.opname.startswith("CALL"):
+            return loaded.get(start, "")
+    return ""

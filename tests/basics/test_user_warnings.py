@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mpinit
-from mpinit.basics.user_warnings import warn_user
+from mpinit.basics.logs import warn_user
 
 # Compiled under the name of a file of the package, so that its frames are the package's.
 SOURCE = """

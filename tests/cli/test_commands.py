@@ -19,7 +19,7 @@ from torch import nn
 import mpinit
 from mpinit.cli import COMMANDS, main, output
 from mpinit.cli.convert import FORMATS, converted
-from mpinit.settings.opt_levels import OPT_LEVELS
+from mpinit.settings.properties import OPT_LEVELS
 
 MODEL = ["cli_models:classifier", "--input", "8"]
 

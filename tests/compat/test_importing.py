@@ -14,7 +14,7 @@ from forked_runs import run_code
 
 import mpinit
 from mpinit.compat import uninstall_apex
-from mpinit.compat.missing import MISSING
+from mpinit.compat.importing import MISSING
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from torch import nn
 import mpinit
 from mpinit import registry
 from mpinit.compat import uninstall_apex
-from mpinit.compat.missing import MISSING
+from mpinit.compat.importing import MISSING
 
 PAGE = Path(mpinit.__file__).parents[1] / "docs" / "how-to" / "migrate.md"
 TEXT = PAGE.read_text(encoding="utf-8")

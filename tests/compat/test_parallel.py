@@ -1,6 +1,5 @@
 """apex.parallel and apex.normalization over torch's own."""
 
-
 import pytest
 import torch
 from forked_runs import run_code

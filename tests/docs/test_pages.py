@@ -20,8 +20,7 @@ from snippets import PRINTS, Snippet, blocks, same_but_for_numbers, snippets
 import mpinit
 import mpinit.plan
 from mpinit import cli
-from mpinit.basics import user_warnings
-from mpinit.scaling import scaler
+from mpinit.basics import logs
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -278,7 +277,7 @@ def test_every_room_and_file_exists(path: str) -> None:
 
 def test_every_name_exists() -> None:
     assert {"Masters", "warn_user"} <= set(re.findall(r"`(\w+)`", TEXT))
-    assert mpinit.plan.Masters and user_warnings.warn_user and scaler.Scaling
+    assert mpinit.plan.Masters and logs.warn_user and mpinit.plan.ScalingRule
 
 
 def test_every_room_of_the_house_is_on_the_map() -> None:

@@ -10,7 +10,7 @@ from models import CASES, prepared
 from torch import nn
 
 import mpinit
-from mpinit.settings.opt_levels import OPT_LEVELS
+from mpinit.settings.properties import OPT_LEVELS
 
 TOGETHER = {"O0": 16, "O1": 16, "O2": 18, "O3": 8, "O4": 16, "O5": 18, "O5 split": 14}
 

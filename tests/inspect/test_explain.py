@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpinit
-from mpinit.settings.opt_levels import OPT_LEVELS
+from mpinit.settings.properties import OPT_LEVELS
 from mpinit.torch_internals.operations import OperationsSeen
 
 NETWORKS = ["cnn", "lstm", "transformer"]

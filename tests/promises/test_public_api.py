@@ -15,8 +15,7 @@ import mpinit
 from mpinit import amp
 from mpinit.amp import initialize
 from mpinit.settings.keywords import Keywords
-from mpinit.settings.opt_levels import OPT_LEVELS
-from mpinit.settings.properties import Properties
+from mpinit.settings.properties import OPT_LEVELS, Properties
 
 FUNCTIONS = {
     *(

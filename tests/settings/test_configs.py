@@ -9,7 +9,7 @@ import torch
 
 import mpinit
 from mpinit.settings.defaults import DEFAULT_LEVEL
-from mpinit.settings.opt_levels import OPT_LEVELS
+from mpinit.settings.properties import OPT_LEVELS
 from mpinit.settings.resolve import resolve
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpinit.basics.dtypes import dtype_name, is_lower_precision, parse_dtype
-from mpinit.settings.opt_levels import OPT_LEVELS
-from mpinit.settings.properties import Properties, build, field_names, is_given
+from mpinit.settings.properties import OPT_LEVELS, Properties, build, field_names, is_given
 from mpinit.settings.spellings import LARGEST_SCALE, SMALLEST_SCALE
 
 DTYPE_FIELDS = ("cast_model_type", "patch_torch_functions_type", "cast_model_outputs")

@@ -10,8 +10,7 @@ import torch
 
 from mpinit.plan import Masters, Plan, make_plan
 from mpinit.settings.defaults import DEFAULT_LEVEL, DEFAULT_ONE
-from mpinit.settings.opt_levels import OPT_LEVELS
-from mpinit.settings.properties import Properties
+from mpinit.settings.properties import OPT_LEVELS, Properties
 from mpinit.settings.resolve import is_enabled, read_config, read_settings, resolve
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

@@ -7,7 +7,7 @@ Importing anything else, ``apex.contrib`` for one, is an ImportError, as with an
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
-from ..missing import MISSING
+from ..importing import MISSING
 from . import amp, multi_tensor_apply, normalization, optimizers, parallel
 
 __all__ = ["amp", "multi_tensor_apply", "normalization", "optimizers", "parallel"]

@@ -5,8 +5,8 @@ from typing import Any, Final
 
 import torch
 
-from ...torch_internals.devices import is_read_freely
 from ...torch_internals.one_pass import NATIVE
+from ...torch_internals.running import is_read_freely
 
 Codes = tuple[torch.Tensor, ...]
 

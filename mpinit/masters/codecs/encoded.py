@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ...basics.interrupts import InterruptsHeld
+from ...basics.patching import InterruptsHeld
 from ...distributed.sharding import sharded_as
 from ..float_split import flat
 from .codec import BLOCK, Codec, Codes, in_rows, rows_for

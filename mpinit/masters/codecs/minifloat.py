@@ -14,7 +14,7 @@ from typing import Any, Final, final
 import torch
 
 from ...torch_internals.compiled_kernel import CompiledKernel
-from ...torch_internals.devices import is_read_freely
+from ...torch_internals.running import is_read_freely
 from .codec import BLOCK, Codec, Codes, noise, noise_arguments
 
 # Added to a number over its scale: what is small beside it is kept in even steps. With its bits code 0 begins.

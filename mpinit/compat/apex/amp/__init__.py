@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from ...missing import refuse_missing
+from ...importing import refuse_missing
 from ._amp_state import _amp_state, master_params
 from .amp import *  # noqa: F403 - its __all__ lists the names one by one
 from .amp import __all__ as _registration

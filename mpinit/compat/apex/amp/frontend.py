@@ -1,15 +1,17 @@
 """initialize, state_dict and load_state_dict with apex's signatures."""
 
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
+
+from torch.optim import Optimizer
 
 from .... import amp as mp
 from ....basics.logs import log
 from ... import _core
 from ._amp_state import _amp_state, training_session
-from .stash import attach
 
 __all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
 
@@ -174,3 +176,37 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         raise RuntimeError(
             f"Error(s) in loading state_dict: {error}. Give load_state_dict what amp.state_dict() returned"
         ) from None
+
+
+class AmpStash:
+    """``optimizer._amp_stash``, of which scripts set :attr:`lazy_init_called`.
+
+    Attributes:
+        lazy_init_called: whether there are masters; they exist from ``initialize`` on.
+    """
+
+    lazy_init_called = True
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say where apex's lists of parameters are."""
+        raise AttributeError(
+            f"_amp_stash.{name} is not part of the apex that mpinit provides: optimizer.param_groups has the model's "
+            "own parameters, and amp.master_params(optimizer), in the same order, what the optimizer steps for each"
+        )
+
+
+def attach(optimizer: Optimizer) -> None:
+    """Put ``_amp_stash`` and the methods around it on an optimizer; harmless where they are there already."""
+    target: Any = optimizer
+    target._amp_stash = AmpStash()
+    target._amp_lazy_init = target._lazy_init_maybe_master_weights = _do_nothing
+    target._master_params_to_model_params = partial(_settle, optimizer)
+
+
+def _do_nothing() -> None:
+    """Masters are there since ``initialize``."""
+
+
+def _settle(optimizer: Optimizer) -> None:
+    """Masters that were given out and written to are rounded into their weights where they are asked for again."""
+    deque(mp.master_params(optimizer), maxlen=0)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NoReturn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...missing import refuse_missing
+from ...importing import refuse_missing
 
 Shape = int | Sequence[int]
 
