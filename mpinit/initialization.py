@@ -16,7 +16,7 @@ from .checks_of_ranks import check_process_group
 from .model.lasting_losses import warn_of_target_networks
 from .plan import Masters, make_plan
 from .session import Request, Session
-from .settings.defaults import DEFAULT_LEVEL, DEFAULT_LIMIT, DEFAULT_ONE, Config, Default
+from .settings.spellings import DEFAULT_LEVEL
 
 if TYPE_CHECKING:
     from .settings.keywords import Keywords, Level
@@ -38,29 +38,7 @@ def initialize(
 ) -> tuple[Models, Optimizers]: ...
 
 
-def initialize(
-    models: Any,
-    optimizers: Any = None,
-    opt_level: str = DEFAULT_LEVEL,
-    *,
-    enabled: bool = True,
-    await_optimizers: bool = False,
-    cast_model_type: Any = None,
-    patch_torch_functions: Any = None,
-    patch_torch_functions_type: Any = None,
-    keep_batchnorm_fp32: Any = None,
-    master_weights: Any = None,
-    loss_scale: Any = None,
-    cast_model_outputs: Any = None,
-    keep_fp32: Any = None,
-    num_losses: int = DEFAULT_ONE,
-    min_loss_scale: Any = None,
-    max_loss_scale: Any = DEFAULT_LIMIT,
-    config: Config = None,
-    verbosity: int = DEFAULT_ONE,
-    process_group: Any = None,
-    **more: Any,
-) -> Any:
+def initialize(models: Any, optimizers: Any = None, opt_level: str = DEFAULT_LEVEL, **keywords: Any) -> Any:
     """Make models and their optimizers train in mixed precision, in place.
 
     Args:
@@ -88,7 +66,7 @@ def initialize(
             gradients are not: pipeline stages, models sharded over different meshes, gradients that are averaged by
             hand. All of them skip a step where one overflowed. Default: the ranks that parameters are sharded
             over, or that DistributedDataParallel leaves some parameters to.
-        **more: any other field of :class:`Properties`.
+        **keywords: those above, and any other field of :class:`Properties`.
 
     Returns:
         The objects given, as one object, a list or a tuple as they were; only the models where ``optimizers`` is None.
@@ -106,33 +84,25 @@ def initialize(
         (torch.float16, torch.float32)
         >>> mpinit.undo(model)
     """
-    said = locals()
     # Imported here, because pydantic takes longer to import than all of mpinit.
-    from .settings.properties import field_names
-    from .settings.resolve import is_enabled, read_settings, resolve
+    from .settings.resolve import read_settings, resolve
 
-    given = {name: said[name] for name in field_names() if name in said} | more
-    if isinstance(given["max_loss_scale"], Default):
-        given["max_loss_scale"] = None
     try:
         model_list = checks.as_list(models, nn.Module, "models")
         optimizer_list = [] if optimizers is None else checks.as_optimizers(optimizers)
-        if not isinstance(await_optimizers, bool):
-            raise TypeError(f"await_optimizers must be True or False, not {await_optimizers!r}")
-        on, settings = is_enabled(enabled), read_settings(config, num_losses, verbosity)
-        level, props = resolve(opt_level, given, settings.pop("config"))
+        settings, given, from_config = read_settings(keywords)
+        on, awaits, losses, verbosity, process_group = settings.values()
+        level, props = resolve(opt_level, given, from_config)
         checks.check_free(model_list, optimizer_list)
         if on:
             plan = make_plan(props)
-            came_in_16_bit = checks.check(model_list, optimizer_list, props, plan, await_optimizers)
+            came_in_16_bit = checks.check(model_list, optimizer_list, props, plan, awaits)
     except (ValueError, TypeError) as error:
         # Refused before anything was done, and none of the caller's code has run: his line is what matters, not ours.
         log.debug("initialize() refused what it was given", exc_info=error)
         raise error.with_traceback(None) from None
     if on:
-        request = Request(
-            level, props, plan, settings["num_losses"], settings["verbosity"], await_optimizers, process_group
-        )
+        request = Request(level, props, plan, losses, verbosity, awaits, process_group)
         _set_up(model_list, optimizer_list, request, came_in_16_bit)
     else:
         registry.disable(model_list, optimizer_list)

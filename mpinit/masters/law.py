@@ -40,7 +40,7 @@ def follow_weight(weight: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 def unchanged_or_present(original: torch.Tensor, narrow: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """The law where an original is kept as it was: its numbers wherever ``present`` has the bits of its cast, ``narrow``.
+    """The law where an original is kept: its numbers wherever ``present`` has the bits of its cast, ``narrow``.
 
     ``original`` itself where nothing was changed.
     """

@@ -74,7 +74,7 @@ class LossScaler:
         """Move the state to ``device``; nothing happens where it is there already."""
         if self.device != device:
             # On the meta device there are no numbers: what was before a loss there counts on.
-            was_meta = self.device.type == "meta"
+            was_meta = self._state[0].is_meta
             self._before_meta = before = self._before_meta if was_meta else self._state
             self._state = (before[0].to(device), before[1].to(device), before[2].to(device))
             self._noted = None if self._noted is None or was_meta else self._noted.to(device)

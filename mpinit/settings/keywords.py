@@ -1,15 +1,15 @@
 """``initialize``'s keywords as a type checker and an editor know them: names, values and what holds without them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import torch
 from torch import nn
 
-from .defaults import Config
-
 Level = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
 Dtype = torch.dtype | Literal["float16", "fp16", "half", "bfloat16", "bf16", "float32", "fp32", "float"]
+Config = str | Path | Mapping[str, Any] | None
 _Kept = type[nn.Module] | str | Callable[[str, nn.Module], bool]
 _Inputs = str | Callable[[str, Any], bool]
 

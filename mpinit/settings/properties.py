@@ -21,7 +21,7 @@ from pydantic import (
 
 from ..basics.dtypes import dtype_name, is_lower_precision
 from . import spellings
-from .defaults import DEFAULT_INIT_SCALE, DEFAULT_MAX_SCALE
+from .spellings import DEFAULT_INIT_SCALE, DEFAULT_MAX_SCALE
 
 _DTYPE_SCHEMA = WithJsonSchema(
     {"anyOf": [{"enum": ["float16", "bfloat16", "float32"], "type": "string"}, {"type": "null"}]}

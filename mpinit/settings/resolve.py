@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import torch
 
-from .defaults import Config, Default
+from .keywords import Config
 from .properties import OPT_LEVELS, Properties, build, field_names, is_given
-from .spellings import LARGEST_COUNT, parse_bool, parse_whole_number
+from .spellings import LARGEST_COUNT, DefaultLevel, parse_bool, parse_whole_number
 
 # initialize()'s keywords that are no properties: a misspelt one shall find its way home too.
 _OTHER_KEYWORDS: Final = (
@@ -85,30 +85,31 @@ def _read_toml(path: Path, name: str) -> dict[str, Any]:
         raise ValueError(f"{name} is not TOML: {error}") from None
 
 
-def read_settings(config: Config, num_losses: Any, verbosity: Any) -> dict[str, Any]:
-    """Split a configuration into the settings that are no properties, which keywords beat, and the rest ("config")."""
-    given = {"num_losses": num_losses, "verbosity": verbosity}
-    rest = read_config(config, tuple(given))
-    for name, value in given.items():
-        from_config = isinstance(value, Default) and name in rest
-        in_force = rest.pop(name, value) if from_config else value
-        rest.pop(name, None)
-        smallest, largest = _SETTINGS[name]
-        if name == "verbosity" and isinstance(in_force, bool):
-            in_force = int(in_force)
-        if isinstance(in_force, int) and smallest <= in_force <= largest and type(in_force) is not bool:
-            given[name] = int(in_force)
+def read_settings(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], ReadConfig]:
+    """Split keywords into the settings that are no properties and the rest; and what the configuration says of these.
+
+    The settings, in this order, are ``enabled``, ``await_optimizers``, ``num_losses``, ``verbosity`` and
+    ``process_group``.
+    """
+    rest = dict(keywords)
+    from_config = read_config(rest.pop("config", None), tuple(_SETTINGS))
+    enabled, awaits = rest.pop("enabled", True), rest.pop("await_optimizers", False)
+    if not isinstance(awaits, bool):
+        raise TypeError(f"await_optimizers must be True or False, not {awaits!r}")
+    # A command line makes strings of everything.
+    on = parse_bool(enabled) if isinstance(enabled, str) else bool(enabled)
+    settings: dict[str, Any] = {"enabled": on, "await_optimizers": awaits}
+    for name, (smallest, largest) in _SETTINGS.items():
+        source = f"{from_config.source}: " if name in from_config and name not in rest else ""
+        value = settings[name] = rest.pop(name, from_config.pop(name, 1))
+        if type(value) is int and smallest <= value <= largest:
             continue
         try:
-            given[name] = parse_whole_number(in_force, smallest, largest)
+            is_switch = name == "verbosity" and isinstance(value, bool)
+            settings[name] = parse_whole_number(int(value) if is_switch else value, smallest, largest)
         except ValueError as error:
-            raise ValueError(f"{f'{rest.source}: ' if from_config else ''}{name}={error}") from None
-    return {"config": rest, **given}
-
-
-def is_enabled(enabled: Any) -> bool:
-    """Whether ``initialize``'s ``enabled`` says yes; "True" and "False" from a command line are understood."""
-    return parse_bool(enabled) if isinstance(enabled, str) else bool(enabled)
+            raise ValueError(f"{source}{name}={error}") from None
+    return {**settings, "process_group": rest.pop("process_group", None)}, rest, from_config
 
 
 def resolve(opt_level: Any, overrides: Mapping[str, Any], config: Config = None) -> tuple[str, Properties]:
@@ -138,7 +139,7 @@ def resolve(opt_level: Any, overrides: Mapping[str, Any], config: Config = None)
 
 def _level_of(opt_level: Any, from_config: ReadConfig) -> str:
     config_level = from_config.pop("opt_level", None)
-    if config_level is None or not isinstance(opt_level, Default):
+    if config_level is None or not isinstance(opt_level, DefaultLevel):
         return check_level(opt_level)
     try:
         return check_level(config_level)

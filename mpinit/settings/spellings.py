@@ -17,10 +17,20 @@ LARGEST_SCALE: Final = 2.0**126
 # Counters are kept as int32 on the device.
 LARGEST_COUNT: Final = 2**31 - 1
 
+DEFAULT_INIT_SCALE: Final = 2.0**16
+DEFAULT_MAX_SCALE: Final = 2.0**24
+
 OPTIMIZER_STATES: Final = ("float32", "bfloat16", "int8")
 
 _NOTHING: Final = ("none", "")
 _BOOLEANS: Final = {"true": True, "false": False}
+
+
+class DefaultLevel(str):
+    """A level that the caller did not choose: a configuration's may stand in for it."""
+
+
+DEFAULT_LEVEL: Final = DefaultLevel("O1")
 
 
 def is_nothing(value: Any) -> bool:

@@ -16,6 +16,7 @@ from mpinit import amp
 from mpinit.amp import initialize
 from mpinit.settings.keywords import Keywords
 from mpinit.settings.properties import OPT_LEVELS, Properties
+from mpinit.settings.resolve import read_settings
 
 FUNCTIONS = {
     *(
@@ -46,10 +47,7 @@ INSPECTORS = {
 }
 
 SIGNATURES = {
-    "initialize": "(models, optimizers=None, opt_level='O1', *, enabled=True, await_optimizers=False, "
-    "cast_model_type=None, patch_torch_functions=None, patch_torch_functions_type=None, keep_batchnorm_fp32=None, "
-    "master_weights=None, loss_scale=None, cast_model_outputs=None, keep_fp32=None, num_losses=1, min_loss_scale=None, "
-    "max_loss_scale=16777216.0, config=None, verbosity=1, process_group=None, **more)",
+    "initialize": "(models, optimizers=None, opt_level='O1', **keywords)",
     "add_optimizers": "(optimizers)",
     "scale_loss": "(loss, optimizers, loss_id=0, model=None, delay_unscale=False, delay_overflow_check=False)",
     "master_params": "(optimizer)",
@@ -198,7 +196,7 @@ def test_type_checkers_accept_right_uses_and_refuse_wrong_ones(checker: str, tmp
 
 
 def test_every_property_and_keyword_is_spelt_out_for_type_checkers() -> None:
-    own = set(initialize.__kwdefaults__) - Properties.model_fields.keys()
+    own = {*read_settings({})[0], "config"}
     assert set(Keywords.__annotations__) == own | Properties.model_fields.keys()
     assert list(get_type_hints(initialize)) is not None
     assert tuple(OPT_LEVELS) == ("O0", "O1", "O2", "O3", "O4", "O5")

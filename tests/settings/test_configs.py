@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import mpinit
-from mpinit.settings.defaults import DEFAULT_LEVEL
 from mpinit.settings.properties import OPT_LEVELS
 from mpinit.settings.resolve import resolve
+from mpinit.settings.spellings import DEFAULT_LEVEL
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FIVE = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")

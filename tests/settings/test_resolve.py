@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mpinit.plan import Masters, Plan, make_plan
-from mpinit.settings.defaults import DEFAULT_LEVEL, DEFAULT_ONE
 from mpinit.settings.properties import OPT_LEVELS, Properties
-from mpinit.settings.resolve import is_enabled, read_config, read_settings, resolve
+from mpinit.settings.resolve import read_config, read_settings, resolve
+from mpinit.settings.spellings import DEFAULT_LEVEL
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -143,8 +143,10 @@ def test_the_default_level_is_o1() -> None:
 
 @pytest.mark.parametrize(("value", "number"), [(2, 2), ("2", 2), (2.0, 2), ("0", 0), (True, 1), (False, 0)])
 def test_settings_in_any_spelling(value: Any, number: int) -> None:
-    assert read_settings(None, 1, value) == {"config": {}, "num_losses": 1, "verbosity": number}
-    assert read_settings({"verbosity": value}, 1, DEFAULT_ONE)["verbosity"] == number
+    for keywords in ({"verbosity": value}, {"config": {"verbosity": value}}):
+        settings, rest, from_config = read_settings({"loss_scale": 2.0, **keywords})
+        assert (settings["num_losses"], settings["verbosity"]) == (1, number)
+        assert rest == {"loss_scale": 2.0} and not from_config
 
 
 @pytest.mark.parametrize(
@@ -155,9 +157,9 @@ def test_settings_in_any_spelling(value: Any, number: int) -> None:
     ],
 )
 def test_settings_that_are_no_whole_number_are_refused_by_name(name: str, value: Any) -> None:
-    for config, keywords in (({name: value}, {}), (None, {name: value})):
+    for keywords in ({"config": {name: value}}, {name: value}):
         with pytest.raises(ValueError) as caught:
-            read_settings(config, **{"num_losses": DEFAULT_ONE, "verbosity": DEFAULT_ONE} | keywords)
+            read_settings(keywords)
         assert f"{name}={value!r}" in str(caught.value)
 
 
@@ -165,9 +167,9 @@ def test_settings_that_are_no_whole_number_are_refused_by_name(name: str, value:
     ("enabled", "expected"), [(True, True), (False, False), ("True", True), ("false", False), (0, False), (1, True)]
 )
 def test_enabled_in_any_spelling(enabled: Any, expected: bool) -> None:
-    assert is_enabled(enabled) is expected
+    assert read_settings({"enabled": enabled})[0]["enabled"] is expected
     with pytest.raises(ValueError, match="'maybe' is not a boolean"):
-        is_enabled("maybe")
+        read_settings({"enabled": "maybe"})
 
 
 CHOICES: dict[str, list[Any]] = {
