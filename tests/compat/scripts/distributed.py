@@ -25,10 +25,10 @@ def make(batchnorm=False):
     return nn.Sequential(*layers)
 
 
-def wanted(average):
+def wanted():
     model = make()
     for x in everything:
-        (F.mse_loss(model(x), x.sum(1, keepdim=True)) / (world if average else 1)).backward()
+        (F.mse_loss(model(x), x.sum(1, keepdim=True)) / world).backward()
     return [p.grad for p in model.parameters()]
 
 
@@ -36,7 +36,7 @@ for options in (
     {},
     {"delay_allreduce": True, "num_allreduce_streams": 2},
     {"allreduce_always_fp32": True, "gradient_predivide_factor": 2.0},
-    {"gradient_average": False, "message_size": 1},
+    {"message_size": 1},
 ):
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -45,7 +45,7 @@ for options in (
     assert isinstance(model, nn.parallel.DistributedDataParallel)
     with amp.scale_loss(F.mse_loss(model(local), local.sum(1, keepdim=True)), optimizer) as scaled:
         scaled.backward()
-    for p, grad in zip(amp.master_params(optimizer), wanted(options.get("gradient_average", True)), strict=True):
+    for p, grad in zip(amp.master_params(optimizer), wanted(), strict=True):
         torch.testing.assert_close(p.grad, grad, rtol=2e-2, atol=5e-3)
     optimizer.step()
     total = torch.cat([p.detach().flatten() for p in amp.master_params(optimizer)])
@@ -62,6 +62,13 @@ gathered = [torch.zeros(4, 4) for _ in range(world)]
 dist.all_gather(gathered, next(amp.master_params(optimizer)).grad.contiguous())
 assert not torch.equal(gathered[0], gathered[1])
 model.enable_allreduce()
+
+try:
+    DDP(make(), gradient_average=False)
+except ValueError as error:
+    assert "multiply the loss" in str(error)
+else:
+    raise AssertionError("a sum of gradients is refused")
 
 group = dist.new_subgroups(1)[0]
 converted = convert_syncbn_model(make(batchnorm=True), process_group=group)

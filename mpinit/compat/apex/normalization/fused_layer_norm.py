@@ -1,31 +1,12 @@
 """The normalisations: computed in float32 inside, returned in the input's dtype, or the weight's for the Mixed ones."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...importing import refuse_missing
-
-Shape = int | Sequence[int]
-
-
-def _normalise(
-    function: Callable[..., Tensor],
-    input: Tensor,
-    shape: Shape,
-    affine: Sequence[Tensor | None],
-    eps: float,
-    is_mixed: bool = False,
-) -> Tensor:
-    """torch's function where all dtypes agree (it accumulates in float32 itself), float32 around it otherwise."""
-    given = [tensor for tensor in affine if tensor is not None]
-    sizes = [shape] if isinstance(shape, int) else list(shape)
-    if all(tensor.dtype == input.dtype for tensor in given):
-        return function(input, sizes, *affine, eps=eps)
-    wide = [None if tensor is None else tensor.float() for tensor in affine]
-    return function(input.float(), sizes, *wide, eps=eps).to(given[0].dtype if is_mixed else input.dtype)
 
 
 class _Norm(nn.Module):
@@ -49,7 +30,14 @@ class _Norm(nn.Module):
         """Normalise ``input``; the result has its dtype, a Mixed norm's has the weight's."""
         norm: Any = self
         affine = (norm.weight, norm.bias) if isinstance(norm, nn.LayerNorm) else (norm.weight,)
-        return _normalise(self._function, input, norm.normalized_shape, affine, norm.eps or 1e-5, self._is_mixed)
+        shape, eps = list(norm.normalized_shape), norm.eps or 1e-5
+        given = [tensor for tensor in affine if tensor is not None]
+        if all(tensor.dtype == input.dtype for tensor in given):
+            # torch's function accumulates in float32 itself.
+            return self._function(input, shape, *affine, eps=eps)
+        wide = [None if tensor is None else tensor.float() for tensor in affine]
+        found = self._function(input.float(), shape, *wide, eps=eps)
+        return found.to(given[0].dtype if self._is_mixed else input.dtype)
 
 
 class FusedLayerNorm(_Norm, nn.LayerNorm):

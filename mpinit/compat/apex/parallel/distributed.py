@@ -4,11 +4,10 @@ import functools
 import inspect
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ....basics.logs import log
+from ....distributed.replicas import reduce_in_float32
 
 
 def buffers_option(kind: Any) -> str:
@@ -31,11 +30,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         delay_allreduce: accepted for models whose parameters do not all take part in each iteration; those are
             looked for at every forward then.
         allreduce_always_fp32: reduce 16-bit gradients in float32.
-        gradient_average: divide the summed gradients by the number of processes.
-        gradient_predivide_factor: divide by this before the reduction and by the rest after it.
+        gradient_average: False is refused: torch's engine averages.
         **ignored: apex's ``shared_param``, ``allreduce_trigger_params``, ``retain_allreduce_buffers``,
-            ``num_allreduce_streams``, ``allreduce_communicators``, ``gradient_average_split_factor`` and ``prof``:
-            torch's engine needs none of them, and says so once in the log.
+            ``num_allreduce_streams``, ``allreduce_communicators``, ``gradient_average_split_factor``,
+            ``gradient_predivide_factor`` and ``prof``: torch's engine needs none of them; the log says so once.
     """
 
     _IGNORED = (
@@ -45,6 +43,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         "num_allreduce_streams",
         "allreduce_communicators",
         "gradient_average_split_factor",
+        "gradient_predivide_factor",
         "prof",
     )
 
@@ -56,13 +55,17 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         *,
         allreduce_always_fp32: bool = False,
         gradient_average: bool = True,
-        gradient_predivide_factor: float = 1.0,
         **ignored: Any,
     ) -> None:
         unknown = [name for name in ignored if name not in self._IGNORED]
         if unknown:
             raise TypeError(f"DistributedDataParallel takes no {unknown[0]!r}; it ignores {', '.join(self._IGNORED)}")
         _log_ignored_once(tuple(name for name, value in ignored.items() if value not in (None, False, 1)))
+        if not gradient_average:
+            raise ValueError(
+                "gradient_average=False: torch's DistributedDataParallel averages gradients over processes; leave it "
+                "out, and multiply the loss by torch.distributed.get_world_size() for their sum"
+            )
         megabytes = max(message_size * _element_bytes(module) / 2**20, 1e-3)
         super().__init__(
             module,
@@ -70,13 +73,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             bucket_cap_mb=megabytes,
             find_unused_parameters=delay_allreduce,
         )
-        if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
-            after = dist.get_world_size() / gradient_predivide_factor if gradient_average else 1.0
-            before = gradient_predivide_factor if gradient_average else 1.0
-            # A lambda, because torch compares annotations, and ours are strings.
-            self.register_comm_hook(
-                None, lambda state, bucket: _reduce_bucket(bucket, allreduce_always_fp32, before, after)
-            )
+        if allreduce_always_fp32:
+            reduce_in_float32(self)
 
     def disable_allreduce(self) -> None:
         """Leave gradients unreduced from the next forward on."""
@@ -98,22 +96,3 @@ def _log_ignored_once(names: tuple[str, ...]) -> None:
             "DistributedDataParallel: %s given for apex's engine; torch's has no use for it and goes without",
             ", ".join(names),
         )
-
-
-def _reduce_bucket(bucket: Any, in_float32: bool, before: float, after: float) -> torch.futures.Future[Tensor]:
-    """A gradient bucket summed over the processes with divisions before and after it, in float32 where asked."""
-    buffer: Tensor = bucket.buffer()
-    summed = buffer.float() if in_float32 else buffer
-    if before != 1.0:
-        summed = summed.div_(before)
-    work = dist.all_reduce(summed, async_op=True)
-    assert work is not None
-
-    def finish(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-        total = future.value()[0]
-        if after != 1.0:
-            total.div_(after)
-        return buffer.copy_(total) if total is not buffer else buffer
-
-    done: torch.futures.Future[Tensor] = work.get_future().then(finish)
-    return done
