@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from .. import registry
+from ..distributed import replicas
 from ..scaling.scaler import LossScaler
 
 # mpinit's own limit where none is given: below it a scale's reciprocal is no float32.
@@ -19,6 +20,7 @@ LOWEST_SCALE: Final = torch.finfo(torch.float32).tiny
 session_of = registry.of
 live_sessions = registry.live
 Scaler = LossScaler
+reduce_in_float32 = replicas.reduce_in_float32
 
 
 def share_scalers(session: Any, others: Sequence[Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ....basics.logs import log
-from ....distributed.replicas import reduce_in_float32
+from ... import _core
 
 
 def buffers_option(kind: Any) -> str:
@@ -74,7 +74,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             find_unused_parameters=delay_allreduce,
         )
         if allreduce_always_fp32:
-            reduce_in_float32(self)
+            _core.reduce_in_float32(self)
 
     def disable_allreduce(self) -> None:
         """Leave gradients unreduced from the next forward on."""
