@@ -260,6 +260,7 @@ SHORT_LIST = {
 CORE = {
     "registry": "which session an object belongs to",
     "scaling.scaler": "what its scalers are",
+    "distributed": "how DistributedDataParallel averages in float32",
 }
 
 
