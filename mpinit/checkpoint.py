@@ -44,16 +44,7 @@ def warn_of_no_start(scalers: Sequence[LossScaler]) -> None:
 
 
 def checked_state(session: Session, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of a session's scalers, in their order, if they can all be loaded.
-
-    Args:
-        session: the session.
-        state: of :func:`session_state`, or of ``torch.amp.GradScaler.state_dict()`` where there is one loss.
-
-    Raises:
-        TypeError: ``state`` is no mapping.
-        ValueError: it does not fit; the message lists every difference.
-    """
+    """The states of a session's scalers, in their order, if they can all be loaded."""
     if not isinstance(state, Mapping):
         raise TypeError(f"a state is a mapping such as mpinit.state_dict() returns, not {type(state).__name__}")
     states = {"loss_scaler0": in_words_of_ours(state)} if all(key in state for key in _GRAD_SCALER) else dict(state)
@@ -77,9 +68,6 @@ def in_words_of_ours(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def scalers_as_rows(session: Session | None) -> torch.Tensor:
     """The scalers' states as numbers, so that files of ``torch.distributed.checkpoint`` tell at once what fits.
-
-    Args:
-        session: whose; None: one row that scales nothing.
 
     Returns:
         (number of losses, 4), float64, on the CPU: loss scale, good updates, tolerance, and whether it scales at all.

@@ -15,14 +15,7 @@ _NAMED: Final = 5
 
 
 def model_faults(own: Mapping[str, Any], given: Any, strict: bool, whole: bool) -> list[str]:
-    """What keeps a model's state from being loaded, a line each.
-
-    Args:
-        own: the model's own state, not gathered.
-        given: the state.
-        strict: whether the names have to be the same.
-        whole: whether tensors arrive unsharded and are to be sharded.
-    """
+    """What keeps a model's state from being loaded, a line each."""
     if not isinstance(given, Mapping):
         return [f"the model's state is a {type(given).__name__}, not a mapping of names"]
     faults = []
@@ -35,14 +28,7 @@ def model_faults(own: Mapping[str, Any], given: Any, strict: bool, whole: bool) 
 
 
 def optimizer_faults(own: Mapping[str, Any], given: Any, strict: bool, whole: bool) -> list[str]:
-    """What keeps the optimizers' state from being loaded, a line each.
-
-    Args:
-        own: their own state, not gathered, nested or flat as ``given``.
-        given: the state; there may be more in it, of other optimizers.
-        strict: whether there has to be a state for every parameter that is trained.
-        whole: as in :func:`model_faults`.
-    """
+    """What keeps the optimizers' state from being loaded, a line each."""
     if not isinstance(given, Mapping):
         return [f"the optimizer's state is a {type(given).__name__}, not a mapping"]
     if "state" not in own:

@@ -71,12 +71,7 @@ def own(owner: Any) -> Session | None:
 
 
 def sessions_of(owners: Iterable[Any], scaled: bool = False) -> list[Session]:
-    """The live sessions of models or optimizers, each once; others are passed over.
-
-    Args:
-        owners: the objects.
-        scaled: only sessions in which some loss is scaled.
-    """
+    """The live sessions of models or optimizers, each once; others are passed over."""
     found = [session for session in dict.fromkeys(map(of, owners)) if session is not None]
     return [session for session in found if not (scaled and all(scaler.is_identity for scaler in session.scalers))]
 
@@ -99,11 +94,7 @@ def session_of(optimizer: Any) -> Session:
 
 
 def session_for(optimizer: Optimizer) -> Session | None:
-    """The live session whose models' parameters a new optimizer has; None where those models are disabled.
-
-    Args:
-        optimizer: not in any session yet.
-    """
+    """The live session whose models' parameters a new optimizer has; None where those models are disabled."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sessions = [session for session in live() if session.holds_one_of(parameters)]
     if len(sessions) == 1:
@@ -152,11 +143,7 @@ def shared_session(optimizers: list[Optimizer]) -> Session | None:
 
 
 def session_meant(optimizer: Optimizer | None) -> Session | None:
-    """The optimizer's session, or without one the only live session; None where disabled.
-
-    Raises:
-        RuntimeError: there is no such session, or more than one to choose from.
-    """
+    """The optimizer's session, or without one the only live session; None where disabled."""
     if optimizer is not None:
         return None if unwrapped(optimizer) in disabled else session_of(optimizer)
     sessions = live()

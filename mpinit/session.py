@@ -387,10 +387,6 @@ class Session:
 
         Returns:
             What leaves them as they came; only for when nothing has happened since.
-
-        Raises:
-            RuntimeError: gradients are scaled at the moment.
-            ValueError: one of the optimizers cannot be stepped with masters of the session's kind.
         """
         self.check_idle("mpinit.add_optimizers()")
         self._check(optimizers)

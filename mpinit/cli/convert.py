@@ -96,19 +96,7 @@ def _write(result: dict[str, Any], target: Path) -> None:
 
 
 def converted(checkpoint: Any, to: str, loss_id: int = 0) -> tuple[dict[str, Any], list[str]]:
-    """A checkpoint in another's form.
-
-    Args:
-        checkpoint: what was loaded from a file; not changed.
-        to: "mpinit", "apex" or "torch".
-        loss_id: which loss's scale a form with a single one gets.
-
-    Returns:
-        The new checkpoint, and a line for each thing that differs.
-
-    Raises:
-        ValueError: there is nothing in it that could be converted, or it does not fit together.
-    """
+    """A checkpoint in another's form."""
     if not isinstance(checkpoint, Mapping):
         raise ValueError(f"the file holds {type(checkpoint).__name__}, not a dict with a model and an optimizer in it")
     result, said = dict(checkpoint), list[str]()

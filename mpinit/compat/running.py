@@ -13,15 +13,7 @@ from .importing import BOOTSTRAP, install_as_apex
 
 
 def run_script(path: str, arguments: Sequence[str]) -> int:
-    """Run a file as ``python path arguments...`` would, with ``apex`` provided.
-
-    Args:
-        path: a Python file, or a directory or zip file with a ``__main__.py``.
-        arguments: the script's own arguments.
-
-    Returns:
-        The exit status: 0, or 2 where there is no such file. The script's exceptions pass through.
-    """
+    """Run a file as ``python path arguments...`` would, with ``apex`` provided."""
     file = Path(path)
     if not file.exists():
         print(f"mpinit run: no such file: {path!r}", file=sys.stderr)
@@ -41,15 +33,7 @@ def run_script(path: str, arguments: Sequence[str]) -> int:
 
 
 def run_module(name: str, arguments: Sequence[str]) -> int:
-    """Run a module as ``python -m name arguments...`` would, with ``apex`` provided.
-
-    Args:
-        name: its dotted name.
-        arguments: the module's own arguments.
-
-    Returns:
-        The exit status, as for :func:`run_script`.
-    """
+    """Run a module as ``python -m name arguments...`` would, with ``apex`` provided."""
     _prepare([name, *arguments], os.getcwd())
     runpy.run_module(name, run_name="__main__", alter_sys=True)
     return 0

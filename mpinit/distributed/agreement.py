@@ -21,12 +21,7 @@ def meshes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
 
 
 def groups_of(meshes: Iterable[Any], *more: Group | None) -> list[Group]:
-    """The process groups over which a verdict has to be agreed on to be one for all ranks.
-
-    Args:
-        meshes: over which parameters are sharded.
-        *more: further groups; what lies within one of them needs no round of its own.
-    """
+    """The process groups over which a verdict has to be agreed on to be one for all ranks."""
     distributed: Any = torch.distributed
     ranks = {id(group): set(distributed.get_process_group_ranks(group)) for group in more if group is not None}
     found: dict[str, Group] = {}

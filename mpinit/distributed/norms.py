@@ -21,17 +21,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the norm of all parameters' gradients in place, as one process that held all of them would.
 
-    Args:
-        parameters: plain ones, and such that are sharded over any meshes; on every rank of a mesh the same, whether
-            or not they have a gradient there.
-        max_norm, norm_type, error_if_nonfinite: as in ``torch.nn.utils.clip_grad_norm_``.
-        process_group: over ranks that hold other parameters; None: there are none.
-
     Returns:
         The norm before clipping, 0-dimensional, float32, the same on every rank.
-
-    Raises:
-        RuntimeError: the norm is inf or nan, and ``error_if_nonfinite``.
     """
     total = total_norm(parameters, norm_type, process_group)
     if error_if_nonfinite and not bool(total.isfinite()):

@@ -73,11 +73,6 @@ _average_in_float32.__annotations__.clear()
 def broadcast(values: Sequence[Callable[[], torch.Tensor]], src: int, group: Any) -> Iterator[tuple[int, torch.Tensor]]:
     """Send float32 numbers from one rank to all others, a few at a time.
 
-    Args:
-        values: what to call for each tensor; all ranks have as many, of the same shapes.
-        src: who sends, its rank within ``group``.
-        group: a process group; None: the default one.
-
     Yields:
         On the ranks that receive: the place in ``values``, and what it is on ``src``; a tensor of its own. On
         ``src``: nothing.
@@ -112,13 +107,7 @@ def _chunks(values: Sequence[Callable[[], torch.Tensor]]) -> Iterator[tuple[int,
 
 @final
 class FinalSync:
-    """A DistributedDataParallel's ``_sync_final_model``, with which ``join()`` ends, and what comes after it.
-
-    Args:
-        wrapper: the DistributedDataParallel.
-        afterwards: what to call with it and with the rank, within its group, that all have taken the model of; held
-            weakly.
-    """
+    """A DistributedDataParallel's ``_sync_final_model``, with which ``join()`` ends, and what comes after it."""
 
     def __init__(self, wrapper: Any, afterwards: Callable[[Any, int], None]) -> None:
         self._wrapper = wrapper

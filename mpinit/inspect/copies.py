@@ -50,12 +50,7 @@ def float32_copy(model: nn.Module) -> nn.Module:
 
 
 def copy_of_optimizer(optimizer: Optimizer, copies: Mapping[Any, Any], with_state: bool = True) -> Optimizer:
-    """The same optimizer over copies of its parameters, without what ``initialize`` put on it.
-
-    Args:
-        copies: parameter -> its copy.
-        with_state: whether it goes on from the same state; else from none.
-    """
+    """The same optimizer over copies of its parameters, without what ``initialize`` put on it."""
     twin: Optimizer = type(optimizer).__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): twin}
     for weight in (entry for group in optimizer.param_groups for entry in group["params"]):
@@ -86,11 +81,7 @@ def at_level(
     properties: Properties,
     check: bool = True,
 ) -> Iterator[Session]:
-    """Initialise copies of models, and of their optimizers, for the block; what this warns of is left out.
-
-    Args:
-        check: whether what ``initialize`` refuses is refused; not for what was initialised like that before.
-    """
+    """Initialise copies of models, and of their optimizers, for the block; what this warns of is left out."""
     plan = make_plan(properties)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -88,10 +88,6 @@ class OverflowWatch:
         gradients_are_bad: whether anything in a backward pass was.
         went_backward: whether there was a backward pass.
         batch: samples of the model's inputs, of its first call; None before it.
-
-    Args:
-        model: whose modules are named.
-        rounded_to: the types of ``sensitivity``. Default none.
     """
 
     def __init__(self, model: torch.nn.Module, rounded_to: Iterable[torch.dtype] = ()) -> None:

@@ -86,10 +86,6 @@ class _Frame:
 class Recording:
     """Counts operations, by the module of ``model`` whose forward they belong to, and says why they run as they do.
 
-    Args:
-        model: whose modules are told apart.
-        session: what is in force for it; None: it is not initialised.
-
     Attributes:
         trace: to be entered around the run.
     """

@@ -39,13 +39,6 @@ class ModelTrace:
 
     A backward operation belongs to the module in whose forward its node was made: the numbers that autograd gives its
     nodes rise, so it is enough to know which module ran from which number on.
-
-    Args:
-        model: the model.
-        operation: runs an operation, given it, its arguments and a function that does, and returns its result; None:
-            operations are not looked at.
-        begins: called when a module's forward begins, with its name ("" is the model itself), itself and its inputs.
-        ends: called when it has returned, or raised, with its name and output.
     """
 
     def __init__(self, model: nn.Module, operation: Any, begins: Any, ends: Any) -> None:

@@ -7,14 +7,7 @@ from typing import Any
 
 
 def require(package: str) -> Any:
-    """The package that a plug is for.
-
-    Args:
-        package: its name, which is the plug's and the extra's too.
-
-    Raises:
-        ImportError: it cannot be imported; the message names the extra.
-    """
+    """The package that a plug is for."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

@@ -40,12 +40,6 @@ here: Final = _Here()
 class Boundary:
     """What is done to calls that come into an initialised model from outside; one object serves many modules.
 
-    Args:
-        inner_dtype: the type that runs inside: float32 where functions cast for themselves (O1).
-        output_dtype: what floating outputs are cast to for a caller outside of every forward, or None to leave them.
-        casts: what is on and off around a forward; :meth:`cross` leaves it to its callers.
-        keep_inputs: (argument name, value) -> whether it stays as it is; one that says yes is enough.
-
     Attributes:
         before_forward: called first, where the caller is outside of every forward.
         targets: tensors of the models -> the type that they were given.

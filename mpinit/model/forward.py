@@ -198,13 +198,6 @@ def patch_forwards(
     """Put casts around the models' forwards and entry points, and around whatever of them can be called by itself.
 
     The boundary of what is cast is returned.
-
-    Args:
-        selection, plan: the models and what of them computes in which type; patched in place.
-        owner: kept alive as long as the models are.
-        before_forward: called before every forward that comes from outside of all initialised models, but for those
-            in compiled code.
-        undos: gets the way back, which leaves a wrapper that was put around a forward later where it is.
     """
     casts = ForwardCasts(plan.function_dtype) if plan.patch_functions else NO_CASTS
     output_dtype = plan.output_dtype if plan.cast_outputs else None

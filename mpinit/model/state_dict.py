@@ -29,12 +29,6 @@ class Float32State:
 
     Every module has them, so that a part's state dict is float32 as well, and every module that becomes a part of one
     later. With ``keep_vars=True`` the caller wants the parameters themselves, which are what they are.
-
-    Args:
-        find_values: 16-bit tensor -> the float32 values that stand for it, or None.
-        load_values: (16-bit tensor, values just loaded into it) -> whether it has a master: takes over what it cannot
-            hold itself.
-        has_masters: whether any tensor has a master. Copies of the models are float32 then.
     """
 
     def __init__(self, find_values: Values, load_values: Load, has_masters: Callable[[], bool]) -> None:

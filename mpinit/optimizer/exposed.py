@@ -34,11 +34,7 @@ class ExposedMasters:
         return [table.given[id(master)] for master in self._members.masters if id(master) in table.given]
 
     def give_out(self, weights: Iterable[nn.Parameter] | None = None) -> Iterator[nn.Parameter]:
-        """Masters where weights have full ones; the weights themselves elsewhere.
-
-        Args:
-            weights: only what stands for these. Default: all members.
-        """
+        """Masters where weights have full ones; the weights themselves elsewhere."""
         members, table = self._members, self._members.table
         members.refresh()
         self.settle()

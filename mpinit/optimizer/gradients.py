@@ -40,10 +40,6 @@ class Gradients:
 
     They are scaled between :meth:`scale` and :meth:`unscale`, unscaled otherwise.
 
-    Args:
-        holder: has the parameters as ``weights``, which may change.
-        masters: the session's, which know the type that gradients are kept in.
-
     Attributes:
         found_inf: what the checks of gradients since they were last cleared found: 0-dimensional, above 0 for inf or
             nan; None where none was made.
@@ -85,11 +81,6 @@ class Gradients:
     @torch.no_grad()
     def scale(self, block: object, scaler: LossScaler, done: Done) -> bool:
         """A block begins in which a scaled loss adds to the gradients: what is there is scaled, too.
-
-        Args:
-            block: whose life the block's is.
-            scaler: what the loss is scaled by.
-            done: gradients that are scaled already; gets these.
 
         Returns:
             Whether there are none yet.
@@ -142,10 +133,6 @@ class Gradients:
     @torch.no_grad()
     def unscale(self, scaler: LossScaler, done: Done) -> torch.Tensor | None:
         """The backward pass is over: unscale the gradients, and check them where the scale is dynamic.
-
-        Args:
-            scaler: what they are scaled by.
-            done: gradients that are unscaled already; gets these.
 
         Returns:
             What the check found beside earlier overflows; None where there is nothing to find.
@@ -346,11 +333,6 @@ def unscale_and_check_(
 ) -> torch.Tensor | None:
     """Multiply every gradient in place by ``inverse_scale`` and look for inf and nan, in one pass over memory.
 
-    Args:
-        gradients: floating or complex gradients of any dtypes and devices; sparse ones coalesced.
-        inverse_scale: 0-dimensional float32.
-        plain: what :func:`are_plain` says of them and ``inverse_scale``'s device, where that is known.
-
     Returns:
         A 0-dimensional float32 tensor on ``inverse_scale``'s device, 1 where anything was inf or nan and 0
         otherwise; where gradients are sharded, for the parts of this process. None without gradients.
@@ -390,9 +372,6 @@ def are_finite(gradients: list[torch.Tensor]) -> bool:
 
     Without native code the sums of gradients are looked at, which are finite only where all numbers are. The reverse is
     not so: then False says nothing.
-
-    Args:
-        gradients: dense ones of one type, on one device.
     """
     if NATIVE.may_come and (native := NATIVE.get()) is not None and computes_at_once():
         found = native.are_finite(gradients)

@@ -49,13 +49,6 @@ class _EvaluationOverflow(Exception):
 class ManagedOptimizer:
     """One optimizer of a session; it stays the object it was, with a ``step`` of ours.
 
-    Args:
-        optimizer: the optimizer, changed in place by :meth:`install`.
-        members: its parameters.
-        scope: its masters, in its groups while its own code runs.
-        rule: how the session's loss scales move.
-        ranks: what is one over all ranks.
-
     Attributes:
         gradients: its gradients.
         release: what its steps have done ahead; None where they do nothing ahead.
@@ -201,11 +194,7 @@ class ManagedOptimizer:
             self.settle_exposed()
 
     def tell_of_backward(self, loss: torch.Tensor, scaler: LossScaler, overflowed: bool) -> str | None:
-        """After gradients are unscaled, and before the scale moves: tell the observers, take an overflow down.
-
-        Returns:
-            What to say of the worst gradient where there was an overflow.
-        """
+        """After gradients are unscaled, and before the scale moves: tell the observers, take an overflow down."""
         self._last_scaler = scaler
         for observer in self.observers:
             observer.backward_ended(loss, scaler)
@@ -220,10 +209,6 @@ class ManagedOptimizer:
 
     def unscale(self, scaler: LossScaler, done: Done) -> bool:
         """Unscale and check the gradients that backward passes of a GradScaler's losses have left.
-
-        Args:
-            scaler: what they are scaled by.
-            done: those that are unscaled already.
 
         Returns:
             Whether there are any.

@@ -47,13 +47,6 @@ class Members:
 
     The groups are looked at whenever a step begins: entries may be replaced, removed, added, frozen and thawed.
 
-    Args:
-        optimizer: the optimizer.
-        masters: the session's.
-        casts: knows what was cut off of weights that had no master until now.
-        names: of the session's models.
-        kind: what a trainable 16-bit weight gets when it is found in a group.
-
     Attributes:
         weights: the members as they are between steps: the model's own parameters.
         inner: what stands for each of them while the optimizer's own code runs: its master, or itself.

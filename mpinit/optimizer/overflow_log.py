@@ -90,13 +90,7 @@ class OverflowLog:
         self._members = members
 
     def write(self, scaler: LossScaler | None, scale: float | None, loss: torch.Tensor | None) -> OverflowRecord:
-        """Take down what the gradients are now; waits for their device.
-
-        Args:
-            scaler: of the loss.
-            scale: the scale that the backward pass had.
-            loss: what it was called on, where that is still there: its graph tells in which order it went.
-        """
+        """Take down what the gradients are now; waits for their device."""
         self.last = self.read(scaler, scale, loss)
         return self.last
 

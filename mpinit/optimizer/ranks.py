@@ -69,13 +69,6 @@ class Ranks:
     beyond what the wrapper itself broadcasts, the 16-bit ones, and on loss scales; and again after ``join()``. In every
     step they agree on overflow, where gradients may differ by rank.
 
-    Args:
-        models: the session's models.
-        masters: the session's masters.
-        scalers: the session's loss scalers.
-        members: the parameters of each of its optimizers; the list grows with them.
-        process_group: over which the session's steps are one; None: over whatever parameters are sharded.
-
     Attributes:
         to_be_checked: what has not happened yet, and is checked when it does for the first time.
         reduces_in_float32: whether DistributedDataParallel is to average 16-bit gradients in float32.
@@ -114,17 +107,7 @@ class Ranks:
     def watch(
         self, changed: Iterable[torch.Tensor], casts: TensorCasts | None, words: Mapping[str, str], undos: UndoStack
     ) -> None:
-        """Agree with the other ranks from here on.
-
-        Args:
-            changed: parameters whose dtype the session has changed, which a wrapper that is older does not know.
-            casts: what has no masters; None: nothing was cast.
-            words: what was asked for, which has to be the same on all ranks.
-            undos: gets the way back.
-
-        Raises:
-            ValueError: ranks that share parameters or a process group were asked for different things.
-        """
+        """Agree with the other ranks from here on."""
         self._changed, self._casts, self._words = set(map(id, changed)), casts, words
         known = weakref.ref(self)
 

@@ -23,13 +23,6 @@ class ScaledLoss:
 
     All gradients of the session are scaled while the block is open, and unscaled at its end, whether their optimizers
     were named or not: a loss may reach parameters of others, as a generator's reaches its discriminator.
-
-    Args:
-        loss: the loss.
-        scaler: what scales it.
-        optimizers: those it is for, whose next step looks at an overflow.
-        others: gradients of the session's other parameters.
-        delay_update: leave the scale as it is until a later backward pass or step.
     """
 
     def __init__(

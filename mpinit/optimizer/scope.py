@@ -88,12 +88,6 @@ class Part:
 class Scope:
     """One optimizer's masters: :meth:`open` puts them into its groups, :meth:`closed` takes them out for a closure.
 
-    Args:
-        members: the optimizer's parameters.
-        states: how its state is kept; None: in float32, as it is.
-        bucket_bytes: float32 bytes at a time where a step is done in parts.
-        releases: whether parts are stepped alone, inside of backward passes.
-
     Attributes:
         is_open: whether the groups hold masters at the moment.
         releases: as given.

@@ -60,13 +60,7 @@ def _is_code(value: Any) -> bool:
 
 
 def cast_states(optimizers: Sequence[Optimizer], casts: Casts, undos: UndoStack) -> None:
-    """Cast the state of parameters that are cast without a master.
-
-    Args:
-        optimizers: whose state.
-        casts: parameter -> the dtype it came in with, and the one it is cast to.
-        undos: gets the way back, which casts state made since then as well.
-    """
+    """Cast the state of parameters that are cast without a master."""
     for optimizer in with_wrapped(optimizers):
         known = {parameter for parameter in optimizer.state if parameter in casts}
         undos.push(functools.partial(_cast_newer_states, optimizer, casts, known))

@@ -22,18 +22,9 @@ class LossScaler:
     The state is a few 0-dimensional tensors on the loss's device: updating them never waits for the device, and
     they are read only when they are asked for.
 
-    Args:
-        rule: how the scale moves.
-
     Attributes:
         passes: how often something was scaled.
         loads: how often a state was loaded.
-
-    Example:
-        >>> rule = ScalingRule(True, 8.0, 2.0, 0.5, 2000, 1, 2.0**-126, 2.0**24, 64)
-        >>> scaler = LossScaler(rule)
-        >>> scaler.note(torch.tensor(1.0)); scaler.update(); scaler.loss_scale()
-        4.0
     """
 
     def __init__(self, rule: ScalingRule) -> None:
@@ -105,11 +96,7 @@ class LossScaler:
         return float(self._state[0].item())
 
     def set_scale(self, scale: float) -> None:
-        """Put the scale to ``scale``; the growth counter is kept.
-
-        Raises:
-            ValueError: ``scale`` is 0, negative, inf or nan, or it or its reciprocal leaves float32's range.
-        """
+        """Put the scale to ``scale``; the growth counter is kept."""
         self._state[0].fill_(check_scale(scale))
 
     def take_scale(self, scale: torch.Tensor) -> None:
@@ -206,9 +193,6 @@ class LossScaler:
         Returns:
             Whether it is a start for this scaler: a scale of 1 that was no scaling is none for one that moves, which
             stays where it is.
-
-        Raises:
-            ValueError: the state is none, see :func:`check_state`.
         """
         faults = check_state(state)
         if faults:

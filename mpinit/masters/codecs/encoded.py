@@ -20,11 +20,6 @@ class EncodedState(torch.Tensor):
 
     Whatever torch does with it is done with the numbers. Operations in place (``mul_``, ``copy_``) write new codes. A
     view is of a copy, and cannot be written to.
-
-    Args:
-        codec: the encoding.
-        codes: the codes, of whole rows.
-        like: whose shape, order of memory and device it has.
     """
 
     codec: Codec

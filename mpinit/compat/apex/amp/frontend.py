@@ -115,11 +115,7 @@ def _end_earlier_sessions(models: list[Any], optimizers: list[Any]) -> None:
 
 
 def _share_scalers(optimizers: list[Any]) -> None:
-    """Give the loss scalers of these optimizers' session to every earlier one: apex knows one list, the latest.
-
-    Args:
-        optimizers: what ``initialize`` was just given; without any, as a teacher has none, nothing happens.
-    """
+    """Give the loss scalers of these optimizers' session to every earlier one: apex knows one list, the latest."""
     session = _core.session_of(optimizers[0]) if optimizers else None
     if session is None:
         return

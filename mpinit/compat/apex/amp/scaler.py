@@ -16,14 +16,7 @@ def _number_of_rule(name: str, kind: type) -> Any:
 
 
 class LossScaler:
-    """One of ``amp._amp_state.loss_scalers``, whose private attributes scripts read and write; nothing is copied.
-
-    Args:
-        core: a session's scaler.
-
-    Raises:
-        TypeError: something else is given: ``amp.initialize`` makes the loss scalers.
-    """
+    """One of ``amp._amp_state.loss_scalers``, whose private attributes scripts read and write; nothing is copied."""
 
     def __init__(self, core: _core.Scaler) -> None:
         if not isinstance(core, _core.Scaler):
