@@ -11,8 +11,6 @@ Example:
     >>> mpinit.undo(model)
 """
 
-from __future__ import annotations
-
 import importlib
 from importlib.util import find_spec
 from typing import TYPE_CHECKING

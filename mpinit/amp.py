@@ -1,7 +1,5 @@
 """The functions users call: ``from mpinit import amp`` reads as scripts have always read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +34,7 @@ if TYPE_CHECKING:
 else:
     # pydantic, which takes longer to import than all of mpinit, comes with the first of them, or with initialize.
     __getattr__ = found_later(
-        __name__,
-        {"OPT_LEVELS": "mpinit.settings.properties", "Properties": "mpinit.settings.properties"},
+        __name__, {"OPT_LEVELS": "mpinit.settings.properties", "Properties": "mpinit.settings.properties"}
     )
 
 __all__ = [

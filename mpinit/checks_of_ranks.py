@@ -10,12 +10,7 @@ from torch.optim import Optimizer
 from .basics.dtypes import is_lower_precision
 from .basics.modules import Walk
 from .distributed.agreement import device_for, meshes_of, reach
-from .distributed.sharding import (
-    flattened,
-    is_distributed,
-    is_sharded,
-    replaced_since,
-)
+from .distributed.sharding import flattened, is_distributed, is_sharded, replaced_since
 from .plan import Plan
 
 _REDUCES: Final = "DistributedDataParallel"

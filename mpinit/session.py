@@ -27,7 +27,6 @@ from .masters.masters import IN_FLOAT32, Masters
 from .masters.split import SplitMasters
 from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
-from .model.forward_weights import renew_casts
 from .model.shared_memory import check_memory
 from .optimizer.gradient_release import check_release
 from .optimizer.gradients import Gradients
@@ -264,8 +263,6 @@ class Session:
         scope = Scope(members, self._states, self.plan.split_bucket_bytes, self.plan.gradient_release)
         managed = ManagedOptimizer(optimizer, members, scope, self.plan.scaling, self.ranks)
         self._managed[optimizer] = managed
-        if self.plan.masters is MasterKind.IN_MODEL:
-            managed.observers.append(_RenewedCasts())
         managed.install(self._states, undos)
         if self._loose[1] is not None:
             managed.gradients.take_over(self._loose[1])
@@ -650,14 +647,3 @@ def _states_as_they_are(optimizers: Sequence[Optimizer]) -> Undo:
             state.update(before)
 
     return restore
-
-
-class _RenewedCasts:
-    """Casts of weights that an optimizer has stepped inside of a forward are made anew."""
-
-    def backward_ended(self, loss: torch.Tensor, scaler: LossScaler) -> None:
-        """Nothing was written."""
-
-    def step_ended(self, skipped: bool | torch.Tensor) -> None:
-        """Weights were."""
-        renew_casts()

@@ -1,12 +1,10 @@
 """Reversible changes: a patch is a record that can be reverted, and records are reverted in reverse order."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, Self
 
 _ABSENT: Final = object()
 
@@ -72,7 +70,7 @@ class UndoStack:
     def __len__(self) -> int:
         return len(self._undos)
 
-    def __enter__(self) -> UndoStack:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:

@@ -34,9 +34,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", type=int, default=2, metavar="N", help="size of the batch; 0 for none. Default 2")
     parser.add_argument(
-        "--loss",
-        metavar="pkg.mod:fn",
-        help='function of the output that returns the loss; "mean" for its mean square',
+        "--loss", metavar="pkg.mod:fn", help='function of the output that returns the loss; "mean" for its mean square'
     )
     parser.add_argument("--device", default="cpu", help="such as cuda. Default cpu")
     parser.add_argument(

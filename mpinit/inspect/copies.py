@@ -75,11 +75,7 @@ def copy_of_optimizer(optimizer: Optimizer, copies: Mapping[Any, Any], with_stat
 
 @contextmanager
 def at_level(
-    models: list[nn.Module],
-    optimizers: list[Optimizer],
-    level: str,
-    properties: Properties,
-    check: bool = True,
+    models: list[nn.Module], optimizers: list[Optimizer], level: str, properties: Properties, check: bool = True
 ) -> Iterator[Session]:
     """Initialise copies of models, and of their optimizers, for the block; what this warns of is left out."""
     plan = make_plan(properties)

@@ -23,11 +23,7 @@ _ADVICE: Final = "let loss= use nothing but the output, and forward nothing but 
 
 
 def explain(
-    model: nn.Module,
-    *args: Any,
-    loss: Loss | None = None,
-    opt_level: str | None = None,
-    **kwargs: Any,
+    model: nn.Module, *args: Any, loss: Loss | None = None, opt_level: str | None = None, **kwargs: Any
 ) -> PrecisionReport:
     """Run a model once and report which operation ran in which type, and why.
 
@@ -73,9 +69,7 @@ def explain(
             with recording.trace:
                 _run(twin, args, kwargs, loss)
     return PrecisionReport(
-        model=type(model).__name__,
-        level=in_force.opt_level if in_force is not None else "",
-        rows=recording.rows(),
+        model=type(model).__name__, level=in_force.opt_level if in_force is not None else "", rows=recording.rows()
     )
 
 

@@ -1,11 +1,9 @@
 """The last steps of an optimizer: loss, scale, skips and gradient norm, without waiting for the device."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch.optim import Optimizer
@@ -115,7 +113,7 @@ class History:
         if self in self._managed.observers:
             self._managed.observers.remove(self)
 
-    def __enter__(self) -> History:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: Any) -> None:

@@ -1,11 +1,9 @@
 """Runs of a model with every operation seen, and known by the module that it belongs to."""
 
-from __future__ import annotations
-
 import threading
 from bisect import bisect_right
 from contextlib import ExitStack, nullcontext
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, Self, final
 
 import torch
 from torch import nn
@@ -52,7 +50,7 @@ class ModelTrace:
         self._numbers: list[int] = []
         self._ran: list[str | None] = []
 
-    def __enter__(self) -> ModelTrace:
+    def __enter__(self) -> Self:
         with ExitStack() as stack:
             # Hooks of the process: modules with hooks of their own take other paths.
             stack.callback(module_hooks.register_module_forward_pre_hook(self._begin).remove)

@@ -1,7 +1,5 @@
 """Plugs for frameworks whose loops own backward and step: one file a framework, imported only when it is used."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -15,6 +15,7 @@ from ..basics.patching import UndoStack, set_attribute
 from ..distributed.sharding import is_distributed
 from ..masters.full import FullMasters
 from ..masters.states import EncodedStates, decode, shown
+from ..model.forward_weights import STANDING, renew_casts
 from ..plan import ScalingRule
 from ..scaling.scaler import LossScaler
 from ..torch_internals.columns import grads_of
@@ -332,6 +333,8 @@ class ManagedOptimizer:
 
     def tell_observers(self) -> None:
         """A step is over, as a whole or in halves."""
+        if STANDING:
+            renew_casts()
         for observer in self.observers:
             observer.step_ended(self._skipped)
 

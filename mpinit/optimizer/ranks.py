@@ -25,13 +25,7 @@ from ..distributed.replicas import (
     reduced_by,
     running_wrapper,
 )
-from ..distributed.sharding import (
-    flattened,
-    has_other_processes,
-    is_distributed,
-    is_sharded,
-    replaced_since,
-)
+from ..distributed.sharding import flattened, has_other_processes, is_distributed, is_sharded, replaced_since
 from ..masters.masters import Master, Masters
 from ..model.casting import TensorCasts
 from ..scaling.scaler import LossScaler

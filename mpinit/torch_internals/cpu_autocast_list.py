@@ -56,12 +56,3 @@ def _traces_16_bit() -> bool:
     except NotImplementedError:
         return False
     return True
-
-
-def listed_on_cpu_only() -> set[str]:
-    """The kernels on the CPU's autocast list that are not on CUDA's, without their overloads' names."""
-    registered: Any = torch._C._dispatch_get_registrations_for_dispatch_key
-    cpu, cuda = (
-        {name.removeprefix("aten::").partition(".")[0] for name in registered(key)} for key in (_KEY, "AutocastCUDA")
-    )
-    return cpu - cuda

@@ -4,13 +4,11 @@
 between a master's step and its rounding, and once for every part of a step that is done in parts.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from torch.optim import Optimizer
 from torch.optim import optimizer as module
@@ -55,7 +53,7 @@ class StepHooks:
         for hook in self._after:
             hook(self._optimizer, args, kwargs)
 
-    def __enter__(self) -> StepHooks:
+    def __enter__(self) -> Self:
         for owner, names in ((module, _GLOBAL), (self._optimizer, _OWN)):
             for name in names:
                 self._held.append((owner, name, getattr(owner, name)))

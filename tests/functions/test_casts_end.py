@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from casts import BF16, FP32, HALF, in_thread, o1_plan, product_dtype
+from casts import BF16, FP32, HALF, in_thread, listed_on_cpu_only, o1_plan, product_dtype
 from interruptions import Where, interrupt, places
 from undo_snapshots import differences, namespace
 
 import mpinit
 from mpinit.functions import apply
 from mpinit.functions.installation import INSTALLATION
-from mpinit.torch_internals.cpu_autocast_list import listed_on_cpu_only
 from mpinit.torch_internals.forward_casts import ForwardCasts
 from mpinit.torch_internals.native_autocast import CastsOff, device_types, disable_casts, is_on
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from cast_samples import ROWS
-from casts import BF16, FP32, HALF, in_thread, o1_plan
+from casts import BF16, FP32, HALF, in_thread, listed_on_cpu_only, o1_plan
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mpinit.functions import apply
 from mpinit.functions.cast_lists import Cast
 from mpinit.functions.installation import resolve_owner
-from mpinit.torch_internals.cpu_autocast_list import RUNS_AS_GIVEN, listed_on_cpu_only
+from mpinit.torch_internals.cpu_autocast_list import RUNS_AS_GIVEN
 from mpinit.torch_internals.forward_casts import ForwardCasts
 
 pytestmark = pytest.mark.filterwarnings("ignore")

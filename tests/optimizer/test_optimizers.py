@@ -293,9 +293,10 @@ def test_fused_sgd_steps_16_bit_weights_on_a_cpu_as_unfused_does(dtype: torch.dt
 def test_fused_sgd_stays_fused_inside_a_wrapper_and_after_loading_its_state(level: str) -> None:
     model = nn.Linear(64, 1, bias=False)
     nn.init.ones_(model.weight)
-    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.5, fused=True))
+    inner = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+    optimizer = Forwarding(inner)
     mpinit.initialize(model, optimizer, level, cast_model_type=torch.bfloat16, verbosity=0)
-    optimizer.load_state_dict(optimizer.state_dict())
+    inner.load_state_dict(inner.state_dict())
     model.weight.grad = torch.ones_like(model.weight, dtype=model.weight.grad_dtype)
     optimizer.step()
     assert (model.weight != 1).all()

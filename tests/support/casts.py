@@ -26,6 +26,16 @@ def o1_plan(**overrides: Any) -> Plan:
     return make_plan(resolve("O1", overrides)[1])
 
 
+def listed_on_cpu_only() -> set[str]:
+    """The kernels on the CPU's autocast list that are not on CUDA's, without their overloads' names."""
+    registered: Any = torch._C._dispatch_get_registrations_for_dispatch_key
+    cpu, cuda = (
+        {name.removeprefix("aten::").partition(".")[0] for name in registered(f"Autocast{key}")}
+        for key in ("CPU", "CUDA")
+    )
+    return cpu - cuda
+
+
 def in_thread(run: Callable[[], Any]) -> Any:
     """What ``run`` returns in another thread."""
     results: list[Any] = []

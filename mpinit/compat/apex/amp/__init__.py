@@ -9,15 +9,7 @@ from .amp import __all__ as _registration
 from .frontend import initialize, load_state_dict, state_dict
 from .handle import disable_casts, scale_loss
 
-__all__ = [
-    "_amp_state",
-    "disable_casts",
-    "initialize",
-    "load_state_dict",
-    "master_params",
-    "scale_loss",
-    "state_dict",
-]
+__all__ = ["_amp_state", "disable_casts", "initialize", "load_state_dict", "master_params", "scale_loss", "state_dict"]
 __all__ += _registration
 
 
