@@ -43,16 +43,10 @@ _MASTERS: Final[dict[bool | str | None, Masters]] = {
 
 @dataclass(frozen=True)
 class ScalingRule:
-    """The rule by which a loss scale moves; static scaling is a rule that never moves.
+    """The rule by which a loss scale moves, as in :class:`Properties`; static scaling is a rule that never moves.
 
     Attributes:
         dynamic: whether the scale moves at all.
-        init_scale: the first scale.
-        growth_factor, backoff_factor: multipliers after ``growth_interval`` good steps and on overflow.
-        growth_interval: good steps in a row before growth.
-        hysteresis: overflows until the scale backs off; made up again whenever the scale grows.
-        min_scale, max_scale: limits, both finite and above 0.
-        max_consecutive_skips: skipped steps in a row after which stepping raises.
         skips_nonfinite: whether gradients that hold inf or nan are skipped where the scale is not dynamic, too.
         may_wait: whether the host may wait for a device to know it there.
     """
@@ -77,7 +71,7 @@ class ScalingRule:
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``initialize`` will do.
+    """What ``initialize`` will do: the properties of the same names as they were given, and beside them
 
     Attributes:
         cast_model: whether parameters, buffers and inputs are cast at all.
@@ -90,13 +84,7 @@ class Plan:
         entry_points: dotted names of methods that are called from outside beside forward.
         patch_functions: whether torch functions cast their arguments.
         function_dtype: the 16-bit type they run in.
-        cast_policy: the table they follow.
-        cast_scope: where they do: in the calling thread, or only inside initialised models' forward.
-        allow_banned: whether functions banned in float16 run all the same.
         masters: how float32 masters are kept.
-        split_bucket_bytes: float32 bytes materialised at a time by split masters.
-        optimizer_state: what optimizers' states are between steps.
-        gradient_release: whether parameters are stepped inside of backward passes.
         reduces_in_float32: whether DistributedDataParallel is to reduce 16-bit gradients in float32.
         scaling: the rule the loss scales follow.
     """

@@ -57,15 +57,7 @@ _FLOATS: Final = (torch.float32, torch.float64)
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What ``initialize`` was asked for.
-
-    Attributes:
-        opt_level, properties, plan: the words, and what they came to.
-        num_losses: how many losses have a scaler of their own.
-        verbosity: 0 nothing, 1 one log line.
-        awaits: whether optimizers come later.
-        process_group: of ranks whose steps are one though their gradients are not; None: none.
-    """
+    """What ``initialize`` was asked for, in words and as a plan; ``awaits``: whether optimizers come later."""
 
     opt_level: str
     properties: Properties
@@ -554,10 +546,6 @@ class Session:
                 f"loss_id goes from 0 to {len(self.scalers) - 1}; give initialize a larger num_losses"
             )
         return self.scalers[loss_id]
-
-    def name_of(self, parameter: torch.Tensor) -> str:
-        """A parameter's dotted name in its model, with the model's index where there are several."""
-        return self.names.of(parameter)
 
     def _has_masters(self) -> bool:
         return len(self.masters) > 0 or self.plan.masters is MasterKind.IN_MODEL

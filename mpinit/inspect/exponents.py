@@ -94,7 +94,7 @@ def gradient_histogram(optimizer: Optimizer) -> GradientHistogram:
     """
     session = registry.session_of(optimizer)
     weights = session.watched(optimizer).parameters()
-    values = {session.name_of(weight): dense(weight.grad) for weight in weights if weight.grad is not None}
+    values = {session.names.of(weight): dense(weight.grad) for weight in weights if weight.grad is not None}
     if not values:
         raise RuntimeError(
             "there are no gradients: call mpinit.gradient_histogram after scale_loss, before zero_grad()"

@@ -47,7 +47,7 @@ class _Movement:
                 "optimizer.step()"
             )
         shares = {
-            self._session.name_of(weight): float((~self._moved[weight])[meant].double().mean())
+            self._session.names.of(weight): float((~self._moved[weight])[meant].double().mean())
             for weight, meant in self._meant.items()
             if bool(meant.any())
         }
