@@ -253,9 +253,7 @@ def test_importing_mpinit_does_not_import_it() -> None:
 
 # What the faces take from the rooms below: what users can use, and these.
 FACE = sorted(path for path in (PACKAGE / "compat").rglob("*.py") if "bootstrap" not in path.parts)
-SHORT_LIST = {
-    "amp": "the functions users call",
-}
+SHORT_LIST = {"amp": "the functions users call"}
 # And these, which one module takes for all of them.
 CORE = {
     "registry": "which session an object belongs to",

@@ -47,12 +47,7 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
 def start(*command: str) -> subprocess.CompletedProcess[str]:
     """A command line, in a process of its own from the first."""
     return subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -143,10 +138,7 @@ def test_a_command_line_without_sense_shows_the_usage(arguments: list[str], caps
 Train = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[..., torch.optim.Optimizer]]] = {
-    "sgd": (
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    ),
+    "sgd": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
     "adam": (
         lambda p: FusedAdam(p, lr=0.01, weight_decay=0.01),
         lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.01, fused=True),

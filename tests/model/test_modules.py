@@ -329,14 +329,7 @@ PADDING = torch.tensor([[False, False, False, True]] * 2)
 
 
 # Attention does not call its output layer, an nn.Linear: kept alone, it keeps the attention.
-KEPT_IN_LAYERS = [
-    nn.LayerNorm,
-    nn.MultiheadAttention,
-    nn.Linear,
-    "*linear1",
-    "*.out_proj",
-    nn.TransformerEncoderLayer,
-]
+KEPT_IN_LAYERS = [nn.LayerNorm, nn.MultiheadAttention, nn.Linear, "*linear1", "*.out_proj", nn.TransformerEncoderLayer]
 
 
 def encoder() -> nn.TransformerEncoder:

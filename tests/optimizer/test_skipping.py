@@ -9,13 +9,7 @@ from loops import backward, batches, iterate, masters, mlp, momentum, mse, poiso
 from session_device import device, placed
 from torch import nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    LambdaLR,
-    OneCycleLR,
-    ReduceLROnPlateau,
-    StepLR,
-)
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 import mpinit
 

@@ -7,17 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import (
-    CASES,
-    DTYPES,
-    OPTIMIZERS,
-    Case,
-    cast_by_hand,
-    equal_tensors,
-    level_arguments,
-    train,
-    train_plainly,
-)
+from models import CASES, DTYPES, OPTIMIZERS, Case, cast_by_hand, equal_tensors, level_arguments, train, train_plainly
 from torch import Tensor, nn
 
 import mpinit

@@ -9,17 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import (
-    HALVES,
-    adam,
-    batches,
-    keywords,
-    load,
-    mlp,
-    momentum,
-    save,
-    train,
-)
+from loops import HALVES, adam, batches, keywords, load, mlp, momentum, save, train
 from states_by_name import assert_same
 from torch import nn
 from torch.optim import Adafactor, AdamW, Optimizer

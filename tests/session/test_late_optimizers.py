@@ -340,10 +340,7 @@ def test_inside_of_scale_loss() -> None:
     await_optimizers(model, "O2-float16")
     first = mpinit.add_optimizers(momentum(model[0].parameters()))
     loss = mse(model, batches(1)[0])
-    with (
-        pytest.raises(RuntimeError, match=r"add_optimizers\(\) was called inside"),
-        mpinit.scale_loss(loss, first),
-    ):
+    with pytest.raises(RuntimeError, match=r"add_optimizers\(\) was called inside"), mpinit.scale_loss(loss, first):
         mpinit.add_optimizers(momentum(model[-1].parameters()))
 
 

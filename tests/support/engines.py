@@ -321,10 +321,7 @@ def from_meta(model: Any, dtype: torch.dtype | None) -> Any:
 
 FSDP: dict[str, Any] = {"comes_first": True, "has_policy": True, "levels": ("O2",)}
 TP: dict[str, Any] = {"comes_first": True, "sizes": None, "levels": ("O2", "O5")}
-ALL: dict[str, Any] = {
-    "levels": ("O2", "O5", "model"),
-    "refused": {"model": ("fully_shard", "master_weights=True")},
-}
+ALL: dict[str, Any] = {"levels": ("O2", "O5", "model"), "refused": {"model": ("fully_shard", "master_weights=True")}}
 ENGINES: dict[str, Engine] = {
     "ddp": Engine(ddp(), levels=tuple(DTYPES)),
     "ddp unused": Engine(ddp(find_unused_parameters=True), network=functools.partial(text, leaves_out=sometimes)),
