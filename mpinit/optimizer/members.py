@@ -69,6 +69,7 @@ class Members:
         self._lists: list[tuple[list[Any], list[Any], list[Any]]] = []
         self._private: list[Optimizer] = []
         self._groups: list[dict[str, Any]] = []
+        self._params: list[list[Any]] = []
         self._is_alone = True
         self._frozen: list[nn.Parameter] = []
         self._of_weight: dict[int, nn.Parameter] = {}
@@ -85,17 +86,23 @@ class Members:
 
     def are_as_seen(self) -> bool:
         """Whether the groups hold the same parameters as at the last look."""
-        groups = self.optimizer.param_groups
+        groups = self.optimizer.param_groups if self._is_alone else self._groups_of(self.holders())
         if self.generation == 0 or not are_same(groups, self._groups):
             return False
-        for group, (known, weights, _) in zip(groups, self._lists, strict=False):
-            if group["params"] is not known or not are_same(known, weights):
+        for group, known in zip(groups, self._params, strict=True):
+            if group["params"] is not known:
                 return False
-        return True
+        return all(are_same(known, weights) for known, weights, _ in self._lists)
+
+    @staticmethod
+    def _groups_of(holders: Sequence[Optimizer]) -> list[dict[str, Any]]:
+        return [group for each in holders for group in each.param_groups]
 
     def _look(self) -> None:
         holders = self.holders()
-        lists = list({id(g["params"]): g["params"] for each in holders for g in each.param_groups}.values())
+        self._groups, self._is_alone = self._groups_of(holders), len(holders) == 1
+        self._params = [group["params"] for group in self._groups]
+        lists = list({id(params): params for params in self._params}.values())
         weights = list({id(p): p for members in lists for p in members}.values())
         found = [self._master_of(weight) for weight in weights]
         self.weights, self.masters = weights, [master for master in found if master is not None]
@@ -104,15 +111,13 @@ class Members:
         self._of_inner = {id(master.parameter): master.weight for master in self.masters}
         self._lists = [(each, list(each), list(map(self.inside, each))) for each in lists]
         self._private = holders if self.masters and not all(map(is_known, holders)) else []
-        self._groups, self._is_alone = list(self.optimizer.param_groups), len(holders) == 1
         self._frozen = [
             weight
             for weight, master in zip(weights, found, strict=True)
             if master is None and not weight.requires_grad and is_lower_precision(weight.dtype)
         ]
         as_stepped: dict[torch.Tensor, torch.dtype] = {master.weight: torch.float32 for master in self.masters}
-        groups = [group for each in holders for group in each.param_groups]
-        self.unsound = stepped_wrongly(holders, groups, as_stepped)
+        self.unsound = stepped_wrongly(holders, self._groups, as_stepped)
         self.generation += 1
 
     def _master_of(self, weight: nn.Parameter) -> Master | None:

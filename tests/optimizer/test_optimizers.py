@@ -290,11 +290,14 @@ def test_fused_sgd_steps_16_bit_weights_on_a_cpu_as_unfused_does(dtype: torch.dt
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_fused_sgd_stays_fused_inside_a_wrapper_and_after_loading_its_state(level: str) -> None:
+@pytest.mark.parametrize("wrap", [Forwarding, Lookahead], ids=["shows the groups", "keeps the old groups"])
+def test_fused_sgd_stays_fused_inside_a_wrapper_and_after_loading_its_state(
+    wrap: Callable[[Optimizer], Optimizer], level: str
+) -> None:
     model = nn.Linear(64, 1, bias=False)
     nn.init.ones_(model.weight)
     inner = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
-    optimizer = Forwarding(inner)
+    optimizer = wrap(inner)
     mpinit.initialize(model, optimizer, level, cast_model_type=torch.bfloat16, verbosity=0)
     inner.load_state_dict(inner.state_dict())
     model.weight.grad = torch.ones_like(model.weight, dtype=model.weight.grad_dtype)
