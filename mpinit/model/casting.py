@@ -15,6 +15,9 @@ from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH
 from .lasting_losses import warn_of_lasting_losses
 from .selection import is_parameter
 
+# Elements of a tensor that are compared at a time.
+_PIECE = 1 << 18
+
 
 @dataclass(eq=False)
 class _Buffer:
@@ -148,7 +151,8 @@ class TensorCasts:
         self._originals.pop(parameter, None)
         original = local(values)
         has_numbers = original.layout is torch.strided and not original.is_meta
-        if has_numbers and not torch.equal(local(cast).to(original.dtype), original):
+        pieces = zip(_pieces(local(cast)), _pieces(original), strict=True) if has_numbers else ()
+        if any(not torch.equal(narrow.to(original.dtype), piece) for narrow, piece in pieces):
             self._originals[parameter] = original.cpu()
 
     @torch.no_grad()
@@ -205,6 +209,13 @@ def _replace_data(tensor: torch.Tensor, values: torch.Tensor, gradient: torch.Te
     set_data(tensor, values)
     if gradient is not None:
         tensor.grad = gradient.to(values.dtype)
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """A tensor in parts along its first dimension, so that temporaries stay small."""
+    if tensor.dim() == 0:
+        return (tensor,)
+    return torch.split(tensor, max(1, len(tensor) * _PIECE // max(1, tensor.numel())))
 
 
 def _widened(parameter: torch.Tensor, dtype: torch.dtype, original: torch.Tensor | None) -> torch.Tensor:
