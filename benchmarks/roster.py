@@ -57,8 +57,7 @@ ROSTER: Final[Mapping[str, Row]] = {
         "mpinit O5, masters in the model", partial(Mpinit, opt_level="O5", master_weights="model"), needs_network=True
     ),
     "o2_int8": Row(
-        "mpinit O5 split, int8 states",
-        partial(Mpinit, opt_level="O5", master_weights="split", optimizer_state="int8"),
+        "mpinit O5 split, int8 states", partial(Mpinit, opt_level="O5", master_weights="split", optimizer_state="int8")
     ),
     "o2_split_bf16": Row(
         "mpinit O5 split, bf16 states",

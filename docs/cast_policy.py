@@ -27,10 +27,7 @@ _POWERS: Final = (
     *("torch.nn.functional.local_response_norm", "torch.nn.functional.linear_cross_entropy"),
 )
 
-MADE_OF_OTHERS: Final = {
-    **dict.fromkeys(_PRODUCTS, Cast.LOWER_PRECISION),
-    **dict.fromkeys(_POWERS, Cast.FP32),
-}
+MADE_OF_OTHERS: Final = {**dict.fromkeys(_PRODUCTS, Cast.LOWER_PRECISION), **dict.fromkeys(_POWERS, Cast.FP32)}
 
 # Kernels that take no 16-bit tensors on a CPU, by the names they have in Python. What CUDA does with 16-bit tensors is
 # its own: it computes avg_pool3d and short FFTs, and raises for most of linear algebra.

@@ -25,6 +25,7 @@ from .initialization import add_optimizers, initialize, undo
 from .optimizer.ranks import copy_from, send_state
 from .optimizer.scaled_loss import ScaledLoss, Unscaled
 from .progress import describe, loss_scale, scheduler_step, step_counts, step_was_skipped
+from .session import Session
 from .torch_internals.native_autocast import disable_casts
 from .train_state import TrainState
 
@@ -112,13 +113,18 @@ def scale_loss(
     if isinstance(optimizers, Optimizer):
         session, many = registry.own(optimizers), [optimizers]
     if session is None:
-        many = list(dict.fromkeys(checks.as_optimizers(optimizers)))
-        session = registry.shared_session(many)
+        session, many = _shared(optimizers)
     if session is None:
         return Unscaled(loss)
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"the loss must be a tensor, not {type(loss).__name__}")
     return session.scaled(loss, many, loss_id, delay_unscale or delay_overflow_check)
+
+
+@checks.ends_at_the_caller
+def _shared(optimizers: Any) -> tuple[Session | None, list[Optimizer]]:
+    many = list(dict.fromkeys(checks.as_optimizers(optimizers)))
+    return registry.shared_session(many), many
 
 
 def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
@@ -155,6 +161,7 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     yield from session.managed(optimizer).master_params()
 
 
+@checks.ends_at_the_caller
 def clip_grad_norm_(
     optimizer: Optimizer,
     max_norm: float,
@@ -197,6 +204,7 @@ def clip_grad_norm_(
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
+@checks.ends_at_the_caller
 def broadcast_masters(optimizer: Optimizer, src: int = 0, group: Any = None) -> None:
     """Give all ranks what one of them has: parameters in float32 (masters and their weights), and the optimizer.
 
@@ -239,6 +247,7 @@ def broadcast_masters(optimizer: Optimizer, src: int = 0, group: Any = None) -> 
     send_state(session.managed(optimizer).optimizer, source, group)
 
 
+@checks.ends_at_the_caller
 def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
     """The loss scalers' state, plain values: save it beside the model's and the optimizer's state dicts.
 
@@ -265,6 +274,7 @@ def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
     return {} if session is None else checkpoint.session_state(session)
 
 
+@checks.ends_at_the_caller
 def load_state_dict(state: Mapping[str, Any], optimizer: Optimizer | None = None) -> None:
     """Set the loss scalers from a state of :func:`state_dict` (or of a ``torch.amp.GradScaler``), all of them or none.
 

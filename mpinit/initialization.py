@@ -38,6 +38,7 @@ def initialize(
 ) -> tuple[Models, Optimizers]: ...
 
 
+@checks.ends_at_the_caller
 def initialize(models: Any, optimizers: Any = None, opt_level: str = DEFAULT_LEVEL, **keywords: Any) -> Any:
     """Make models and their optimizers train in mixed precision, in place.
 
@@ -87,21 +88,15 @@ def initialize(models: Any, optimizers: Any = None, opt_level: str = DEFAULT_LEV
     # Imported here, because pydantic takes longer to import than all of mpinit.
     from .settings.resolve import read_settings, resolve
 
-    try:
-        model_list = checks.as_list(models, nn.Module, "models")
-        optimizer_list = [] if optimizers is None else checks.as_optimizers(optimizers)
-        settings, given, from_config = read_settings(keywords)
-        on, awaits, losses, verbosity, process_group = settings.values()
-        level, props = resolve(opt_level, given, from_config)
-        checks.check_free(model_list, optimizer_list)
-        if on:
-            plan = make_plan(props)
-            came_in_16_bit = checks.check(model_list, optimizer_list, props, plan, awaits)
-    except (ValueError, TypeError) as error:
-        # Refused before anything was done, and none of the caller's code has run: his line is what matters, not ours.
-        log.debug("initialize() refused what it was given", exc_info=error)
-        raise error.with_traceback(None) from None
+    model_list = checks.as_list(models, nn.Module, "models")
+    optimizer_list = [] if optimizers is None else checks.as_optimizers(optimizers)
+    settings, given, from_config = read_settings(keywords)
+    on, awaits, losses, verbosity, process_group = settings.values()
+    level, props = resolve(opt_level, given, from_config)
+    checks.check_free(model_list, optimizer_list)
     if on:
+        plan = make_plan(props)
+        came_in_16_bit = checks.check(model_list, optimizer_list, props, plan, awaits)
         request = Request(level, props, plan, losses, verbosity, awaits, process_group)
         _set_up(model_list, optimizer_list, request, came_in_16_bit)
     else:
@@ -134,6 +129,7 @@ def _announce(session: Session, came_in_16_bit: list[str]) -> None:
         log.info("%s: %s came in 16-bit, first %s", session.describe(), counted(len(came_in_16_bit), "weight"), first)
 
 
+@checks.ends_at_the_caller
 def add_optimizers(optimizers: Optimizers) -> Optimizers:
     """Take in optimizers made after :func:`initialize`: masters into them, as ``initialize(model, optimizer)`` does.
 
@@ -185,6 +181,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     return optimizers
 
 
+@checks.ends_at_the_caller
 def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> None:
     """Take back what :func:`initialize` did: float32 weights (from the masters, bit for bit), functions, methods.
 

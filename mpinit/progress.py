@@ -6,10 +6,12 @@ from torch.optim import Optimizer
 
 from . import registry
 from .basics.tables import counted
+from .checks import ends_at_the_caller
 from .optimizer.managed import ManagedOptimizer
 from .session import Session
 
 
+@ends_at_the_caller
 def loss_scale(optimizer: Optimizer, loss_id: int = 0) -> float:
     """The number that :func:`scale_loss` multiplies this optimizer's loss by. A dynamic one is read off the device.
 
@@ -37,6 +39,7 @@ def loss_scale(optimizer: Optimizer, loss_id: int = 0) -> float:
     return 1.0 if session is None else session.scaler(loss_id).loss_scale()
 
 
+@ends_at_the_caller
 def step_was_skipped(optimizer: Optimizer) -> bool:
     """Whether the last ``optimizer.step()`` was skipped because a gradient was inf or nan.
 
@@ -65,6 +68,7 @@ def step_was_skipped(optimizer: Optimizer) -> bool:
     return session is not None and session.watched(optimizer).counts.consecutive > 0
 
 
+@ends_at_the_caller
 def step_counts(optimizer: Optimizer) -> tuple[int, int]:
     """How many steps were done and how many were skipped since the optimizer was initialised.
 
@@ -120,6 +124,7 @@ def scheduler_step(scheduler: Any, *args: Any) -> None:
         scheduler.step(*args)
 
 
+@ends_at_the_caller
 def describe(owner: Any) -> str:
     """What a model or optimizer was initialised with and how it fares: properties, steps done and skipped, scales.
 

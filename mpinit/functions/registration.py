@@ -37,7 +37,14 @@ def register_half_function(module: Any, name: str) -> None:
 def register_float_function(module: Any, name: str) -> None:
     """Make ``module.name`` run in float32, with casts off inside, while casts are on.
 
-    Arguments, errors, and for which code it holds: as for :func:`register_half_function`.
+    When it holds, and for which code: as for :func:`register_half_function`.
+
+    Args:
+        module: a module, or a class whose (static) method is meant.
+        name: the function's name in it.
+
+    Raises:
+        ValueError: there is no such function.
 
     Example:
         >>> import torch, mpinit
@@ -49,7 +56,14 @@ def register_float_function(module: Any, name: str) -> None:
 def register_promote_function(module: Any, name: str) -> None:
     """Make ``module.name`` run in the widest floating type among its arguments while casts are on.
 
-    Arguments, errors, and for which code it holds: as for :func:`register_half_function`.
+    When it holds, and for which code: as for :func:`register_half_function`.
+
+    Args:
+        module: a module, or a class whose (static) method is meant.
+        name: the function's name in it.
+
+    Raises:
+        ValueError: there is no such function.
 
     Example:
         >>> import torch, mpinit
@@ -86,7 +100,13 @@ def half_function(function: Callable[P, T]) -> Callable[P, T]:
 def float_function(function: Callable[P, T]) -> Callable[P, T]:
     """A decorator: while casts are on, 16-bit arguments are cast to float32 and the body runs with casts off.
 
-    For the same functions, and with the same signature, as :func:`half_function`.
+    For the same functions as :func:`half_function`.
+
+    Args:
+        function: what is to run in float32.
+
+    Returns:
+        A function with the same signature.
 
     Example:
         >>> import torch, mpinit
@@ -104,7 +124,13 @@ def float_function(function: Callable[P, T]) -> Callable[P, T]:
 def promote_function(function: Callable[P, T]) -> Callable[P, T]:
     """A decorator: while casts are on, arguments are cast to the widest floating type among them.
 
-    For the same functions, and with the same signature, as :func:`half_function`.
+    For the same functions as :func:`half_function`.
+
+    Args:
+        function: what takes arguments of several types.
+
+    Returns:
+        A function with the same signature.
 
     Example:
         >>> import torch, mpinit

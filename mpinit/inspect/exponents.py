@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from .. import registry
 from ..basics.tables import counted
+from ..checks import ends_at_the_caller
 from .numbers import dense
 
 # Exponents of the smallest subnormal and the smallest normal number of each type, and of the first beyond it.
@@ -63,6 +64,7 @@ class GradientHistogram:
         return "\n".join(lines)
 
 
+@ends_at_the_caller
 @torch.no_grad()
 def gradient_histogram(optimizer: Optimizer) -> GradientHistogram:
     """Count the exponents of the gradients that the next step will use, unscaled.

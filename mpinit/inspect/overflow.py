@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from .. import registry
 from ..basics.tables import counted
+from ..checks import ends_at_the_caller
 from ..optimizer.overflow_log import BadGradient
 from .faults import OverflowWatch
 
@@ -57,6 +58,7 @@ class OverflowReport:
         return "\n".join([*lines, self.advice])
 
 
+@ends_at_the_caller
 def overflow_report(optimizer: Optimizer) -> OverflowReport:
     """Why the last step of an optimizer was skipped. Good steps pay nothing for it.
 
@@ -105,6 +107,7 @@ def overflow_report(optimizer: Optimizer) -> OverflowReport:
     )
 
 
+@ends_at_the_caller
 def watch_overflow(model: nn.Module) -> OverflowWatch:
     """Context manager that looks at every operation for the first that makes inf or nan out of finite numbers.
 

@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import registry
+from ..checks import ends_at_the_caller
 from ..session import Session
 from .numbers import dense, kept_values
 
@@ -54,6 +55,7 @@ class _Movement:
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
+@ends_at_the_caller
 def stalled(optimizer: Optimizer, start: bool = False) -> dict[str, float] | None:
     """Measure what :func:`mpinit.audit` foresees: which parameters do not move, because updates are lost to rounding.
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from .. import registry
 from ..basics.dtypes import is_lower_precision
 from ..basics.patching import Undo
+from ..checks import ends_at_the_caller
 from ..settings.properties import OPT_LEVELS
 from ..settings.resolve import resolve
 from ..torch_internals.native_autocast import CastsOff
@@ -128,6 +129,7 @@ class Suggestion:
         return "\n".join(lines)
 
 
+@ends_at_the_caller
 def suggest(
     model: nn.Module,
     optimizer: Optimizer,

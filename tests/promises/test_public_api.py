@@ -4,6 +4,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -271,7 +272,35 @@ def test_a_loss_and_its_optimizer_swapped(pair_messages: tuple[nn.Module, torch.
 def test_a_refusal_lists_what_there_is_and_ends_at_the_users_line(keywords: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said) as caught:
         mpinit.initialize(net(), **keywords)
-    assert [entry.name for entry in caught.traceback][1:] == ["initialize"]
+    assert len(caught.traceback) == 2
+
+
+REFUSED: dict[str, Callable[..., Any]] = {
+    "add_optimizers": lambda model: mpinit.add_optimizers(model),
+    "undo": lambda model: mpinit.undo(model),
+    "scale_loss": lambda model: mpinit.scale_loss(torch.ones(()), model),
+    "load_state_dict": lambda model: mpinit.load_state_dict({}, sgd(model)),
+    "step_counts": lambda model: mpinit.step_counts(sgd(model)),
+    "overflow_report": lambda model: mpinit.overflow_report(sgd(model)),
+    "audit": lambda model: mpinit.audit(sgd(model)),
+    "suggest": lambda model: mpinit.suggest(model, sgd(model), lambda *_: None, levels=()),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_else_is_refused_ends_at_the_users_line_too(name: str) -> None:
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        REFUSED[name](net())
+    assert len(caught.traceback) <= (4 if name == "scale_loss" else 3), [entry.name for entry in caught.traceback]
+
+
+def test_an_error_of_the_users_own_code_is_shown_whole() -> None:
+    def keep(name: str, module: nn.Module) -> bool:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        mpinit.initialize(net(), opt_level="O2", keep_fp32=keep)
+    assert caught.traceback[-1].name == "keep"
 
 
 def test_the_same_optimizer_twice(pair_messages: tuple[nn.Module, torch.optim.Optimizer]) -> None:
