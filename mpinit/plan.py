@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -123,13 +123,14 @@ def make_plan(props: Properties) -> Plan:
     casts_weights = lower is not None and not props.patch_torch_functions
     batchnorm: tuple[KeepFloat32, ...] = (_BatchNorm,) if props.keep_batchnorm_fp32 else ()
     kept = (*props.keep_fp32, *batchnorm) if casts_weights else ()
+    tests = [_one_test(entry) for entry in kept]
     model_only = props.patch_torch_functions and props.cast_scope == "model"
     return Plan(
         cast_model=props.cast_model_type is not None,
         model_dtype=props.cast_model_type or torch.float32,
         cast_outputs=props.cast_model_type is not None or props.cast_model_outputs is not None or model_only,
         output_dtype=props.cast_model_outputs or torch.float32,
-        keep_float32=_keep_predicate(kept),
+        keep_float32=lambda name, module: any(test(name, module) for test in tests),
         kept_names=tuple(entry for entry in kept if isinstance(entry, str)),
         keep_inputs=tuple(partial(_is_named, e) if isinstance(e, str) else e for e in props.keep_inputs),
         entry_points=props.entry_points,
@@ -165,11 +166,6 @@ def _scaling_rule(props: Properties) -> ScalingRule:
         skips_nonfinite=by_default if props.skip_nonfinite is None else props.skip_nonfinite,
         may_wait=props.skip_nonfinite is True,
     )
-
-
-def _keep_predicate(entries: Sequence[KeepFloat32]) -> KeepPredicate:
-    tests = [_one_test(entry) for entry in entries]
-    return lambda name, module: any(test(name, module) for test in tests)
 
 
 def _is_named(pattern: str, name: str, value: Any) -> bool:

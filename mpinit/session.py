@@ -170,7 +170,10 @@ class Session:
         if selected.kept and encoder_fast_path.is_bypassed(selected.kept, self.models):
             encoder_fast_path.keep_off(lambda: True, self._undos)
         if selected.holds_16_bit:
-            float32_state = state_dict.Float32State(self.float32_values, self.load_values, self._has_masters)
+            in_model = plan.masters is MasterKind.IN_MODEL
+            float32_state = state_dict.Float32State(
+                self.float32_values, self.load_values, lambda: in_model or len(self.masters) > 0
+            )
             self._float32_state = float32_state
             push(float32_state.remove)
             float32_state.install(self.models)
@@ -546,9 +549,6 @@ class Session:
                 f"loss_id goes from 0 to {len(self.scalers) - 1}; give initialize a larger num_losses"
             )
         return self.scalers[loss_id]
-
-    def _has_masters(self) -> bool:
-        return len(self.masters) > 0 or self.plan.masters is MasterKind.IN_MODEL
 
     def float32_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The float32 values that stand for a 16-bit tensor; None where those are its own."""

@@ -112,7 +112,8 @@ class ManagedOptimizer:
         undos.push(self._deactivate)
         if states is not None:
             undos.push(self._decode_states)
-            self._hold_states()
+            with self.scope.open():
+                pass  # states that were there before are encoded as well
             for holder in self.members.holders():
                 if hasattr(holder, "_optimizer_state_dict_post_hooks"):
                     undos.push(holder.register_state_dict_post_hook(lambda _, state: shown(state)).remove)
@@ -124,11 +125,6 @@ class ManagedOptimizer:
         if self.release is not None:
             undos.push(self.release.end)
             self.release.follow()
-
-    def _hold_states(self) -> None:
-        """States that were there before are encoded as well."""
-        with self.scope.open():
-            pass
 
     def _decode_states(self) -> None:
         """The optimizer gets its states back in float32."""

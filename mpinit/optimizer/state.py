@@ -45,7 +45,10 @@ def cast_state(state: Any, shape: torch.Size | None, old: torch.dtype, new: torc
     shape, any but numbers: an optimizer that steps the cast parameter itself computes in its type; but one that keeps
     8-bit codes has tables and scales for them, which its kernels read as they are.
     """
-    if not isinstance(state, dict) or not old.is_floating_point or any(map(_is_code, state.values())):
+    if not isinstance(state, dict) or not old.is_floating_point:
+        return state
+    arrays = (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0)
+    if any(value.dtype in (torch.uint8, torch.int8) for value in arrays):
         return state
     for key, value in state.items():
         if key == "step" or not isinstance(value, torch.Tensor) or value.dtype != old:
@@ -53,10 +56,6 @@ def cast_state(state: Any, shape: torch.Size | None, old: torch.dtype, new: torc
         if value.shape == shape or (shape is None and value.dim() > 0):
             state[key] = value.to(new)
     return state
-
-
-def _is_code(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.dtype in (torch.uint8, torch.int8)
 
 
 def cast_states(optimizers: Sequence[Optimizer], casts: Casts, undos: UndoStack) -> None:
