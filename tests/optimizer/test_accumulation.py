@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from loops import (
-    HALVES,
     backward,
     batches,
     gradients,
@@ -19,6 +18,7 @@ from loops import (
     poison,
     same,
     start,
+    started,
 )
 from masters_by_hand import WEIGHTS, ByHand
 from torch import nn
@@ -62,38 +62,38 @@ class One(nn.Module):
         return self.weight.sum()
 
 
+# Split masters pay a documented price for 2 bytes a parameter less: bfloat16 counts to 256 and no further.
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("loss_scale", ["dynamic", 1.0, 128.0])
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_300_micro_batches_of_ones_give_300(dtype: torch.dtype, loss_scale: Any, delay: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kind", "count"),
+    [(torch.float16, True, 300.0), (torch.bfloat16, True, 300.0), (torch.bfloat16, "split", 256.0)],
+)
+def test_300_micro_batches_of_ones_give_300(
+    dtype: torch.dtype, kind: Any, count: float, loss_scale: Any, delay: bool
+) -> None:
     model = One()
-    given = {"loss_scale": loss_scale, "init_loss_scale": 256.0, "growth_interval": 100}
+    given = {"loss_scale": loss_scale, "init_loss_scale": 256.0, "growth_interval": 100, "master_weights": kind}
     optimizer = start(model, "O2", dtype, plain_sgd, **given)
     for _ in range(300):
         backward(model(), optimizer, delay_unscale=delay)
-    assert [g.tolist() for g in gradients(optimizer) if g is not None] == [[300.0] * 3]
+    assert [g.tolist() for g in gradients(optimizer) if g is not None] == [[count] * 3]
     optimizer.step()
-    assert masters(optimizer)[0].tolist() == [-300.0] * 3
+    assert masters(optimizer)[0].tolist() == [-count] * 3
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
 def test_clearing_inside_of_scale_loss_clears_what_was_there(level: str, bad: bool, set_to_none: bool) -> None:
-    model, (first, second) = mlp(), batches(2)
-    optimizer = start(model, level)
+    (model, optimizer), (fresh, reference), (first, second) = started(level), started(level), batches(2)
     loss = mse(model, first)
     backward(poison(loss, next(model.parameters())) if bad else loss, optimizer)
     with mpinit.scale_loss(mse(model, second), optimizer) as scaled:
         optimizer.zero_grad(set_to_none)
         scaled.backward()
-    found = gradients(optimizer)
-    fresh = mlp()
-    reference = start(fresh, level)
     backward(mse(fresh, second), reference)
-    for got, expected in zip(found, gradients(reference), strict=True):
-        assert got is not None and expected is not None
-        torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-4)
+    torch.testing.assert_close(gradients(optimizer), gradients(reference), rtol=1e-2, atol=1e-4)
     optimizer.step()
     assert not mpinit.step_was_skipped(optimizer)
 
@@ -105,30 +105,18 @@ def test_gradients_from_before_initialize_count(level: str) -> None:
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     optimizer = start(model, level)
     backward(mse(model, batch) * 0.0, optimizer)
-    for got, expected in zip(gradients(optimizer), before, strict=True):
-        assert got is not None
-        torch.testing.assert_close(got, expected.to(got.dtype), rtol=0, atol=0)
+    same(gradients(optimizer), [each.half() if level == "O3" else each for each in before])
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_retained_graph_gives_its_gradient_again(level: str) -> None:
-    model, batch = mlp(), batches(1)[0]
-    optimizer = start(model, level)
-    loss = mse(model, batch)
+    model, optimizer = started(level)
+    loss = mse(model, batches(1)[0])
     with mpinit.scale_loss(loss, optimizer) as scaled:
         scaled.backward(retain_graph=True)
     once = gradients(optimizer)
     backward(loss, optimizer)
     same(gradients(optimizer), [None if g is None else g * 2 for g in once])
-
-
-def test_split_masters_accumulate_in_the_weights_own_type() -> None:
-    model = One()
-    optimizer = start(model, "O2", torch.bfloat16, plain_sgd, master_weights="split", loss_scale=1.0)
-    for _ in range(300):
-        backward(model(), optimizer)
-    # The documented price of 2 bytes a parameter less: bfloat16 counts to 256 and no further.
-    assert [g.tolist() for g in gradients(optimizer) if g is not None] == [[256.0] * 3]
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -146,15 +134,12 @@ def test_a_check_put_off_moves_the_scale_at_whichever_step_comes_first(first: in
 
 
 def test_a_loss_for_no_optimizer_is_scaled_and_leaves_everything_alone() -> None:
-    model = mlp()
-    optimizer = plain_sgd(model.parameters())
-    mpinit.initialize(model, optimizer, **keywords("O2"))
+    model, optimizer = started("O2", make=plain_sgd)
     before = masters(optimizer)
     inputs = batches(1)[0][0].requires_grad_()
     with mpinit.scale_loss(model(inputs).sum(), []) as scaled:
         (gradient,) = torch.autograd.grad(scaled, inputs)
-    reference = mlp()
-    (expected,) = torch.autograd.grad(reference(inputs).sum(), inputs)
+    (expected,) = torch.autograd.grad(mlp()(inputs).sum(), inputs)
     torch.testing.assert_close(gradient / 1024, expected, rtol=0.02, atol=0.003)
     same(gradients(optimizer), [None] * 4)
     optimizer.step()
@@ -208,7 +193,5 @@ def trained_gan(level: str | None, clear: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("clear", ["model", "optimizer"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_a_gan_with_three_losses_equals_float32(level: str, clear: str) -> None:
-    plain = trained_gan(None, clear)
     tolerance = 0.0 if level == "O0" else 0.003
-    for got, expected in zip(trained_gan(level, clear), plain, strict=True):
-        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(trained_gan(level, clear), trained_gan(None, clear), rtol=tolerance, atol=tolerance)

@@ -60,6 +60,12 @@ def start(
     return optimizer
 
 
+def started(level: str = "O2", *args: Any, **more: Any) -> tuple[nn.Sequential, Optimizer]:
+    """:func:`mlp`, and the optimizer that :func:`start` initialised it with."""
+    model = mlp()
+    return model, start(model, level, *args, **more)
+
+
 def momentum(parameters: Iterable[Any]) -> Optimizer:
     """SGD with momentum and weight decay."""
     return SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
