@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from loops import same
+from models import sgd
 from torch import nn
 
 import mpinit
@@ -23,27 +25,23 @@ def _face_as_it_was() -> Iterator[None]:
     vars(_amp_state).update(before)
 
 
-def linear(seed: int, bias: bool = True) -> nn.Linear:
+def linear(seed: int) -> nn.Linear:
     torch.manual_seed(seed)
-    return nn.Linear(4, 3, bias=bias)
+    return nn.Linear(4, 3)
 
 
-def sgd(model: nn.Module, lr: float = 0.5) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=lr)
-
-
-def pair(level: str, **more: Any) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+def pair(level: str, amp: Any = face, **more: Any) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
     models: list[nn.Module] = [linear(0), linear(1)]
     optimizers = [sgd(model) for model in models]
-    face.initialize(models, optimizers, opt_level=level, verbosity=0, **more)
+    amp.initialize(models, optimizers, opt_level=level, verbosity=0, **more)
     return models, optimizers
 
 
-def plain_pair(level: str) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
-    """The same by mpinit's own name: a session that shares nothing with others."""
+def in_two_calls(level: str, amp: Any = face, **second: Any) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
     models: list[nn.Module] = [linear(0), linear(1)]
     optimizers = [sgd(model) for model in models]
-    mpinit.initialize(models, optimizers, level, cast_policy="apex", verbosity=0)
+    for model, optimizer, more in zip(models, optimizers, ({}, second), strict=True):
+        amp.initialize(model, optimizer, opt_level=level, **{"verbosity": 0} | more)
     return models, optimizers
 
 
@@ -51,8 +49,8 @@ def values(model: nn.Module) -> list[torch.Tensor]:
     return [value.clone() for value in model.state_dict().values()]
 
 
-def moved(model: nn.Module, before: list[torch.Tensor]) -> bool:
-    return not all(torch.equal(a, b) for a, b in zip(values(model), before, strict=True))
+def moved(models: list[nn.Module], before: list[list[torch.Tensor]]) -> list[bool]:
+    return [not all(map(torch.equal, values(m), old)) for m, old in zip(models, before, strict=True)]
 
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(3))
@@ -93,20 +91,20 @@ def test_an_overflow_in_one_optimizer_skips_all_of_the_loss(level: str, bad: int
     factor = [1.0, 1.0]
     factor[bad] = INF
     iterate(sum(f * mean(m) for f, m in zip(factor, models, strict=True)), optimizers)
-    assert [moved(m, b) for m, b in zip(models, before, strict=True)] == [False, False]
+    assert moved(models, before) == [False, False]
     assert [mpinit.step_counts(optimizer) for optimizer in optimizers] == [(0, 1), (0, 1)]
     assert mpinit.loss_scale(optimizers[0]) == 2.0**15, "the scale backs off once"
     for optimizer in optimizers:
         optimizer.zero_grad()
     iterate(sum(mean(model) for model in models), optimizers)
-    assert all(moved(m, b) for m, b in zip(models, before, strict=True)), "and only once"
+    assert moved(models, before) == [True, True], "and only once"
 
 
 def test_in_mpinit_itself_each_optimizer_decides_by_its_own_gradients() -> None:
     models, optimizers = pair("O2")
     before = [values(model) for model in models]
     iterate(INF * mean(models[0]) + mean(models[1]), optimizers, mpinit)
-    assert [moved(m, b) for m, b in zip(models, before, strict=True)] == [False, True]
+    assert moved(models, before) == [False, True]
 
 
 def test_an_overflow_found_by_a_later_backward_pass_of_the_step_skips_all() -> None:
@@ -115,7 +113,7 @@ def test_an_overflow_found_by_a_later_backward_pass_of_the_step_skips_all() -> N
     with face.scale_loss(mean(models[0]) + mean(models[1]), optimizers, delay_unscale=True) as scaled:
         scaled.backward()
     iterate(mean(models[0]) + INF * mean(models[1]), optimizers)
-    assert [moved(m, b) for m, b in zip(models, before, strict=True)] == [False, False]
+    assert moved(models, before) == [False, False]
     assert mpinit.loss_scale(optimizers[0]) == 2.0**15
 
 
@@ -137,7 +135,7 @@ def test_sparse_scalar_and_empty_gradients_take_part() -> None:
         before = [values(model) for model in models]
         index, factors = torch.tensor([1, 4, 1]), (INF, 1.0) if bad == 0 else (1.0, INF)
         iterate(factors[0] * models[0](index) + factors[1] * mean(models[1]), optimizers)
-        assert [moved(m, b) for m, b in zip(models, before, strict=True)] == [False, False]
+        assert moved(models, before) == [False, False]
         mpinit.undo(models)
 
 
@@ -149,9 +147,8 @@ def test_an_exception_in_the_block_is_the_users_and_spreads_no_overflow() -> Non
     ):
         scaled.backward()
         raise KeyError("mine")
-    (weight, bias), after = models[1].parameters(), [p.grad for p in mpinit.master_params(optimizers[1])]
-    expected = torch.autograd.grad(mean(models[1]), [weight, bias])
-    assert all(torch.equal(grad, wanted) for grad, wanted in zip(after, expected, strict=True))
+    after = [p.grad for p in mpinit.master_params(optimizers[1])]
+    same(after, torch.autograd.grad(mean(models[1]), list(models[1].parameters())))
     with face.scale_loss(mean(models[0]) + mean(models[1]), optimizers) as scaled:
         scaled.backward()
 
@@ -161,10 +158,7 @@ def test_an_exception_in_the_block_is_the_users_and_spreads_no_overflow() -> Non
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_later_initialize_gives_its_scalers_to_all_optimizers(level: str) -> None:
-    first, second = linear(0), linear(1)
-    one, two = sgd(first), sgd(second)
-    face.initialize(first, one, opt_level=level, verbosity=0)
-    face.initialize(second, two, opt_level=level, num_losses=2, verbosity=0)
+    (first, _), (one, two) = in_two_calls(level, num_losses=2)
     iterate(mean(first) * INF, [one], loss_id=1)
     assert [scaler.loss_scale() for scaler in face._amp_state.loss_scalers] == [2.0**16, 2.0**15]
     assert mpinit.loss_scale(two, 1) == mpinit.loss_scale(one, 1) == 2.0**15
@@ -174,21 +168,17 @@ def test_a_later_initialize_gives_its_scalers_to_all_optimizers(level: str) -> N
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("bad", [None, 0, 1])
 def test_one_loss_over_optimizers_of_two_initialize_calls(level: str, bad: int | None) -> None:
-    first, second = linear(0), linear(1)
-    one, two = sgd(first), sgd(second)
-    face.initialize(first, one, opt_level=level, verbosity=0)
-    face.initialize(second, two, opt_level=level, verbosity=0)
-    together, optimizers = plain_pair(level)
-    before = [values(model) for model in (first, second)]
+    apart, (one, two) = in_two_calls(level)
+    together, optimizers = pair(level, mpinit, cast_policy="apex")
+    before = [values(model) for model in apart]
     factor = [INF if bad == index else 1.0 for index in range(2)]
-    for models, own, amp in (((first, second), [one, two], face), (together, optimizers, mpinit)):
+    for models, own, amp in ((apart, [one, two], face), (together, optimizers, mpinit)):
         iterate(factor[0] * mean(models[0]) + factor[1] * mean(models[1]), own, amp)
     assert mpinit.loss_scale(one) == (2.0**16 if bad is None else 2.0**15), "one update, not one a session"
     assert mpinit.state_dict(one) == mpinit.state_dict(two) == mpinit.state_dict(optimizers[0])
-    assert [moved(m, b) for m, b in zip((first, second), before, strict=True)] == [bad is None] * 2
+    assert moved(apart, before) == [bad is None] * 2
     if bad is None:
-        for model, other in zip((first, second), together, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(values(model), values(other), strict=True))
+        assert moved(apart, [values(model) for model in together]) == [False, False]
 
 
 def test_a_model_without_an_optimizer_changes_no_scaler() -> None:
@@ -200,20 +190,14 @@ def test_a_model_without_an_optimizer_changes_no_scaler() -> None:
 
 
 def test_scalers_that_stop_being_dynamic_are_said_to(caplog: pytest.LogCaptureFixture) -> None:
-    first, second = linear(0), linear(1)
-    one, two = sgd(first), sgd(second)
-    face.initialize(first, one, opt_level="O2", verbosity=0)
     with caplog.at_level(logging.INFO, "mpinit"):
-        face.initialize(second, two, opt_level="O2", loss_scale=64.0)
+        _, (one, _) = in_two_calls("O2", loss_scale=64.0, verbosity=1)
     assert "static: overflows are not looked for" in caplog.text
     assert mpinit.loss_scale(one) == 64.0
 
 
 def test_sessions_that_share_no_scaler_are_refused_as_ever() -> None:
-    first, second = linear(0), linear(1)
-    one, two = sgd(first), sgd(second)
-    mpinit.initialize(first, one, "O2", verbosity=0)
-    mpinit.initialize(second, two, "O2", verbosity=0)
+    (first, _), (one, two) = in_two_calls("O2", mpinit)
     with pytest.raises(ValueError, match="one loss cannot be scaled by"):
         face.scale_loss(mean(first), [one, two])
     with pytest.raises(RuntimeError, match="was not initialised"):

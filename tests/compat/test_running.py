@@ -1,9 +1,9 @@
 """Scripts for apex, run unmodified: by name, as modules, under torchrun, with the same bits."""
 
+import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,22 +44,17 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
     return run_mpinit(["run", *arguments], cwd)
 
 
-def start(*command: str) -> subprocess.CompletedProcess[str]:
-    """A command line, in a process of its own from the first."""
-    return subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False
-    )
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_recipes(level: str) -> None:
-    done = run(str(SCRIPTS / "recipes.py"), "--opt_level", level)
+    done = run(str(SCRIPTS / "recipes.py"), "--opt_level", level, *RECIPES)
     assert (done.returncode, done.stderr) == (0, ""), "each passes, quietly"
     assert done.stdout.splitlines() == [f"passed {recipe}" for recipe in RECIPES]
 
 
 def test_a_script_in_a_process_of_its_own_from_the_first() -> None:
-    done = start(sys.executable, "-W", "error", "-m", "mpinit", "run", str(SCRIPTS / "old_interface.py"))
+    command = [sys.executable, "-W", "error", "-m", "mpinit", "run", str(SCRIPTS / "old_interface.py")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "passed\n")
 
 
@@ -135,14 +130,10 @@ def test_a_command_line_without_sense_shows_the_usage(arguments: list[str], caps
     assert "usage: mpinit" in capsys.readouterr().err
 
 
-Train = Callable[[nn.Module, torch.optim.Optimizer], None]
-
-OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[..., torch.optim.Optimizer]]] = {
-    "sgd": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
-    "adam": (
-        lambda p: FusedAdam(p, lr=0.01, weight_decay=0.01),
-        lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.01, fused=True),
-    ),
+# Each under apex's name and under torch's.
+OPTIMIZERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adam": (FusedAdam, functools.partial(torch.optim.AdamW, fused=True), {"lr": 0.01, "weight_decay": 0.01}),
 }
 
 
@@ -187,18 +178,15 @@ def loop(amp: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[t
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_the_same_bits(level: str, kind: str) -> None:
-    make_theirs, make_ours = OPTIMIZERS[kind]
-    theirs = Net()
-    their_optimizer = make_theirs(theirs.parameters())
+    make_theirs, make_ours, rates = OPTIMIZERS[kind]
+    theirs, ours = Net(), Net()
+    their_optimizer, our_optimizer = make_theirs(theirs.parameters(), **rates), make_ours(ours.parameters(), **rates)
     theirs, their_optimizer = face.initialize(theirs, their_optimizer, opt_level=level, verbosity=0)
     their_losses = loop(face, theirs, their_optimizer)
     their_state, their_scale = theirs.state_dict(), face.state_dict()
     mpinit.undo(theirs)
-
-    ours = Net()
-    our_optimizer = make_ours(ours.parameters())
     # apex looks at gradients only where the scale moves.
     mpinit.initialize(ours, our_optimizer, opt_level=level, cast_policy="apex", skip_nonfinite=False, verbosity=0)
     our_losses = loop(mpinit, ours, our_optimizer)
@@ -218,7 +206,7 @@ def test_the_same_bits(level: str, kind: str) -> None:
         assert not torch.equal(ours.head.weight, Net().head.weight), "the others were not"
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_undo_takes_back_what_the_face_did(level: str) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

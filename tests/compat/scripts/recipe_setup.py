@@ -1,14 +1,16 @@
 """What the recipes share: the command line's level, a small model, its data, a start without overflow."""
 
 import argparse
+import contextlib
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from apex import amp
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--opt_level", default="O1")
-parser.add_argument("recipes", nargs="*")
+parser.add_argument("recipes", nargs="+")
 args = parser.parse_args()
 LEVEL = args.opt_level
 MASTERS = LEVEL == "O2"
@@ -42,8 +44,32 @@ def start(model, optimizer, **more):
     return result
 
 
-def reference_gradients(batchnorm, wanted):
+def started(make=torch.optim.SGD, batchnorm=True, seed=0, lr=0.1, **more):
+    model = make_model(batchnorm, seed)
+    return start(model, make(model.parameters(), lr=lr, **more))
+
+
+def loss_of(model, batch):
+    return F.mse_loss(model(batch[0]).float(), batch[1])
+
+
+def backward(loss, optimizers, *loss_id, **options):
+    with amp.scale_loss(loss, optimizers, *loss_id, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
+@contextlib.contextmanager
+def refused(kind, words=""):
+    try:
+        yield
+    except kind as error:
+        assert words in str(error)
+    else:
+        raise AssertionError(f"a {kind} was expected")
+
+
+def reference_gradients(wanted):
     """Gradients of plain float32 torch."""
-    model = make_model(batchnorm).double()
+    model = make_model(batchnorm=False).double()
     wanted(model)
     return [p.grad.float() for p in model.parameters()]

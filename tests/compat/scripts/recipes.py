@@ -1,4 +1,4 @@
-"""The recipes of apex's documentation, as scripts wrote them. Run as: mpinit run recipes.py --opt_level O2 [recipe ...]
+"""The recipes of apex's documentation, as scripts wrote them. Run as: mpinit run recipes.py --opt_level O2 recipe ...
 
 Each function is one recipe and raises where the contract is broken. The name of each that passes is printed.
 Those of checkpoints and of internals are in the modules beside this one.
@@ -12,9 +12,23 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from apex import amp
-from recipe_setup import DYNAMIC, LEVEL, TOLERANCE, args, batches, make_model, quiet_scale, reference_gradients, start
-from recipes_checkpoints import checkpointing, resuming_as_language_models_do
-from recipes_internals import disabled, live_state, stash, tolerance
+from recipe_setup import (
+    DYNAMIC,
+    LEVEL,
+    TOLERANCE,
+    args,
+    backward,
+    batches,
+    loss_of,
+    make_model,
+    quiet_scale,
+    reference_gradients,
+    refused,
+    start,
+    started,
+)
+from recipes_checkpoints import checkpointing, resuming_as_language_models_do  # noqa: F401
+from recipes_internals import disabled, live_state, stash, tolerance  # noqa: F401
 
 
 def basic():
@@ -41,10 +55,8 @@ def return_value_ignored():
     amp.initialize(model, optimizer, opt_level=LEVEL)
     optimizer.zero_grad()
     optimizer.step()  # before training, as scripts do that build a scheduler
-    x, y = next(batches(1))
     quiet_scale()
-    with amp.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(loss_of(model, next(batches(1))), optimizer)
     before = model[0].weight.detach().clone()
     optimizer.step()
     assert not torch.equal(model[0].weight, before)
@@ -56,15 +68,13 @@ def clipping():
         F.mse_loss(model(x.double()), y.double()).backward()
         return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
-    expected = reference_gradients(False, in_double)
+    expected = reference_gradients(in_double)
     model = make_model(batchnorm=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert len(list(amp.master_params(optimizer))) == 4, "before initialize too"
     model, optimizer = start(model, optimizer)
     assert len(list(amp.master_params(optimizer))) == 4, "before the first backward"
-    x, y = next(batches(1))
-    with amp.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(loss_of(model, next(batches(1))), optimizer)
     torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.01)
     for got, want in zip(amp.master_params(optimizer), expected, strict=True):
         assert LEVEL == "O3" or got.dtype == torch.float32
@@ -76,15 +86,11 @@ def accumulation():
         for x, y in batches(4):
             (F.mse_loss(model(x.double()), y.double()) / 4).backward()
 
-    expected = reference_gradients(False, in_double)
+    expected = reference_gradients(in_double)
     for delay in (False, True):
-        model = make_model(batchnorm=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer = start(model, optimizer)
-        for index, (x, y) in enumerate(batches(4)):
-            loss = F.mse_loss(model(x).float(), y) / 4
-            with amp.scale_loss(loss, optimizer, delay_unscale=delay and index < 3) as scaled_loss:
-                scaled_loss.backward()
+        model, optimizer = started(batchnorm=False)
+        for index, batch in enumerate(batches(4)):
+            backward(loss_of(model, batch) / 4, optimizer, delay_unscale=delay and index < 3)
         for got, want in zip(amp.master_params(optimizer), expected, strict=True):
             torch.testing.assert_close(got.grad.float(), want, rtol=TOLERANCE, atol=TOLERANCE * 0.05)
         optimizer.step()
@@ -101,18 +107,12 @@ def gan_with_three_losses():
     before = [p.detach().clone() for net in (net_d, net_g) for p in net.parameters()]
     for x, _ in batches(3):
         net_d.zero_grad()
-        err_d_real = criterion(net_d(x).float(), torch.ones(16, 1))
-        with amp.scale_loss(err_d_real, optimizer_d, loss_id=0) as scaled:
-            scaled.backward()
+        backward(criterion(net_d(x).float(), torch.ones(16, 1)), optimizer_d, loss_id=0)
         fake = net_g(torch.randn(16, 2))
-        err_d_fake = criterion(net_d(fake.detach()).float(), torch.zeros(16, 1))
-        with amp.scale_loss(err_d_fake, optimizer_d, loss_id=1) as scaled:
-            scaled.backward()
+        backward(criterion(net_d(fake.detach()).float(), torch.zeros(16, 1)), optimizer_d, loss_id=1)
         optimizer_d.step()
         net_g.zero_grad()
-        err_g = criterion(net_d(fake).float(), torch.ones(16, 1))
-        with amp.scale_loss(err_g, optimizer_g, loss_id=2) as scaled:
-            scaled.backward()
+        backward(criterion(net_d(fake).float(), torch.ones(16, 1)), optimizer_g, loss_id=2)
         optimizer_g.step()
     after = [p for net in (net_d, net_g) for p in net.parameters()]
     moved = sum(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
@@ -130,16 +130,13 @@ def several_losses_and_optimizers():
     assert isinstance(models, list) and isinstance(optimizers, list)
     x, y = next(batches(1))
     loss0 = F.mse_loss(model0(x).float() + model1(x).float(), y)
-    loss1 = F.mse_loss(model0(x).float(), y)
+    loss1 = loss_of(model0, (x, y))
     with amp.scale_loss(loss0, [optimizer0, optimizer1], loss_id=0) as scaled:
         scaled.backward(retain_graph=True)
-    with amp.scale_loss(loss1, optimizer0, 1) as scaled:  # positional loss_id
-        scaled.backward()
+    backward(loss1, optimizer0, 1)  # positional loss_id
     if DYNAMIC:
         before = model0[0].weight.detach().clone(), model1[0].weight.detach().clone()
-        bad = F.mse_loss(model1(x).float(), y) * float("inf")
-        with amp.scale_loss(bad, optimizer1, loss_id=2) as scaled:
-            scaled.backward()
+        backward(loss_of(model1, (x, y)) * float("inf"), optimizer1, loss_id=2)
         optimizer0.step()
         optimizer1.step()
         assert not torch.equal(model0[0].weight, before[0])
@@ -172,8 +169,7 @@ def custom_batches():
     assert dtypes == [(expected, expected, torch.int64)], dtypes
     if LEVEL != "O1":
         assert output.dtype == torch.float32
-    with amp.scale_loss(F.mse_loss(output.float(), y), optimizer) as scaled:
-        scaled.backward()
+    backward(F.mse_loss(output.float(), y), optimizer)
     optimizer.step()
 
 
@@ -205,9 +201,7 @@ class Library:
 def custom_functions():
     amp.register_half_function(Library, "fused")
     amp.register_float_function(Library, "precise")
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = start(model, optimizer)
+    started()
     single, half = torch.ones(2), torch.ones(2).half()
     if LEVEL == "O1":
         assert my_half(single) == Library.fused(single) == torch.float16
@@ -215,22 +209,14 @@ def custom_functions():
         assert my_promote(single, half) == (torch.float32, torch.float32)
         with amp.disable_casts():
             assert my_half(single) == torch.float32
-        try:
+        with refused(NotImplementedError):  # in-place functions of the float32 list take no 16-bit tensors
             torch.ones(2).half().exp_()
-        except NotImplementedError:
-            pass
-        else:
-            raise AssertionError("in-place functions of the float32 list refuse 16-bit tensors")
         assert F.gelu(half).dtype == torch.float32, "the stricter policy"
     else:
         assert my_half(single) == Library.fused(single) == torch.float32
         assert my_float(half) == Library.precise(half) == torch.float16
-    try:
+    with refused(ValueError):
         amp.register_half_function(Library, "nothing")
-    except ValueError:
-        pass
-    else:
-        raise AssertionError("an unknown name is a ValueError")
 
 
 def fused_optimizers_and_norms():
@@ -243,45 +229,23 @@ def fused_optimizers_and_norms():
         optimizer = kind(model.parameters(), lr=0.05)
         model, optimizer = start(model, optimizer)
         losses = []
-        x, y = next(batches(1))
         for _ in range(12):
-            loss = F.mse_loss(model(x).float(), y)
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            loss = loss_of(model, next(batches(1)))
+            backward(loss, optimizer)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
         assert losses[-1] < 0.9 * losses[0], (kind, losses)
 
 
-RECIPES = [
-    basic,
-    return_value_ignored,
-    clipping,
-    accumulation,
-    gan_with_three_losses,
-    several_losses_and_optimizers,
-    checkpointing,
-    resuming_as_language_models_do,
-    custom_batches,
-    custom_functions,
-    live_state,
-    stash,
-    tolerance,
-    fused_optimizers_and_norms,
-    disabled,
-]
-
 if __name__ == "__main__":
     failed = 0
-    for recipe in RECIPES:
-        if args.recipes and recipe.__name__ not in args.recipes:
-            continue
+    for recipe in args.recipes:
         try:
-            recipe()
+            globals()[recipe]()
         except Exception:
             failed += 1
-            print(f"--- {recipe.__name__}\n{traceback.format_exc()}", file=sys.stderr)
+            print(f"--- {recipe}\n{traceback.format_exc()}", file=sys.stderr)
         else:
-            print("passed", recipe.__name__)
+            print("passed", recipe)
     sys.exit(failed)
