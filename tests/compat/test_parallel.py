@@ -11,10 +11,8 @@ from mpinit.compat.apex import parallel
 
 
 def test_converting_batchnorm_keeps_parameters_statistics_and_mode() -> None:
-    model = nn.Sequential(
-        nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2, eps=1e-3, momentum=0.3), nn.Sequential(nn.BatchNorm2d(2))
-    )
-    model.eval()
+    norms = nn.BatchNorm2d(2, eps=1e-3, momentum=0.3), nn.Sequential(nn.BatchNorm2d(2))
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), *norms).eval()
     model[1].running_mean.fill_(0.5)
     weight, keys = model[1].weight, list(model.state_dict())
     converted = parallel.convert_syncbn_model(model, channel_last=True)
@@ -35,10 +33,8 @@ def test_a_single_batchnorm_is_replaced() -> None:
 
 def test_sync_batchnorm_adds_and_rectifies() -> None:
     module = parallel.SyncBatchNorm(2, fuse_relu=True).eval()
-    x = torch.tensor([[-1.0, 1.0]])
-    torch.testing.assert_close(
-        module(x, z=torch.tensor([[0.5, 0.5]])), torch.tensor([[0.0, 1.5]]), rtol=1e-4, atol=1e-4
-    )
+    found = module(torch.tensor([[-1.0, 1.0]]), z=torch.tensor([[0.5, 0.5]]))
+    torch.testing.assert_close(found, torch.tensor([[0.0, 1.5]]), rtol=1e-4, atol=1e-4)
 
 
 def test_it_can_be_imported_where_torchs_own_was_replaced() -> None:
@@ -60,9 +56,6 @@ print(distributed.buffers_option(Replaced))
     assert done.stdout.strip() == parallel.distributed.buffers_option(nn.parallel.DistributedDataParallel)
 
 
-LOWER = (torch.float16, torch.bfloat16)
-
-
 def test_layer_norm_is_torchs() -> None:
     x = torch.randn(3, 4)
     module = norms.FusedLayerNorm(4, eps=1e-3)
@@ -79,7 +72,7 @@ def test_rms_norm_is_torchs() -> None:
     torch.testing.assert_close(module(x), x * module.weight / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt())
 
 
-@pytest.mark.parametrize("dtype", LOWER)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_fused_answers_in_the_inputs_dtype_and_mixed_in_the_weights(kind: str, dtype: torch.dtype) -> None:
     x = torch.randn(3, 4).to(dtype).requires_grad_()
