@@ -1,11 +1,12 @@
 """Nothing non-finite gets in where the loss scale does not move, and nothing else is different."""
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
-from loops import batches, masters, mlp, mse, poison, same
+from loops import backward, batches, masters, mlp, mse, poison, same, started
 from torch import nn
 from torch.optim import LBFGS, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -31,15 +32,12 @@ def pair(way: dict[str, Any], fused: bool = False, **more: Any) -> tuple[nn.Modu
     return model, optimizer
 
 
-def one(model: nn.Module, optimizer: Optimizer, batch: Any, scales: bool, factor: Any = None) -> None:
+def one(model: nn.Module, optimizer: Optimizer, batch: Any, scales: bool, bad: str = "") -> None:
     optimizer.zero_grad()
     loss = mse(model, batch)
-    loss = loss if factor is None else factor(loss)
-    if scales:
-        with mpinit.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-    else:
-        loss.backward()
+    if bad:
+        loss = loss * float("nan") if bad == "nan in all" else poison(loss, next(model.parameters()))
+    backward(loss, optimizer) if scales else loss.backward()
     optimizer.step()
 
 
@@ -57,16 +55,13 @@ def test_a_bad_batch_leaves_no_trace(way: str, fused: bool, scales: bool, bad: s
         pytest.skip("a plain backward pass with a static scale is warned of")
     data, ends = batches(5), []
 
-    def spoiled(loss: torch.Tensor) -> torch.Tensor:
-        return loss * float("nan") if bad == "nan in all" else poison(loss, model[0].weight)
-
     for has_bad in (False, True):
         model, optimizer = pair(WAYS[way], fused)
         scheduler = StepLR(optimizer, 1, gamma=0.9)
         for number, batch in enumerate(data):
             if has_bad and number == 2:
                 before = everything(model, optimizer)
-                one(model, optimizer, batch, scales, spoiled)
+                one(model, optimizer, batch, scales, bad)
                 assert mpinit.step_was_skipped(optimizer)
                 mpinit.scheduler_step(scheduler)
                 same(everything(model, optimizer), before)
@@ -94,7 +89,7 @@ def test_bits_are_those_without_where_all_is_finite(way: str) -> None:
 @pytest.mark.parametrize("asked", [{"opt_level": "O0"}, {"opt_level": "O5", "skip_nonfinite": False}])
 def test_off_at_o0_and_where_it_is_not_wanted(asked: dict[str, Any]) -> None:
     model, optimizer = pair(asked)
-    one(model, optimizer, batches(1)[0], False, lambda loss: loss * float("inf"))
+    one(model, optimizer, batches(1)[0], False, "nan in all")
     assert mpinit.step_counts(optimizer) == (1, 0)
     assert not all(bool(p.isfinite().all()) for p in model.parameters())
 
@@ -114,28 +109,19 @@ def test_gradients_that_are_clipped_or_written_count_as_they_are_at_the_step() -
 
 def test_the_third_skip_in_a_row_is_warned_of_and_too_many_are_an_error() -> None:
     model, optimizer = pair(WAYS["O5"], max_consecutive_skips=5)
-
-    def spoil(loss: torch.Tensor) -> torch.Tensor:
-        return poison(loss, model[0].weight)
-
-    batch = batches(1)[0]
-    for _ in range(2):
-        one(model, optimizer, batch, False, spoil)
-    one(model, optimizer, batch, False)
-    for _ in range(2):
-        one(model, optimizer, batch, False, spoil)
+    step = functools.partial(one, model, optimizer, batches(1)[0], False)
+    for bad in ("one", "one", "", "one", "one"):
+        step(bad)
     with pytest.warns(UserWarning, match=r"3 steps in a row were skipped.*'0'.*skip_nonfinite=False"):
-        one(model, optimizer, batch, False, spoil)
+        step("one")
     assert mpinit.overflow_report(optimizer).parameters == ("0.weight",)
-    one(model, optimizer, batch, False, spoil)
+    step("one")
     with pytest.raises(RuntimeError, match=r"5 steps in a row were skipped.*0\.weight first"):
-        one(model, optimizer, batch, False, spoil)
+        step("one")
 
 
 def test_an_optimizer_that_evaluates_the_loss_itself_is_put_back() -> None:
-    model = mlp()
-    optimizer = LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    model, optimizer = started("O5", make=lambda p: LBFGS(p, lr=0.1, max_iter=3))
     batch, calls = batches(1)[0], []
 
     def closure() -> torch.Tensor:
