@@ -1,5 +1,6 @@
 """Optimizers of every kind: torch's, those with methods and groups of their own, and custom ones."""
 
+import copy
 import inspect
 import warnings
 from collections import defaultdict
@@ -10,7 +11,7 @@ import pytest
 import torch
 from loops import (
     Forwarding,
-    backward,
+    adam,
     batches,
     close,
     follow,
@@ -23,12 +24,14 @@ from loops import (
     plain_sgd,
     same,
     start,
+    started,
+    states,
     train,
     train_plainly,
 )
 from masters_by_hand import as_by_hand
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 import mpinit
 
@@ -40,20 +43,17 @@ LEVELS = ("O0", "O1", "O2", "O3")
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_group_from_outside_the_models_may_have_any_dtype(dtype: torch.dtype) -> None:
-    model, batch = mlp(), batches(1)[0]
-    optimizer = start(model, "O2", torch.float16, plain_sgd)
+    model, optimizer = started("O2", torch.float16, plain_sgd)
     extra = nn.Parameter(torch.ones(3, dtype=dtype))
     optimizer.add_param_group({"params": extra})
-    backward(mse(model, batch) + (extra.float() * 0.5).sum(), optimizer)
-    optimizer.step()
+    iterate(mse(model, batches(1)[0]) + (extra.float() * 0.5).sum(), optimizer)
     assert masters(optimizer)[-1].tolist() == [0.5] * 3 == extra.detach().float().tolist()
     assert masters(optimizer)[-1].dtype == torch.float32 and extra.dtype == dtype
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_weight_cannot_be_added_a_second_time(level: str) -> None:
-    model = mlp()
-    optimizer = start(model, level)
+    model, optimizer = started(level)
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": [model[0].weight]})
     assert len(optimizer.param_groups) == 1
@@ -75,8 +75,7 @@ def test_what_was_frozen_when_initialize_ran_gets_a_master_once_it_trains(given:
     optimizer = start(model, "O2", **given)
     model[0].weight.requires_grad_(True)
     before = model.state_dict()["0.weight"].clone()
-    backward(mse(model, batches(1)[0]), optimizer)
-    optimizer.step()
+    train(model, optimizer, batches(1))
     after = model.state_dict()["0.weight"]
     assert not torch.equal(after, before) and not torch.equal(after, after.to(model[0].weight.dtype).float())
     assert optimizer.state[model[0].weight]["momentum_buffer"].dtype is torch.float32
@@ -96,7 +95,10 @@ class Adapted(nn.Module):
         return self.base(inputs) + self.up(self.down(inputs)) + self.shift.to(inputs.dtype)
 
 
-@pytest.mark.parametrize("make", [momentum, lambda p: Adam(p, lr=0.01), lambda p: AdamW(p, lr=0.01, fused=True)])
+each_kind = pytest.mark.parametrize("make", [momentum, adam, lambda p: AdamW(p, lr=0.01, fused=True)])
+
+
+@each_kind
 def test_dtypes_may_mix_in_one_group(make: Callable[..., Optimizer]) -> None:
     model, reference, data = Adapted(), Adapted(), batches(5)
     optimizer, plain = make(model.parameters()), make(reference.parameters())
@@ -113,17 +115,16 @@ def test_dtypes_may_mix_in_one_group(make: Callable[..., Optimizer]) -> None:
 # -- state that was there before ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [momentum, lambda p: Adam(p, lr=0.01), lambda p: AdamW(p, lr=0.01, fused=True)])
+@each_kind
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_an_optimizer_that_has_stepped_keeps_its_state(level: str, make: Callable[..., Optimizer]) -> None:
     model, reference, data = mlp(), mlp(), batches(6)
     optimizer, plain = make(model.parameters()), make(reference.parameters())
     train_plainly(model, optimizer, data[:3])
     train_plainly(reference, plain, data[:3])
-    before = [v.clone() for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    before = copy.deepcopy(states(optimizer))
     mpinit.initialize(model, optimizer, **keywords(level))
-    after = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-    same(after, before)
+    same(states(optimizer), before)
     train(model, optimizer, data[3:])
     train_plainly(reference, plain, data[3:])
     close(masters(optimizer), reference.parameters(), 0.02)
@@ -154,8 +155,7 @@ def test_a_loss_functions_own_parameters_are_no_orphans() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mpinit.initialize(model, [momentum(model.parameters()), optimizer], **keywords("O2"))
-    backward((center - 1).pow(2).sum() / 2, optimizer)
-    optimizer.step()
+    iterate((center - 1).pow(2).sum() / 2, optimizer)
     assert center.tolist() == [0.5] * 5
 
 
@@ -164,12 +164,10 @@ def test_a_loss_functions_own_parameters_are_no_orphans() -> None:
 
 def _variants() -> list[tuple[str, dict[str, bool]]]:
     """Every optimizer of torch.optim that steps on dense gradients, without a closure, in every way it offers."""
-    needing_more = {"Optimizer", "LBFGS", "SparseAdam"}
-    names = sorted(name for name, value in vars(torch.optim).items() if isinstance(value, type))
     found: list[tuple[str, dict[str, bool]]] = []
-    for name in names:
-        if name not in needing_more:
-            offered = inspect.signature(getattr(torch.optim, name)).parameters
+    for name, value in sorted(vars(torch.optim).items()):
+        if isinstance(value, type) and name not in {"Optimizer", "LBFGS", "SparseAdam"}:
+            offered = inspect.signature(value).parameters
             found.append((name, {"foreach": False} if "foreach" in offered else {}))
             found += [(name, {way: True}) for way in ("foreach", "fused") if way in offered]
     return found
@@ -275,7 +273,7 @@ def test_fused_sgd_steps_16_bit_weights_on_a_cpu_as_unfused_does(dtype: torch.dt
     def trained(fused: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Linear(16, 4)
-        optimizer = torch.optim.SGD([{"params": [model.weight]}], lr=0.5, momentum=0.9, fused=fused)
+        optimizer = SGD([{"params": [model.weight]}], lr=0.5, momentum=0.9, fused=fused)
         mpinit.initialize(model, optimizer, "O3", cast_model_type=dtype, verbosity=0)
         optimizer.add_param_group({"params": [model.bias]})
         for _ in range(3):
@@ -309,15 +307,13 @@ def test_fused_sgd_stays_fused_inside_a_wrapper_and_after_loading_its_state(
 @pytest.mark.parametrize("when", ["before the backward pass", "after it"])
 def test_gradients_of_a_group_added_inside_the_block_are_unscaled(when: str) -> None:
     model, more = nn.Linear(4, 1), nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = SGD(model.parameters(), lr=0.1)
     mpinit.initialize([model, more], optimizer, "O2", init_loss_scale=64.0, verbosity=0)
     more.weight.grad = torch.full_like(more.weight, 0.25, dtype=more.weight.grad_dtype or more.weight.dtype)
     with mpinit.scale_loss(model(torch.ones(1, 4)).sum() + more(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
-        if when == "before the backward pass":
-            optimizer.add_param_group({"params": list(more.parameters())})
-        scaled_loss.backward()
-        if when == "after it":
-            optimizer.add_param_group({"params": list(more.parameters())})
+        calls = [lambda: optimizer.add_param_group({"params": list(more.parameters())}), scaled_loss.backward]
+        for call in calls if when == "before the backward pass" else reversed(calls):
+            call()
     assert [p.grad.unique().tolist() for p in mpinit.master_params(optimizer)] == [[1.0], [1.0], [1.25], [1.0]]
     before = model.state_dict()["weight"] - 0.1, more.state_dict()["weight"] - 0.1 * 1.25
     optimizer.step()
