@@ -5,24 +5,25 @@ from typing import Any
 
 import pytest
 import torch
-from loops import backward, batches, follow, masters, mlp, momentum, mse, poison, same, start
+from loops import adam, backward, batches, follow, gradients, masters, mlp, momentum, mse, poison, same, started
 from masters_by_hand import SETTINGS, ByHand
 from torch import nn
-from torch.optim import LBFGS, SGD, Adam, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 
 import mpinit
 
 pytestmark = pytest.mark.device
 
+BATCH = batches(1)[0]
 LEVELS = ("O0", "O1", "O2")
 
 
 class Sam(Optimizer):
     """Sharpness-aware minimisation as it is commonly written: two evaluations a step, around another optimizer."""
 
-    def __init__(self, params: Any, base: Callable[..., Optimizer], rho: float = 0.05, **kwargs: Any) -> None:
-        super().__init__(params, {"rho": rho, **kwargs})
-        self.base_optimizer = base(self.param_groups, **kwargs)
+    def __init__(self, params: Any, rho: float = 0.05) -> None:
+        super().__init__(params, {"rho": rho, "lr": 0.1, "momentum": 0.9})
+        self.base_optimizer = SGD(self.param_groups, lr=0.1, momentum=0.9)
         self.param_groups = self.base_optimizer.param_groups
 
     @torch.no_grad()
@@ -45,100 +46,79 @@ class Sam(Optimizer):
         return loss
 
 
-def sam(params: Any) -> Sam:
-    return Sam(params, SGD, lr=0.1, momentum=0.9)
-
-
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": momentum,
-    "adam": lambda p: Adam(p, lr=0.01),
-    "sam": sam,
+    "adam": adam,
+    "sam": Sam,
     "lbfgs": lambda p: LBFGS(p, lr=0.5, max_iter=4, history_size=3),
     "lbfgs strong wolfe": lambda p: LBFGS(p, max_iter=4, line_search_fn="strong_wolfe"),
 }
 
 
-def closure_of(model: nn.Module, optimizer: Optimizer, batch: Any, scaled: bool = True) -> Callable[[], torch.Tensor]:
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = mse(model, batch)
-        backward(loss, optimizer) if scaled else loss.backward()
-        return loss
+class Closure:
+    """An evaluation of the loss, which overflows in the calls that ``overflows`` says so of; it counts its calls."""
 
-    return closure
+    def __init__(self, model: nn.Module, optimizer: Optimizer, scaled: bool = True, overflows: Any = None) -> None:
+        self.model, self.optimizer, self.scaled = model, optimizer, scaled
+        self.overflows: Callable[[int], bool] = overflows or (lambda call: False)
+        self.calls = 0
+
+    def __call__(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = mse(self.model, BATCH)
+        spoiled = poison(loss, next(self.model.parameters())) if self.overflows(self.calls) else loss
+        self.calls += 1
+        backward(spoiled, self.optimizer) if self.scaled else spoiled.backward()
+        return loss
 
 
 @pytest.mark.parametrize("evaluation", [0, 1])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_inside_an_evaluation_lowers_the_scale_and_repeats_it(level: str, evaluation: int) -> None:
-    batch = batches(1)[0]
-
     def run(bad: int | None, scale: float) -> tuple[Optimizer, int]:
-        model, calls = mlp(), 0
-        optimizer = start(model, level, make=sam, init_loss_scale=scale)
-
-        def closure() -> torch.Tensor:
-            nonlocal calls
-            optimizer.zero_grad()
-            loss = mse(model, batch)
-            backward(poison(loss, next(model.parameters())) if calls == bad else loss, optimizer)
-            calls += 1
-            return loss
-
+        model, optimizer = started(level, make=Sam, init_loss_scale=scale)
+        closure = Closure(model, optimizer, overflows=lambda call: call == bad)
         optimizer.step(closure)
         assert not mpinit.step_was_skipped(optimizer)
-        return optimizer, calls
+        return optimizer, closure.calls
 
     (repeated, calls), (clean, clean_calls) = run(evaluation, 128.0), run(None, 64.0)
     assert (calls, clean_calls) == (3, 2) and mpinit.loss_scale(repeated) == 64.0
-    for got, expected in zip(masters(repeated), masters(clean), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(masters(repeated), masters(clean), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_giving_up_is_bounded_and_leaves_the_parameters_as_before(level: str, name: str) -> None:
-    model, batch, calls = mlp(), batches(1)[0], 0
-    optimizer = start(model, level, make=OPTIMIZERS[name], max_consecutive_skips=8)
-    optimizer.step(closure_of(model, optimizer, batch))
+    model, optimizer = started(level, make=OPTIMIZERS[name], max_consecutive_skips=8)
+    optimizer.step(Closure(model, optimizer))
     before, weights = masters(optimizer), [p.detach().clone() for p in model.parameters()]
-
-    def closure() -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        optimizer.zero_grad()
-        loss = mse(model, batch)
-        backward(poison(loss, next(model.parameters())) if calls > 1 else loss, optimizer)
-        return loss
-
+    closure = Closure(model, optimizer, overflows=lambda call: call > 0)
     # One step of these takes one evaluation: the first overflows.
-    calls = 1 if name in ("sgd", "adam") else 0
+    closure.calls = 1 if name in ("sgd", "adam") else 0
     assert optimizer.step(closure) is None
-    assert calls == 9
+    assert closure.calls == 9
     assert mpinit.step_was_skipped(optimizer) and mpinit.step_counts(optimizer) == (1, 1)
     same(masters(optimizer), before)
     same([p.detach() for p in model.parameters()], weights)
     assert all(parameter.grad is None for parameter in mpinit.master_params(optimizer))
-    optimizer.step(closure_of(model, optimizer, batch))
+    optimizer.step(Closure(model, optimizer))
     assert not mpinit.step_was_skipped(optimizer)
     assert not torch.equal(masters(optimizer)[0], before[0])
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_exception_in_a_closure_passes_through(level: str) -> None:
-    model, batch = mlp(), batches(1)[0]
-    optimizer = start(model, level, make=sam)
-    before, calls = masters(optimizer), 0
+    model, optimizer = started(level, make=Sam)
+    before = masters(optimizer)
 
-    def closure() -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
+    def fail_in_second(call: int) -> bool:
+        if call == 1:
             raise KeyError("mine")
-        return closure_of(model, optimizer, batch)()
+        return False
 
     with pytest.raises(KeyError, match="mine"):
-        optimizer.step(closure)
+        optimizer.step(Closure(model, optimizer, overflows=fail_in_second))
     if level != "O0":
         same(masters(optimizer), before)
     if level == "O2":
@@ -146,20 +126,19 @@ def test_an_exception_in_a_closure_passes_through(level: str) -> None:
 
 
 def test_casts_are_off_in_the_step_and_on_again_in_its_closure() -> None:
-    model, batch, seen = mlp(), batches(1)[0], []
+    seen = []
+
+    def look(*_: Any) -> bool:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return False
 
     class Looking(SGD):
         def step(self, closure: Any = None) -> Any:
-            seen.append(torch.is_autocast_enabled("cpu"))
+            look()
             return super().step(closure)
 
-    optimizer = start(model, "O1", make=lambda p: Looking(p, lr=0.1))
-
-    def closure() -> torch.Tensor:
-        seen.append(torch.is_autocast_enabled("cpu"))
-        return closure_of(model, optimizer, batch)()
-
-    optimizer.step(closure)
+    model, optimizer = started("O1", make=lambda p: Looking(p, lr=0.1))
+    optimizer.step(Closure(model, optimizer, overflows=look))
     assert seen == [False, True] and torch.is_autocast_enabled("cpu")
 
 
@@ -167,20 +146,20 @@ def test_casts_are_off_in_the_step_and_on_again_in_its_closure() -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_steps_with_a_closure_are_those_by_hand(setting: str, name: str, scaled: bool) -> None:
-    model, by_hand, batch = mlp(), ByHand(mlp(), setting, OPTIMIZERS[name]), batches(1)[0]
+    model, by_hand = mlp(), ByHand(mlp(), setting, OPTIMIZERS[name])
     optimizer = OPTIMIZERS[name](model.parameters())
     mpinit.initialize(model, optimizer, verbosity=0, split_bucket_bytes=256, **SETTINGS[setting])
 
     def evaluate() -> torch.Tensor:
         by_hand.follow()
         by_hand.clear()
-        loss = by_hand.backward(batch)
+        loss = by_hand.backward(BATCH)
         for master, gradient in zip(by_hand.masters, by_hand.gradients, strict=True):
             master.grad = gradient.float()  # type: ignore[union-attr]
         return loss
 
     for _ in range(3):
-        loss = optimizer.step(closure_of(model, optimizer, batch, scaled))
+        loss = optimizer.step(Closure(model, optimizer, scaled))
         assert torch.equal(loss.detach(), by_hand.optimizer.step(evaluate))
         by_hand.follow()
         same(model.state_dict().values(), by_hand.masters)
@@ -207,19 +186,15 @@ def test_a_step_in_two_halves_is_right() -> None:
     model = mlp()
     optimizer = Sharpness(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, "O5", verbosity=0)
-    batch = batches(1)[0]
-    backward(mse(model, batch), optimizer)
-    start = masters(optimizer)
-    gradients = [p.grad.clone() for p in mpinit.master_params(optimizer)]  # type: ignore[union-attr]
+    evaluate, before = Closure(model, optimizer), masters(optimizer)
+    evaluate()
+    climbed = [value + 0.05 * gradient for value, gradient in zip(before, gradients(optimizer), strict=True)]
     optimizer.first_step()
-    for weight, value, gradient in zip(model.parameters(), start, gradients, strict=True):
-        assert torch.equal(weight, (value + 0.05 * gradient).bfloat16()), "the model is where the first half went"
-    optimizer.zero_grad()
-    backward(mse(model, batch), optimizer)
-    climbed = [p.grad.clone() for p in mpinit.master_params(optimizer)]  # type: ignore[union-attr]
+    same(model.parameters(), [value.bfloat16() for value in climbed])
+    evaluate()
+    descended = [value - 0.1 * gradient for value, gradient in zip(before, gradients(optimizer), strict=True)]
     optimizer.second_step()
-    for master, value, gradient in zip(masters(optimizer), start, climbed, strict=True):
-        torch.testing.assert_close(master, value - 0.1 * gradient, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(masters(optimizer), descended, rtol=1e-6, atol=1e-7)
 
 
 class SharpnessOf(Optimizer):
@@ -272,9 +247,7 @@ def climbing_by_hand(data: list[Any]) -> tuple[nn.Module, Optimizer]:
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("overflows_in", ["first", "second"])
 def test_a_step_in_two_halves_skips_both_on_overflow(overflows_in: str, whole: bool) -> None:
-    model, data = mlp(), batches(6)
-    optimizer = SharpnessOf(model.parameters())
-    mpinit.initialize(model, optimizer, "O2", init_loss_scale=1024.0, verbosity=0)
+    (model, optimizer), data = started(make=SharpnessOf), batches(6)
     bad = {"first": 0, "second": 1}[overflows_in]
     for number, batch in enumerate(data):
         evaluations = 0
@@ -311,13 +284,11 @@ def test_a_step_in_two_halves_skips_both_on_overflow(overflows_in: str, whole: b
 
 
 def test_halves_step_what_a_plain_backward_left_where_nothing_is_scaled() -> None:
-    model, batch = mlp(), batches(1)[0]
-    optimizer = SharpnessOf(model.parameters())
-    mpinit.initialize(model, optimizer, "O5", verbosity=0)
-    start = masters(optimizer)
-    mse(model, batch).backward()
+    model, optimizer = started("O5", make=SharpnessOf)
+    before = masters(optimizer)
+    mse(model, BATCH).backward()
     optimizer.first_step(zero_grad=True)
-    assert not any(torch.equal(a, b) for a, b in zip(start, masters(optimizer), strict=True))
-    mse(model, batch).backward()
+    assert not any(torch.equal(a, b) for a, b in zip(before, masters(optimizer), strict=True))
+    mse(model, BATCH).backward()
     optimizer.second_step(zero_grad=True)
     assert mpinit.step_counts(optimizer) == (1, 0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from loops import backward
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -76,8 +77,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) ->
     for index in range(steps):
         optimizer.zero_grad()
         if index % 3 == 1:
-            with mpinit.scale_loss(loss_of(model, index), optimizer) as scaled:
-                scaled.backward()
+            backward(loss_of(model, index), optimizer)
         elif index % 3 == 2:
             scaler = mpinit.GradScaler(optimizer)
             scaler.scale(loss_of(model, index)).backward()

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import UserDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD, AdamW
 
 import mpinit
 from mpinit.masters.codecs import codec
 from mpinit.optimizer import gradients, managed, one_pass
 from mpinit.torch_internals.one_pass import NativeCode
 
-Make = Callable[[Any], torch.optim.Optimizer]
+Make = Callable[..., torch.optim.Optimizer]
 # Odd sizes: some fill no vector, one has rows of encoded state that are not full.
 SHAPES = [(97, 131), (5,), (4099,), (1,), (3, 7, 11)]
 
@@ -80,13 +82,23 @@ def assert_same(one: Training, other: Training) -> None:
         assert torch.equal(mine.isnan(), its.isnan()) and torch.equal(mine.nan_to_num(7), its.nan_to_num(7))
 
 
+def two(make: Make = AdamW, state: str = "float32", weights: Any = list, **more: Any) -> tuple[Training, Training]:
+    return Training(make, state, weights(), **more), Training(make, state, weights(), **more)
+
+
+def counting(native: Any) -> tuple[Any, list[int]]:
+    """Native code, and how many numbers each of its steps was of."""
+    calls: list[int] = []
+    counted = SimpleNamespace(**{name: getattr(native, name) for name in ("encode", "decode", "round", "are_finite")})
+    counted.step = lambda groups, *rest: calls.append(native.step(groups, *rest)) or calls[-1]
+    return counted, calls
+
+
 def assert_stepped_alike(
     monkeypatch: pytest.MonkeyPatch, native: Any, trainings: tuple[Training, Training], steps: int, odd: int = -1
 ) -> int:
     """Step one by torch and one natively; how many of the steps were native."""
-    calls: list[int] = []
-    counted = SimpleNamespace(**{name: getattr(native, name) for name in ("encode", "decode", "round", "are_finite")})
-    counted.step = lambda groups, *rest: calls.append(native.step(groups, *rest)) or calls[-1]
+    counted, calls = counting(native)
     by_torch, natively = trainings
     for seed in range(steps):
         by_torch.step(seed, seed == odd)
@@ -98,17 +110,13 @@ def assert_stepped_alike(
 
 
 FORMS: dict[str, dict[str, Any]] = {"single": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamW": lambda p, **form: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, **form),
-    "Adam": lambda p, **form: torch.optim.Adam(p, lr=1e-2, **form),
-    "Adam, decayed, maximized": lambda p, **form: torch.optim.Adam(
-        p, lr=1e-2, betas=(0.3, 0.99), weight_decay=0.1, maximize=True, **form
-    ),
-    "SGD": lambda p, **form: torch.optim.SGD(p, lr=1e-2, weight_decay=0.1, maximize=True, **form),
-    "SGD, momentum": lambda p, **form: torch.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.1, **form),
-    "SGD, nesterov": lambda p, **form: torch.optim.SGD(
-        p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1, **form
-    ),
+KINDS: dict[str, Make] = {
+    "AdamW": partial(AdamW, lr=1e-2, weight_decay=0.1),
+    "Adam": partial(torch.optim.Adam, lr=1e-2),
+    "Adam, decayed, maximized": partial(torch.optim.Adam, lr=1e-2, betas=(0.3, 0.99), weight_decay=0.1, maximize=True),
+    "SGD": partial(SGD, lr=1e-2, weight_decay=0.1, maximize=True),
+    "SGD, momentum": partial(SGD, lr=1e-2, momentum=0.9, dampening=0.1),
+    "SGD, nesterov": partial(SGD, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
 }
 
 
@@ -119,11 +127,9 @@ KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def test_the_bits_are_those_of_torchs_operations(
     monkeypatch: pytest.MonkeyPatch, native: Any, kind: str, form: str, state: str
 ) -> None:
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        return KINDS[kind](parameters, **FORMS[form])
-
+    make = partial(KINDS[kind], **FORMS[form])
     steps = 1000 if (kind, form) in (("AdamW", "fused"), ("SGD, nesterov", "single")) else 30
-    own = assert_stepped_alike(monkeypatch, native, (Training(make, state), Training(make, state)), steps, odd=25)
+    own = assert_stepped_alike(monkeypatch, native, two(make, state), steps, odd=25)
     made_first = kind == "SGD"
     # The first step makes the state; foreach adds a momentum to the gradients themselves, which only torch does.
     assert own == (0 if (kind, form) == ("SGD, nesterov", "foreach") else steps - (not made_first))
@@ -139,11 +145,8 @@ STORES = {"O2": True, "O5": True, "O4": False}
 def test_full_masters_and_float32_weights(
     monkeypatch: pytest.MonkeyPatch, native: Any, kind: str, form: str, level: str
 ) -> None:
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        return KINDS[kind](parameters, **FORMS[form])
-
-    trainings = tuple(Training(make, "float32", level=level, masters=STORES[level]) for _ in range(2))
-    assert assert_stepped_alike(monkeypatch, native, trainings, 12, odd=10) == 11  # type: ignore[arg-type]
+    trainings = two(partial(KINDS[kind], **FORMS[form]), level=level, masters=STORES[level])
+    assert assert_stepped_alike(monkeypatch, native, trainings, 12, odd=10) == 11
 
 
 def written(values: torch.Tensor) -> dict[str, Callable[[torch.Tensor], Any]]:
@@ -164,12 +167,10 @@ def test_what_was_written_to_a_weight_counts(
     monkeypatch: pytest.MonkeyPatch, native: Any, way: str, level: str
 ) -> None:
     write = written(torch.randn(97, 131))[way]
-    trainings = tuple(Training(torch.optim.AdamW, "float32", level=level, masters=True) for _ in range(2))
-    calls: list[int] = []
+    trainings = two(level=level, masters=True)
+    counted, calls = counting(native)
     for training in trainings:
         if training is trainings[1]:
-            counted = SimpleNamespace(are_finite=native.are_finite)
-            counted.step = lambda groups, *rest: calls.append(native.step(groups, *rest)) or calls[-1]
             use(monkeypatch, counted)
         for seed in range(6):
             training.step(seed)
@@ -185,11 +186,11 @@ def test_what_was_written_to_a_weight_counts(
 
 def test_float16_masters_that_grew_too_large_are_left_to_torch(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
     monkeypatch.setattr(managed, "_LOOKS_EVERY", 20)
-    weights = [torch.full((40, 40), 65500.0), torch.ones(40, 40)]
-    trainings = tuple(
-        Training(lambda p: torch.optim.SGD(p, lr=1e5), "float32", [w.clone() for w in weights], "O2", True)
-        for _ in range(2)
-    )
+
+    def weights() -> list[torch.Tensor]:
+        return [torch.full((40, 40), 65500.0), torch.ones(40, 40)]
+
+    trainings = two(partial(SGD, lr=1e5), weights=weights, level="O2", masters=True)
     with pytest.warns(UserWarning, match="beyond the largest float16"):
         for training in trainings:
             if training is trainings[1]:
@@ -218,17 +219,16 @@ def test_weights_that_begin_anywhere_and_lie_in_any_order(monkeypatch: pytest.Mo
         images = torch.randn(2, 3, 5, 7).to(memory_format=torch.channels_last)
         return [memory[0][1:], memory[1][1:].view(7, 9).t(), images]
 
-    trainings = tuple(Training(torch.optim.AdamW, "int8", weights()) for _ in range(2))
-    assert assert_stepped_alike(monkeypatch, native, trainings, 10) == 9  # type: ignore[arg-type]
+    assert assert_stepped_alike(monkeypatch, native, two(AdamW, "int8", weights), 10) == 9
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("state", ["float32", "bfloat16", "int8"])
 def test_a_run_goes_on_by_either(monkeypatch: pytest.MonkeyPatch, native: Any, state: str) -> None:
-    first, whole = (Training(torch.optim.AdamW, state) for _ in range(2))
+    first, whole = two(state=state)
     for seed in range(5):
         first.step(seed)
-    second = Training(torch.optim.AdamW, state)
+    second = Training(AdamW, state)
     second.model.load_state_dict(first.model.state_dict())
     second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
     for seed in range(10):
@@ -246,15 +246,15 @@ def refusals() -> dict[str, tuple[Make, Callable[[Training], Any]]]:
         return optimizer
 
     return {
-        "amsgrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), lambda t: None),
-        "a rate in a tensor": (lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)), lambda t: None),
+        "amsgrad": (lambda p: AdamW(p, amsgrad=True), lambda t: None),
+        "a rate in a tensor": (lambda p: AdamW(p, lr=torch.tensor(0.01)), lambda t: None),
         "another optimizer": (torch.optim.RMSprop, lambda t: None),
-        "a step of the object's own": (lambda p: replace_step(torch.optim.SGD(p)), lambda t: None),
+        "a step of the object's own": (lambda p: replace_step(SGD(p)), lambda t: None),
         "a state that is gone": (
-            lambda p: torch.optim.SGD(p, momentum=0.9), lambda t: t.optimizer.state.pop(t.model[2])
+            lambda p: SGD(p, momentum=0.9), lambda t: t.optimizer.state.pop(t.model[2])
         ),
         "one count for two": (
-            torch.optim.AdamW,
+            AdamW,
             lambda t: t.optimizer.state[t.model[0]].update(step=t.optimizer.state[t.model[2]]["step"]),
         ),
     }  # fmt: skip
@@ -264,7 +264,7 @@ def refusals() -> dict[str, tuple[Make, Callable[[Training], Any]]]:
 @pytest.mark.parametrize("case", refusals())
 def test_what_it_does_not_know_is_left_to_torch(monkeypatch: pytest.MonkeyPatch, native: Any, case: str) -> None:
     make, change = refusals()[case]
-    trainings = Training(make, "float32"), Training(make, "float32")
+    trainings = two(make)
     for training in trainings:
         training.step(99)
         change(training)
@@ -273,7 +273,7 @@ def test_what_it_does_not_know_is_left_to_torch(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.long
 def test_a_step_that_fails_before_it_begins_changes_nothing(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
-    training = Training(torch.optim.AdamW, "int8")
+    training = Training(AdamW, "int8")
     training.step(0)
     before = training.numbers()
     versions = [weight._version for weight in training.model]
@@ -314,7 +314,7 @@ def slow_or_fast(seconds: float, change: float = 0.0) -> Any:
 
 @pytest.mark.parametrize("seconds", [0.0, 0.2], ids=["fast", "slow"])
 def test_the_faster_one_stays(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    training, expected = (Training(torch.optim.SGD, "float32", [torch.ones(300, 300)]) for _ in range(2))
+    training, expected = two(SGD, weights=lambda: [torch.ones(300, 300)])
     for seed in range(6):
         expected.step(seed)
     use(monkeypatch, slow_or_fast(seconds), always=False)
@@ -331,7 +331,7 @@ def test_the_faster_one_stays(monkeypatch: pytest.MonkeyPatch, seconds: float) -
 def test_native_code_with_other_bits_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    training, expected = (Training(torch.optim.SGD, "float32") for _ in range(2))
+    training, expected = two(SGD)
     use(monkeypatch, slow_or_fast(0, change=1e-6))
     with caplog.at_level(logging.INFO, "mpinit"):
         training.step(0)
@@ -341,17 +341,17 @@ def test_native_code_with_other_bits_is_not_used(
 
 
 def test_state_in_another_mapping_is_left_to_torch(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
-    trainings = tuple(Training(torch.optim.AdamW, "float32", level="O5", masters=True) for _ in range(2))
+    trainings = two(masters=True)
     for training in trainings:
         training.step(0)
         training.optimizer.state = UserDict(training.optimizer.state)  # type: ignore[assignment]
-    assert assert_stepped_alike(monkeypatch, native, trainings, 3) == 0  # type: ignore[arg-type]
+    assert assert_stepped_alike(monkeypatch, native, trainings, 3) == 0
 
 
 @pytest.mark.parametrize("level", ["O4", "O5"])
 def test_a_step_that_was_replaced_is_done(monkeypatch: pytest.MonkeyPatch, native: Any, level: str) -> None:
     use(monkeypatch, native)
-    own = torch.optim.SGD.step
+    own = SGD.step
 
     @functools.wraps(own)
     def other(self: Any, *args: Any) -> Any:
@@ -359,8 +359,8 @@ def test_a_step_that_was_replaced_is_done(monkeypatch: pytest.MonkeyPatch, nativ
             weight.grad.fill_(1)
         return own(self, *args)
 
-    monkeypatch.setattr(torch.optim.SGD, "step", other)
-    training = Training(torch.optim.SGD, "float32", [torch.ones(30, 30)], level, level == "O5")
+    monkeypatch.setattr(SGD, "step", other)
+    training = Training(SGD, "float32", [torch.ones(30, 30)], level, level == "O5")
     for seed in range(3):
         training.step(seed)
     master = next(iter(mpinit.master_params(training.optimizer)))
