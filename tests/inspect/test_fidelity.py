@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from frameworks import let_torchvision_load, tiny_model
+from loops import iterate
+from models import LEVELS
 from torch import Tensor, nn
 
 import mpinit
@@ -13,12 +15,8 @@ from mpinit.integrations.pretrained import save_in
 
 IDS = torch.arange(24).reshape(3, 8) % 32
 let_torchvision_load()
-WAYS: dict[str, dict[str, Any]] = {
-    "O2": {"opt_level": "O2"},
-    "O5": {"opt_level": "O5"},
-    "split": {"opt_level": "O5", "master_weights": "split"},
-    "model": {"opt_level": "O5", "master_weights": "model"},
-}
+WAYS = LEVELS | {"O2": {"opt_level": "O2"}, "model": {"opt_level": "O5", "master_weights": "model"}}
+with_masters = pytest.mark.parametrize("way", ["O2", "O5", "split", "model"])
 pytestmark = [
     pytest.mark.filterwarnings("ignore:casts to 16 bits lose"),  # rotary frequencies
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),  # peft asks for it
@@ -29,10 +27,7 @@ def learnt(model: Any, steps: int = 3, **asked: Any) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     mpinit.initialize(model, optimizer, verbosity=0, **asked)
     for _ in range(steps):
-        optimizer.zero_grad()
-        with mpinit.scale_loss(model(input_ids=IDS, labels=IDS).loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        iterate(model(input_ids=IDS, labels=IDS).loss, optimizer)
     return optimizer
 
 
@@ -47,7 +42,7 @@ def compared(model: Any, **more: Any) -> Any:
 # -- to the bit -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
+@with_masters
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_what_is_trained_is_what_is_served_to_the_bit(name: str, way: str, tmp_path: Path) -> None:
     model = tiny_model(name)
@@ -67,7 +62,7 @@ def test_what_is_trained_is_what_is_served_to_the_bit(name: str, way: str, tmp_p
         assert compared(model, served=loaded)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@with_masters
 def test_after_a_resume_too(way: str) -> None:
     first = tiny_model("gpt2")
     optimizer = learnt(first, **WAYS[way])
@@ -90,7 +85,6 @@ def test_split_masters_round_ties_away_from_zero_and_are_served_as_they_are() ->
 
 @pytest.mark.parametrize("way", ["O5", "split"])
 def test_with_lora(way: str) -> None:
-
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(tiny_model("llama").bfloat16(), lora).train()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import HALVES, backward, batches, iterate, mlp, mse, poison, start
+from loops import HALVES, backward, batches, gradients, iterate, mse, plain_sgd, poison, start, started, train
 from torch import nn
 
 import mpinit
@@ -13,16 +13,14 @@ import mpinit
 
 def run(level: str = "O2", dtype: torch.dtype = torch.float16, **more: Any) -> tuple[mpinit.History, list[Any]]:
     """Five steps, the third of them skipped, with what is expected of each."""
-    model = mlp()
-    optimizer = start(model, level, dtype)
-    expected = []
+    (model, optimizer), expected = started(level, dtype), []
     with mpinit.History(optimizer, **more) as history:
         for number, batch in enumerate(batches(5)):
             optimizer.zero_grad()
             loss = mse(model, batch)
             scale = mpinit.loss_scale(optimizer)
             backward(poison(loss, model[0].weight) if number == 2 else loss, optimizer)
-            norm = torch.nn.utils.get_total_norm([p.grad for p in mpinit.master_params(optimizer)])  # type: ignore[misc]
+            norm = torch.nn.utils.get_total_norm(gradients(optimizer))
             mpinit.clip_grad_norm_(optimizer, 0.01)
             optimizer.step()
             expected.append((loss.item(), scale, mpinit.step_was_skipped(optimizer), norm.item()))
@@ -47,10 +45,9 @@ def test_the_oldest_go() -> None:
 
 
 def test_two_losses_of_one_step_are_averaged_and_a_step_without_any_is_nan() -> None:
-    model, (one, two) = mlp(), batches(2)
-    optimizer = start(model, "O2")
+    model, optimizer = started()
     history = mpinit.History(optimizer)
-    losses = [mse(model, one), mse(model, two)]
+    losses = [mse(model, batch) for batch in batches(2)]
     for loss in losses:
         backward(loss, optimizer)
     optimizer.step()
@@ -68,16 +65,14 @@ def test_two_losses_of_one_step_are_averaged_and_a_step_without_any_is_nan() -> 
 @pytest.mark.parametrize("capacity", [0, -1, True, 2.5])
 def test_bad_capacities(capacity: Any) -> None:
     with pytest.raises(ValueError, match="from 1 up"):
-        mpinit.History(start(mlp(), "O2"), capacity)
+        mpinit.History(started()[1], capacity)
 
 
-def given(values: torch.Tensor, level: str = "O5", **more: object) -> torch.optim.Optimizer:
+def given(values: torch.Tensor, level: str = "O5") -> torch.optim.Optimizer:
     """An optimizer whose one parameter has these gradients, exactly."""
     model = nn.Linear(len(values), 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, level, verbosity=0, **more)
-    with mpinit.scale_loss(model(torch.zeros(1, len(values))).sum(), optimizer) as loss:
-        loss.backward()
+    optimizer = start(model, level)
+    backward(model(torch.zeros(1, len(values))).sum(), optimizer)
     next(iter(mpinit.master_params(optimizer))).grad.copy_(values[None])  # type: ignore[union-attr]
     optimizer.model = model  # type: ignore[attr-defined]
     return optimizer
@@ -115,9 +110,8 @@ def test_the_scale_it_suggests_keeps_the_largest_in_range() -> None:
 
 
 def test_parameters_are_told_apart_and_unscaled() -> None:
-    model, batch = mlp(), batches(1)[0]
-    optimizer = start(model, "O2")
-    backward(mse(model, batch), optimizer)
+    model, optimizer = started()
+    backward(mse(model, batches(1)[0]), optimizer)
     histogram = mpinit.gradient_histogram(optimizer)
     assert histogram.per_parameter.keys() == dict(model.named_parameters()).keys()
     assert histogram.scale == 1024.0
@@ -130,45 +124,32 @@ def test_parameters_are_told_apart_and_unscaled() -> None:
 
 
 def test_what_it_refuses() -> None:
-    model = mlp()
-    optimizer = start(model, "O2")
     with pytest.raises(RuntimeError, match="after scale_loss"):
-        mpinit.gradient_histogram(optimizer)
+        mpinit.gradient_histogram(started()[1])
+
+
+def sgd(lr: float, level: str, **more: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    return started(level, torch.bfloat16, lambda p: torch.optim.SGD(p, lr=lr), **more)
 
 
 def measure(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> Any:
-    batch = batches(1)[0]
     assert mpinit.stalled(optimizer, start=True) is None
-    for _ in range(steps):
-        iterate(mse(model, batch), optimizer)
+    train(model, optimizer, batches(1) * steps)
     return mpinit.stalled(optimizer)
 
 
-def tiny_steps(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-5)
-
-
-def test_plain_bfloat16_stalls_and_masters_do_not() -> None:
-    shares = {}
-    for name, more in {
-        "plain": {"opt_level": "O3", "cast_model_type": "bf16"},
-        "full": {"opt_level": "O5"},
-        "split": {"opt_level": "O5", "master_weights": "split"},
-    }.items():
-        model = mlp()
-        optimizer = tiny_steps(model.parameters())
-        mpinit.initialize(model, optimizer, verbosity=0, **more)
-        result = measure(model, optimizer)
-        shares[name] = result["0.weight"]
-        assert ("master_weights=True" in mpinit.audit(model, optimizer).advice) == (name == "plain")
-    assert shares["plain"] > 0.8
-    assert shares["full"] < 0.1 and shares["split"] < 0.1
+@pytest.mark.parametrize(
+    ("level", "more", "stalls"), [("O3", {}, True), ("O5", {}, False), ("O5", {"master_weights": "split"}, False)]
+)
+def test_plain_bfloat16_stalls_and_masters_do_not(level: str, more: dict[str, Any], stalls: bool) -> None:
+    model, optimizer = sgd(1e-5, level, **more)
+    share = measure(model, optimizer)["0.weight"]
+    assert ("master_weights=True" in mpinit.audit(model, optimizer).advice) == stalls
+    assert share > 0.8 if stalls else share < 0.1
 
 
 def test_the_share_is_that_of_elements_with_a_gradient_that_are_what_they_were() -> None:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    mpinit.initialize(model, optimizer, "O3", cast_model_type="bf16", verbosity=0)
+    model, optimizer = sgd(1e-3, "O3")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     result = measure(model, optimizer, steps=1)
     for name, parameter in model.named_parameters():
@@ -180,15 +161,14 @@ def test_the_share_is_that_of_elements_with_a_gradient_that_are_what_they_were()
 
 def test_rows_of_an_embedding_without_a_gradient_do_not_count() -> None:
     model = nn.Embedding(10, 4)
-    optimizer = start(model, "O2", make=lambda p: torch.optim.SGD(p, lr=1.0))
+    optimizer = start(model, make=plain_sgd)
     mpinit.stalled(optimizer, start=True)
     iterate(model(torch.tensor([1, 2])).square().sum(), optimizer)
     assert mpinit.stalled(optimizer) == {"weight": 0.0}
 
 
 def test_skipped_steps_do_not_count() -> None:
-    model, batch = mlp(), batches(1)[0]
-    optimizer = start(model, "O2")
+    (model, optimizer), batch = started(), batches(1)[0]
     mpinit.stalled(optimizer, start=True)
     iterate(poison(mse(model, batch), model[0].weight), optimizer)
     with pytest.raises(RuntimeError, match="no step was done"):
@@ -199,38 +179,30 @@ def test_skipped_steps_do_not_count() -> None:
 
 
 def test_float32_that_stalls_is_not_blamed_on_precision() -> None:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
-    mpinit.initialize(model, optimizer, "O0", verbosity=0)
-    result = measure(model, optimizer)
-    assert result["0.weight"] > 0.9
+    model, optimizer = sgd(1e-12, "O0")
+    assert measure(model, optimizer)["0.weight"] > 0.9
     assert mpinit.audit(model, optimizer).advice.endswith("stay as they are: raise the learning rate")
 
 
 def test_it_has_to_be_started() -> None:
-    optimizer = start(mlp(), "O2")
     with pytest.raises(RuntimeError, match="start=True"):
-        mpinit.stalled(optimizer)
+        mpinit.stalled(started()[1])
     with pytest.raises(RuntimeError, match="was not initialised"):
         mpinit.stalled(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), start=True)
 
 
 def test_it_tells_level_dtypes_masters_scale_and_skips() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    optimizer = torch.optim.Adam(model.parameters())
-    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    optimizer = start(model, make=torch.optim.Adam)
     for factor in (1.0, float("inf")):
-        optimizer.zero_grad()
-        with mpinit.scale_loss(model(torch.randn(3, 4)).square().mean() * 0.01 * factor, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        iterate(model(torch.randn(3, 4)).square().mean() * 0.01 * factor, optimizer)
     text = mpinit.describe(optimizer)
     assert text == mpinit.describe(model)
     for part in (
         "(O2: Sequential; Adam)",
         "cast_model_type = torch.float16",
         "Adam: 1 step done, 1 skipped, 1 of them in a row just now",
-        "scale 32768, 0 good backward passes since it moved",
+        "scale 512, 0 good backward passes since it moved",
     ):
         assert part in text
 

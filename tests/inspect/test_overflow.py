@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from loops import backward, batches, iterate, mlp, mse, poison, start
+from loops import backward, batches, iterate, mlp, mse, poison, start, started
 from models import Parts
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mpinit
+
+BATCH = batches(1)[0]
 
 
 class Steep(nn.Module):
@@ -35,38 +37,30 @@ def deep(*parts: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), *parts, nn.Linear(8, 3))
 
 
-class Backwards(nn.Module):
-    """Uses its layers in another order than they are named in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.last, self.steep, self.first = nn.Linear(8, 3), Steep(), nn.Linear(6, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.steep(self.first(x)))  # type: ignore[no-any-return]
+def backwards() -> Parts:
+    """A model that uses its layers in another order than they are named in."""
+    torch.manual_seed(0)
+    parts = {"last": nn.Linear(8, 3), "steep": Steep(), "first": nn.Linear(6, 8)}
+    return Parts(lambda self, x: self.last(self.steep(self.first(x))), **parts)
 
 
 def test_the_report_has_counts_names_types_scale_and_loss_id() -> None:
-    model, batch = mlp(), batches(1)[0]
-    optimizer = start(model, "O2", num_losses=2)
-    loss = mse(model, batch)
-    bad = model[3] if len(model) == 4 else model[-1]
-    backward(poison(loss, bad.bias), optimizer, loss_id=1)
+    model, optimizer = started(num_losses=2)
+    loss = mse(model, BATCH)
+    backward(poison(loss, model[3].bias), optimizer, loss_id=1)
     optimizer.step()
     report = mpinit.overflow_report(optimizer)
-    name = next(name for name, parameter in model.named_parameters() if parameter is bad.bias)
-    assert (report.loss_id, report.scale, report.parameters) == (1, 1024.0, (name,))
+    assert (report.loss_id, report.scale, report.parameters) == (1, 1024.0, ("3.bias",))
     (row,) = report.gradients
     assert (row.infs, row.nans, row.elements, row.largest_finite) == (3, 0, 3, 0.0)
     assert report.loss == pytest.approx(loss.item(), rel=1e-3)
-    assert f"{name}: 3 inf, 0 nan of 3" in str(report)
+    assert "3.bias: 3 inf, 0 nan of 3" in str(report)
 
 
 def test_the_order_is_that_of_the_backward_pass_and_not_of_the_names() -> None:
-    model, batch = Backwards(), batches(1)[0]
-    optimizer = start(model, "O2")
-    iterate(mse(model, batch), optimizer)
+    model = backwards()
+    optimizer = start(model)
+    iterate(mse(model, BATCH), optimizer)
     optimizer.zero_grad()
     report = mpinit.overflow_report(optimizer)
     assert report.first_module == "first"
@@ -74,30 +68,28 @@ def test_the_order_is_that_of_the_backward_pass_and_not_of_the_names() -> None:
 
 
 def test_the_report_survives_zero_grad_and_good_steps_do_not_make_one() -> None:
-    model, batch = mlp(), batches(1)[0]
-    optimizer = start(model, "O2")
-    iterate(mse(model, batch), optimizer)
+    model, optimizer = started()
+    iterate(mse(model, BATCH), optimizer)
     report = mpinit.overflow_report(optimizer)
     assert (report.loss_id, report.scale, report.parameters, report.gradients) == (None, None, (), ())
     assert str(report) == "no step of this optimizer has overflowed"
-    iterate(poison(mse(model, batch), model[0].weight), optimizer)
+    iterate(poison(mse(model, BATCH), model[0].weight), optimizer)
     optimizer.zero_grad()
     assert mpinit.overflow_report(optimizer).parameters == ("0.weight",)
 
 
 def test_too_many_skips_name_the_module_the_scale_and_the_way_out() -> None:
-    model, batch = Backwards(), batches(1)[0]
+    model = backwards()
     optimizer = start(model, "O2", max_consecutive_skips=3, init_loss_scale=1.0, min_loss_scale=1.0)
     with pytest.raises(RuntimeError) as caught:
         for _ in range(3):
-            iterate(mse(model, batch), optimizer)
+            iterate(mse(model, BATCH), optimizer)
     for part in ("loss scale of 1:", "'first'", "keep_fp32=['first']", "bfloat16", "learning rate", "mpinit.suggest"):
         assert part in str(caught.value)
 
 
 def test_a_bad_loss_is_said_to_be_one() -> None:
-    model = mlp()
-    optimizer = start(model, "O2")
+    model, optimizer = started()
     iterate(model(torch.full((2, 6), float("nan"))).sum(), optimizer)
     assert "watch_overflow" in mpinit.overflow_report(optimizer).advice
 
@@ -119,22 +111,15 @@ def test_a_forward_operation_is_named_with_its_inputs(level: str) -> None:
     assert all(stats.nonfinite == 0 for stats in watch.first.inputs)
 
 
-def test_a_backward_operation_is_named_by_the_module_that_made_its_node() -> None:
-    model = deep(Steep(), nn.ReLU(inplace=True))
-    optimizer = start(model, "O2")
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_backward_operation_is_named_by_the_module_that_made_its_node(checkpointed: bool) -> None:
+    model: nn.Module = deep(Steep(), nn.ReLU(inplace=True))
+    if checkpointed:
+        model = Parts(lambda self, x: checkpoint(self.inner, x, use_reentrant=False), inner=model)
+    optimizer = start(model)
     with mpinit.watch_overflow(model) as watch:
-        backward(mse(model, batches(1)[0]), optimizer)
-    assert (watch.first_module, watch.kind) == ("1", "backward")
-
-
-def test_inside_of_a_checkpoint_too() -> None:
-    inner = deep(Steep())
-
-    model = Parts(lambda self, x: checkpoint(self.inner, x, use_reentrant=False), inner=inner)
-    optimizer = start(model, "O2")
-    with mpinit.watch_overflow(model) as watch:
-        backward(mse(model, batches(1)[0]), optimizer)
-    assert (watch.first_module, watch.kind) == ("inner.1", "backward")
+        backward(mse(model, BATCH), optimizer)
+    assert (watch.first_module, watch.kind) == ("inner.1" if checkpointed else "1", "backward")
 
 
 @pytest.mark.parametrize(
@@ -171,11 +156,11 @@ def test_masks_of_minus_infinity_are_no_fault() -> None:
 
 
 def test_results_are_the_same_bits_and_hooks_go_also_after_an_exception() -> None:
-    model, batch = mlp(batchnorm=True), batches(1)[0]
+    model = mlp(batchnorm=True)
     hooks = [dict(vars(module)) for module in model.modules()]
-    expected = mse(copy.deepcopy(model), batch)
+    expected = mse(copy.deepcopy(model), BATCH)
     with mpinit.watch_overflow(model):
-        assert torch.equal(mse(model, batch), expected)
+        assert torch.equal(mse(model, BATCH), expected)
     with pytest.raises(ZeroDivisionError), mpinit.watch_overflow(model) as watch:
         1 / 0  # noqa: B018
     with pytest.raises(RuntimeError), mpinit.watch_overflow(model):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from frameworks import let_torchvision_load
 from loops import backward, poison
+from masters_by_hand import rounded
 from torch import nn
 
 import mpinit
@@ -36,14 +37,11 @@ def _matrices(params: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _torch_optim() -> Iterator[tuple[str, Maker]]:
-    for name, cls in sorted(vars(torch.optim).items()):
-        if isinstance(cls, type) and name not in _NOT_HERE:
-            if name == "Muon":
-                yield name, lambda params: torch.optim.Muon(_matrices(params)[0])
-            elif name == "LBFGS":
-                yield name, _plain(cls, lr=0.1, max_iter=3)
-            else:
-                yield name, _plain(cls)
+    for name, maker in _module("torch.optim")():
+        if name == "Muon":
+            yield name, lambda params: torch.optim.Muon(_matrices(params)[0])
+        else:
+            yield name, _plain(torch.optim.LBFGS, lr=0.1, max_iter=3) if name == "LBFGS" else maker
 
 
 def _pytorch_optimizer() -> Iterator[tuple[str, Maker]]:
@@ -97,9 +95,7 @@ def _heavyball() -> Iterator[tuple[str, Maker]]:
 
 def _schedulefree() -> Iterator[tuple[str, Maker]]:
     package = importlib.import_module("schedulefree")
-    for name, cls in sorted(vars(package).items()):
-        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
-            yield name, _plain(cls)
+    yield from _module("schedulefree")()
     yield "ScheduleFreeWrapper", lambda p: package.ScheduleFreeWrapper(torch.optim.SGD(p, lr=0.01))
 
 
@@ -156,28 +152,21 @@ PACKAGES: dict[str, Callable[[], Iterator[tuple[str, Maker]]]] = {
     "transformers": _module("transformers.optimization"),
 }
 
+# Full masters in mid-training, from the beginning, with float16 and an overflow at the third step, split masters
+# likewise, or full masters with states so small that none is encoded, in parts.
 RUNS = ("full", "full, fresh", "overflow", "split", "split, fresh", "parts")
 SCALE = 1024.0
 
 
-class Net(nn.Module):
+def net() -> nn.Sequential:
     """Parameters of one, two and four dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv = nn.Conv2d(2, 4, 3)
-        self.norm = nn.LayerNorm(16)
-        self.first = nn.Linear(16, 8)
-        self.last = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """From (n, 2, 4, 4) to (n, 4)."""
-        return self.last(torch.tanh(self.first(self.norm(self.conv(x).flatten(1)))))  # type: ignore[no-any-return]
+    torch.manual_seed(0)
+    parts = nn.Conv2d(2, 4, 3), nn.Flatten(), nn.LayerNorm(16), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4)
+    return nn.Sequential(*parts)
 
 
 def data(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches for :class:`Net`."""
+    """Batches for :func:`net`."""
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randn(6, 2, 4, 4, generator=generator), torch.randn(6, 4, generator=generator)) for _ in range(count)
@@ -188,22 +177,16 @@ def data(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class Side:
-    """A model and its optimizer; what both sides of a comparison do alike.
-
-    Args:
-        make: makes the optimizer.
-        takes_closure: how a step is called: nothing, a closure, or a closure after a first backward pass.
-    """
+    """A model and its optimizer, whose step takes no closure, one, or one after a first backward pass."""
 
     def __init__(self, make: Maker, takes_closure: str) -> None:
-        self.model = Net()
+        self.model = net()
         torch.manual_seed(2)
         self.optimizer = make(list(self.model.parameters()))
         self.takes_closure = takes_closure
         self.in_mode("train")
 
     def in_mode(self, mode: str) -> None:
-        """``train()`` or ``eval()`` of schedule-free kinds."""
         method = getattr(self.optimizer, mode, None)
         if callable(method):
             # That of heavyball's SAMWrapper calls what its inner optimizer has not.
@@ -213,13 +196,9 @@ class Side:
     def step(self, number: int, evaluate: Callable[[], torch.Tensor]) -> None:
         """One step; random numbers are the same on both sides."""
         torch.manual_seed(100 + number)
-        if self.takes_closure == "no":
+        if self.takes_closure != "closure":
             evaluate()
-            self.optimizer.step()
-            return
-        if self.takes_closure == "after backward":
-            evaluate()
-        self.optimizer.step(evaluate)
+        self.optimizer.step(*(() if self.takes_closure == "no" else (evaluate,)))
 
     def plainly(self, number: int, batch: Any) -> None:
         """One step in float32 without mpinit."""
@@ -237,7 +216,6 @@ class ByHand(Side):
     """The float32 model's parameters are the masters of a 16-bit copy."""
 
     def start(self, dtype: torch.dtype, half_away: bool) -> None:
-        """Make the copy."""
         self.dtype, self.half_away = dtype, half_away
         self.copy = copy.deepcopy(self.model).to(dtype)
         self.scale = SCALE if dtype is torch.float16 else 1.0
@@ -245,13 +223,8 @@ class ByHand(Side):
 
     @torch.no_grad()
     def round(self) -> None:
-        """Masters into weights."""
         for weight, master in zip(self.copy.parameters(), self.model.parameters(), strict=True):
-            if self.half_away:
-                bits = (master.detach().contiguous().view(torch.int32) + 0x8000) & ~0xFFFF
-                weight.copy_(bits.view(torch.float32).view_as(master))
-            else:
-                weight.copy_(master)
+            weight.copy_(rounded(master.contiguous(), "split") if self.half_away else master)
 
     def in_16_bit(self, number: int, batch: Any, overflows: int = 0) -> None:
         """One step; from the evaluation numbered ``overflows`` on with half the scale."""
@@ -278,7 +251,6 @@ class ByMpinit(Side):
     """What ``initialize`` makes of it."""
 
     def start(self, **keywords: Any) -> None:
-        """Initialise."""
         mpinit.initialize(self.model, self.optimizer, "O2", verbosity=0, **keywords)
 
     def in_16_bit(self, number: int, batch: Any, overflows: int = 0) -> None:
@@ -290,16 +262,11 @@ class ByMpinit(Side):
             evaluations += 1
             self.optimizer.zero_grad()
             loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
-            raised = poison(loss, self.model.first.weight) if overflows == evaluations else loss
+            raised = poison(loss, self.model[3].weight) if overflows == evaluations else loss
             backward(raised, self.optimizer)
             return loss.detach()
 
         self.step(number, evaluate)
-
-
-def _mastered(side: ByMpinit) -> list[torch.Tensor]:
-    """The float32 numbers, by name; with split masters too."""
-    return list(side.model.state_dict().values())
 
 
 def difference(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> str:
@@ -352,16 +319,7 @@ def _quietly() -> Iterator[None]:
 
 
 def survey(make: Maker, run: str) -> str:
-    """Train an optimizer by hand and by mpinit.
-
-    Args:
-        make: makes it.
-        run: one of :data:`RUNS`: full masters in mid-training, from the beginning, with float16 and an overflow at the
-            third step, split masters likewise, or full masters with states so small that none is encoded, in parts.
-
-    Returns:
-        "equal", "needs more: ..." where it does not train by hand, "refused: ...", "wrong: ...".
-    """
+    """Train by hand and by mpinit: "equal", "needs more: ..." (fails by hand), "refused: ..." or "wrong: ..."."""
     with _quietly():
         closure = _way_to_step(make)
         if closure.startswith("needs more"):
@@ -452,7 +410,7 @@ def _compare(make: Maker, run: str, closure: str) -> str:
 
 
 def _after_step(ours: ByMpinit, theirs: ByHand) -> str:
-    if found := difference(_mastered(ours), theirs.model.parameters()):
+    if found := difference(ours.model.state_dict().values(), theirs.model.parameters()):
         return f"masters {found}"
     if found := difference(ours.model.parameters(), theirs.copy.parameters()):
         return f"weights {found}"
