@@ -1,11 +1,12 @@
 """``audit``: types and bytes against what is there, shares against real steps, and nothing that it changes."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from loops import batches, mlp
+from loops import backward, batches, mlp
 from models import CASES, prepared
 from torch import nn
 
@@ -37,8 +38,7 @@ def test_bytes_of_an_initialised_pair_are_those_foreseen(name: str, level: str) 
     split: Any = {"master_weights": "split"} if "split" in level else {}
     mpinit.initialize(model, optimizer, level[:2], verbosity=0, **split)
     assert mpinit.audit(model).bytes_per_parameter["now"] == foreseen
-    with mpinit.scale_loss(loss(model(x)), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(loss(model(x)), optimizer)
     count = sum(p.numel() for p in model.parameters())
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if len(gradients) == len(list(model.parameters())):
@@ -138,16 +138,10 @@ def test_where_steps_depend_on_gradients_their_size_is_used_and_without_any_noth
 
 @pytest.mark.parametrize("wrapper", [nn.DataParallel, torch.compile])
 def test_wrappers_are_seen_through(wrapper: Any) -> None:
-    class Wrapped:
-        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-            self.optimizer = optimizer
-
-        param_groups = property(lambda self: self.optimizer.param_groups)
-        state = property(lambda self: self.optimizer.state)
-
     model = nn.Linear(4, 4).bfloat16()
     optimizer = adamw(model, 1e-6)
-    assert mpinit.audit(wrapper(model), Wrapped(optimizer)).stuck == mpinit.audit(model, optimizer).stuck
+    wrapped = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups, state=optimizer.state)
+    assert mpinit.audit(wrapper(model), wrapped).stuck == mpinit.audit(model, optimizer).stuck
 
 
 def test_it_prints_a_table_and_json() -> None:

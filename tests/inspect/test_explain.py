@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import batches, iterate, mse, start
-from models import CASES, prepared, sgd
+from loops import batches, iterate, mse, started
+from models import CASES, Parts, prepared, sgd
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -82,19 +82,13 @@ def test_in_evaluation_the_paths_are_those_of_evaluation() -> None:
 # -- why --------------------------------------------------------------------------------------------------------------
 
 
-class Mixed(nn.Module):
+def mixed(self: Any, x: Tensor) -> Tensor:
     """Casts of its own, a function without casts, and a softmax."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.layer(x)
-        with mpinit.disable_casts():
-            a = torch.softmax(h, -1)
-        b = h.float().mul(2)
-        return self.norm(a + b).to(h.dtype)
+    h = self.layer(x)
+    with mpinit.disable_casts():
+        a = torch.softmax(h, -1)
+    b = h.float().mul(2)
+    return self.norm(a + b).to(h.dtype)  # type: ignore[no-any-return]
 
 
 def reasons(report: Any) -> Mapping[tuple[str, str], list[Any]]:
@@ -106,7 +100,8 @@ def reasons(report: Any) -> Mapping[tuple[str, str], list[Any]]:
 
 
 def test_why_under_the_cast_policy() -> None:
-    report = mpinit.explain(Mixed(), torch.randn(2, 4), loss=lambda y: F.mse_loss(y, y * 2), opt_level="O1")
+    model = Parts(mixed, layer=nn.Linear(4, 4), norm=nn.LayerNorm(4))
+    report = mpinit.explain(model, torch.randn(2, 4), loss=lambda y: F.mse_loss(y, y * 2), opt_level="O1")
     why = reasons(report)
     assert why["layer", "addmm"][0].why == "policy: addmm runs in float16"
     assert why["layer", "_to_copy"][0].why == "policy: argument of linear cast, float32 to float16"
@@ -215,13 +210,7 @@ def test_what_cannot_be_explained_is_refused() -> None:
     assert copy.deepcopy(model).weight.dtype is torch.float32
 
 
-INSPECT = str(Path(mpinit.__file__).parent / "inspect")
 OWN = str(Path(mpinit.__file__).parent)
-
-
-def network(layers: int) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 6), *(nn.Linear(6, 6) for _ in range(layers)), nn.Linear(6, 3))
 
 
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -254,19 +243,17 @@ def operations_and_calls(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_off_nothing_of_it_runs_on_good_steps(level: str) -> None:
-    model = network(4)
-    optimizer = start(model, level)
+    model, optimizer = started(level)
     _, calls = operations_and_calls(model, optimizer)
     watching = ("observers.py", "overflow_log.py", "operations.py", "changes.py")
-    assert not [name for name in calls if name.startswith(INSPECT) or name.split(":")[0].endswith(watching)]
+    assert not [name for name in calls if name.startswith(f"{OWN}/inspect") or name.split(":")[0].endswith(watching)]
     told = [calls[name] for name in calls if name.endswith("tell_of_backward")]
     assert sum(told) <= 1, "once a backward pass, whatever the number of parameters"
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_what_was_on_and_is_off_again_leaves_no_operation_and_no_call(level: str) -> None:
-    model = network(4)
-    optimizer = start(model, level)
+    model, optimizer = started(level)
     before = operations_and_calls(model, optimizer)
     with mpinit.History(optimizer):
         mpinit.stalled(optimizer, start=True)
@@ -281,8 +268,7 @@ def test_history_waits_for_nothing_until_it_is_read() -> None:
     from mpinit.inspect.history import History
     from mpinit.scaling.scaler import LossScaler
 
-    model = network(1)
-    optimizer = start(model, "O2")
+    _, optimizer = started()
     history = History(optimizer, capacity=2)
     scaler: LossScaler = mpinit.registry.of(optimizer).scalers[0]  # type: ignore[union-attr]
     for parameter in mpinit.master_params(optimizer):

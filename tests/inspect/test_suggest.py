@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import batches, mlp, mse, start
+from loops import backward, batches, mlp, mse, start
 from models import Parts
 from planted_faults import Plant, normed
 from torch import nn
@@ -34,29 +34,14 @@ def test_several_culprits_are_all_kept_and_no_more() -> None:
 
 
 def test_a_value_that_leaves_the_range_on_its_way_out_needs_the_block_around_it() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-            with torch.no_grad():
-                self.up.weight.mul_(1e5)
-                self.down.weight.mul_(1e-5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down(self.up(x))  # type: ignore[no-any-return]
-
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), Block(), nn.Linear(8, 3))
+    block = Parts(lambda self, x: self.down(self.up(x)), up=nn.Linear(8, 8), down=nn.Linear(8, 8))
+    block.up.weight.data.mul_(1e5)
+    block.down.weight.data.mul_(1e-5)
+    model = nn.Sequential(nn.Linear(6, 8), block, nn.Linear(8, 3))
     found = mpinit.suggest(model, adam(model), step)
     assert (found.level, found.keep_fp32) == ("O2", ["1"]), str(found)
     assert len(found.runs) == 3
-
-
-class Cancelling(nn.Module):
-    """Adds a large number and takes it off again: all of it is in range, and 16 bits lose the digits."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x + 3000.0) - 3000.0
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
@@ -64,7 +49,8 @@ class Cancelling(nn.Module):
 def test_where_digits_are_lost_the_module_that_the_loss_depends_on_most_is_kept(place: int, level: str) -> None:
     torch.manual_seed(0)
     parts = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)]
-    parts.insert(place, Cancelling())
+    # Adds a large number and takes it off again: all of it is in range, and 16 bits lose the digits.
+    parts.insert(place, Parts(lambda self, x: (x + 3000.0) - 3000.0))
     model = nn.Sequential(*parts)
     found = mpinit.suggest(model, adam(model), step, levels=(level,))
     assert (found.level, found.keep_fp32) == (level, [str(place)]), str(found)
@@ -90,29 +76,23 @@ def test_the_sensitivity_is_the_first_order_change_of_the_loss_by_hand() -> None
         assert watch.sensitivity[torch.float16][name] == pytest.approx(by_hand, rel=0.02)
 
 
-class Masked(nn.Module):
+def masked(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Masks as attention does, with the lowest number of whatever type it is given."""
-
-    def __init__(self, in_place: bool) -> None:
-        super().__init__()
-        self.in_place = in_place
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        lowest = torch.finfo(x.dtype).min
-        if self.in_place:
-            mask = torch.zeros_like(x).masked_fill_(torch.arange(x.shape[-1]) > 4, lowest)
-            scores = x * 1.0
-            scores += mask
-        else:
-            scores = x.masked_fill(torch.arange(x.shape[-1]) > 4, lowest)
-        return x + torch.softmax(scores, -1)
+    lowest = torch.finfo(x.dtype).min
+    if self.in_place:
+        mask = torch.zeros_like(x).masked_fill_(torch.arange(x.shape[-1]) > 4, lowest)
+        scores = x * 1.0
+        scores += mask
+    else:
+        scores = x.masked_fill(torch.arange(x.shape[-1]) > 4, lowest)
+    return x + torch.softmax(scores, -1)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_masks_of_a_types_lowest_number_are_not_kept_with_a_culprit(in_place: bool) -> None:
-    model = faulty(3000.0)
-    parts = [*model][:-1]
-    model = nn.Sequential(*parts, Masked(in_place), nn.Linear(8, 8), Masked(in_place), model[-1])
+    *parts, last = faulty(3000.0)
+    masks = [Parts(masked, in_place=in_place) for _ in range(2)]
+    model = nn.Sequential(*parts, masks[0], nn.Linear(8, 8), masks[1], last)
     found = mpinit.suggest(model, adam(model), step)
     assert (found.level, found.keep_fp32) == ("O2", ["2"]), str(found)
 
@@ -201,8 +181,7 @@ def test_optimizers_with_schedulers_are_copied(make: Any) -> None:
 
     def whole(model: Any, optimizer: Any) -> torch.Tensor:
         loss = step(model, optimizer)
-        with mpinit.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(loss, optimizer)
         if make is not torch.optim.LBFGS:
             optimizer.step()
             optimizer.zero_grad()

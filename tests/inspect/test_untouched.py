@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from loops import backward, batches, iterate, mlp, mse, start
-from models import CASES
+from models import CASES, Parts
 from planted_faults import KINDS, Planted, planted
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -23,30 +23,25 @@ from mpinit import registry
 LEVELS = [None, "O0", "O1", "O2", "O3"]
 
 
-class Net(nn.Module):
+def net() -> Parts:
     """With dropout, running statistics and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = mlp(dropout=0.3, batchnorm=True)
-        self.register_buffer("mask", torch.tensor(-1e4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x) + (self.mask * 0).to(x.dtype)  # type: ignore[no-any-return]
+    body = mlp(dropout=0.3, batchnorm=True)
+    return Parts(
+        lambda self, x: self.body(x) + (self.mask * 0).to(x.dtype), body=body, mask=nn.Buffer(torch.tensor(-1e4))
+    )
 
 
 def picture(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Everything that could have been changed, in copies, with the identity of what must stay the same object."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     entries = [p for group in optimizer.param_groups for p in group["params"]]
-    state = {i: optimizer.state.get(p, {}) for i, p in enumerate(entries)}
     return {
         "tensors": {name: (id(t), t.dtype, t.detach().clone()) for name, t in tensors.items()},
         "gradients": [
             (id(p.grad), None if p.grad is None else p.grad.clone()) for p in [*model.parameters(), *entries]
         ],
         "masters": [(id(p), p.detach().clone()) for p in entries],
-        "state": {i: {k: copy.deepcopy(v) for k, v in s.items()} for i, s in state.items()},
+        "state": [copy.deepcopy(dict(optimizer.state.get(p, {}))) for p in entries],
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
         "attributes": [sorted(vars(module)) for module in model.modules()] + [sorted(vars(optimizer))],
         "hooks": [
@@ -83,7 +78,7 @@ def same(one: Any, other: Any, where: str = "") -> None:
 
 
 def build(level: str | None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = Net()
+    model = net()
     if level is None:
         optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         mse(model, batches(1)[0]).backward()
@@ -115,10 +110,8 @@ def failing(function: Callable[..., Any], after: int) -> Callable[..., Any]:
 
 def whole_step(model: Any, optimizer: Any) -> torch.Tensor:
     """A step as a training loop has it."""
-    optimizer.zero_grad()
     loss = mse(model, batches(1)[0])
-    backward(loss, optimizer)
-    optimizer.step()
+    iterate(loss, optimizer)
     return loss
 
 
@@ -224,10 +217,7 @@ def frozen_in(fault: Planted) -> str:
     assert "master_weights=True" in foreseen.advice
     mpinit.stalled(optimizer, start=True)
     for _ in range(3):
-        optimizer.zero_grad()
-        with mpinit.scale_loss(fault.step(model, optimizer), optimizer) as loss:
-            loss.backward()
-        optimizer.step()
+        iterate(fault.step(model, optimizer), optimizer)
     result = mpinit.stalled(optimizer)
     mpinit.undo(model)
     assert result is not None
@@ -268,9 +258,7 @@ def test_planted_overflows_are_mended_in_at_most_three_runs(fault: Planted) -> N
     reference = fault.step(model, None).item()
     mpinit.initialize(model, optimizer, "O2", **found.keywords, init_loss_scale=256.0, verbosity=0)
     loss = fault.step(model, None)
-    with mpinit.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    iterate(loss, optimizer)
     assert not mpinit.step_was_skipped(optimizer)
     assert loss.item() == pytest.approx(reference, rel=0.1, abs=0.02)
 
