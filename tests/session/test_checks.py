@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import quietly, sgd
+from models import Parts, equal_tensors, quietly, sgd
 from torch import nn
 
 import mpinit
@@ -19,16 +19,12 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
 
 
-class _FabricModule(nn.Module):
+class _FabricModule(Parts):
     """As Lightning Fabric's: forwards every attribute to the module inside."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._forward_module = module
-        self._original_module = module
-
-    def forward(self, *args: Any) -> Any:
-        return self._forward_module(*args)
+        inside = {"_forward_module": module, "_original_module": module}
+        super().__init__(lambda self, *args: self._forward_module(*args), **inside)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -37,15 +33,11 @@ class _FabricModule(nn.Module):
             return getattr(super().__getattr__("_original_module"), name)
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(Parts):
     """Stands for torch's, apex's and others' of the name, which need a process group."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any) -> Any:
-        return self.module(*args)
+        super().__init__(lambda self, *args: self.module(*args), module=module)
 
 
 class FullyShardedDataParallel(DistributedDataParallel):
@@ -139,7 +131,7 @@ def test_sessions_that_share_a_module_are_refused_where_one_of_them_casts_it(one
     with refused("'0.0'", "Linear", f"({one}: Sequential; SGD)", "one call", "mpinit.undo"):
         quietly(second, other)
     assert registry.of(second) is None and "forward" not in vars(second)
-    assert all(torch.equal(before[name], value) for name, value in second.state_dict().items())
+    assert equal_tensors(before, second.state_dict())
     with refused("the Linear given"):
         quietly(shared, other)
     mpinit.undo(first)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from loops import backward
 from models import LEVELS
 from torch import nn
 
@@ -19,8 +20,7 @@ def trained(default: torch.dtype, level: str) -> list[torch.Tensor]:
         mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
         for _ in range(6):
             optimizer.zero_grad()
-            with mpinit.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(model(x).float().square().mean(), optimizer)
             mpinit.clip_grad_norm_(optimizer, 1.0)
             optimizer.step()
         mpinit.undo(model)

@@ -3,13 +3,15 @@
 import copy
 import gc
 import logging
+import tomllib
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import CASES, OPTIMIZERS, equal_tensors, level_arguments, train, train_plainly
+from loops import same
+from models import CASES, OPTIMIZERS, equal_tensors, level_arguments, quietly, sgd, train, train_plainly
 from torch import nn
 
 import mpinit
@@ -18,10 +20,6 @@ from mpinit.functions.installation import INSTALLATION
 from mpinit.torch_internals import native_autocast
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
-
-
-def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
 
 
 @pytest.mark.parametrize(
@@ -39,9 +37,7 @@ def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
     ],
 )
 def test_what_is_merely_redundant_is_accepted(level: str, keywords: dict[str, Any]) -> None:
-    model, plain = nn.Linear(2, 2), nn.Linear(2, 2)
-    mpinit.initialize(model, sgd(model), level, verbosity=0, **keywords)
-    mpinit.initialize(plain, sgd(plain), level, verbosity=0)
+    model, plain = quietly(nn.Linear(2, 2), level, **keywords), quietly(nn.Linear(2, 2), level)
     assert model.weight.dtype is plain.weight.dtype
     assert model(torch.ones(1, 2)).dtype is plain(torch.ones(1, 2)).dtype
 
@@ -60,14 +56,9 @@ def test_16_bit_weights_coming_in_are_accepted_and_mentioned_once(
     assert len(about) == 1 and "features.0.weight" in about[0]
     state = model.state_dict()
     if level in ("O0", "O2", "O5"):
-        masters = list(mpinit.master_params(optimizer))
-        assert all(master.dtype is torch.float32 for master in masters)
-        assert all(torch.equal(master, before[name]) for master, name in zip(masters, before, strict=True))
+        same(mpinit.master_params(optimizer), before.values())
         assert all(torch.equal(state[name], value) for name, value in before.items())
-    x, y = CASES["cnn"].batches(1)[0]
-    with mpinit.scale_loss(CASES["cnn"].loss(model(x), y), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    run(model, optimizer, steps=1)
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------
@@ -85,15 +76,7 @@ verbosity = 0
 def configured(tmp_path: Path, kind: str) -> Any:
     path = tmp_path / "mine.toml"
     path.write_text(FILE, encoding="utf-8")
-    mapping = {
-        "opt_level": "O2",
-        "cast_model_type": "bfloat16",
-        "loss_scale": 64.0,
-        "keep_fp32": ["head"],
-        "num_losses": 3,
-        "verbosity": 0,
-    }
-    return {"path": path, "string": str(path), "mapping": mapping}[kind]
+    return {"path": path, "string": str(path), "mapping": tomllib.loads(FILE)}[kind]
 
 
 @pytest.mark.parametrize("kind", ["path", "string", "mapping"])
@@ -126,9 +109,8 @@ def test_one_line_says_what_was_set_up(level: str, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_verbosity_0_says_nothing(level: str, caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Linear(2, 2).half() if level == "O2" else nn.Linear(2, 2)
     with caplog.at_level(logging.DEBUG, "mpinit"):
-        mpinit.initialize(model, sgd(model), level, verbosity=0)
+        quietly(nn.Linear(2, 2).half() if level == "O2" else nn.Linear(2, 2), level)
     assert not caplog.records
 
 
@@ -171,13 +153,10 @@ def test_disabled_still_checks_what_kind_of_things_it_was_given() -> None:
         mpinit.initialize("model", enabled=False)
 
 
-ALL_LEVELS = ["O0", "O1", "O2", "O3"]
-
-
 def pair(**keywords: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = CASES["cnn"].build()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
-    mpinit.initialize(model, optimizer, verbosity=0, **keywords)
+    mpinit.initialize(model, optimizer, **{"verbosity": 0} | keywords)
     return model, optimizer
 
 
@@ -230,13 +209,10 @@ def test_models_and_optimizers_find_their_session_and_undo_ends_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "more"), [*((level, {}) for level in ALL_LEVELS), ("O2", {"master_weights": "split"})]
+    ("level", "more"), [*((level, {}) for level in LEVELS[:4]), ("O2", {"master_weights": "split"})]
 )
 def test_nothing_is_kept_alive(level: str, more: dict[str, Any]) -> None:
-    keywords = level_arguments(level, torch.bfloat16) | more
-    model = CASES["cnn"].build()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    mpinit.initialize(model, optimizer, **keywords)
+    model, optimizer = pair(**level_arguments(level, torch.bfloat16) | more)
     run(model, optimizer)
     held = [model, optimizer, model.head, model.head.weight, registry.of(model), next(mpinit.master_params(optimizer))]
     watched = [weakref.ref(thing) for thing in held]

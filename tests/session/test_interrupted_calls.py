@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from interruptions import interrupt, places, raise_at
-from models import LEVELS
+from loops import backward, start
+from models import LEVELS, quietly
 from torch import nn
 from undo_snapshots import KINDS, Snapshot, set_up
 
@@ -56,14 +57,12 @@ def test_a_set_up_interrupted_at_any_line_leaves_no_trace(kind: str, each: int) 
 
 def test_a_block_that_was_interrupted_does_not_stay_open() -> None:
     model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O2", init_loss_scale=1024.0, verbosity=0)
+    optimizer = start(model)
     known = []  # as a notebook keeps the last error, and all that it has seen
 
     def block() -> None:
         optimizer.zero_grad()
-        with mpinit.scale_loss(model(torch.ones(1, 3)).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(torch.ones(1, 3)).sum(), optimizer)
 
     for where in list(places(block, "optimizer/", both=False)):
         try:
@@ -82,9 +81,7 @@ def test_a_block_that_was_interrupted_does_not_stay_open() -> None:
 def test_an_interrupted_undo_keeps_gradients(masters: Any) -> None:
     def case() -> tuple[nn.Module, torch.Tensor]:
         torch.manual_seed(0)
-        model = nn.Linear(5, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        mpinit.initialize(model, optimizer, "O5", verbosity=0, master_weights=masters)
+        model = quietly(nn.Linear(5, 3), "O5", master_weights=masters)
         model(torch.randn(2, 5)).square().sum().backward()
         assert model.weight.grad is not None
         return model, model.weight.grad.float()

@@ -38,8 +38,15 @@ def initialise(model: nn.Module, optimizers: Any, setting: str, **more: Any) -> 
     mpinit.initialize(model, optimizers, **SETTINGS[setting] | {"verbosity": 0} | more)
 
 
-def await_optimizers(model: nn.Module, setting: str, **more: Any) -> None:
+def waiting(setting: str, model: nn.Module | None = None, **more: Any) -> Any:
+    """A model that awaits its optimizers."""
+    model = model or mlp()
     initialise(model, None, setting, await_optimizers=True, **more)
+    return model
+
+
+def add_for(layer: nn.Module) -> Any:
+    return mpinit.add_optimizers(momentum(layer.parameters()))
 
 
 each_setting = pytest.mark.parametrize("setting", SETTINGS)
@@ -125,7 +132,7 @@ def test_an_optimizer_that_has_stepped_brings_its_state(setting: str) -> None:
         each.step()
         each.zero_grad()
     initialise(usual, optimizer, setting)
-    await_optimizers(late, setting)
+    waiting(setting, late)
     assert mpinit.add_optimizers([late_optimizer]) == [late_optimizer]
     assert_equal(usual, optimizer, late, late_optimizer)
 
@@ -142,12 +149,10 @@ def test_a_second_optimizer_comes_after_steps_of_the_first(setting: str) -> None
         if is_late:
             mpinit.add_optimizers(second)
         for batch in batches(2, seed=4):
-            loss = mse(one, batch) + mse(two, batch)
-            backward(loss, [first, second])
-            first.step()
-            second.step()
-            first.zero_grad()
-            second.zero_grad()
+            backward(mse(one, batch) + mse(two, batch), [first, second])
+            for each in (first, second):
+                each.step()
+                each.zero_grad()
         runs.append([*masters(first), *masters(second), *one.parameters(), *two.parameters()])
     same(*runs)
 
@@ -160,7 +165,7 @@ def test_values_beyond_float16_are_kept() -> None:
     with pytest.warns(UserWarning, match="beyond the largest"):
         initialise(usual, optimizer, "O2-float16")
     with pytest.warns(UserWarning, match="beyond the largest"):
-        await_optimizers(late, "O2-float16")
+        waiting("O2-float16", late)
     assert late.state_dict()["weight"].tolist() == usual.state_dict()["weight"].tolist()
     late_optimizer = mpinit.add_optimizers(SGD(late.parameters(), lr=0.1))
     same(masters(optimizer), masters(late_optimizer))
@@ -172,18 +177,17 @@ def test_values_beyond_float16_are_kept() -> None:
 
 @pytest.mark.parametrize("setting", ["O1", "O2-float16", "O2-split", "O3"])
 def test_an_empty_list_lets_the_float32_values_go(setting: str) -> None:
-    model, plain = mlp(), mlp()
-    await_optimizers(model, setting)
+    model, plain = waiting(setting), mlp()
     session: Any = registry.of(model)
     kept = [weakref.ref(master.parameter) for master in session.masters]
-    first = mpinit.add_optimizers(momentum(model[0].parameters()))
+    first = add_for(model[0])
     assert mpinit.add_optimizers([]) == []
     gc.collect()
     assert [reference() is None for reference in kept] == [False, False, True, True][: len(kept)]
     assert [p.grad is None for p in model.parameters()] == [True] * 4
     train(model, first, batches(1))
     model.zero_grad()
-    second = mpinit.add_optimizers(momentum(model[-1].parameters()))
+    second = add_for(model[-1])
     expected = torch.float32 if setting == "O2-float16" else model[-1].weight.dtype
     assert {each.dtype for each in mpinit.master_params(second)} == {expected}
     same([model.state_dict()["3.weight"]], [model[-1].weight.float()])
@@ -195,8 +199,7 @@ def test_an_empty_list_lets_the_float32_values_go(setting: str) -> None:
 
 @with_masters
 def test_undo_gives_waiting_weights_every_bit_back(setting: str) -> None:
-    model, plain = mlp(), mlp()
-    await_optimizers(model, setting)
+    model, plain = waiting(setting), mlp()
     mse(model, batches(1)[0]).backward()
     mpinit.undo(model)
     same(model.parameters(), plain.parameters())
@@ -213,8 +216,7 @@ class Interrupted(Adam):
 
 @pytest.mark.parametrize("setting", ["O2-split", "O3", "O4", "O5"])
 def test_one_that_fails_leaves_all_as_they_were(setting: str) -> None:
-    model, twin = mlp(), mlp()
-    await_optimizers(model, setting)
+    model, twin = waiting(setting), mlp()
     initialise(twin, adam(twin.parameters()), setting)
     first, second = adam(model[0].parameters()), Interrupted(model[-1].parameters(), lr=0.01)
     before = [dict(vars(each)) for each in (first, second)]
@@ -224,9 +226,8 @@ def test_one_that_fails_leaves_all_as_they_were(setting: str) -> None:
     second.__class__ = Adam
     assert [dict(vars(each)) for each in (first, second)] == before
     same([p for group in groups for p in group], model.parameters())
-    assert [list(map(id, each.param_groups[0]["params"])) for each in (first, second)] == [
-        list(map(id, group)) for group in groups
-    ]
+    for each, group in zip((first, second), groups, strict=True):
+        assert list(map(id, each.param_groups[0]["params"])) == list(map(id, group))
     assert registry.of(first) is None
     if setting != "O3":
         same(model.state_dict().values(), twin.state_dict().values())
@@ -236,12 +237,11 @@ def test_one_that_fails_leaves_all_as_they_were(setting: str) -> None:
 
 @pytest.mark.parametrize("overflows", [False, True])
 def test_what_an_earlier_loss_has_left_counts(overflows: bool) -> None:
-    model, plain = mlp(), mlp()
-    await_optimizers(model, "O2-float16")
-    first, reference = mpinit.add_optimizers(momentum(model[0].parameters())), momentum(plain[-1].parameters())
+    model, plain = waiting("O2-float16"), mlp()
+    first, reference = add_for(model[0]), momentum(plain[-1].parameters())
     loss = mse(model, batches(1)[0])
     backward(poison(loss, model[-1].weight) if overflows else loss, first)
-    second = mpinit.add_optimizers(momentum(model[-1].parameters()))
+    second = add_for(model[-1])
     second.step()
     if not overflows:
         mse(plain, batches(1)[0]).backward()
@@ -254,10 +254,9 @@ def test_what_an_earlier_loss_has_left_counts(overflows: bool) -> None:
 
 
 def test_describe_says_how_many_weights_wait() -> None:
-    model = mlp()
-    await_optimizers(model, "O5")
+    model = waiting("O5")
     assert "4 weights wait for an optimizer" in mpinit.describe(model)
-    mpinit.add_optimizers(SGD(model[0].parameters(), lr=0.1))
+    add_for(model[0])
     assert "2 weights" in mpinit.describe(model)
     mpinit.add_optimizers([])
     assert "wait" not in mpinit.describe(model)
@@ -272,8 +271,7 @@ def test_what_is_given_comes_back(box: Callable[..., Any]) -> None:
 
 
 def test_scale_loss_before_any_optimizer() -> None:
-    model = mlp()
-    await_optimizers(model, "O2-float16")
+    model = waiting("O2-float16")
     loss = mse(model, batches(1)[0])
     with pytest.raises(RuntimeError, match=r"awaits its optimizers: call mpinit\.add_optimizers"):
         mpinit.scale_loss(loss, [])
@@ -283,8 +281,7 @@ def test_scale_loss_before_any_optimizer() -> None:
 
 @with_masters
 def test_a_step_of_an_optimizer_that_was_never_added(setting: str) -> None:
-    model, other = mlp(), mlp(1)
-    await_optimizers(model, setting)
+    model, other = waiting(setting), mlp(1)
     optimizer, strange = momentum(model.parameters()), momentum(other.parameters())
     for each in (model, other):
         mse(each, batches(1)[0]).backward()
@@ -299,9 +296,7 @@ def test_a_step_of_an_optimizer_that_was_never_added(setting: str) -> None:
 
 
 def test_an_optimizer_twice() -> None:
-    model = mlp()
-    await_optimizers(model, "O5")
-    optimizer = momentum(model.parameters())
+    optimizer = momentum(waiting("O5").parameters())
     with pytest.raises(ValueError, match="holds the same SGD twice"):
         mpinit.add_optimizers([optimizer, optimizer])
     mpinit.add_optimizers(optimizer)
@@ -310,9 +305,7 @@ def test_an_optimizer_twice() -> None:
 
 
 def test_parameters_of_no_session_and_of_several() -> None:
-    one, two, stranger = mlp(), mlp(), mlp()
-    await_optimizers(one, "O5")
-    await_optimizers(two, "O2-float16")
+    one, two, stranger = waiting("O5"), waiting("O2-float16"), mlp()
     with pytest.raises(RuntimeError, match="none of the parameters of this SGD belongs to an initialised model"):
         mpinit.add_optimizers(momentum(stranger.parameters()))
     with pytest.raises(RuntimeError, match="belong to several sessions"):
@@ -328,31 +321,27 @@ def test_parameters_of_no_session_and_of_several() -> None:
 
 
 def test_disabled() -> None:
-    model = mlp()
-    await_optimizers(model, "O5", enabled=False)
+    model = waiting("O5", enabled=False)
     optimizer = mpinit.add_optimizers(momentum(model.parameters()))
     assert optimizer in registry.disabled
     train(model, optimizer, batches(1))
 
 
 def test_inside_of_scale_loss() -> None:
-    model = mlp()
-    await_optimizers(model, "O2-float16")
-    first = mpinit.add_optimizers(momentum(model[0].parameters()))
-    loss = mse(model, batches(1)[0])
-    with pytest.raises(RuntimeError, match=r"add_optimizers\(\) was called inside"), mpinit.scale_loss(loss, first):
-        mpinit.add_optimizers(momentum(model[-1].parameters()))
+    model = waiting("O2-float16")
+    block = mpinit.scale_loss(mse(model, batches(1)[0]), add_for(model[0]))
+    with pytest.raises(RuntimeError, match=r"add_optimizers\(\) was called inside"), block:
+        add_for(model[-1])
 
 
 def test_a_gradient_that_the_loss_of_another_has_left_is_unscaled() -> None:
-    model, usual = mlp(), mlp()
-    await_optimizers(model, "O2-float16")
+    model, usual = waiting("O2-float16"), mlp()
     optimizer = momentum(usual.parameters())
     initialise(usual, optimizer, "O2-float16")
-    first = mpinit.add_optimizers(momentum(model[0].parameters()))
+    first = add_for(model[0])
     backward(mse(model, batches(1)[0]), first)
     backward(mse(usual, batches(1)[0]), optimizer)
-    second = mpinit.add_optimizers(momentum(model[-1].parameters()))
+    second = add_for(model[-1])
     for each in (first, second, optimizer):
         each.step()
     same(model.state_dict().values(), usual.state_dict().values())

@@ -10,12 +10,16 @@ from loops import (
     backward,
     batches,
     iterate,
+    keywords,
     masters,
     mlp,
     momentum,
     mse,
+    plain_sgd,
     poison,
     same,
+    start,
+    started,
     train,
     train_plainly,
 )
@@ -58,15 +62,7 @@ class ScheduleFree:
     """As schedule-free's wrapper: no Optimizer, which steps in a way of its own."""
 
     def __init__(self, base: Optimizer) -> None:
-        self.base = base
-
-    @property
-    def param_groups(self) -> Any:
-        return self.base.param_groups
-
-    @property
-    def state(self) -> Any:
-        return self.base.state
+        self.base, self.param_groups, self.state = base, base.param_groups, base.state
 
 
 class Lookahead(Optimizer):
@@ -89,10 +85,9 @@ each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS, ids=["accelerated", "li
 @pytest.mark.parametrize("when", ["before", "after", "late"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_wrapper_stands_for_its_optimizer(wrap: Any, when: str, level: str) -> None:
-    usual, model = mlp(), mlp()
-    optimizer, inner = momentum(usual.parameters()), momentum(model.parameters())
-    mpinit.initialize(usual, optimizer, level, verbosity=0, init_loss_scale=1024.0)
-    more: dict[str, Any] = {"opt_level": level, "verbosity": 0, "init_loss_scale": 1024.0}
+    (usual, optimizer), model = started(level), mlp()
+    inner = momentum(model.parameters())
+    more = keywords(level)
     if when == "after":
         mpinit.initialize(model, inner, **more)
     outer = wrap(inner)
@@ -110,10 +105,8 @@ def test_a_wrapper_stands_for_its_optimizer(wrap: Any, when: str, level: str) ->
             mpinit.clip_grad_norm_(owner, 0.1)
             owner.step()
     for batch in batches(2):
-        optimizer.zero_grad()
+        iterate(mse(usual, batch), optimizer)
         outer.zero_grad()
-        backward(mse(usual, batch), optimizer)
-        optimizer.step()
         scaler.scale(mse(model, batch)).backward()
         scaler.unscale_(outer)
         scaler.step(outer)
@@ -126,16 +119,14 @@ def test_a_wrapper_stands_for_its_optimizer(wrap: Any, when: str, level: str) ->
 
 
 def test_an_optimizer_of_its_own_kind_is_no_wrapper() -> None:
-    model = mlp()
-    lookahead = Lookahead(SGD(model.parameters(), lr=0.1))
-    mpinit.initialize(model, lookahead, "O5", verbosity=0)
+    _, lookahead = started("O5", make=lambda p: Lookahead(plain_sgd(p)))
     session: Any = registry.of(lookahead)
     assert session.optimizers == [lookahead]
 
 
 def test_a_wrapper_that_is_no_optimizer() -> None:
     model = mlp()
-    base = SGD(model.parameters(), lr=0.1)
+    base = plain_sgd(model.parameters())
     outer: Any = ScheduleFree(base)
     with pytest.raises(TypeError, match=r"ScheduleFree is no Optimizer, .* give the SGD inside of it"):
         mpinit.initialize(model, outer, "O5")
@@ -147,9 +138,7 @@ def test_a_wrapper_that_is_no_optimizer() -> None:
 
 
 def test_wrapped_models() -> None:
-    model = mlp()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    model, _ = started("O5")
     for wrapped in (nn.DataParallel(model), torch.compile(model, backend="eager")):
         assert mpinit.describe(wrapped) == mpinit.describe(model)
     assert mpinit.GradScaler(nn.DataParallel(model)).is_enabled()
@@ -165,12 +154,11 @@ def test_a_compiled_model_and_what_is_in_it_stand_for_one_another(level: str, gi
     given, other = (outer, inner) if given_first == "outer" else (inner, outer)
     optimizer = momentum(inner.parameters())
     for undone in (given, other):
-        mpinit.initialize(given, optimizer, level, verbosity=0, init_loss_scale=1024.0)
+        mpinit.initialize(given, optimizer, **keywords(level))
         assert registry.of(inner) is registry.of(outer) is registry.of(optimizer)
         assert mpinit.describe(other) == mpinit.describe(given)
         assert mpinit.GradScaler(other).get_scale() == mpinit.loss_scale(optimizer)
-        backward(mse(other, batches(1)[0]), optimizer)
-        optimizer.step()
+        train(other, optimizer, batches(1))
         with pytest.raises(ValueError, match="was initialised already"):
             mpinit.initialize(other, opt_level=level, verbosity=0)
         mpinit.undo(undone)
@@ -269,11 +257,8 @@ def by_hand(make: Callable[[Any], Optimizer], steps: int, warm: int = 0) -> list
 
 @pytest.mark.parametrize("name", ["halves", "own list"])
 def test_every_place_that_holds_a_weight_gets_its_master(name: str) -> None:
-    model = mlp()
-    optimizer = MAKERS[name](model.parameters())
-    mpinit.initialize(model, optimizer, "O5", verbosity=0)
-    for batch in batches(4):
-        iterate(mse(model, batch), optimizer)
+    model, optimizer = started("O5", make=MAKERS[name])
+    train(model, optimizer, batches(4))
     same(masters(optimizer), by_hand(MAKERS[name], 4))
     weights = list(model.parameters())
     mpinit.undo(model)
@@ -315,8 +300,7 @@ def test_what_an_optimizer_counts_it_counts_once_a_step_and_hooks_run_once() -> 
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    for batch in batches(3):
-        iterate(mse(model, batch), optimizer)
+    train(model, optimizer, batches(3))
     assert optimizer.param_groups[0]["count"] == 3
     assert calls == ["before", "after"] * 3
 
@@ -332,27 +316,24 @@ class Decays(Forwarding):
                 parameter.mul_(0.9)
 
 
+def decays(params: Any) -> Decays:
+    return Decays(SGD(params, lr=0.1))
+
+
 def test_the_whole_step_of_a_wrapper_that_does_more_is_skipped() -> None:
-    model = mlp()
-    optimizer = Decays(SGD(model.parameters(), lr=0.1))
-    mpinit.initialize(model, optimizer, "O2", verbosity=0, loss_scale="dynamic")
+    model, optimizer = started(make=decays)
     before = [value.clone() for value in model.state_dict().values()]
     for batch, overflows in zip(batches(2), (True, False), strict=True):
-        optimizer.zero_grad()
         loss = mse(model, batch)
-        backward(poison(loss, next(model.parameters())) if overflows else loss, optimizer)
-        optimizer.step()
+        iterate(poison(loss, next(model.parameters())) if overflows else loss, optimizer)
         is_as_before = all(map(torch.equal, model.state_dict().values(), before))
         assert is_as_before == overflows
 
 
 def test_a_wrapper_that_does_more_steps_split_masters_as_by_hand() -> None:
     model, data = mlp(), batches(4)
-    optimizer, reference = (
-        Decays(SGD(model.parameters(), lr=0.1)),
-        ByHand(model, "split", lambda p: Decays(SGD(p, 0.1))),
-    )
-    mpinit.initialize(model, optimizer, "O5", master_weights="split", split_bucket_bytes=4, verbosity=0)
+    reference = ByHand(model, "split", decays)
+    optimizer = start(model, "O5", make=decays, master_weights="split", split_bucket_bytes=4)
     for batch in data:
         train(model, optimizer, [batch])
         reference.clear()
@@ -377,11 +358,9 @@ class Keeper(OwnList):
 
 @pytest.mark.parametrize("masters_kind", [True, "split"])
 def test_what_an_optimizer_keeps_of_parameters_is_of_weights_between_steps(masters_kind: Any) -> None:
-    model, data = mlp(), batches(4)
-    optimizer = Keeper(model.parameters())
-    mpinit.initialize(model, optimizer, "O5", master_weights=masters_kind, verbosity=0)
+    model, optimizer = started("O5", make=Keeper, master_weights=masters_kind)
     for undone in (False, True):
-        train_plainly(model, optimizer, data[:2])
+        train_plainly(model, optimizer, batches(2))
         weights = list(model.parameters())
         assert optimizer.seen == {id(p): (p, 4 if undone else 2) for p in weights}
         assert list(map(id, optimizer.state["kept"])) == list(map(id, weights)) == list(map(id, optimizer.mine))
