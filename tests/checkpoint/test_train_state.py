@@ -181,22 +181,19 @@ def test_several_optimizers(options: dict[str, bool]) -> None:
         mpinit.initialize(model, optimizers, verbosity=0, **LEVELS["O2"])
         return model, optimizers, TrainState(model, iter(optimizers), options=StateDictOptions(**options))
 
-    def run(model: nn.Module, optimizers: list[Optimizer], seed: int) -> None:
+    def run(model: nn.Module, optimizers: list[Optimizer], state: TrainState, seed: int) -> dict[str, Any]:
         for batch in batches(2, seed):
             backward(mse(model, batch), optimizers)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+        return copied(state)
 
-    model, optimizers, state = pair(0)
-    run(model, optimizers, 1)
-    saved = copied(state)
-    run(model, optimizers, 2)
-    end = copied(state)
-    again, resumed, state = pair(4)
-    state.load_state_dict(saved)
-    run(again, resumed, 2)
-    assert_same(copied(state), end, dtype=None)
+    whole, resumed = pair(0), pair(4)
+    saved = run(*whole, 1)
+    end = run(*whole, 2)
+    resumed[2].load_state_dict(saved)
+    assert_same(run(*resumed, 2), end, dtype=None)
 
 
 def test_weights_alone_of_any_checkpoint(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The command line: every command, and convert's files."""
 
-import contextlib
 import copy
 import json
 import pickle
@@ -13,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from loops import adam, start
 from models import CASES, train
+from states_by_name import assert_same, entries
 from torch import nn
 
 import mpinit
@@ -24,63 +25,76 @@ from mpinit.settings.properties import OPT_LEVELS
 MODEL = ["cli_models:classifier", "--input", "8"]
 
 Said = Callable[..., tuple[int, str, str]]
+Printed = Callable[..., str]
 
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    """Runs a command; its status and what it printed."""
+    """Runs a command; its status, or what it ends with, and what it printed."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        status = main(arguments)
+        try:
+            status = main(arguments)
+        except SystemExit as ended:
+            status = int(ended.code or 0)
         captured = capsys.readouterr()
         return status, captured.out, captured.err
 
     return run
 
 
+@pytest.fixture
+def printed(said: Said) -> Printed:
+    """What a command prints that succeeds."""
+
+    def run(*arguments: str) -> str:
+        status, out, _ = said(*arguments)
+        assert status == 0
+        return out
+
+    return run
+
+
+def cells(out: str) -> dict[str, list[str]]:
+    """Of each line of a table its first word, and the others."""
+    return {line.split()[0]: line.split()[1:] for line in out.splitlines() if line}
+
+
 # -- levels -----------------------------------------------------------------------------------------------------------
 
 
-def test_levels_shows_the_table_of_properties(said: Said) -> None:
-    status, out, _ = said("levels")
-    assert status == 0
-    lines = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line}
+def test_levels_shows_the_table_of_properties(printed: Printed) -> None:
+    lines = cells(printed("levels"))
     assert lines["property"] == list(OPT_LEVELS)
     assert lines["loss_scale"] == ["1.0", "dynamic", "dynamic", "1.0", "1.0", "1.0"]
     assert lines["master_weights"] == ["False", "None", "True", "False", "None", "True"]
 
 
-def test_levels_applies_overrides(said: Said, tmp_path: Path) -> None:
+def test_levels_applies_overrides(printed: Printed, tmp_path: Path) -> None:
     config = tmp_path / "mine.toml"
     config.write_text('growth_interval = 7\nopt_level = "O3"\nnum_losses = 2\n')
-    status, out, _ = said("levels", "O2", "--set", "loss_scale=128", "--set", "keep_fp32=a, b", "--config", str(config))
-    assert status == 0
-    lines = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line}
+    given = ["--set", "loss_scale=128", "--set", "keep_fp32=a, b", "--config", str(config)]
+    lines = cells(printed("levels", "O2", *given))
     assert lines["loss_scale*"] == ["128.0", "override"]
     assert lines["keep_fp32*"] == ["a,", "b", "override"]
     assert lines["growth_interval*"] == ["7", "override"]
     assert lines["master_weights"] == ["True", "level"]
     assert lines["hysteresis"] == ["1", "default"]
-    status, out, _ = said("levels", "O2", "O5", "--set", "loss_scale=128", "--json")
-    found = json.loads(out)
+    found = json.loads(printed("levels", "O2", "O5", "--set", "loss_scale=128", "--json"))
     assert found["O5"]["loss_scale"] == 128.0
     assert found["O2"]["cast_model_type"] == "float16"
 
 
-def test_levels_that_refuse_an_override_say_so_once(said: Said) -> None:
-    status, out, _ = said("levels", "--set", "cast_model_type=bf16")
-    assert status == 0
+def test_levels_that_refuse_an_override_say_so_once(printed: Printed) -> None:
+    out = printed("levels", "--set", "cast_model_type=bf16")
     assert out.count("refused at O1, O4: cast_model_type=torch.bfloat16 contradicts") == 1
 
 
-def test_levels_show_the_type_that_is_used(said: Said) -> None:
+def test_levels_show_the_type_that_is_used(printed: Printed) -> None:
     """Where functions are not patched there is none that they run in, whatever would be taken if they were."""
     for level, used in (("O1", "float16"), ("O4", "bfloat16"), ("O5", "None"), ("O2", "None")):
-        status, out, _ = said("levels", level)
-        assert status == 0
-        lines = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line}
-        assert lines["patch_torch_functions_type"][0] == used
-    assert "float16 " not in said("levels", "O5")[1].replace("bfloat16", "")
+        assert cells(printed("levels", level))["patch_torch_functions_type"][0] == used
+    assert "float16 " not in printed("levels", "O5").replace("bfloat16", "")
 
 
 @pytest.mark.parametrize(
@@ -98,34 +112,29 @@ def test_levels_show_the_type_that_is_used(said: Said) -> None:
     ],
     ids=lambda arguments: " ".join(arguments)[:40],
 )
-def test_nothing_is_wider_than_80_columns(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with contextlib.suppress(SystemExit):
-        main(arguments)
-    out = capsys.readouterr().out
+def test_nothing_is_wider_than_80_columns(arguments: list[str], printed: Printed) -> None:
+    out = printed(*arguments)
     assert max(map(len, out.splitlines())) <= 80, out
 
 
 # -- explain ----------------------------------------------------------------------------------------------------------
 
 
-def test_explain_prints_a_report(said: Said) -> None:
-    status, out, _ = said("explain", *MODEL, "--opt-level", "O2", "--loss", "cli_models:first_class")
-    assert status == 0
+def test_explain_prints_a_report(printed: Printed) -> None:
+    out = printed("explain", *MODEL, "--opt-level", "O2", "--loss", "cli_models:first_class")
     assert "Sequential at O2" in out
     assert "! weight type: weights are float16" in out
 
 
-def test_explain_advises_options_of_the_command_line(said: Said) -> None:
-    status, out, _ = said("explain", *MODEL)
-    assert status == 0
+def test_explain_advises_options_of_the_command_line(printed: Printed) -> None:
+    out = printed("explain", *MODEL)
     assert "give --loss, a function of the output" in out
     assert "see --json" in out
     assert "loss=" not in out and ".rows" not in out
 
 
-def test_explain_takes_whole_numbers(said: Said) -> None:
-    status, out, _ = said("explain", "cli_models:embedding", "--input", "5:int64:10", "--batch", "3", "--json")
-    assert status == 0
+def test_explain_takes_whole_numbers(printed: Printed) -> None:
+    out = printed("explain", "cli_models:embedding", "--input", "5:int64:10", "--batch", "3", "--json")
     assert {row["module"] for row in json.loads(out)["rows"]} >= {"0", "1"}
 
 
@@ -135,12 +144,10 @@ def test_explain_takes_whole_numbers(said: Said) -> None:
 @pytest.mark.parametrize(
     "spec", [["cli_models:classifier", "--optimizer", "adamw", "--lr", "1e-5"], ["cli_models:pair"]]
 )
-def test_audit_names_what_cannot_move_and_the_cure(spec: list[str], said: Said) -> None:
-    status, out, _ = said("audit", *spec, "--dtype", "bf16")
-    assert status == 0
+def test_audit_names_what_cannot_move_and_the_cure(spec: list[str], printed: Printed) -> None:
+    out = printed("audit", *spec, "--dtype", "bf16")
     assert "1.weight" in out and "100.0%" in out and "opt_level='O5'" in out.replace("\n", " ")
-    status, out, _ = said("audit", *spec, "--dtype", "bf16", "--json")
-    found = json.loads(out)
+    found = json.loads(printed("audit", *spec, "--dtype", "bf16", "--json"))
     assert found["stuck"]["1.weight"] == 1.0
     assert found["bytes_per_parameter"]["O5"]["optimizer state"] == 8.0
 
@@ -148,12 +155,10 @@ def test_audit_names_what_cannot_move_and_the_cure(spec: list[str], said: Said) 
 # -- doctor -----------------------------------------------------------------------------------------------------------
 
 
-def test_doctor_measures_and_recommends(said: Said) -> None:
-    status, out, _ = said("doctor", "--size", "32", "--seconds", "0.01")
-    assert status == 0
+def test_doctor_measures_and_recommends(printed: Printed) -> None:
+    out = printed("doctor", "--size", "32", "--seconds", "0.01")
     assert all(word in out for word in ("float32", "bfloat16", "fused optimizers", "recommended: O", "torch 2"))
-    status, out, _ = said("doctor", "--size", "32", "--seconds", "0.01", "--json")
-    found = json.loads(out)
+    found = json.loads(printed("doctor", "--size", "32", "--seconds", "0.01", "--json"))
     assert found["level"] in OPT_LEVELS
     assert found["devices"][0]["matmul"]["float32"] > 0
     assert "AdamW" in found["devices"][0]["fused"]
@@ -190,11 +195,9 @@ def test_errors_are_one_line_with_exit_status_2(arguments: list[str], words: str
 
 
 @pytest.mark.parametrize("arguments", [["convert", "a"], ["convert", "a", "b", "--to", "x"], ["explain"]])
-def test_missing_arguments_are_one_line_too(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
+def test_missing_arguments_are_one_line_too(arguments: list[str], said: Said) -> None:
+    status, _, err = said(*arguments)
+    assert (status, err.count("\n")) == (2, 1)
 
 
 def test_traceback_shows_where_an_error_comes_from() -> None:
@@ -203,11 +206,8 @@ def test_traceback_shows_where_an_error_comes_from() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main([name, "--help"])
-    assert stopped.value.code == 0
-    out = capsys.readouterr().out
+def test_every_command_has_help(name: str, printed: Printed) -> None:
+    out = printed(name, "--help")
     assert f"usage: mpinit {name}" in out
     assert len(out.split()) > 20
 
@@ -219,11 +219,9 @@ def test_without_a_command_there_is_help(said: Said) -> None:
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("lvels", "levels"), ("explian", "explain")])
-def test_a_misspelt_command_gets_a_suggestion(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main([typed, "O2"])
-    assert stopped.value.code == 2
-    assert f"there is no command {typed!r}; did you mean {meant!r}?" in capsys.readouterr().err
+def test_a_misspelt_command_gets_a_suggestion(typed: str, meant: str, said: Said) -> None:
+    status, _, err = said(typed, "O2")
+    assert status == 2 and f"there is no command {typed!r}; did you mean {meant!r}?" in err
 
 
 def test_the_version_is_that_of_the_package_that_runs(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,8 +266,7 @@ CASE = CASES["lstm"]
 
 def trained(steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = CASE.build()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    mpinit.initialize(model, optimizer, "O2", init_loss_scale=1024.0, verbosity=0)
+    optimizer = start(model, make=adam)
     train(model, optimizer, CASE.batches(steps), CASE.loss)
     return model, optimizer
 
@@ -285,16 +282,6 @@ def saved(model: nn.Module, optimizer: torch.optim.Optimizer, form: str) -> dict
     return {**state, ("amp" if form == "apex" else "mpinit"): scale}
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("source", FORMATS)
 def test_every_form_becomes_every_other(source: str, to: str, tmp_path: Path) -> None:
@@ -303,8 +290,9 @@ def test_every_form_becomes_every_other(source: str, to: str, tmp_path: Path) ->
     assert main(["convert", str(tmp_path / "in.pt"), str(tmp_path / "out.pt"), "--to", to]) == 0
     found = torch.load(tmp_path / "out.pt")
     expected = saved(model, optimizer, to)
-    assert set(found) == set(expected)
-    assert all(same(found[key], expected[key]) for key in expected)
+    for part in expected:
+        assert list(entries(found[part])) == list(entries(expected[part]))
+    assert_same(found, expected, dtype=None)
 
 
 def test_training_goes_on_from_what_torch_saved(tmp_path: Path) -> None:
@@ -313,8 +301,7 @@ def test_training_goes_on_from_what_torch_saved(tmp_path: Path) -> None:
     batches = CASE.batches(6)[3:]
     expected = train(model, optimizer, batches, CASE.loss)
     resumed = CASE.build(1)
-    other = torch.optim.Adam(resumed.parameters(), lr=0.01)
-    mpinit.initialize(resumed, other, "O2", verbosity=0)
+    other = start(resumed, make=adam, init_loss_scale=2.0)
     resumed.load_state_dict(checkpoint["model"])
     other.load_state_dict(checkpoint["optimizer"])
     mpinit.load_state_dict(checkpoint["mpinit"], other)
@@ -326,10 +313,9 @@ def test_apexs_wrapped_optimizer_is_refused_with_the_way_out() -> None:
     inner = {"state": {}, "param_groups": []}
     wrapped = {"loss_scaler": {}, "optimizer_state_dict": inner, "fp32_from_fp16": [[torch.ones(3, 4)]]}
     checkpoint = {"model": nn.Linear(4, 3).half().state_dict(), "optimizer": wrapped}
+    message = r"'optimizer' is apex's FP16_Optimizer.*\['fp32_from_fp16'\].* save model\."
     for to in FORMATS:
-        with pytest.raises(
-            ValueError, match=r"'optimizer' is apex's FP16_Optimizer.*\['fp32_from_fp16'\].* save model\."
-        ):
+        with pytest.raises(ValueError, match=message):
             converted(checkpoint, to)
 
 

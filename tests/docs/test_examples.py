@@ -9,7 +9,6 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,7 @@ def shown(page: str, title: str) -> list[list[str]]:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
-    """A function that runs an example as ``__main__`` in this process, which has torch, and returns its output."""
+    """Runs an example as ``__main__`` in this process, which has torch, and returns its output."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     threads, log = torch.get_num_threads(), logging.getLogger("mpinit")
     level = log.level
@@ -68,9 +67,8 @@ def test_the_minimal_example_trains_and_resumes(level: str, script) -> None:  # 
 
 
 def test_the_minimal_example_runs_in_a_process_of_its_own() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "examples/minimal.py"], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-W", "error", "examples/minimal.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     check_minimal("O2", done.stdout)
     assert shown("examples/README.md", "[minimal.py]") == words(done.stdout, NUMBERS)
@@ -138,9 +136,8 @@ def test_the_finetuning_example_compares_four_ways(tmp_path: Path, script) -> No
     let_torchvision_load()
     output = script("finetune_16bit_checkpoint.py", "--pretrain-steps", 4, "--steps", 2, "--out", tmp_path)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in output.splitlines() if line[:1] == "|"]
-    assert [row[0] for row in rows[2:]] == [
-        *("float32-loaded", "bf16-loaded, plain", "bf16-loaded, mpinit O5", "bf16-loaded, mpinit O5 split")
-    ]
+    ways = ["float32-loaded", "bf16-loaded, plain", "bf16-loaded, mpinit O5", "bf16-loaded, mpinit O5 split"]
+    assert [row[0] for row in rows[2:]] == ways
     assert [float(row[5]) for row in rows[2:]] == [16.0, 8.0, 18.0, 14.0]
     assert [float(row[4]) > 0 for row in rows[2:]] == [True, False, True, True], "norm weights"
     text = (tmp_path / "table.md").read_text(encoding="utf-8")
@@ -177,7 +174,7 @@ let_torchvision_load()
 
 # Methods that a base class documents.
 PROTOCOL = {"create_module", "exec_module", "forward", "backward", "evaluate", "revert", "finish"}
-PACKAGE = Path(__file__).parents[2] / "mpinit"
+PACKAGE = ROOT / "mpinit"
 
 
 def public_modules() -> list[str]:
@@ -190,15 +187,7 @@ def public_modules() -> list[str]:
     return names
 
 
-@pytest.fixture
-def without_apex() -> Iterator[None]:
-    """What an example has installed as apex goes with it."""
-    yield
-    uninstall_apex()
-
-
 @pytest.mark.parametrize("name", public_modules())
-@pytest.mark.usefixtures("without_apex")
 def test_the_examples_in_docstrings_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     module = importlib.import_module(name)
@@ -206,6 +195,7 @@ def test_the_examples_in_docstrings_run(name: str, tmp_path: Path, monkeypatch: 
     report: list[str] = []
     for test in doctest.DocTestFinder().find(module, name):
         runner.run(test, out=report.append)
+    uninstall_apex()  # which an example may have installed
     assert runner.failures == 0, "".join(report)
 
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import messages  # noqa: E402
 
 let_torchvision_load()
-DOCS, README = ROOT / "docs", ROOT / "README.md"
+PACKAGE, DOCS, README = ROOT / "mpinit", ROOT / "docs", ROOT / "README.md"
 PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 GENERATOR = runpy.run_path(str(DOCS / "generate.py"))
@@ -112,7 +112,7 @@ def test_every_public_name_is_on_the_reference_page() -> None:
     listed = {name for names in GENERATOR["GROUPS"].values() for name in names}
     public = set(mpinit.__all__) - {"__version__", "amp", "OPT_LEVELS"}
     assert not public - listed
-    plugs = {path.stem for path in (ROOT / "mpinit" / "integrations").glob("*.py")} - {"__init__"}
+    plugs = {path.stem for path in (PACKAGE / "integrations").glob("*.py")} - {"__init__"}
     assert not plugs - {name.split(".")[1] for name in listed if name.startswith("integrations.")}
 
 
@@ -172,17 +172,12 @@ def test_a_framework_takes_six_lines() -> None:
 
 
 def cell(value: Any) -> str:
-    if isinstance(value, str):
-        return f'"{value}"'
-    return str(value).removeprefix("torch.")
+    return f'"{value}"' if isinstance(value, str) else str(value).removeprefix("torch.")
 
 
 def test_the_property_table_is_the_one_in_the_code() -> None:
-    rows = [
-        [part.strip() for part in line.strip("|").split("|")]
-        for line in TEXTS[README].splitlines()
-        if line.startswith("|")
-    ]
+    lines = [line.strip("|").split("|") for line in TEXTS[README].splitlines() if line.startswith("|")]
+    rows = [[part.strip() for part in line] for line in lines]
     start = next(number for number, row in enumerate(rows) if row[0] == "property")
     assert rows[start][1:] == list(mpinit.OPT_LEVELS)
     for row in rows[start + 2 : start + 7]:
@@ -196,7 +191,7 @@ def test_make_has_the_targets_that_readme_and_contributing_name() -> None:
     assert not set(named) - {name for line in re.findall(r"^[\w -]+(?=:)", makefiles, re.M) for name in line.split()}
 
 
-ROWS = re.findall(r"^\| (`.+?`(?:, `.+?`)*)", (ROOT / "docs/reference/messages.md").read_text("utf-8"), re.MULTILINE)
+ROWS = re.findall(r"^\| (`.+?`(?:, `.+?`)*)", TEXTS[DOCS / "reference/messages.md"], re.MULTILINE)
 BEGINNINGS = [text for row in ROWS for text in re.findall(r"`(.+?)`", row)]
 
 # What is raised with a text that was made elsewhere, or that names a thing alone as Python's own errors do.
@@ -242,9 +237,8 @@ def test_every_room_with_messages_has_a_heading() -> None:
 
 def pattern(text: str) -> str:
     """What a row shows, as a search in the messages: its dots and numbers stand for anything."""
-    return ".*?".join(
-        re.escape(part) for part in re.split(r"\.\.\.|\b\d+\b|\bAdam\b|\bDistributedDataParallel\b", text)
-    )
+    parts = re.split(r"\.\.\.|\b\d+\b|\bAdam\b|\bDistributedDataParallel\b", text)
+    return ".*?".join(map(re.escape, parts))
 
 
 @pytest.mark.parametrize("beginning", BEGINNINGS)
@@ -281,32 +275,25 @@ def test_every_name_exists() -> None:
 
 
 def test_every_room_of_the_house_is_on_the_map() -> None:
-    package = ROOT / "mpinit"
-    rooms = {p.name for p in package.iterdir() if p.is_dir() and (p / "__init__.py").exists()}
+    rooms = {init.parent.name for init in PACKAGE.glob("*/__init__.py")}
     assert not {room for room in rooms if f"mpinit/{room}/" not in TEXT}
 
 
 def test_it_is_one_page_and_the_readme_leads_to_it() -> None:
     assert len(TEXT.splitlines()) <= 75
-    assert "](CONTRIBUTING.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "](CONTRIBUTING.md)" in TEXTS[README]
 
 
 pytest.importorskip("sklearn")
-FOLDER = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
 def figures() -> dict[str, Any]:
-    return runpy.run_path(str(FOLDER / "figures.py"))
-
-
-def test_the_levels_in_numbers_are_what_a_run_has(figures: dict[str, Any]) -> None:
-    page = (FOLDER / "explanation" / "levels.md").read_text(encoding="utf-8")
-    assert figures["levels"]() in page, "run: python docs/figures.py"
+    return runpy.run_path(str(DOCS / "figures.py"))
 
 
 def test_the_page_shows_what_the_histogram_says(figures: dict[str, Any], tmp_path: Path) -> None:
-    page = (FOLDER / "explanation" / "loss-scaling.md").read_text(encoding="utf-8")
+    page = TEXTS[DOCS / "explanation" / "loss-scaling.md"]
     shown = re.search(r"begin -->\n\n```text\n(.*?)\n```\n\n<!-- figures", page, re.S)
     assert shown is not None
     histogram = figures["gradients"](steps=2)
@@ -316,24 +303,25 @@ def test_the_page_shows_what_the_histogram_says(figures: dict[str, Any], tmp_pat
     assert f"{count:,} gradients" in shown[1]
     picture = tmp_path / "gradients.png"
     figures["draw"](histogram, picture)
-    assert picture.read_bytes()[:4] == (FOLDER / "_static" / "gradients.png").read_bytes()[:4] == b"\x89PNG"
+    assert picture.read_bytes()[:4] == (DOCS / "_static" / "gradients.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize(
-    ("made", "page"),
-    [
-        ("audited", "how-to/see-precision.md"),
-        ("served", "explanation/train-what-you-serve.md"),
-        ("skipping", "explanation/loss-scaling.md"),
-        ("worth", "explanation/masters.md"),
-        ("worth_in_short", "../README.md"),
-    ],
-)
-def test_tables_of_what_was_measured_are_those_of_the_files(made: str, page: str, figures: dict[str, Any]) -> None:
-    assert figures[made]().strip() in (FOLDER / page).read_text(encoding="utf-8"), "run: python docs/figures.py"
+FIGURES = {
+    "levels": DOCS / "explanation/levels.md",
+    "audited": DOCS / "how-to/see-precision.md",
+    "served": DOCS / "explanation/train-what-you-serve.md",
+    "skipping": DOCS / "explanation/loss-scaling.md",
+    "worth": DOCS / "explanation/masters.md",
+    "worth_in_short": README,
+}
+
+
+@pytest.mark.parametrize("made", FIGURES)
+def test_tables_of_what_was_measured_are_those_of_the_files(made: str, figures: dict[str, Any]) -> None:
+    assert figures[made]().strip() in TEXTS[FIGURES[made]], "run: python docs/figures.py"
 
 
 def test_what_an_audit_foresees_was_compared_with_20_optimizers_at_4_rates() -> None:
-    found = json.loads((FOLDER / "measured" / "audit.json").read_text(encoding="utf-8"))
+    found = json.loads((DOCS / "measured" / "audit.json").read_text(encoding="utf-8"))
     assert len({(row["optimizer"], row["rate"]) for row in found["rows"]}) == 80
     assert found["mean error"] < 0.02
