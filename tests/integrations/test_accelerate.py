@@ -9,7 +9,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from frameworks import LEVELS, same_bits
-from loops import Batch, batches, mlp, mse
+from loops import Batch, backward, batches, mlp, mse
+from models import sgd
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -56,8 +57,7 @@ def bare(level: dict[str, Any], data: list[Batch]) -> dict[str, Any]:
     model, optimizer = made(level)
     scheduler = ExponentialLR(optimizer, 0.9)
     for number, batch in enumerate(data, start=1):
-        with mpinit.scale_loss(mse(model, batch) / 2, optimizer) as scaled:
-            scaled.backward()
+        backward(mse(model, batch) / 2, optimizer)
         if number % 2 == 0:
             mpinit.clip_grad_norm_(optimizer, 0.5)
             optimizer.step()
@@ -87,8 +87,7 @@ def test_a_saved_state_goes_on_with_the_same_bits(level: dict[str, Any], tmp_pat
     resumed[0].load_state(str(tmp_path))
     run(resumed, data[8:])
     assert same_bits(through[1].state_dict(), resumed[1].state_dict())
-    states = [mpinit.state_dict(parts[2].optimizer) for parts in (through, resumed)]
-    assert states[0] == states[1]
+    assert mpinit.state_dict(through[2].optimizer) == mpinit.state_dict(resumed[2].optimizer)
     assert through[3].get_last_lr() == resumed[3].get_last_lr()
 
 
@@ -111,16 +110,16 @@ def test_a_skipped_step_is_told_and_the_scheduler_waits(prepared_first: bool) ->
 
 def test_an_optimizer_that_is_attached_later_takes_part() -> None:
     models = [mlp(0), mlp(1)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    optimizers = [sgd(model) for model in models]
     mpinit.initialize(models, optimizers, opt_level="O2", verbosity=0)
     accelerator = Accelerator(cpu=True)
-    first, second = (accelerator.prepare(optimizer) for optimizer in optimizers)
-    attach(accelerator, first)
-    attach(accelerator, second)
+    prepared = [accelerator.prepare(optimizer) for optimizer in optimizers]
+    for optimizer in prepared:
+        attach(accelerator, optimizer)
     before = [copy.deepcopy(model.state_dict()) for model in models]
     accelerator.backward(mse(models[0], batches(1)[0]) + mse(models[1], batches(1)[0]))
-    first.step()
-    second.step()
+    for optimizer in prepared:
+        optimizer.step()
     for optimizer, model, state in zip(optimizers, models, before, strict=True):
         assert mpinit.step_counts(optimizer) == (1, 0)
         assert not same_bits(model.state_dict(), state)
@@ -160,4 +159,4 @@ def test_what_casts_by_itself_is_refused() -> None:
 
 def test_an_optimizer_that_is_not_initialised_is_refused() -> None:
     with pytest.raises(RuntimeError, match="not initialised"):
-        attach(Accelerator(cpu=True), torch.optim.SGD(mlp().parameters(), lr=0.1))
+        attach(Accelerator(cpu=True), sgd(mlp()))

@@ -11,7 +11,8 @@ from frameworks import LEVELS, same_bits
 from lightning import Trainer
 from lightning.fabric import Fabric
 from lightning_runs import LARGE, MARKS, Module, clip_norm, fit, loader, trainer
-from loops import Batch, batches, mlp
+from loops import Batch, backward, batches, mlp
+from models import sgd
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import ExponentialLR
@@ -34,8 +35,7 @@ def by_hand(
             optimizer.zero_grad()
         loss = mse_loss(module(x), y)
         module.seen.append(loss.item())
-        with mpinit.scale_loss(loss / every, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss / every, optimizer)
         if number % every == 0:
             clip(optimizer)
             optimizer.step()
@@ -45,22 +45,17 @@ def by_hand(
     return scheduler.get_last_lr()[0], counts
 
 
-def usual(precision: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's settings; Adam's 1e-8 is 0 where its state is float16."""
-    return {"eps": 1e-3} if precision["opt_level"] == "O3" else {}
-
-
 def clip_value(optimizer: Any) -> None:
     nn.utils.clip_grad_value_(mpinit.master_params(optimizer), 0.02)
 
 
 @pytest.mark.parametrize("clip", [clip_norm, clip_value])
 def test_a_run_has_the_bits_of_a_loop_by_hand(level: dict[str, Any], clip: Callable[[Any], Any]) -> None:
-    data, settings = batches(8), usual(level)
+    data, settings = batches(8), {"eps": 1e-3} if level["opt_level"] == "O3" else {}  # 1e-8 is 0 in float16
     ours, other = Module(**settings), Module(**settings)
-    kind = {"gradient_clip_val": 0.5} if clip is clip_norm else {"gradient_clip_val": 0.02}
-    algorithm = "norm" if clip is clip_norm else "value"
-    run = fit(ours, level, data, accumulate_grad_batches=2, gradient_clip_algorithm=algorithm, **kind)
+    limit, algorithm = (0.5, "norm") if clip is clip_norm else (0.02, "value")
+    clipping = {"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm}
+    run = fit(ours, level, data, accumulate_grad_batches=2, **clipping)
     rate, _ = by_hand(other, level, data, clip, every=2)
     assert ours.seen == other.seen
     assert same_bits(ours.state_dict(), other.state_dict())
@@ -118,23 +113,15 @@ class Pair(lightning.LightningModule):
             second.step()
 
 
-def turns_by_hand(module: Pair, optimizers: Any, data: list[Batch]) -> None:
-    def backward(loss: torch.Tensor) -> None:
-        with mpinit.scale_loss(loss, list(optimizers)) as scaled_loss:
-            scaled_loss.backward()
-
-    for number, batch in enumerate(data):
-        module.turn(batch, number, *optimizers, backward)
-
-
 @pytest.mark.parametrize("name", [*(name for name in LEVELS if name != "O3"), "overflowing"])  # Adam in float16
 def test_manual_optimisation_has_the_bits_of_a_loop_by_hand(name: str) -> None:
     precision = {"verbosity": 0, **(LARGE if name == "overflowing" else LEVELS[name])}
     ours, other, data = Pair(), Pair(), batches(16)
     run = fit(ours, precision, data)
-    optimizers = other.configure_optimizers()
-    mpinit.initialize(other, list(optimizers), **precision)
-    turns_by_hand(other, optimizers, data)
+    optimizers = list(other.configure_optimizers())
+    mpinit.initialize(other, optimizers, **precision)
+    for number, batch in enumerate(data):
+        other.turn(batch, number, *optimizers, lambda loss: backward(loss, optimizers))
     if name == "overflowing":
         assert all(min(mpinit.step_counts(optimizer)) > 1 for optimizer in optimizers), "it goes on after an overflow"
         assert mpinit.state_dict(optimizers[0]) == run.precision_plugin.state_dict()
@@ -172,8 +159,7 @@ def test_an_optimizer_that_evaluates_the_loss(name: str) -> None:
         def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
             optimizer.zero_grad()
             loss = mse_loss(other(x), y)
-            with mpinit.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, optimizer)
             return loss
 
         optimizer.step(closure)
@@ -314,12 +300,16 @@ def test_averages_are_those_of_what_weights_mean(over: str, level: str) -> None:
 
 
 def fabric_of(**precision: Any) -> Fabric:
-    return Fabric(accelerator="cpu", devices=1, plugins=[MixedPrecision(verbosity=0, **precision)])
+    return Fabric(accelerator="cpu", devices=1, plugins=[MixedPrecision(**{"verbosity": 0} | precision)])
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
 
 def set_up(fabric: Fabric) -> tuple[Any, Any]:
     model = mlp(batchnorm=True)
-    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3))
+    model, optimizer = fabric.setup(model, adamw(model))
     mpinit.add_optimizers(optimizer)
     return model, optimizer
 
@@ -335,18 +325,17 @@ def loop(fabric: Fabric, model: Any, optimizer: Any, data: list[Batch]) -> None:
 
 
 def test_fabric_has_the_bits_of_a_loop_by_hand(level: dict[str, Any]) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[MixedPrecision(**level)])
+    fabric = fabric_of(**level)
     model, optimizer = set_up(fabric)
     data = batches(8)
     loop(fabric, model, optimizer, data)
     other = mlp(batchnorm=True)
-    bare = torch.optim.AdamW(other.parameters(), lr=1e-2, eps=1e-3)
+    bare = adamw(other)
     mpinit.initialize(other, bare, **level)
     for number, (x, y) in enumerate(data):
         if number % 2 == 0:
             bare.zero_grad()
-        with mpinit.scale_loss(mse_loss(other(x), y), bare) as scaled_loss:
-            scaled_loss.backward()
+        backward(mse_loss(other(x), y), bare)
         if number % 2:
             clip_norm(bare)
             bare.step()
@@ -355,29 +344,27 @@ def test_fabric_has_the_bits_of_a_loop_by_hand(level: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("precision", [{"opt_level": "O5"}, LARGE], ids=["O5", "overflowing"])
 def test_fabric_resumes_to_the_bit(precision: dict[str, Any], tmp_path: Path) -> None:
+    def fresh() -> tuple[Fabric, dict[str, Any]]:
+        fabric = fabric_of(**precision)
+        model, optimizer = set_up(fabric)
+        return fabric, {"model": model, "optimizer": optimizer, "precision": fabric.strategy.precision}
+
     data = batches(24)
-    whole = fabric_of(**precision)
-    model, optimizer = set_up(whole)
-    loop(whole, model, optimizer, data)
-    half = fabric_of(**precision)
-    first, first_optimizer = set_up(half)
-    loop(half, first, first_optimizer, data[:12])
-    state = {"model": first, "optimizer": first_optimizer, "precision": half.strategy.precision}
-    half.save(tmp_path / "half.ckpt", state)
-    rest = fabric_of(**precision)
-    second, second_optimizer = set_up(rest)
-    state = {"model": second, "optimizer": second_optimizer, "precision": rest.strategy.precision}
-    rest.load(tmp_path / "half.ckpt", state)
-    loop(rest, second, second_optimizer, data[12:])
-    assert same_bits(second.state_dict(), model.state_dict())
-    assert rest.strategy.precision.state_dict() == whole.strategy.precision.state_dict()
+    (whole, state), (half, saved), (rest, resumed) = fresh(), fresh(), fresh()
+    loop(whole, state["model"], state["optimizer"], data)
+    loop(half, saved["model"], saved["optimizer"], data[:12])
+    half.save(tmp_path / "half.ckpt", saved)
+    rest.load(tmp_path / "half.ckpt", resumed)
+    loop(rest, resumed["model"], resumed["optimizer"], data[12:])
+    assert same_bits(resumed["model"].state_dict(), state["model"].state_dict())
+    assert resumed["precision"].state_dict() == state["precision"].state_dict()
 
 
 def test_fabric_refuses_an_optimizer_that_was_not_added() -> None:
     for name in ("O2", "O5"):
         fabric = fabric_of(opt_level=name)
         model = mlp()
-        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = fabric.setup(model, sgd(model))
         fabric.backward(model(torch.ones(4, 6)).sum())
         with pytest.raises(RuntimeError, match=r"mpinit\.add_optimizers"):
             optimizer.step()
@@ -393,7 +380,7 @@ def test_a_loss_of_two_sessions_is_refused_where_it_is_scaled() -> None:
 def test_several_sessions_are_no_trouble_where_nothing_is_scaled() -> None:
     fabric, plain = fabric_of(opt_level="O5"), [mlp(batchnorm=True), mlp(batchnorm=True)]
     (first, one), (second, other), x = set_up(fabric), set_up(fabric), batches(1)[0][0]
-    bare = [torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3) for model in plain]
+    bare = [adamw(model) for model in plain]
     mpinit.initialize(plain, bare, opt_level="O5", verbosity=0)
     for _ in range(3):
         fabric.backward((first(x) * second(x)).mean())
@@ -407,7 +394,7 @@ def test_several_sessions_are_no_trouble_where_nothing_is_scaled() -> None:
 
 def test_fabric_takes_what_the_caller_initialised() -> None:
     models = [mlp(0), mlp(1)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    optimizers = [sgd(model) for model in models]
     mpinit.initialize(models, optimizers, opt_level="O2", verbosity=0)
     fabric = fabric_of()
     (first, one), (second, other) = (fabric.setup(*both) for both in zip(models, optimizers, strict=True))

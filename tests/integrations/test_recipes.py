@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from loops import iterate, same
+from models import sgd
 from recipe_names import names_of
 from snippets import ROOT, blocks, snippets
 from torch.nn.functional import cross_entropy, mse_loss
@@ -40,18 +42,15 @@ def test_every_block_has_a_library() -> None:
 def test_a_classifier_has_the_bits_of_a_loop_by_hand(library: str, tmp_path: Path) -> None:
     model = run(library, tmp_path / "there")["model"]
     mine, loader = names_of(library, tmp_path)["model"], names_of("ignite", tmp_path)["loader"]
-    optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+    optimizer = sgd(mine)
     mpinit.initialize(mine, optimizer, opt_level="O2", verbosity=0)
     for _ in range(2):
         for x, y in loader:
             loss = mine(x, y, mode="loss")["loss"] if library == "mmengine" else cross_entropy(mine(x), y)
-            with mpinit.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            iterate(loss, optimizer)
     assert next(model.parameters()).dtype is torch.float16
-    for one, other in zip(model.state_dict().values(), mine.state_dict().values(), strict=True):
-        assert one.dtype is torch.float32 and torch.equal(one, other)
+    assert {value.dtype for value in mine.state_dict().values()} == {torch.float32}
+    same(model.state_dict().values(), mine.state_dict().values())
 
 
 def test_diffusers_trains_averages_and_saves_float32(tmp_path: Path) -> None:
@@ -127,13 +126,8 @@ def test_preferences_are_learnt_by_adapters_with_checkpointed_activations(reentr
         how = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
         args = trl.DPOConfig(str(tmp_path), bf16=False, max_steps=12, report_to="none", learning_rate=2e-2, **how)
         data = datasets.Dataset.from_dict(pairs)
-        trainer = trl.DPOTrainer(
-            names["model"],
-            args=args,
-            train_dataset=data,
-            processing_class=names["tokenizer"],
-            peft_config=names["lora"],
-        )
+        given = {"args": args, "train_dataset": data, "peft_config": names["lora"]}
+        trainer = trl.DPOTrainer(names["model"], processing_class=names["tokenizer"], **given)
         if level is not None:
             enable(trainer, level, verbosity=0)
         trainer.train()

@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from frameworks import LEVELS, same_bits
+from loops import backward
 from timm.utils import ModelEma, ModelEmaV2, ModelEmaV3, NativeScaler
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -55,8 +56,7 @@ def run(model: nn.Module, optimizer: Any, data: list[Any], every: int = 1, **cli
 def run_by_hand(model: nn.Module, optimizer: Any, data: list[Any], every: int = 1, clip: Clip | None = None) -> None:
     for number, (x, y) in enumerate(data, start=1):
         last = number % every == 0
-        with mpinit.scale_loss(cross_entropy(model(x), y) / every, optimizer, delay_unscale=not last) as scaled_loss:
-            scaled_loss.backward()
+        backward(cross_entropy(model(x), y) / every, optimizer, delay_unscale=not last)
         if last:
             if clip is not None:
                 clip(list(model.parameters())[:-2])
@@ -101,10 +101,8 @@ def test_averages_are_of_float32_masters(name: str, kind: str) -> None:
             average.update(model)
         for key, value in model.state_dict().items():
             expected[key] += 0.1 * (value - expected[key])
-    found = inside.state_dict()
-    assert all(value.dtype is torch.float32 for value in found.values())
-    for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-7)
+    assert all(value.dtype is torch.float32 for value in expected.values())
+    torch.testing.assert_close(dict(inside.state_dict()), expected, rtol=1e-6, atol=1e-7)
     plain, x = vit().eval(), samples(1)[0][0]
     plain.load_state_dict(expected)
     with mpinit.disable_casts():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from frameworks import same_bits, samples, tiny_model
+from loops import backward
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, BertTokenizer, Trainer, TrainingArguments, default_data_collator, get_scheduler
 from transformers.utils import logging
@@ -51,19 +52,30 @@ def settings(folder: Path, **more: Any) -> TrainingArguments:
 def trainer_of(name: str, folder: Path, level: dict[str, Any] | None, **more: Any) -> Trainer:
     given = {key: more.pop(key) for key in ("optimizers",) if key in more}
     model = more.pop("model", None) or tiny_model(name)
-    trainer = Trainer(
-        model, settings(folder, **more), train_dataset=samples(name, 64), eval_dataset=samples(name, 8, seed=2), **given
-    )
+    data = {"train_dataset": samples(name, 64), "eval_dataset": samples(name, 8, seed=2)}
+    trainer = Trainer(model, settings(folder, **more), **data, **given)
     if level is not None:
         enable(trainer, verbosity=0, **level)
     return trainer
 
 
+def trained(*given: Any, **more: Any) -> Trainer:
+    trainer = trainer_of(*given, **more)
+    trainer.train()
+    return trainer
+
+
+def optimizer_of(model: Any, folder: Path) -> torch.optim.Optimizer:
+    """The one that the Trainer would make."""
+    made, keywords = Trainer.get_optimizer_cls_and_kwargs(settings(folder), model)
+    optimizer: torch.optim.Optimizer = made(model.parameters(), weight_decay=0.0, **keywords)
+    return optimizer
+
+
 def bare(name: str, folder: Path, level: dict[str, Any]) -> dict[str, Any]:
     """What the Trainer does, by hand."""
-    model, args = tiny_model(name), settings(folder)
-    made, keywords = Trainer.get_optimizer_cls_and_kwargs(args, model)
-    optimizer = made(model.parameters(), weight_decay=0.0, **keywords)
+    model = tiny_model(name)
+    optimizer = optimizer_of(model, folder)
     kept = ["model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"] if name == "llama" else []
     mpinit.initialize(model, optimizer, verbosity=0, keep_fp32=kept, **level)
     scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=6)
@@ -77,8 +89,7 @@ def bare(name: str, folder: Path, level: dict[str, Any]) -> dict[str, Any]:
             else:  # the model divides by what both halves hold
                 labels = half["labels"][..., 1:] if name in CAUSAL else half["labels"]
                 loss = model(**half, num_items_in_batch=torch.tensor(2 * labels.numel())).loss
-            with mpinit.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            backward(loss, optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         mpinit.scheduler_step(scheduler)
@@ -100,8 +111,7 @@ def test_a_trainer_trains_as_the_bare_loop_does(name: str, level: str, tmp_path:
 def test_resuming_gives_the_bits_of_a_run_that_was_not_interrupted(name: str, save_dtype: str, tmp_path: Path) -> None:
     level = LEVELS.get(name, OVERFLOWING)
     asked = level | {"save_dtype": save_dtype}
-    through = trainer_of("llama", tmp_path, asked, save_strategy="steps", save_steps=3)
-    through.train()
+    through = trained("llama", tmp_path, asked, save_strategy="steps", save_steps=3)
     resumed = trainer_of("llama", tmp_path, asked, save_strategy="steps", save_steps=3)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert same_bits(through.model.state_dict(), resumed.model.state_dict())
@@ -120,8 +130,7 @@ PLAIN: dict[str, Any] = {"O1": {"opt_level": "O1"}, "O4": {"opt_level": "O4"}, *
 
 @pytest.mark.parametrize(("before", "after"), [*itertools.permutations(PLAIN, 2)])
 def test_a_run_resumes_at_another_level(before: str, after: str, tmp_path: Path) -> None:
-    saved = trainer_of("gpt2", tmp_path, PLAIN[before], save_strategy="steps", max_steps=2, save_steps=2)
-    saved.train()
+    saved = trained("gpt2", tmp_path, PLAIN[before], save_strategy="steps", max_steps=2, save_steps=2)
     resumed = trainer_of("gpt2", tmp_path, PLAIN[after], max_steps=2)
     # The checkpoint's own step is its last: what is there then is what was loaded.
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -157,8 +166,7 @@ def test_sentence_transformers_save_float32(tmp_path: Path) -> None:
 )
 def test_from_pretrained_reads_what_save_model_writes(name: str, case: tuple[str, torch.dtype], tmp_path: Path) -> None:
     level, dtype = case
-    trainer = trainer_of(name, tmp_path, LEVELS[level] | {"save_dtype": dtype}, max_steps=1)
-    trainer.train()
+    trainer = trained(name, tmp_path, LEVELS[level] | {"save_dtype": dtype}, max_steps=1)
     trainer.save_model(str(tmp_path / "saved"))
     assert trainer.model.dtype == torch.bfloat16
     assert AutoConfig.from_pretrained(tmp_path / "saved").dtype == dtype
@@ -173,50 +181,39 @@ def test_a_checkpoint_in_bfloat16_gets_masters(tmp_path: Path) -> None:
     tiny_model("llama").bfloat16().save_pretrained(tmp_path / "given")
     loaded = type(tiny_model("llama")).from_pretrained(tmp_path / "given")
     assert loaded.dtype == torch.bfloat16
-    trainer = trainer_of("llama", tmp_path, {}, model=loaded, learning_rate=1e-6)
-    trainer.train()
+    trained("llama", tmp_path, {}, model=loaded, learning_rate=1e-6)
     norm = loaded.model.norm.weight
     assert torch.equal(norm, torch.ones_like(norm)), "bfloat16 cannot hold such a step from 1"
     assert not torch.equal(loaded.state_dict()["model.norm.weight"], torch.ones(16)), "but the master can"
 
 
 def test_an_optimizer_may_be_given(tmp_path: Path) -> None:
-    created = trainer_of("gpt2", tmp_path, {"opt_level": "O2"})
-    created.train()
+    created = trained("gpt2", tmp_path, {"opt_level": "O2"})
     model = tiny_model("gpt2")
-    made, keywords = Trainer.get_optimizer_cls_and_kwargs(settings(tmp_path), model)
-    optimizer = made(model.parameters(), weight_decay=0.0, **keywords)
-    given = trainer_of("gpt2", tmp_path, {"opt_level": "O2"}, model=model, optimizers=(optimizer, None))
-    given.train()
+    optimizers = optimizer_of(model, tmp_path), None
+    given = trained("gpt2", tmp_path, {"opt_level": "O2"}, model=model, optimizers=optimizers)
     assert same_bits(created.model.state_dict(), given.model.state_dict())
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     when = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    trainer = trainer_of("bert", tmp_path, {}, load_best_model_at_end=True, greater_is_better=True, **when)
-    trainer.train()
+    trainer = trained("bert", tmp_path, {}, load_best_model_at_end=True, greater_is_better=True, **when)
     assert trainer.state.best_global_step < 6, "else this shows nothing"
     best = type(trainer.model).from_pretrained(trainer.state.best_model_checkpoint)
     assert best.dtype == torch.float32
     assert same_bits(trainer.model.state_dict(), best.state_dict())
-    assert torch.equal(
-        next(mpinit.master_params(trainer.optimizer.optimizer)), best.bert.embeddings.word_embeddings.weight
-    )
+    first = next(mpinit.master_params(trainer.optimizer.optimizer))
+    assert torch.equal(first, best.bert.embeddings.word_embeddings.weight)
 
 
 def test_checkpointed_activations_give_the_same_bits(tmp_path: Path) -> None:
-    states = []
-    for checkpoints in (False, True):
-        trainer = trainer_of("llama", tmp_path, {}, activation_checkpointing=checkpoints)
-        trainer.train()
-        states.append(trainer.model.state_dict())
-    assert same_bits(*states)
+    runs = [trained("llama", tmp_path, {}, activation_checkpointing=checkpoints) for checkpoints in (False, True)]
+    assert same_bits(*(run.model.state_dict() for run in runs))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 def test_generation_is_that_of_the_16_bit_model(name: str, tmp_path: Path) -> None:
-    trainer = trainer_of(name, tmp_path, {})
-    trainer.train()
+    trainer = trained(name, tmp_path, {})
     saved = tmp_path / "saved"
     trainer.save_model(str(saved))
     plain = type(trainer.model).from_pretrained(saved, dtype=torch.bfloat16)
@@ -251,9 +248,8 @@ def test_adapters_are_float32_over_a_16_bit_model_and_resume(kind: str, tmp_path
         config = lora if kind == "lora" else peft.PromptTuningConfig(num_virtual_tokens=2, **task)
         return peft.get_peft_model(tiny_model("llama"), config)
 
-    trainers = [
-        trainer_of("llama", tmp_path, {}, model=adapted(), save_strategy="steps", save_steps=3) for _ in range(2)
-    ]
+    when = {"save_strategy": "steps", "save_steps": 3}
+    trainers = [trainer_of("llama", tmp_path, {}, model=adapted(), **when) for _ in range(2)]
     before = copy.deepcopy(trainers[0].model.state_dict())
     trainers[0].train()
     trainers[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
@@ -290,8 +286,7 @@ def test_a_trainer_that_makes_its_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_undo_leaves_a_float32_trainer(tmp_path: Path) -> None:
-    trainer = trainer_of("gpt2", tmp_path, {"opt_level": "O2"})
-    trainer.train()
+    trainer = trained("gpt2", tmp_path, {"opt_level": "O2"})
     masters = copy.deepcopy(trainer.model.state_dict())
     mpinit.undo(trainer.model)
     assert same_bits(masters, trainer.model.state_dict())
@@ -301,6 +296,5 @@ def test_undo_leaves_a_float32_trainer(tmp_path: Path) -> None:
 
 
 def test_disabled_it_does_nothing(tmp_path: Path) -> None:
-    trainer = trainer_of("gpt2", tmp_path, {"enabled": False})
-    trainer.train()
+    trainer = trained("gpt2", tmp_path, {"enabled": False})
     assert trainer.model.dtype == torch.float32 and trainer.accelerator.scaler is None
