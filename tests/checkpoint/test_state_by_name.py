@@ -24,15 +24,7 @@ from states_by_name import (
     saved,
 )
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as by_name
 from torch.optim import SGD, Adam, Optimizer
 
 import mpinit
@@ -86,9 +78,9 @@ def test_files_are_read_into_the_state_of_a_fresh_model(level: str, tmp_path: Pa
     dcp.save(dict(zip(("model", "optimizer"), written, strict=True)), **files)
     again, resumed = build(level, seed=6)
     # dcp.load writes into these, which is into full masters themselves.
-    ours, theirs = get_state_dict(again, resumed)
+    ours, theirs = by_name.get_state_dict(again, resumed)
     dcp.load({"model": ours, "optimizer": theirs}, **files)
-    set_state_dict(again, resumed, model_state_dict=ours, optim_state_dict=theirs)
+    by_name.set_state_dict(again, resumed, model_state_dict=ours, optim_state_dict=theirs)
     assert_same(saved(again, resumed), written)
     train(model, optimizer, batches(2, seed=8))
     end = saved(model, optimizer)
@@ -101,11 +93,11 @@ def test_files_are_read_into_the_state_of_a_fresh_model(level: str, tmp_path: Pa
 @pytest.mark.parametrize("level", [*LEVELS, "O3"])
 def test_what_a_full_state_lacks_keeps_its_bits(level: str) -> None:
     model, _ = build(level)
-    before = get_model_state_dict(model)
+    before = by_name.get_model_state_dict(model)
     kept = {name: value.clone() for name, value in before.items() if name != "head.weight"}
-    options = StateDictOptions(full_state_dict=True, strict=False)
-    set_model_state_dict(model, {"head.weight": torch.full((3, 6), 1.25)}, options=options)
-    after = get_model_state_dict(model)
+    options = by_name.StateDictOptions(full_state_dict=True, strict=False)
+    by_name.set_model_state_dict(model, {"head.weight": torch.full((3, 6), 1.25)}, options=options)
+    after = by_name.get_model_state_dict(model)
     assert torch.equal(after.pop("head.weight"), torch.full((3, 6), 1.25))
     assert_same(after, kept)
 
@@ -119,7 +111,7 @@ def test_a_state_that_does_not_fit_is_refused_as_in_torch(level: str) -> None:
     del state["state"]["head.weight"]
     entered = masters(optimizer)
     with pytest.raises(RuntimeError, match=r"head\.weight"):
-        set_optimizer_state_dict(model, optimizer, state)
+        by_name.set_optimizer_state_dict(model, optimizer, state)
     assert_same(saved(model, optimizer), before)
     same(masters(optimizer), entered)
     train(model, optimizer, batches(1))
@@ -160,7 +152,7 @@ def test_an_overflow_before_counts_for_nothing(level: str) -> None:
     model, optimizer = build(level)
     backward(mse(model, batches(1)[0]) * float("inf"), optimizer)
     model.zero_grad()
-    state = get_optimizer_state_dict(model, optimizer)["state"]
+    state = by_name.get_optimizer_state_dict(model, optimizer)["state"]
     assert {entry["step"].item() for entry in state.values()} == {1.0}
     assert mpinit.step_counts(optimizer) == (0, 0)
 

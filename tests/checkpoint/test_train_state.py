@@ -1,6 +1,8 @@
 """mpinit.TrainState in one process: files, levels, several optimizers, and states that do not fit."""
 
 import copy
+import functools
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -241,57 +243,56 @@ def test_it_loads_where_a_part_of_the_names_is_wanted() -> None:
 # -- what does not fit ------------------------------------------------------------------------------------------------
 
 
-def spoil(state: dict[str, Any], case: str) -> Any:
-    model, optim = state["model"], state["optim"]
-    entries = optim["state"]["0.weight"]
-    spoilers: dict[str, Callable[[], Any]] = {
-        "no mapping": lambda: [state],
-        "whole checkpoint": lambda: {"app": state},
-        "no optimizer": lambda: state.pop("optim") and state,
-        "weight missing": lambda: model.pop("3.bias") is not None and state,
-        "stranger": lambda: model.update({"stranger": model["3.bias"]}) or state,
-        "shape": lambda: model.update({"3.bias": torch.ones(7)}) or state,
-        "number": lambda: model.update({"3.bias": 3.0}) or state,
-        "state missing": lambda: optim["state"].pop("0.weight") and state,
-        "other optimizer": lambda: entries.update({"momentum_buffer": entries.pop("exp_avg")}) or state,
-        "shape of state": lambda: entries.update({"exp_avg": torch.ones(2)}) or state,
-        "groups": lambda: optim["param_groups"][0]["params"].pop() and state,
-        "no groups": lambda: optim.pop("param_groups") and state,
-        "two losses": lambda: state | {"scalers": state["scalers"].repeat(2, 1)},
-        "scale": lambda: state["scalers"].fill_(float("nan")) is not None and state,
-        "columns": lambda: state | {"scalers": state["scalers"][:, :2]},
-    }
-    return spoilers[case]()
+def changed(state: dict[str, Any], *path: Any, to: Any = None) -> dict[str, Any]:
+    """A state with another value in one place, or without it."""
+    *outer, last = path
+    place = functools.reduce(operator.getitem, outer, state)
+    if to is None:
+        del place[last]
+    else:
+        place[last] = to
+    return state
 
 
-MESSAGES = {
-    "no mapping": "a state is a mapping such as TrainState.state_dict",
-    "whole checkpoint": r"this one has 'app': give the part that TrainState\.state_dict",
-    "no optimizer": "there is no 'optim'",
-    "weight missing": r"the model's state lacks '3\.bias'",
-    "stranger": "the model has no 'stranger'",
-    "shape": r"'3\.bias' has the shape \(7,\), and here \(3,\)",
-    "number": r"'3\.bias' is a float, not a tensor",
-    "state missing": r"the optimizer's state has none for '0\.weight'",
-    "other optimizer": r"state of '0\.weight' has no 'exp_avg', but step, exp_avg_sq, momentum_buffer",
-    "shape of state": r"'exp_avg' of '0\.weight' has the shape \(2,\), and here \(8, 6\)",
-    "groups": r"no group .* has the 4 parameters of group 0 \(0\.weight, 0\.bias first; groups saved: 3 parameters\)",
-    "no groups": "has no 'state' and 'param_groups'",
-    "two losses": "'loss_scaler1' is not known here",
-    "scale": "has loss_scale=nan",
-    "columns": r"rows of loss_scale, unskipped, tolerance, scales; these have the shape \(1, 2\)",
+OF_WEIGHT = ("optim", "state", "0.weight")
+WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a state is a mapping such as TrainState.state_dict": lambda state: [state],
+    r"this one has 'app': give the part that TrainState\.state_dict": lambda state: {"app": state},
+    "there is no 'optim'": lambda state: changed(state, "optim"),
+    r"the model's state lacks '3\.bias'": lambda state: changed(state, "model", "3.bias"),
+    "the model has no 'stranger'": lambda state: changed(state, "model", "stranger", to=torch.ones(3)),
+    r"'3\.bias' has the shape \(7,\), and here \(3,\)": lambda state: changed(
+        state, "model", "3.bias", to=torch.ones(7)
+    ),
+    r"'3\.bias' is a float, not a tensor": lambda state: changed(state, "model", "3.bias", to=3.0),
+    r"the optimizer's state has none for '0\.weight'": lambda state: changed(state, *OF_WEIGHT),
+    r"state of '0\.weight' has no 'exp_avg', but step, exp_avg_sq, momentum_buffer": lambda state: changed(
+        changed(state, *OF_WEIGHT, "momentum_buffer", to=torch.ones(8, 6)), *OF_WEIGHT, "exp_avg"
+    ),
+    r"'exp_avg' of '0\.weight' has the shape \(2,\), and here \(8, 6\)": lambda state: changed(
+        state, *OF_WEIGHT, "exp_avg", to=torch.ones(2)
+    ),
+    r"no group .* has the 4 parameters of group 0 \(0\.weight, 0\.bias first; groups saved: 3 parameters\)": (
+        lambda state: changed(state, "optim", "param_groups", 0, "params", -1)
+    ),
+    "has no 'state' and 'param_groups'": lambda state: changed(state, "optim", "param_groups"),
+    "'loss_scaler1' is not known here": lambda state: state | {"scalers": state["scalers"].repeat(2, 1)},
+    "has loss_scale=nan": lambda state: state | {"scalers": state["scalers"] * float("nan")},
+    r"rows of loss_scale, unskipped, tolerance, scales; these have the shape \(1, 2\)": (
+        lambda state: state | {"scalers": state["scalers"][:, :2]}
+    ),
 }
 
 
-@pytest.mark.parametrize("case", MESSAGES)
-def test_what_does_not_fit_is_refused_and_changes_nothing(case: str) -> None:
+@pytest.mark.parametrize(("message", "spoil"), WRONG.items())
+def test_what_does_not_fit_is_refused_and_changes_nothing(message: str, spoil: Callable[[Any], Any]) -> None:
     pair = build("O2")
     train(*pair, batches(1))
     here = TrainState(*pair)
-    state = spoil(copied(here), case)
+    state = spoil(copied(here))
     train(*pair, batches(1, seed=8))
     before = copied(here)
-    with pytest.raises((TypeError, ValueError), match=MESSAGES[case]):
+    with pytest.raises((TypeError, ValueError), match=message):
         here.load_state_dict(state)
     assert_same(copied(here), before, dtype=None)
     train(*pair, batches(1))

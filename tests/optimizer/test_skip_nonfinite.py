@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from loops import backward, batches, masters, mlp, mse, poison, same, started
+from models import LEVELS
 from torch import nn
 from torch.optim import LBFGS, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -17,11 +18,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "O0": {"opt_level": "O0", "skip_nonfinite": True},
     "O2, static": {"opt_level": "O2", "loss_scale": 128.0},
     "O3": {"opt_level": "O3", "cast_model_type": "bf16"},
-    "O4": {"opt_level": "O4"},
-    "O5": {"opt_level": "O5"},
-    "split": {"opt_level": "O5", "master_weights": "split"},
     "model": {"opt_level": "O5", "master_weights": "model"},
-    "int8": {"opt_level": "O5", "optimizer_state": "int8"},
+    **{level: LEVELS[level] for level in ("O4", "O5", "split", "int8")},
 }
 
 
