@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from loops import same
-from models import sgd
+from models import Parts, sgd
 from torch import nn
 
 import mpinit
@@ -118,18 +118,12 @@ def test_an_overflow_found_by_a_later_backward_pass_of_the_step_skips_all() -> N
 
 
 def test_sparse_scalar_and_empty_gradients_take_part() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.empty = nn.Parameter(torch.zeros(0))
-            self.number = nn.Parameter(torch.tensor(2.0))
-            self.table = nn.Embedding(6, 4, sparse=True)
-
-        def forward(self, index: torch.Tensor) -> torch.Tensor:
-            return self.table(index).sum() * self.number + self.empty.sum()
+    def run(self: Any, index: torch.Tensor) -> Any:
+        return self.table(index).sum() * self.number + self.empty.sum()
 
     for bad in (0, 1):
-        models: list[nn.Module] = [Odd(), linear(1)]
+        odd = {"empty": nn.Parameter(torch.zeros(0)), "number": nn.Parameter(torch.tensor(2.0))}
+        models: list[nn.Module] = [Parts(run, **odd, table=nn.Embedding(6, 4, sparse=True)), linear(1)]
         optimizers = [sgd(model) for model in models]
         face.initialize(models, optimizers, opt_level="O2", verbosity=0)
         before = [values(model) for model in models]

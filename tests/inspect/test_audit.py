@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import backward, batches, mlp
+from loops import SignDescent, backward, batches, mlp
 from models import CASES, prepared
 from torch import nn
 
@@ -74,20 +74,9 @@ def test_rows_say_where_each_number_lives() -> None:
 
 def test_a_share_is_that_of_steps_below_half_a_unit_in_the_last_place() -> None:
     """Lion's step is its rate, so that the share follows from the weights by hand."""
-
-    class SignOfGradient(torch.optim.Optimizer):
-        def __init__(self, params: Any, lr: float) -> None:
-            super().__init__(params, {"lr": lr})
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.sub_(group["lr"] * p.grad.sign())
-
     model = nn.Linear(256, 128, bias=False, dtype=torch.bfloat16)
     for rate in (1e-2, 1e-3, 1e-4, 1e-5):
-        share = mpinit.audit(model, SignOfGradient(model.parameters(), rate)).stuck["weight"]
+        share = mpinit.audit(model, SignDescent(model.parameters(), rate)).stuck["weight"]
         weight = model.weight.detach().float()
         sides = [((weight + sign * rate).bfloat16().float() == weight).double().mean() for sign in (1, -1)]
         assert share == pytest.approx(float(sum(sides) / 2), abs=0.01)

@@ -21,6 +21,7 @@ from loops import (
     started,
 )
 from masters_by_hand import WEIGHTS, ByHand
+from models import Parts
 from torch import nn
 from torch.optim import Optimizer
 
@@ -51,17 +52,6 @@ def test_cycles_equal_a_hand_written_loop(setting: str, delay: dict[str, bool]) 
     same(model.parameters(), by_hand.model.parameters())
 
 
-class One(nn.Module):
-    """A weight whose gradient is 1 for every call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(3))
-
-    def forward(self) -> torch.Tensor:
-        return self.weight.sum()
-
-
 # Split masters pay a documented price for 2 bytes a parameter less: bfloat16 counts to 256 and no further.
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("loss_scale", ["dynamic", 1.0, 128.0])
@@ -72,7 +62,7 @@ class One(nn.Module):
 def test_300_micro_batches_of_ones_give_300(
     dtype: torch.dtype, kind: Any, count: float, loss_scale: Any, delay: bool
 ) -> None:
-    model = One()
+    model = Parts(lambda self: self.weight.sum(), weight=nn.Parameter(torch.zeros(3)))
     given = {"loss_scale": loss_scale, "init_loss_scale": 256.0, "growth_interval": 100, "master_weights": kind}
     optimizer = start(model, "O2", dtype, plain_sgd, **given)
     for _ in range(300):

@@ -1,13 +1,13 @@
 """Between backward and step: gradients are unscaled, in float32, and may be clipped."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from loops import HALVES, backward, batches, gradients, masters, mlp, mse, plain_sgd, poison, same, started
-from torch import nn
-from torch.optim import Optimizer
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import mpinit
 from mpinit.basics.dtypes import as_float32
@@ -18,57 +18,46 @@ pytestmark = pytest.mark.device
 LEVELS = ("O0", "O1", "O2", "O3")
 
 
-def by_torch(model: nn.Module, optimizer: Optimizer, limit: float, **more: Any) -> torch.Tensor:
-    return torch.nn.utils.clip_grad_norm_(mpinit.master_params(optimizer), limit, **more)
-
-
-def by_mpinit(model: nn.Module, optimizer: Optimizer, limit: float, **more: Any) -> torch.Tensor:
-    return mpinit.clip_grad_norm_(optimizer, limit, **more)
-
-
-def by_the_models_parameters(model: nn.Module, optimizer: Optimizer, limit: float, **more: Any) -> torch.Tensor:
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), limit, **more)
-
-
-WAYS = (by_torch, by_mpinit, by_the_models_parameters)
+WAYS: dict[str, Callable[..., Any]] = {
+    "torch": lambda _, optimizer, *how: clip_grad_norm_(mpinit.master_params(optimizer), *how),
+    "mpinit": lambda _, optimizer, *how: mpinit.clip_grad_norm_(optimizer, *how),
+    "the model's parameters": lambda model, _, *how: clip_grad_norm_(model.parameters(), *how),
+}
+BY_VALUE = {"value": lambda _, optimizer, limit: clip_grad_value_(mpinit.master_params(optimizer), limit)}
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_clipping_equals_float32s(level: str, way: Any, norm_type: float) -> None:
+def test_clipping_equals_float32s(level: str, way: str, norm_type: float) -> None:
     (model, optimizer), reference, data = started(level, make=plain_sgd), mlp(), batches(2)
     for batch in data:
         backward(mse(model, batch), optimizer)
         mse(reference, batch).backward()
-    norm = way(model, optimizer, 0.1, norm_type=norm_type)
-    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1, norm_type=norm_type)
+    norm = WAYS[way](model, optimizer, 0.1, norm_type)
+    expected = clip_grad_norm_(reference.parameters(), 0.1, norm_type)
     torch.testing.assert_close(norm.float(), expected, rtol=0.01, atol=0.0)
-    expected = [parameter.grad for parameter in reference.parameters()]
+    clipped = [parameter.grad for parameter in reference.parameters()]
     exact = {"rtol": 0.0, "atol": 0.0} if level == "O0" else {"rtol": 0.02, "atol": 2e-4}
-    torch.testing.assert_close([g.float() for g in gradients(optimizer) if g is not None], expected, **exact)
+    torch.testing.assert_close([g.float() for g in gradients(optimizer) if g is not None], clipped, **exact)
     before = masters(optimizer)
     optimizer.step()
     moved = [(old - new).float() for old, new in zip(before, masters(optimizer), strict=True)]
-    torch.testing.assert_close(moved, expected, rtol=0.02, atol=5e-4)
+    torch.testing.assert_close(moved, clipped, rtol=0.02, atol=5e-4)
 
 
-def by_value(model: nn.Module, optimizer: Optimizer, limit: float) -> None:
-    torch.nn.utils.clip_grad_value_(mpinit.master_params(optimizer), limit)
-
-
-@pytest.mark.parametrize("way", [*WAYS, by_value])
+@pytest.mark.parametrize("way", WAYS | BY_VALUE)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_clipping_after_an_overflow_leaves_the_step_skipped(level: str, way: Any) -> None:
+def test_clipping_after_an_overflow_leaves_the_step_skipped(level: str, way: str) -> None:
     (model, optimizer), batch = started(level, loss_scale="dynamic", init_loss_scale=4.0), batches(1)[0]
     before = masters(optimizer)
     backward(poison(mse(model, batch), next(model.parameters())), optimizer)
-    norm = way(model, optimizer, 0.1)
+    norm = (WAYS | BY_VALUE)[way](model, optimizer, 0.1)
     assert norm is None or not norm.isfinite()
     optimizer.step()
     assert mpinit.step_was_skipped(optimizer)
     same(masters(optimizer), before)
-    if way is by_value:
+    if way in BY_VALUE:
         # What is left is finite, and counts with the next loss, as with torch.amp.GradScaler.
         backward(mse(model, batch), optimizer)
         optimizer.step()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from loops import (
     Forwarding,
+    SignDescent,
     adam,
     batches,
     close,
@@ -30,6 +31,7 @@ from loops import (
     train_plainly,
 )
 from masters_by_hand import as_by_hand
+from models import Parts
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -81,18 +83,12 @@ def test_what_was_frozen_when_initialize_ran_gets_a_master_once_it_trains(given:
     assert optimizer.state[model[0].weight]["momentum_buffer"].dtype is torch.float32
 
 
-class Adapted(nn.Module):
+def adapted() -> Any:
     """A 16-bit base with adapters in float32 and in the other 16-bit type, as parameter-efficient tuning has them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.base = nn.Linear(6, 3)
-        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 3, bias=False)
-        self.shift = nn.Parameter(torch.zeros(3))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.base(inputs) + self.up(self.down(inputs)) + self.shift.to(inputs.dtype)
+    torch.manual_seed(0)
+    low_rank = {"down": nn.Linear(6, 2, bias=False), "up": nn.Linear(2, 3, bias=False)}
+    parts = {"base": nn.Linear(6, 3), **low_rank, "shift": nn.Parameter(torch.zeros(3))}
+    return Parts(lambda self, x: self.base(x) + self.up(self.down(x)) + self.shift.to(x.dtype), **parts)
 
 
 each_kind = pytest.mark.parametrize("make", [momentum, adam, lambda p: AdamW(p, lr=0.01, fused=True)])
@@ -100,7 +96,7 @@ each_kind = pytest.mark.parametrize("make", [momentum, adam, lambda p: AdamW(p, 
 
 @each_kind
 def test_dtypes_may_mix_in_one_group(make: Callable[..., Optimizer]) -> None:
-    model, reference, data = Adapted(), Adapted(), batches(5)
+    model, reference, data = adapted(), adapted(), batches(5)
     optimizer, plain = make(model.parameters()), make(reference.parameters())
     mpinit.initialize(model, optimizer, keep_fp32=["down", "up"], **keywords("O2"))
     model.shift.data = model.shift.data.bfloat16()
@@ -185,26 +181,6 @@ def test_every_optimizer_of_torch_steps_masters_as_by_hand(name: str, way: dict[
 
 
 # -- optimizers from elsewhere --------------------------------------------------------------------------------------
-
-
-class SignDescent(Optimizer):
-    """The plainest of subclasses: no foreach, no fused, no defaults that torch knows."""
-
-    def __init__(self, params: Any, rate: float = 0.01) -> None:
-        super().__init__(params, {"rate": rate})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
-                    parameter.sub_(group["rate"] * parameter.grad.sign())
-        return loss
 
 
 class Lookahead(Optimizer):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from loops import HALVES, backward, gradients, keywords, masters, plain_sgd, same, start
+from models import Parts
 from torch import nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
@@ -27,18 +28,11 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-class Words(nn.Module):
+def bag() -> Any:
     """A bag of words: a sparse embedding under a dense head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(10, 4, sparse=True)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.head(self.embedding(words).mean(1))
-        return output
+    torch.manual_seed(0)
+    parts = {"embedding": nn.Embedding(10, 4, sparse=True), "head": nn.Linear(4, 2)}
+    return Parts(lambda self, words: self.head(self.embedding(words).mean(1)), **parts)
 
 
 def words(count: int) -> list[torch.Tensor]:
@@ -50,7 +44,7 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return (model(batch) - 1).pow(2).mean()
 
 
-def optimizers_of(model: Words, name: str) -> list[Optimizer]:
+def optimizers_of(model: Any, name: str) -> list[Optimizer]:
     return [OPTIMIZERS[name](model.embedding.parameters()), SGD(model.head.parameters(), lr=0.1)]
 
 
@@ -58,7 +52,7 @@ def optimizers_of(model: Words, name: str) -> list[Optimizer]:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "model"])
 def test_sparse_embeddings_train_like_float32(level: str, dtype: torch.dtype, name: str) -> None:
-    model, reference = Words(), Words()
+    model, reference = bag(), bag()
     optimizers, plain = optimizers_of(model, name), optimizers_of(reference, name)
     more = {"master_weights": "model"} if level == "model" else {}
     mpinit.initialize(model, optimizers, **keywords("O2" if more else level, dtype), **more)
@@ -74,13 +68,13 @@ def test_sparse_embeddings_train_like_float32(level: str, dtype: torch.dtype, na
     tolerance = 0.0 if level == "O0" else 0.02
     torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=tolerance, atol=tolerance)
     untouched = slice(7, None)
-    assert torch.equal(model.state_dict()["embedding.weight"][untouched], Words().embedding.weight[untouched])
+    assert torch.equal(model.state_dict()["embedding.weight"][untouched], bag().embedding.weight[untouched])
     assert torch.equal(model.embedding.weight.detach(), masters(optimizers[0])[0].to(model.embedding.weight.dtype))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_sparse_gradients_accumulate(level: str) -> None:
-    model, reference = Words(), Words()
+    model, reference = bag(), bag()
     optimizers = optimizers_of(model, "sgd")
     mpinit.initialize(model, optimizers, **keywords(level))
     for batch in words(3):
@@ -94,7 +88,7 @@ def test_sparse_gradients_accumulate(level: str) -> None:
 @pytest.mark.parametrize("name", ["sparse adam", "sgd"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_in_a_sparse_gradient_skips(level: str, name: str) -> None:
-    model = Words()
+    model = bag()
     optimizers = optimizers_of(model, name)
     mpinit.initialize(model, optimizers, **keywords(level))
     before = masters(optimizers[0])

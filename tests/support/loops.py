@@ -193,3 +193,18 @@ class Forwarding(Optimizer):
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(group)
+
+
+class SignDescent(Optimizer):
+    """The plainest of subclasses: no foreach, no fused, no defaults that torch knows."""
+
+    def __init__(self, params: Any, rate: float = 0.01) -> None:
+        super().__init__(params, {"rate": rate})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
+                    parameter.sub_(group["rate"] * parameter.grad.sign())
