@@ -10,7 +10,6 @@ from loops import HALVES, backward, batches, gradients, masters, mlp, mse, plain
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import mpinit
-from mpinit.basics.dtypes import as_float32
 from mpinit.optimizer import gradients as unscaling
 
 pytestmark = pytest.mark.device
@@ -111,14 +110,10 @@ def test_backward_may_name_its_inputs(level: str) -> None:
 INVERSE = torch.tensor(0.25)
 
 
-def sparse_rows(indices: list[int], rows: torch.Tensor, count: int) -> torch.Tensor:
-    """``count`` rows of which ``rows`` stand at ``indices``."""
+def kinds() -> dict[str, torch.Tensor]:
     # The argument check_invariants=False says the same, but before 2.13 torch warned of unchecked invariants anyway.
     with torch.sparse.check_sparse_tensor_invariants(False):
-        return torch.sparse_coo_tensor(torch.tensor([indices]), rows, (count, *rows.shape[1:]))
-
-
-def kinds() -> dict[str, torch.Tensor]:
+        rows = torch.sparse_coo_tensor([[0, 2, 2]], torch.tensor([[4.0], [8.0], [12.0]]), (4, 1)).coalesce()
     return {
         "float32": torch.tensor([4.0, 8.0]),
         "float16": torch.tensor([4.0, 8.0], dtype=torch.float16),
@@ -126,7 +121,7 @@ def kinds() -> dict[str, torch.Tensor]:
         "float64": torch.tensor([4.0, 8.0], dtype=torch.float64),
         "float64 beyond float32": torch.tensor([4e300, 8.0], dtype=torch.float64),
         "complex": torch.tensor([4 + 8j, 1j]),
-        "sparse": sparse_rows([0, 2, 2], torch.tensor([[4.0], [8.0], [12.0]]), 4).coalesce(),
+        "sparse": rows,
         "empty": torch.empty(0),
     }
 
@@ -151,8 +146,3 @@ def test_inf_and_nan_are_found_wherever_they_are(kind: str, bad: float) -> None:
     found_inf = unscaling.unscale_and_check_(list(everything.values()), INVERSE)
     assert found_inf is not None and found_inf.item() == 1.0
     assert everything["float32"][0].item() == 1.0, "the others are unscaled all the same"
-
-
-def test_a_16_bit_sparse_gradient_is_summed_in_float32() -> None:
-    many = sparse_rows([0] * 300, torch.ones(300, 1, dtype=torch.bfloat16), 2)
-    assert as_float32(many).to_dense().tolist() == [[300.0], [0.0]]

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops import backward
+from models import Parts
 from states_by_name import assert_same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -34,23 +35,20 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-class Net(nn.Module):
+def net() -> Any:
     """Tied weights, a layer used twice, one that is frozen and one that is not used."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(200, 24)
-        self.twice, self.once = nn.Linear(24, 24), nn.Linear(24, 24)
-        self.frozen = nn.Linear(24, 24).requires_grad_(False)
-        self.unused = nn.Linear(3, 3)
-        self.norm = nn.LayerNorm(24)
-        self.head = nn.Linear(24, 200, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(self: Any, x: Tensor) -> Tensor:
         hidden = self.twice(self.embedding(x)).tanh()
         hidden = hidden + self.frozen(self.twice(hidden).tanh())
-        return self.head(self.norm(self.once(hidden)))
+        return self.head(self.norm(self.once(hidden)))  # type: ignore[no-any-return]
+
+    layers = {name: nn.Linear(24, 24) for name in ("twice", "once", "frozen")}
+    others = {"unused": nn.Linear(3, 3), "norm": nn.LayerNorm(24), "head": nn.Linear(24, 200, bias=False)}
+    model: Any = Parts(run, embedding=nn.Embedding(200, 24), **layers, **others)
+    model.frozen.requires_grad_(False)
+    model.head.weight = model.embedding.weight
+    return model
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -59,9 +57,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([wide, thin], lr=3e-3, weight_decay=0.1)
 
 
-def set_up(kind: str = "split", make: Make = adamw, **more: Any) -> tuple[Net, torch.optim.Optimizer]:
+def set_up(kind: str = "split", make: Make = adamw, **more: Any) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = Net()
+    model = net()
     optimizer = make(model)
     level, extra = KINDS[kind]
     options = {"gradient_release": True, "split_bucket_bytes": 6000, "loss_scale": 1.0, "verbosity": 0}
@@ -314,7 +312,7 @@ def test_contradicting_properties_and_optimizers(more: dict[str, Any], message: 
 
 
 def test_two_optimizers_of_one_parameter_are_refused_and_none_is_kept_alive() -> None:
-    model = Net()
+    model = net()
     two = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, model.once)]
     with pytest.raises(ValueError, match="in the groups of two optimizers"):
         mpinit.initialize(model, two, "O5", gradient_release=True, verbosity=0)

@@ -199,8 +199,8 @@ class Lookahead(Optimizer):
         self.inner.add_param_group(group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = self.inner.step(closure)
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.inner.step()
         self.count += 1
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -208,7 +208,6 @@ class Lookahead(Optimizer):
                 if self.count % self.every == 0:
                     slow.lerp_(parameter, self.alpha)
                     parameter.copy_(slow)
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
