@@ -120,7 +120,8 @@ def test_a_state_that_does_not_fit_is_refused_as_in_torch(level: str) -> None:
 # -- an optimizer without state ---------------------------------------------------------------------------------------
 
 
-def assert_entered(optimizer: Optimizer, entered: list[list[nn.Parameter]]) -> None:
+def assert_entered(model: nn.Module, optimizer: Optimizer, entered: list[list[nn.Parameter]]) -> None:
+    assert all(p.grad is None for p in [*model.parameters(), *itertools.chain(*entered)])
     assert [[*map(id, group["params"])] for group in optimizer.param_groups] == [[*map(id, group)] for group in entered]
 
 
@@ -142,8 +143,7 @@ def test_state_is_made_as_in_torch_and_nothing_else_moves(level: str, name: str)
     assert mpinit.state_dict(optimizer) == scalers
     same(model.parameters(), weights)
     same(model.state_dict().values(), ours.values())
-    assert all(p.grad is None for p in [*model.parameters(), *itertools.chain(*entered)])
-    assert_entered(optimizer, entered)
+    assert_entered(model, optimizer, entered)
     train(model, optimizer, batches(1))
 
 
@@ -180,8 +180,7 @@ def test_a_failure_while_a_train_state_makes_it_leaves_everything_as_it_was(leve
         mpinit.TrainState(model, optimizer).state_dict()
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.02]
     assert not optimizer.state
-    assert all(p.grad is None for p in [*model.parameters(), *itertools.chain(*entered)])
-    assert_entered(optimizer, entered)
+    assert_entered(model, optimizer, entered)
     same(model.state_dict().values(), before.values())
     optimizer.fails = False
     mpinit.TrainState(model, optimizer).state_dict()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import backward
+from loops import Counting, backward
 from models import Parts
 from states_by_name import assert_same
 from torch import Tensor, nn
@@ -151,21 +151,6 @@ def test_step_does_what_is_left(kind: str) -> None:
 
 def fail(_: Tensor) -> None:
     raise ValueError("on purpose")
-
-
-class Counting(torch.optim.SGD):
-    """Counts its steps in its groups and for itself, and goes by that."""
-
-    steps_per_parameter = True
-    count = 0
-
-    def step(self, closure: Any = None) -> None:
-        self.count += 1
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            with torch.no_grad():
-                for parameter in (p for p in group["params"] if p.grad is not None):
-                    parameter.sub_(parameter.grad, alpha=group["lr"] / group["step"])
 
 
 @pytest.mark.filterwarnings("error")

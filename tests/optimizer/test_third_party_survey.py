@@ -248,8 +248,6 @@ class ByHand(Side):
 
 
 class ByMpinit(Side):
-    """What ``initialize`` makes of it."""
-
     def start(self, **keywords: Any) -> None:
         mpinit.initialize(self.model, self.optimizer, "O2", verbosity=0, **keywords)
 

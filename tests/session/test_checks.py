@@ -40,14 +40,6 @@ class DistributedDataParallel(Parts):
         super().__init__(lambda self, *args: self.module(*args), module=module)
 
 
-class FullyShardedDataParallel(DistributedDataParallel):
-    pass
-
-
-class Subclassed(DistributedDataParallel):
-    pass
-
-
 def prepared(model: nn.Module) -> nn.Module:
     """As Accelerate's prepare does with mixed_precision="bf16"."""
     model._original_forward = model.forward  # type: ignore[assignment]
@@ -60,8 +52,11 @@ WRAPPED: dict[str, tuple[Callable[[nn.Module], nn.Module], list[str]]] = {
     "fabric": (_FabricModule, ["Fabric", "fabric.setup"]),
     "accelerate": (prepared, ["Accelerate", "mixed_precision='no'"]),
     "ddp": (DistributedDataParallel, ["wrapped in DistributedDataParallel", "inside first"]),
-    "a subclass of ddp": (Subclassed, ["wrapped in DistributedDataParallel"]),
-    "fsdp1": (FullyShardedDataParallel, ["wrapped in FullyShardedDataParallel"]),
+    "a subclass of ddp": (type("Subclassed", (DistributedDataParallel,), {}), ["wrapped in DistributedDataParallel"]),
+    "fsdp1": (
+        type("FullyShardedDataParallel", (DistributedDataParallel,), {}),
+        ["wrapped in FullyShardedDataParallel"],
+    ),
     "dp": (nn.DataParallel, ["wrapped in DataParallel"]),
     "script": (torch.jit.script, ["ScriptModule", "torch.jit.trace"]),
     "trace": (lambda model: torch.jit.trace(model, torch.ones(1, 2)), ["ScriptModule", "made from"]),

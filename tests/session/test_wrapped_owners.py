@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from loops import (
+    Counting,
     Forwarding,
     backward,
     batches,
@@ -223,14 +224,6 @@ class Around(Optimizer):
         self.inner["it"].step()
 
 
-MAKERS: dict[str, Callable[[Any], Optimizer]] = {
-    "halves": Halves,
-    "own list": OwnList,
-    "by identity": ByIdentity,
-    "around": Around,
-}
-
-
 def by_hand(make: Callable[[Any], Optimizer], steps: int, warm: int = 0) -> list[nn.Parameter]:
     """Float32 masters of a bfloat16 model, written out; the first and last ``warm`` steps in float32."""
     loop = ByHand(mlp(), "O0", make)
@@ -243,11 +236,11 @@ def by_hand(make: Callable[[Any], Optimizer], steps: int, warm: int = 0) -> list
     return loop.masters
 
 
-@pytest.mark.parametrize("name", ["halves", "own list"])
-def test_every_place_that_holds_a_weight_gets_its_master(name: str) -> None:
-    model, optimizer = started("O5", make=MAKERS[name])
+@pytest.mark.parametrize("make", [Halves, OwnList])
+def test_every_place_that_holds_a_weight_gets_its_master(make: Callable[[Any], Optimizer]) -> None:
+    model, optimizer = started("O5", make=make)
     train(model, optimizer, batches(4))
-    same(masters(optimizer), by_hand(MAKERS[name], 4))
+    same(masters(optimizer), by_hand(make, 4))
     weights = list(model.parameters())
     mpinit.undo(model)
     held = [p for o in getattr(optimizer, "optimizers", []) for g in o.param_groups for p in g["params"]]
@@ -257,39 +250,28 @@ def test_every_place_that_holds_a_weight_gets_its_master(name: str) -> None:
         assert all(any(key is weight for weight in weights) for key in each.state), "state went back as well"
 
 
-@pytest.mark.parametrize("name", ["by identity", "around"])
-def test_what_is_known_of_a_parameter_goes_to_its_master_and_back(name: str) -> None:
+@pytest.mark.parametrize("make", [ByIdentity, Around])
+def test_what_is_known_of_a_parameter_goes_to_its_master_and_back(make: Callable[[Any], Optimizer]) -> None:
     model, data = mlp(), batches(7)
-    optimizer = MAKERS[name](model.parameters())
+    optimizer = make(model.parameters())
     train_plainly(model, optimizer, data[:2])
     mpinit.initialize(model, optimizer, "O5", verbosity=0)
     train(model, optimizer, data[2:5])
     mpinit.undo(model)
     train_plainly(model, optimizer, data[5:])
-    same(model.parameters(), by_hand(MAKERS[name], 7, warm=2))
-
-
-class Counting(SGD):
-    """Counts its steps in its groups, as kinds with a warm-up of their own do."""
-
-    steps_per_parameter = True
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-        super().step()
+    same(model.parameters(), by_hand(make, 7, warm=2))
 
 
 def test_what_an_optimizer_counts_it_counts_once_a_step_and_hooks_run_once() -> None:
     model = mlp()
     optimizer = Counting(model.parameters(), lr=0.1)
-    optimizer.param_groups[0]["count"] = 0
+    optimizer.param_groups[0]["step"] = 0
     mpinit.initialize(model, optimizer, "O5", master_weights="split", split_bucket_bytes=4, verbosity=0)
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     train(model, optimizer, batches(3))
-    assert optimizer.param_groups[0]["count"] == 3
+    assert optimizer.param_groups[0]["step"] == optimizer.count == 3
     assert calls == ["before", "after"] * 3
 
 

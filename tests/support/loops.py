@@ -208,3 +208,18 @@ class SignDescent(Optimizer):
                 if parameter.grad is not None:
                     self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
                     parameter.sub_(group["rate"] * parameter.grad.sign())
+
+
+class Counting(SGD):
+    """Counts its steps in its groups and for itself, and goes by that, as kinds with a warm-up of their own do."""
+
+    steps_per_parameter = True
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                parameter.sub_(parameter.grad, alpha=group["lr"] / group["step"])

@@ -33,7 +33,7 @@ def batches(count, size=16):
 
 def quiet_scale(optimizer_index=0):
     """Small enough not to overflow, so that the first step counts."""
-    if DYNAMIC:
+    if DYNAMIC and amp._amp_state.opt_properties.enabled:
         amp._amp_state.loss_scalers[optimizer_index]._loss_scale = 128.0
 
 
@@ -44,9 +44,9 @@ def start(model, optimizer, **more):
     return result
 
 
-def started(make=torch.optim.SGD, batchnorm=True, seed=0, lr=0.1, **more):
+def started(batchnorm=True, seed=0, **more):
     model = make_model(batchnorm, seed)
-    return start(model, make(model.parameters(), lr=lr, **more))
+    return start(model, torch.optim.SGD(model.parameters(), lr=0.1), **more)
 
 
 def loss_of(model, batch):
@@ -69,7 +69,6 @@ def refused(kind, words=""):
 
 
 def reference_gradients(wanted):
-    """Gradients of plain float32 torch."""
     model = make_model(batchnorm=False).double()
     wanted(model)
     return [p.grad.float() for p in model.parameters()]

@@ -7,9 +7,7 @@ from recipe_setup import DYNAMIC, LEVEL, MASTERS, backward, batches, loss_of, ma
 
 
 def live_state():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=LEVEL, verbosity=0)
+    model, optimizer = started(verbosity=0)
     state = amp._amp_state
     scaler = state.loss_scalers[0]
     assert state.opt_properties.opt_level == LEVEL == state.opt_properties.options["opt_level"]
@@ -83,8 +81,7 @@ def tolerance():
     amp.initialize(make_model(), opt_level=LEVEL, cast_model_type=False)
     amp._amp_state.allow_incoming_model_not_fp32 = True
     incoming = make_model().half()
-    optimizer = torch.optim.SGD(incoming.parameters(), lr=0.1)
-    incoming, optimizer = start(incoming, optimizer)
+    start(incoming, torch.optim.SGD(incoming.parameters(), lr=0.1))
     amp._amp_state.allow_incoming_model_not_fp32 = False
     for level in ("00", "o1", 1, "O9"):
         with refused(RuntimeError, "letter O"):
@@ -97,9 +94,7 @@ def tolerance():
 
 
 def disabled():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, enabled=False, opt_level=LEVEL)
+    model, optimizer = started(enabled=False)
     loss = loss_of(model, next(batches(1)))
     with amp.scale_loss(loss, optimizer) as scaled:
         assert scaled is loss
