@@ -250,8 +250,9 @@ def test_importing_mpinit_does_not_import_it() -> None:
 # What the faces take from the rooms below: what users can use, and these.
 FACE = sorted(path for path in (PACKAGE / "compat").rglob("*.py") if "bootstrap" not in path.parts)
 SHORT_LIST = {"amp"}
-# And these, which one module takes for all of them: which session an object belongs to, and what its scalers are.
-CORE = {"registry", "scaling.scaler"}
+# And these, which one module takes for all of them: which session an object belongs to, what its scalers are, and how
+# DistributedDataParallel averages in float32.
+CORE = {"registry", "scaling.scaler", "distributed"}
 
 
 def taken(path: Path) -> set[str]:

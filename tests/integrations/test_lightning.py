@@ -1,5 +1,6 @@
 """Lightning: the plug in a Trainer, and in Fabric."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +17,11 @@ from loops import Batch, backward, batches, mlp
 from models import sgd
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 import mpinit
 from mpinit import registry
-from mpinit.integrations.lightning import MixedPrecision
+from mpinit.integrations.lightning import MixedPrecision, wait_for_steps
 
 pytestmark = MARKS
 
@@ -399,3 +400,26 @@ def test_fabric_takes_what_the_caller_initialised() -> None:
     one.step()
     other.step()
     assert all(not torch.equal(a, b) for a, b in zip(before, (p for m in models for p in m.parameters()), strict=True))
+
+
+@pytest.mark.parametrize("kind", [ExponentialLR, ReduceLROnPlateau])
+def test_a_scheduler_waits_where_a_step_was_skipped_and_stays_what_it_was(kind: Any) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+    scheduler = ExponentialLR(optimizer, 0.5) if kind is ExponentialLR else ReduceLROnPlateau(optimizer, "min", 0.5, 0)
+    arguments = () if kind is ExponentialLR else (torch.inf,)
+    state, skipped = set(scheduler.state_dict()), [True]
+    undo = wait_for_steps(scheduler, lambda _: skipped[0])
+    assert isinstance(scheduler, kind) and set(scheduler.state_dict()) == state
+    optimizer.step()
+    scheduler.step(*arguments)
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    skipped[0] = False
+    scheduler.step(*arguments)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert isinstance(copy.deepcopy(scheduler), kind)
+    skipped[0] = True
+    undo()
+    undo()
+    assert type(scheduler) is kind
+    scheduler.step(*arguments)
+    assert optimizer.param_groups[0]["lr"] == 0.25

@@ -10,7 +10,7 @@ from session_device import device, placed
 from torch import nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim import lr_scheduler as schedulers
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 import mpinit
 
@@ -174,29 +174,3 @@ def test_an_optimizer_of_frozen_parameters_only_steps_harmlessly(level: str) -> 
     idle.step()
     same(frozen.parameters(), before)
     assert not mpinit.step_was_skipped(idle)
-
-
-# -- schedulers that wait ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [ExponentialLR, ReduceLROnPlateau])
-def test_a_scheduler_waits_where_a_step_was_skipped_and_stays_what_it_was(kind: Any) -> None:
-    optimizer = torch.optim.SGD(mlp().parameters(), lr=1.0)
-    scheduler = ExponentialLR(optimizer, 0.5) if kind is ExponentialLR else ReduceLROnPlateau(optimizer, "min", 0.5, 0)
-    arguments = () if kind is ExponentialLR else (torch.inf,)
-    state, skipped = set(scheduler.state_dict()), [True]
-    undo = wait_for_steps(scheduler, lambda _: skipped[0])
-    assert isinstance(scheduler, kind) and set(scheduler.state_dict()) == state
-    optimizer.step()
-    scheduler.step(*arguments)
-    assert optimizer.param_groups[0]["lr"] == 1.0
-    skipped[0] = False
-    scheduler.step(*arguments)
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert isinstance(copy.deepcopy(scheduler), kind)
-    skipped[0] = True
-    undo()
-    undo()
-    assert type(scheduler) is kind
-    scheduler.step(*arguments)
-    assert optimizer.param_groups[0]["lr"] == 0.25
