@@ -58,6 +58,24 @@ def test_where_digits_are_lost_the_module_that_the_loss_depends_on_most_is_kept(
     assert len(found.runs) == 3
 
 
+def test_the_sensitivity_is_the_first_order_change_of_the_loss_by_hand() -> None:
+    from mpinit.inspect.faults import OverflowWatch
+
+    torch.manual_seed(0)
+    model, (x, y) = nn.Sequential(nn.Linear(6, 4), nn.Sigmoid()), batches(1)[0]
+    y = torch.rand(len(x), 4)
+    with OverflowWatch(model, (torch.float16,)) as watch:
+        (model(x) - y).square().sum().backward()
+    hidden = torch.nn.functional.linear(x, model[0].weight, model[0].bias).detach()
+    result = hidden.sigmoid()
+    gradient = 2 * (result - y)
+    expected = {"0": (hidden, gradient * result * (1 - result)), "1": (result, gradient)}
+    for name, (values, of_values) in expected.items():
+        rounding = values - values.half().float()
+        by_hand = float((rounding * of_values).abs().sum())
+        assert watch.sensitivity[torch.float16][name] == pytest.approx(by_hand, rel=0.02)
+
+
 def masked(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Masks as attention does, with the lowest number of whatever type it is given."""
     lowest = torch.finfo(x.dtype).min
