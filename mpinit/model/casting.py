@@ -126,7 +126,7 @@ class TensorCasts:
             if not torch.equal(entry.original.to(values), values):
                 entry.original = values.to(entry.original.dtype, copy=True)
         elif tensor not in self._trained:
-            self._keep(tensor, values.to(self._came_in[tensor], copy=True), tensor.detach())
+            self._keep(tensor, values.to(self._came_in[tensor]), tensor.detach())
 
     def undo(self) -> None:
         """Give every tensor the dtype it came in with, and every bit that was not changed. May be called again."""
@@ -147,13 +147,13 @@ class TensorCasts:
         _replace_data(parameter, cast, self._gradients.get(parameter))
 
     def _keep(self, parameter: torch.Tensor, values: torch.Tensor, cast: torch.Tensor) -> None:
-        """Keep the values of which a cast loses something: on a CPU their memory, which the parameter leaves."""
+        """Keep the values of which a cast loses something, in memory that nothing else has from before."""
         self._originals.pop(parameter, None)
         original = local(values)
         has_numbers = original.layout is torch.strided and not original.is_meta
         pieces = zip(_pieces(local(cast)), _pieces(original), strict=True) if has_numbers else ()
         if any(not torch.equal(narrow.to(original.dtype), piece) for narrow, piece in pieces):
-            self._originals[parameter] = original.cpu()
+            self._originals[parameter] = original.to("cpu", copy=True)
 
     @torch.no_grad()
     def _restore_parameter(self, parameter: torch.Tensor) -> None:

@@ -54,6 +54,18 @@ def test_what_was_not_written_comes_back_bit_for_bit(given_dtype: torch.dtype, d
     assert model.weight.dtype == given_dtype and same_bits(model.weight, written)
 
 
+def test_memory_held_from_before_is_not_what_comes_back() -> None:
+    values = torch.randn(300)
+    held = values.clone()
+    model = nn.Module()
+    model.weight = nn.Parameter(held, requires_grad=False)
+    mpinit.initialize(model, opt_level="O3", verbosity=0)
+    held.add_(1.0)
+    assert torch.equal(model.state_dict()["weight"], values)
+    mpinit.undo(model)
+    assert torch.equal(model.weight, values)
+
+
 @given(arrays.arrays("int32", st.integers(1, 200), elements=st.integers(-(2**31), 2**31 - 1)), st.booleans())
 @settings(max_examples=50)
 def test_any_bits_come_back(patterns: Any, is_half: bool) -> None:
