@@ -65,6 +65,10 @@ class Contender:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def states(self) -> Iterable[Any]:
+        """What the optimizer keeps of each parameter."""
+        return self.optimizer.state.values()
+
     def gradient_carriers(self) -> Iterable[Tensor]:
         """The tensors whose ``.grad`` holds gradients, besides the model's parameters."""
         for group in self.optimizer.param_groups:

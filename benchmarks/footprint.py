@@ -34,7 +34,7 @@ def held(contender: Contender) -> dict[str, int]:
     parameters = [*contender.model.parameters(), *contender.gradient_carriers()]
     weights = _take([*contender.model.parameters(), *contender.model.buffers()], seen)
     gradients = _take((p.grad for p in parameters if p.grad is not None), seen)
-    states = _take((value for state in contender.optimizer.state.values() for value in _leaves(state)), seen)
+    states = _take((value for state in contender.states() for value in _leaves(state)), seen)
     return {"weights": weights, "masters": _take(_live(), seen), "gradients": gradients, "states": states}
 
 

@@ -13,7 +13,7 @@ from . import peers
 from .contenders import Contender, Float32, HandWritten, SixteenBit, TorchAmp
 from .peers import Peer
 from .tasks import Task
-from .with_mpinit import Mpinit
+from .with_mpinit import InBackward, Mpinit
 
 FP16, BF16 = torch.float16, torch.bfloat16
 
@@ -64,8 +64,8 @@ ROSTER: Final[Mapping[str, Row]] = {
         partial(Mpinit, opt_level="O5", master_weights="split", optimizer_state="bfloat16"),
     ),
     "o2_released": Row(
-        "mpinit O5 split, int8 states, gradient release",
-        partial(Mpinit, opt_level="O5", master_weights="split", optimizer_state="int8", gradient_release=True),
+        "mpinit O5 split, int8 states, stepped in backward",
+        partial(InBackward, opt_level="O5", master_weights="split", optimizer_state="int8"),
     ),
     "o2_eager": Row("mpinit O5 (O2), no compiler", partial(Mpinit, opt_level="O5", native=False)),
     "o2_split_eager": Row(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
 from .case import Unavailable
-from .contenders import Contender
+from .contenders import Contender, torch_optimizer
 from .tasks import Task
 
 
@@ -39,3 +41,38 @@ class Mpinit(Contender):
 
     def settle(self) -> None:
         self.scaling.__exit__(None, None, None)
+
+
+class InBackward(Mpinit):
+    """An optimizer for each parameter, which torch's hook steps as soon as the gradient is there."""
+
+    optimizer: Any
+
+    def __init__(self, task: Task, **properties: Any) -> None:
+        super().__init__(task, skip_nonfinite=False, **properties)
+        of = dict(zip(self.model.parameters(), self.optimizer, strict=True))
+
+        def step(parameter: Tensor) -> None:
+            of[parameter].step()
+            of[parameter].zero_grad()
+
+        for parameter in of:
+            parameter.register_post_accumulate_grad_hook(step)
+
+    def make_optimizer(self) -> Any:
+        return [torch_optimizer(self.task.rule, [parameter]) for parameter in self.model.parameters()]
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def settle(self) -> None:
+        """Nothing: it is stepped."""
+
+    def update(self) -> None:
+        """Nothing: it was stepped in backward."""
+
+    def states(self) -> Iterable[Any]:
+        return chain.from_iterable(optimizer.state.values() for optimizer in self.optimizer)
+
+    def gradient_carriers(self) -> Iterable[Tensor]:
+        return ()

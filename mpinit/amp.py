@@ -182,8 +182,7 @@ def clip_grad_norm_(
         The total norm before clipping, of unscaled gradients, as a 0-dimensional float32 tensor on their device.
 
     Raises:
-        RuntimeError: the norm is inf or nan and ``error_if_nonfinite`` is True; or ``gradient_release``, where
-            gradients are gone before all of them are known.
+        RuntimeError: the norm is inf or nan and ``error_if_nonfinite`` is True.
 
     Example:
         >>> import torch, mpinit

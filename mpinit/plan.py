@@ -105,7 +105,6 @@ class Plan:
     masters: Masters
     split_bucket_bytes: int
     optimizer_state: Literal["float32", "bfloat16", "int8"]
-    gradient_release: bool
     reduces_in_float32: bool
     scaling: ScalingRule
 
@@ -113,7 +112,7 @@ class Plan:
     def leaves_steps_alone(self) -> bool:
         """Whether nothing is done to losses, gradients and steps, as at O0."""
         is_scaled = self.scaling.skips or self.scaling.init_scale != 1.0
-        has_own = self.gradient_release or self.optimizer_state != "float32"
+        has_own = self.optimizer_state != "float32"
         return self.masters is Masters.NONE and not (is_scaled or has_own or self.patch_functions)
 
 
@@ -142,7 +141,6 @@ def make_plan(props: Properties) -> Plan:
         masters=_MASTERS[props.master_weights] if casts_weights else Masters.NONE,
         split_bucket_bytes=props.split_bucket_bytes,
         optimizer_state=props.optimizer_state,
-        gradient_release=props.gradient_release,
         reduces_in_float32=props.reduce_dtype is torch.float32,
         scaling=_scaling_rule(props),
     )
@@ -151,7 +149,7 @@ def make_plan(props: Properties) -> Plan:
 def _scaling_rule(props: Properties) -> ScalingRule:
     dynamic = props.loss_scale == "dynamic"
     low = props.min_loss_scale if props.min_loss_scale is not None else SMALLEST_SCALE
-    by_default = props.lower_precision_type is not None and not props.gradient_release
+    by_default = props.lower_precision_type is not None
     first = min(max(props.init_loss_scale, low), props.max_loss_scale) if dynamic else float(props.loss_scale)
     return ScalingRule(
         dynamic=dynamic,

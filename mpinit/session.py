@@ -28,7 +28,6 @@ from .masters.split import SplitMasters
 from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
 from .model.shared_memory import check_memory
-from .optimizer.gradient_release import check_release
 from .optimizer.gradients import Gradients
 from .optimizer.managed import ManagedOptimizer, makes_state
 from .optimizer.members import Members, Names, check_steps_its_groups
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
 
 _numbers = itertools.count()
 _TOLD: Final = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
-_TOLD_IF_CHOSEN: Final = ("optimizer_state", "gradient_release")
+_TOLD_IF_CHOSEN: Final = ("optimizer_state",)
 _FLOATS: Final = (torch.float32, torch.float64)
 
 
@@ -149,8 +148,6 @@ class Session:
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
         """Whether these optimizers can be stepped as the plan says."""
-        if self.plan.gradient_release:
-            check_release(optimizers, [weight for members in self._members for weight in members.weights])
         for optimizer in optimizers:
             if self._makes_masters:
                 for each in (optimizer, *wrapped_by(optimizer)):
@@ -255,7 +252,7 @@ class Session:
         undos.push(functools.partial(self._forget, optimizer))
         self._members.append(members)
         members.refresh()
-        scope = Scope(members, self._states, self.plan.split_bucket_bytes, self.plan.gradient_release)
+        scope = Scope(members, self._states, self.plan.split_bucket_bytes)
         managed = ManagedOptimizer(optimizer, members, scope, self.plan.scaling, self.ranks)
         self._managed[optimizer] = managed
         managed.install(self._states, undos)
@@ -329,8 +326,6 @@ class Session:
                 settle()
             reshard(self.models)
             for managed in self._managed.values():
-                if managed.release is not None:
-                    managed.release.end()
                 managed.close_exposed()
                 managed.gradients.give_up()
             self._is_ending = True

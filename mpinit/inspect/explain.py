@@ -105,7 +105,7 @@ def _at_level(
 ) -> Iterator[Session | None]:
     """Initialise the copy as the model was, or at a level."""
     if session is not None:
-        level, properties = session.opt_level, session.properties.model_copy(update={"gradient_release": False})
+        level, properties = session.opt_level, session.properties
         copies = dict(zip(model.modules(), twin.modules(), strict=True))
         # Gradients of weights with masters arrive in float32; any optimizer makes them.
         stepped = {parameter for each in session.optimizers for parameter in session.watched(each).parameters()}

@@ -13,7 +13,6 @@ import torch
 from .. import amp, registry
 from ..basics.dtypes import parse_dtype
 from ..basics.patching import set_attribute
-from ..settings.resolve import read_config
 from . import require
 from .accelerate import attach, check
 from .pretrained import save_in
@@ -67,11 +66,6 @@ def enable(trainer: Any, opt_level: Level = "O5", *, save_dtype: Any = torch.flo
     """
     wanted = parse_dtype(save_dtype)
     _check(trainer)
-    if {**read_config(properties.get("config"), ("num_losses", "verbosity")), **properties}.get("gradient_release"):
-        raise ValueError(
-            "gradient_release steps inside of backward(), and a Trainer clips, accumulates and steps after it: leave "
-            'it out; master_weights="split" saves memory in a Trainer'
-        )
     model, optimizer = trainer.model, registry.unwrapped(trainer.optimizer)
     given = [] if optimizer is None else [optimizer]
     if not {"keep_fp32", "config"} & properties.keys():

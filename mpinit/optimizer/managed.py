@@ -25,14 +25,13 @@ from ..torch_internals.native_autocast import CastsAs, CastsOff, flags, is_on
 from ..torch_internals.running import is_capturing, is_read_freely
 from ..torch_internals.step_hooks import StepHooks, has_step_hooks
 from .exposed import ExposedMasters
-from .gradient_release import GradientRelease
 from .gradients import Done, Gradients, largest
 from .halves import FIRST, SECOND, Halves
 from .members import Members, Snapshot
 from .overflow_log import OverflowLog
 from .per_parameter import steps_per_parameter
 from .ranks import Ranks
-from .scope import Part, Scope
+from .scope import Scope
 from .step_counts import StepCounter, StepCounts
 
 # Steps between looks for weights beyond float16's range, each of which reads all of them.
@@ -52,7 +51,6 @@ class ManagedOptimizer:
 
     Attributes:
         gradients: its gradients.
-        release: what its steps have done ahead; None where they do nothing ahead.
         exposed: the masters that ``master_params`` has given out since the last step.
         observers: objects with ``backward_ended(loss, scaler)`` and ``step_ended(skipped)``, which are told.
         overflow_log: what is known of its last overflow.
@@ -75,7 +73,6 @@ class ManagedOptimizer:
         self._pending: dict[LossScaler, None] = {}
         self._inner: Callable[..., Any] = optimizer.step
         self._halves = Halves(self)
-        self.release = GradientRelease(self) if scope.releases else None
         self._is_active = False
         self._has_agreed = False
         self._was_named = False
@@ -122,9 +119,6 @@ class ManagedOptimizer:
             # wraps our method: pulling that away would take its wrapper too, so both stay, and hand through.
             undos.set_attribute(optimizer, function.__name__, types.MethodType(function, optimizer), stays_wrapped=True)
         self._is_active = True
-        if self.release is not None:
-            undos.push(self.release.end)
-            self.release.follow()
 
     def _decode_states(self) -> None:
         """The optimizer gets its states back in float32."""
@@ -151,8 +145,6 @@ class ManagedOptimizer:
                 return inner(*args, **kwargs)
             if half is not None:
                 return half(inner, *args, **kwargs)
-            if managed.release is not None and name == "load_state_dict":
-                managed.release.forget()
             managed.settle_exposed()
             try:
                 with CastsOff(), managed.scope.open():
@@ -245,8 +237,6 @@ class ManagedOptimizer:
 
     def master_params(self, weights: Iterable[nn.Parameter] | None = None) -> Iterator[nn.Parameter]:
         """The groups' members in float32, with their unscaled gradients; see :func:`mpinit.master_params`."""
-        if self.release is not None:
-            self.release.check_looking("mpinit.master_params() or clip_grad_norm_()")
         # Steps warn of gradients that were never scaled; here they may be those that the last one has used.
         self.gradients.check_closed("mpinit.master_params()", "move it after the with-block")
         yield from self.exposed.give_out(weights)
@@ -260,8 +250,6 @@ class ManagedOptimizer:
             return self._inner(*given, **kwargs)
         if closure is None and self._makes_state():
             return self._with_hooks(self.run, args, kwargs)
-        if self.release is not None:
-            self.release.before_step(given, kwargs)
         self.prepare(_STEP)
         if not has_step_hooks(self.optimizer):
             result = self._step(closure, *args, **kwargs)
@@ -270,8 +258,6 @@ class ManagedOptimizer:
             self.skip()
         else:
             result = self._with_hooks(self._step, given or (None,), kwargs)
-        if self.release is not None:
-            self.release.after_step()
         self.gradients.stepped()
         self.tell_observers()
         return result
@@ -374,18 +360,18 @@ class ManagedOptimizer:
         self.count_done()
         return result
 
-    def run(self, *args: Any, alone: Part | None = None, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own step on float32 masters: not checked, skipped or counted."""
         if is_on():
             with CastsOff():
-                return self.run(*args, alone=alone, **kwargs)
+                return self.run(*args, **kwargs)
         if not self.scope.steps_in_parts:
             if not args and not kwargs and self.scope.is_stepped_in_one_pass():
                 return None
             with self.scope.opened_for_step():
                 return self._inner_step(*args, **kwargs)
         result = None
-        with self.scope.in_parts(alone) as parts:
+        with self.scope.in_parts() as parts:
             for _ in parts:
                 result = self._inner_step(*args, **kwargs)
         return result

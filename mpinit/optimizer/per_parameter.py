@@ -107,11 +107,6 @@ class StepNumbers:
                 else:
                     owner[key] = value
 
-    def changed(self) -> list[str]:
-        """The names of the groups' numbers that are not what they were. Waits for the device where they are tensors."""
-        groups = self._before[1:]
-        return [key for group, numbers in groups for key in numbers if bool(group.get(key) != numbers[key])]
-
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)

@@ -90,19 +90,17 @@ class Scope:
 
     Attributes:
         is_open: whether the groups hold masters at the moment.
-        releases: as given.
         one_pass: steps without the optimizer's own code, where that gives the same; None: it never does.
     """
 
-    def __init__(self, members: Members, states: EncodedStates | None, bucket_bytes: int, releases: bool) -> None:
+    def __init__(self, members: Members, states: EncodedStates | None, bucket_bytes: int) -> None:
         self.is_open = False
         self._members = members
         self._states = states
         self._bucket_bytes = bucket_bytes
-        self.releases = releases
         self.one_pass = OnePass(members, states) if kind_of(members.optimizer) else None
         # Whether masters are put together a part at a time, not all before the first.
-        self._reads_parts = releases or members.table.steps_in_parts
+        self._reads_parts = members.table.steps_in_parts
         self._key: tuple[int, bool] = (-1, False)
         self._parts: list[Part] = []
         self._exchange = _StateExchange(members)
@@ -112,7 +110,7 @@ class Scope:
     def steps_in_parts(self) -> bool:
         """Whether a step is done a few parameters at a time."""
         wants = (self._members.table.steps_in_parts and bool(self._members.masters)) or self._states is not None
-        return (wants or self.releases) and steps_per_parameter(self._members.optimizer)
+        return wants and steps_per_parameter(self._members.optimizer)
 
     # -- as a whole -----------------------------------------------------------------------------------------------
 
@@ -212,21 +210,19 @@ class Scope:
     # -- in parts -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def in_parts(self, alone: Part | None = None) -> Iterator[Iterator[None]]:
+    def in_parts(self) -> Iterator[Iterator[None]]:
         """:meth:`open` for a step: iterate over the inside, one step of the optimizer's an iteration.
 
         Each iteration sees the gradients of its own part alone. An optimizer that does not update each parameter by
-        itself is not stepped in parts. With ``alone`` only that part is stepped, in the middle of a backward pass.
+        itself is not stepped in parts.
         """
         self._check_not_in_model()
-        if alone is None:
-            self._members.refresh()
-        parts = self.parts() if alone is None else [alone]
+        self._members.refresh()
+        parts = self.parts()
         left = [part for part in parts if part.masters is None or not self._is_stepped(part.weights, [part.masters])]
         if not any(have_grads(part.weights) for part in left) and len(left) < len(parts):
             yield iter(())
             return
-        parts = self.parts()
         whole = [part for part in parts if part.masters is not None and not self._reads_parts]
         with UndoStack() as undos:
             undos.push(self._end)
@@ -238,7 +234,7 @@ class Scope:
                 part.read(with_gradients=False)
             self._members.show_masters()
             self._exchange.enter()
-        steps = self._steps(left, alone)
+        steps = self._steps(left)
         try:
             yield steps
         finally:
@@ -251,15 +247,14 @@ class Scope:
     def _end(self) -> None:
         self.is_open = False
 
-    def _steps(self, left: Sequence[Part], alone: Part | None) -> Generator[None]:
-        present = [part for part in left if have_grads(part.weights)] if alone is None else [alone]
+    def _steps(self, left: Sequence[Part]) -> Generator[None]:
+        present = [part for part in left if have_grads(part.weights)]
         plain = [part for part in self._parts if part.masters is None]
         if not present:
             yield
             return
         numbers = StepNumbers(self._members.optimizer) if len(present) > 1 else None
-        hides = len(present) > 1 or alone is not None
-        hidden = {id(part): grads_of(part.weights) for part in plain} if hides else {}
+        hidden = {id(part): grads_of(part.weights) for part in plain} if len(present) > 1 else {}
         try:
             for part in plain if hidden else ():
                 set_grads(part.weights, [None] * len(part.weights))
@@ -314,8 +309,7 @@ class Scope:
         members, table = self._members, self._members.table
         of_weight = {id(master.weight): master for master in members.masters}
         plain = [weight for weight in members.weights if id(weight) not in of_weight]
-        alone = in_parts and (self._states is not None or self.releases)
-        for group in self._grouped(plain) if alone else [plain]:
+        for group in self._grouped(plain) if in_parts and self._states is not None else [plain]:
             if group:
                 yield Part(group, group, None)
         mastered: list[Any] = [master.weight for master in members.masters]

@@ -46,6 +46,5 @@ class Keywords(TypedDict, total=False):
     max_consecutive_skips: int | None
     skip_nonfinite: bool | None
     optimizer_state: Literal["float32", "bfloat16", "int8"] | torch.dtype | None
-    gradient_release: bool | None
     reduce_dtype: Dtype | None
     split_bucket_bytes: int | None

@@ -102,16 +102,11 @@ class Properties(BaseModel):
         optimizer_state: what the optimizer's state is between steps: "float32" (default, the optimizer's own),
             "bfloat16" or "int8" (1 byte a number and 4 for 128), rounded stochastically. For optimizers that update
             each parameter by itself. Formats and when to use which: docs/explanation/optimizer-states.md.
-        gradient_release: step parameters inside of ``backward()``, a bucket at a time, as soon as their gradients are
-            final, and free these. One ``backward()`` a step, a loss scale fixed at 1, one process, optimizers that
-            update each parameter by itself. Clip nothing: until ``step()`` is over, ``weight.grad`` is a stand-in that
-            raises when it is used, and then None: docs/explanation/gradient-release.md.
         reduce_dtype: torch.float32: DistributedDataParallel sums 16-bit gradients over ranks in float32, a bucket at a
             time, and rounds the mean once: twice the bytes sent, and one bucket in float32. Default None: in their own
             type. FSDP2 reduces by its ``MixedPrecisionPolicy(reduce_dtype=...)``.
-        split_bucket_bytes: float32 bytes materialised at a time by ``master_weights="split"`` and ``optimizer_state``,
-            and stepped at a time by ``gradient_release``. Default 64 MiB; on a CPU at most 16 MiB, where larger buckets
-            are slower.
+        split_bucket_bytes: float32 bytes materialised at a time by ``master_weights="split"`` and ``optimizer_state``.
+            Default 64 MiB; on a CPU at most 16 MiB, where larger buckets are slower.
 
     Example:
         >>> Properties(loss_scale="128.0").loss_scale
@@ -143,7 +138,6 @@ class Properties(BaseModel):
     max_consecutive_skips: Count = 64
     skip_nonfinite: OptionalBoolean = None
     optimizer_state: OptimizerState = "float32"
-    gradient_release: Boolean = False
     reduce_dtype: OptionalDtype = None
     split_bucket_bytes: Bytes = 64 * 2**20
 
@@ -207,17 +201,6 @@ def _check(props: Properties) -> None:
         raise ValueError(
             f"min_loss_scale={low} is above max_loss_scale={high}: lower the one or raise the other so that "
             "dynamic scaling has room between them"
-        )
-    if props.gradient_release and props.loss_scale != 1.0:
-        raise ValueError(
-            f"gradient_release=True contradicts loss_scale={props.loss_scale}: parameters are stepped as soon as their "
-            "gradients arrive, before all of them could be checked and unscaled. Give loss_scale=1.0, in bfloat16 "
-            "(opt_level='O5', or cast_model_type=torch.bfloat16), or drop gradient_release"
-        )
-    if props.gradient_release and props.skip_nonfinite:
-        raise ValueError(
-            "gradient_release=True contradicts skip_nonfinite=True: parameters are stepped as soon as their gradients "
-            "arrive, before all of them could be checked. Drop the one or the other"
         )
 
 

@@ -19,7 +19,10 @@ _OTHER_KEYWORDS: Final = (
 )
 
 # Properties of versions before, and what does the same.
-_REMOVED: Final = {"compile_step": "torch.compile(optimizer.step) compiles a step"}
+_REMOVED: Final = {
+    "compile_step": "torch.compile(optimizer.step) compiles a step",
+    "gradient_release": "torch's own hooks step a parameter inside of backward(): docs/explanation/gradient-release.md",
+}
 
 # The settings that are no properties, and their limits. Each loss has a scaler of its own, made at once: a million of
 # them is a slip, and would take for ever.

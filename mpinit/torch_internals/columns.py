@@ -15,7 +15,6 @@ _GRAD_OF: Final = attrgetter("grad")
 _SET_DATA_OF: Final[Any] = TENSOR_DATA.__set__
 _ADDRESS_OF: Final[Any] = torch.Tensor.data_ptr
 _VERSION_OF: Final = attrgetter("_version")
-_IS_TRAINED: Final = attrgetter("requires_grad")
 _DTYPE: Final = attrgetter("dtype")
 _IS_SPARSE: Final = attrgetter("is_sparse")
 _DEVICE: Final[Any] = torch.Tensor.get_device
@@ -81,11 +80,6 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     native = NATIVE.get()
     found: list[int] | None = None if native is None else native.versions(tensors)
     return list(map(_VERSION_OF, tensors)) if found is None else found
-
-
-def are_trained(tensors: Iterable[torch.Tensor]) -> list[bool]:
-    """Each tensor's ``requires_grad``."""
-    return list(map(_IS_TRAINED, tensors))
 
 
 def all_dense(gradients: Sequence[torch.Tensor | None]) -> bool:

@@ -353,16 +353,6 @@ def test_both_sides_of_a_shard_are_one() -> None:
     assert bytes_held == 4 * own and states == 8 * own
 
 
-@ranks(4)
-def test_gradient_release_is_refused() -> None:
-    """Other ranks' gradients come later."""
-    for model in (network(), by_fsdp(mesh(2, 2), network())):
-        optimizer = adam(model.parameters())
-        with refused(ValueError, "fully_shard", "meshes of one or more dimensions"):
-            mpinit.initialize(model, optimizer, "O5", gradient_release=True, verbosity=0)
-        assert {parameter.dtype for parameter in model.parameters()} == {F32}
-
-
 # -- encoded states ------------------------------------------------------------------------------------------
 
 

@@ -261,12 +261,9 @@ def test_adapters_are_float32_over_a_16_bit_model_and_resume(kind: str, tmp_path
     assert all(torch.equal(before[name], states[0][name]) != (name in trained) for name in before)
 
 
-RELEASE: dict[str, Any] = {"gradient_release": True}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "bf16": ({"bf16": True}, {}, r"trainer\.args\.bf16 is set, .* give bf16=False \(in TRL's configurations"),
     "eval": ({"bf16_full_eval": True}, {}, r"trainer\.args\.bf16_full_eval is set, .* leave it out"),
-    "release": ({}, RELEASE, "gradient_release steps inside of backward.*leave it out"),
-    "release in a configuration": ({}, {"config": RELEASE}, "gradient_release steps inside of backward.*leave it out"),
 }
 
 

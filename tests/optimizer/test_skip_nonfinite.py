@@ -136,9 +136,3 @@ def test_an_optimizer_that_evaluates_the_loss_itself_is_put_back() -> None:
     assert mpinit.step_counts(optimizer) == (1, 1)
     same(masters(optimizer), before)
     assert optimizer.state_dict()["state"].keys() == state.keys()
-
-
-def test_it_contradicts_gradient_release() -> None:
-    model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="gradient_release=True contradicts skip_nonfinite=True"):
-        mpinit.initialize(model, AdamW(model.parameters()), "O5", gradient_release=True, skip_nonfinite=True)

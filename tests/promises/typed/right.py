@@ -45,7 +45,7 @@ def every_kind_of_value(model: Net, optimizer: Adam, arguments: Namespace, rest:
     mpinit.initialize(model, optimizer, "O2", cast_model_type="bf16", keep_batchnorm_fp32=False, loss_scale=128.0)
     mpinit.initialize(model, optimizer, "O2", cast_model_type=torch.bfloat16, loss_scale="dynamic", num_losses=2)
     mpinit.initialize(model, optimizer, "O1", cast_policy="apex", cast_scope="model", config=Path("o1.toml"))
-    mpinit.initialize(model, optimizer, "O5", optimizer_state="int8", gradient_release=True, config={"hysteresis": 2})
+    mpinit.initialize(model, optimizer, "O5", optimizer_state="int8", config={"hysteresis": 2})
     mpinit.initialize(model, optimizer, "O2", keep_fp32=[nn.LayerNorm, "head", lambda name, module: "norm" in name])
     mpinit.initialize(model, optimizer, "O2", keep_inputs="targets", entry_points=["features"], max_loss_scale=8)
     mpinit.GradScaler(optimizer, loss_id=0, enabled=True)
