@@ -49,8 +49,8 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         *("register_half_function", "register_float_function", "register_promote_function"),
     ),
     "See what precision does": (
-        *("describe", "audit", "fidelity", "explain", "overflow_report", "watch_overflow", "stalled"),
-        *("gradient_histogram", "suggest", "History"),
+        *("describe", "audit", "fidelity", "explain", "overflow_report", "watch_overflow"),
+        *("gradient_histogram", "suggest"),
     ),
     "What these give": (
         *("inspect.precision_report.PrecisionReport", "inspect.precision_report.Row"),
@@ -69,7 +69,6 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
 # Whose methods are on the page. Those of the rest are a framework's hooks, or an optimizer's.
 OPTIONS: Final[Mapping[str, str]] = {
     "Properties": "",
-    "History": "   :members:\n   :exclude-members: backward_ended, step_ended\n",
     "inspect.faults.OverflowWatch": "   :members: first, first_module, kind\n",
     "integrations.lightning.MixedPrecision": "",
     "masters.changes.Changes": "   :members: take\n",

@@ -95,7 +95,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 @dataclass
 class Run:
-    """What a run did: its rows are those of mpinit.History."""
+    """What a run did: step, loss, scale, and whether it was skipped."""
 
     name: str
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -110,18 +110,19 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def train(run: Run, model: Any, optimizer: Any, data: list[Tensor], first: int = 0) -> None:
     """Train until the data ends, or until nothing but skipped steps comes; the gradients of the last step are left."""
-    with mpinit.History(optimizer) as history:
-        skipped = 0
-        for number, batch in enumerate(tqdm(data[first:], desc=f"{run.name:<26}", leave=True), first):
-            optimizer.zero_grad()
-            with mpinit.scale_loss(loss_of(model, batch), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            skipped = skipped + 1 if mpinit.step_was_skipped(optimizer) else 0
-            if skipped == PATIENCE:
-                run.stopped_at = number
-                break
-        run.rows += [row | {"step": row["step"] + first} for row in history.rows()]
+    in_a_row = 0
+    for number, batch in enumerate(tqdm(data[first:], desc=f"{run.name:<26}", leave=True), first):
+        optimizer.zero_grad()
+        loss, scale = loss_of(model, batch), mpinit.loss_scale(optimizer)
+        with mpinit.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        skipped = mpinit.step_was_skipped(optimizer)
+        run.rows.append({"step": number + 1, "loss": loss.item(), "scale": scale, "skipped": skipped})
+        in_a_row = in_a_row + 1 if skipped else 0
+        if in_a_row == PATIENCE:
+            run.stopped_at = number
+            break
 
 
 def examine(model: Any, optimizer: Any, batch: Tensor) -> Any:

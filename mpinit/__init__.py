@@ -28,24 +28,25 @@ if TYPE_CHECKING:
     from .inspect.explain import explain as explain
     from .inspect.exponents import gradient_histogram as gradient_histogram
     from .inspect.fidelity import fidelity as fidelity
-    from .inspect.history import History as History
     from .inspect.overflow import overflow_report as overflow_report
     from .inspect.overflow import watch_overflow as watch_overflow
-    from .inspect.stalled import stalled as stalled
     from .inspect.suggest import suggest as suggest
     from .weight_changes import changes as changes
 else:
     _INSPECTORS = {
-        "History": "mpinit.inspect.history",
         "audit": "mpinit.inspect.audit",
         "changes": "mpinit.weight_changes",
         "explain": "mpinit.inspect.explain",
         "fidelity": "mpinit.inspect.fidelity",
         "gradient_histogram": "mpinit.inspect.exponents",
         "overflow_report": "mpinit.inspect.overflow",
-        "stalled": "mpinit.inspect.stalled",
         "suggest": "mpinit.inspect.suggest",
         "watch_overflow": "mpinit.inspect.overflow",
+    }
+
+    _REMOVED = {
+        "History": "log loss_scale, step_was_skipped and what clip_grad_norm_ returns with the tracker of your run",
+        "stalled": "mpinit.audit(model, optimizer).stuck foresees it; to measure, compare with copies of the weights",
     }
 
     def __getattr__(name: str) -> object:
@@ -55,6 +56,8 @@ else:
         """
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")
+        if name in _REMOVED:
+            raise AttributeError(f"mpinit.{name} was removed: {_REMOVED[name]}", name=name)
         homes = dict(_INSPECTORS)
         if name == "__all__" or not name.startswith("_"):
             amp = importlib.import_module("mpinit.amp")

@@ -282,8 +282,6 @@ class Session:
             if begun:
                 begun.clear()
                 counted.counter.count(skipped=False)
-                for observer in counted.observers:
-                    observer.step_ended(False)
 
         undos.push(optimizer.register_step_pre_hook(before).remove)
         undos.push(optimizer.register_step_post_hook(after).remove)
@@ -463,12 +461,12 @@ class Session:
                 self._manage(known.optimizer, undos)
             self._undos.push(undos.unwind)
             managed = self._managed[known.optimizer]
-            managed.counter, managed.observers = known.counter, known.observers
+            managed.counter = known.counter
             return managed
         return known
 
     def watched(self, optimizer: Optimizer) -> ManagedOptimizer | CountedOptimizer:
-        """What counts an optimizer's steps and tells observers; nothing is done to it because of that."""
+        """What counts an optimizer's steps; nothing is done to it because of that."""
         known = self._managed.get(optimizer) or self._counted.get(optimizer)
         if known is None:
             own = unwrapped(optimizer, lambda each: each in self._managed or each in self._counted)
@@ -500,8 +498,7 @@ class Session:
             if self.masters.are_in_model:
                 raise RuntimeError(IN_FLOAT32.format("mpinit.scale_loss"))
             self._was_scaled = "step" in self.ranks.to_be_checked
-            observers = [each for optimizer in optimizers for each in self._counted[optimizer].observers]
-            return Unscaled(loss if loss.dtype in _FLOATS else loss.float(), observers, scaler)
+            return Unscaled(loss if loss.dtype in _FLOATS else loss.float())
         mine = [self.managed(optimizer) for optimizer in optimizers]
         others = [] if scaler.is_identity else self._other_gradients(mine)
         return ScaledLoss(loss, scaler, mine, others, delay)

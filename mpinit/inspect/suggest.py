@@ -1,6 +1,7 @@
 """The doctor: runs a step in float32 and in 16 bit, finds where they part, and what makes them agree."""
 
 import math
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
@@ -200,16 +201,13 @@ class _Trial:
     loss: float = math.nan
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def backward_ended(self, *_: Any) -> None:
-        """Copy the gradients that the next step would use: the step may clear them."""
+    def take_gradients(self) -> None:
+        """Copy the gradients that a step is about to use, and may clear."""
         for name, parameter in self.model.named_parameters():
             gradient = parameter.grad
             if gradient is not None:
                 whole = gradient.to_dense() if gradient.is_sparse else gradient
                 self.gradients[name] = whole.detach().to(torch.float32, copy=True)
-
-    def step_ended(self, skipped: bool | torch.Tensor) -> None:
-        """What a step does is not compared."""
 
 
 def _damaged(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
@@ -275,7 +273,14 @@ class _Doctor:
         with CastsOff(), at_level([clone], [twin], *resolve(level, keywords)) as session:
             watch = OverflowWatch(clone, rounded_to)
             trial = _Trial(clone, watch, _damaged(before, dict(clone.named_buffers())))
-            session.managed(twin).observers.append(trial)
+            step = twin.step
+
+            def taking(_: Any, *args: Any, **kwargs: Any) -> Any:
+                trial.take_gradients()
+                return step(*args, **kwargs)
+
+            # Bound, as schedulers want it.
+            vars(twin)["step"] = types.MethodType(taking, twin)
             self.again()
             with kept_from_running(self.model, "mpinit.suggest", _ADVICE), watch, torch.enable_grad():
                 loss = self.step(clone, twin)
@@ -292,7 +297,7 @@ class _Doctor:
                         scaled_loss.backward()
             trial.loss = float(loss.detach())
             if not trial.gradients:
-                trial.backward_ended()
+                trial.take_gradients()
         return trial
 
     def _run_at(self, level: str, keywords: Mapping[str, Any], keep: Sequence[str]) -> tuple[_Trial, Run]:

@@ -99,7 +99,6 @@ class MixedPrecision(Precision):  # type: ignore[misc]
         sessions = [session for session in registry.sessions_of(self._modules) if session.optimizers]
         if registry.sessions_of(self._modules, scaled=True):
             registry.shared_session([session.optimizers[0] for session in sessions])
-        # Also where nothing is scaled: a History is told of the loss.
         with contextlib.ExitStack() as stack:
             for session in sessions:
                 tensor = stack.enter_context(amp.scale_loss(tensor, session.optimizers))

@@ -6,6 +6,7 @@ Skipped alone, either half would leave the climb, or inf, in the weights.
 
 from typing import Any, Final, final
 
+from ..model.forward_weights import renew_casts
 from ..torch_internals.native_autocast import CastsOff
 from .members import Snapshot
 
@@ -44,13 +45,13 @@ class Halves:
             if before is not None:
                 before.restore()
             managed.skip()
-            managed.tell_observers()
+            renew_casts()
             return self._clear(*args, **kwargs)
         with CastsOff(), managed.scope.open():
             result = inner(*args, **kwargs)
         managed.count_done()
         managed.gradients.stepped()
-        managed.tell_observers()
+        renew_casts()
         return result
 
     def _clear(self, zero_grad: bool = False, *_: Any, **__: Any) -> None:

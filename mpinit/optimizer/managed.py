@@ -52,7 +52,6 @@ class ManagedOptimizer:
     Attributes:
         gradients: its gradients.
         exposed: the masters that ``master_params`` has given out since the last step.
-        observers: objects with ``backward_ended(loss, scaler)`` and ``step_ended(skipped)``, which are told.
         overflow_log: what is known of its last overflow.
         counter: of its steps.
         skips: whether steps are skipped whose gradients hold inf or nan.
@@ -65,7 +64,6 @@ class ManagedOptimizer:
         self.gradients = Gradients(members, members.table)
         self.exposed = ExposedMasters(members)
         self.overflow_log = OverflowLog(members)
-        self.observers: list[Any] = []
         self.skips = rule.skips
         self._rule = rule
         self._ranks = ranks
@@ -76,7 +74,6 @@ class ManagedOptimizer:
         self._is_active = False
         self._has_agreed = False
         self._was_named = False
-        self._skipped: bool | torch.Tensor = False
         self._last_scaler: LossScaler | None = None
         self._warned: set[str] = set()
         self._since_look = 0
@@ -182,11 +179,9 @@ class ManagedOptimizer:
             self.members.refresh()
             self.settle_exposed()
 
-    def tell_of_backward(self, loss: torch.Tensor, scaler: LossScaler, overflowed: bool) -> str | None:
-        """After gradients are unscaled, and before the scale moves: tell the observers, take an overflow down."""
+    def note_overflow(self, loss: torch.Tensor, scaler: LossScaler, overflowed: bool) -> str | None:
+        """Before the scale moves: take an overflow down, and say in which gradient it is worst."""
         self._last_scaler = scaler
-        for observer in self.observers:
-            observer.backward_ended(loss, scaler)
         if not overflowed:
             return None
         worst = self.overflow_log.write(scaler, scaler.loss_scale(), loss).worst()
@@ -259,7 +254,8 @@ class ManagedOptimizer:
         else:
             result = self._with_hooks(self._step, given or (None,), kwargs)
         self.gradients.stepped()
-        self.tell_observers()
+        if STANDING:
+            renew_casts()
         return result
 
     def prepare(self, what: str) -> None:
@@ -271,7 +267,6 @@ class ManagedOptimizer:
         self._has_agreed = False
         # Schedulers ask whether a step came before them; a skipped one did.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._skipped = False
 
     def _agree(self) -> None:
         """Once a step, with all ranks, who ask for as many."""
@@ -310,15 +305,9 @@ class ManagedOptimizer:
         self.prepare(_STEP)
         self.skip()
         self.gradients.stepped()
-        self.tell_observers()
-        return True
-
-    def tell_observers(self) -> None:
-        """A step is over, as a whole or in halves."""
         if STANDING:
             renew_casts()
-        for observer in self.observers:
-            observer.step_ended(self._skipped)
+        return True
 
     def overflowed(self) -> bool:
         """Whether gradients that are there overflowed."""
@@ -441,7 +430,6 @@ class ManagedOptimizer:
 
     def skip(self) -> None:
         """Count a step that is not done."""
-        self._skipped = True
         found_inf = self.gradients.found_inf
         # Where it was read freely, the backward pass has taken it down.
         if found_inf is not None and not (self._rule.dynamic and is_read_freely(found_inf.device)):
@@ -489,7 +477,6 @@ class ManagedOptimizer:
             result = self.run(*args, **kwargs)
         finally:
             undos.unwind()
-        self._skipped = found_inf
         self.counter.count_on_device(found_inf)
         # Reading the counters waits for the device: done once in as many steps as may be skipped in a row.
         if not is_capturing() and self.counter.is_due(self._rule.max_consecutive_skips):

@@ -1,7 +1,7 @@
 """The context around a backward pass: the scaled loss going in, unscaled gradients coming out."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import TracebackType
 from typing import Any, final
 
@@ -131,7 +131,7 @@ class ScaledLoss:
             scaler.note(found_inf)
         # Only where looking costs no wait for the device.
         overflowed = any(is_read_freely(each.device) and each.item() > 0 for each in found)
-        told = [each.tell_of_backward(self._loss, scaler, overflowed) for each in self._optimizers]
+        told = [each.note_overflow(self._loss, scaler, overflowed) for each in self._optimizers]
         # Before the step, ranks may have seen different overflows (no_sync), and their scales must not part.
         if not self._delay_update and not is_distributed():
             scaler.update()
@@ -148,20 +148,8 @@ class ScaledLoss:
 
 
 @final
-class Unscaled:
+class Unscaled(nullcontext[Any]):
     """The context ``scale_loss`` returns where nothing is done to gradients: the loss as it is."""
-
-    def __init__(self, loss: Any, observers: Sequence[Any] = (), scaler: LossScaler | None = None) -> None:
-        self._loss = loss
-        self._observers = observers
-        self._scaler = scaler
-
-    def __enter__(self) -> Any:
-        return self._loss
-
-    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
-        for observer in self._observers if exc_type is None else ():
-            observer.backward_ended(self._loss, self._scaler)
 
     def expect_no_use(self) -> None:
         """What it is used for is not looked at."""

@@ -1,7 +1,7 @@
 """Steps done and skipped, counted without waiting for the device; and optimizers with which nothing else is done."""
 
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, final
+from typing import Final, NamedTuple, final
 
 import torch
 from torch import nn
@@ -68,7 +68,6 @@ class CountedOptimizer:
 
     optimizer: Optimizer
     counter: StepCounter = field(default_factory=StepCounter)
-    observers: list[Any] = field(default_factory=list)
 
     @property
     def counts(self) -> StepCounts:

@@ -134,11 +134,11 @@ def test_links_lead_to_files_and_every_page_is_reached(page: Path) -> None:
 
 def test_names_in_tables_break_between_their_words_only() -> None:
     nodes = pytest.importorskip("docutils.nodes")
-    cell = nodes.entry("", nodes.literal("", "mpinit.stalled(optimizer, n_steps=3)"), nodes.literal("", ".plot()"))
+    cell = nodes.entry("", nodes.literal("", "mpinit.stuck(optimizer, n_steps=3)"), nodes.literal("", ".plot()"))
     runpy.run_path(str(DOCS / "conf.py"))["_let_long_names_break"](None, nodes.table("", cell), "page")
     pieces = [[str(part) for part in literal.findall(nodes.Text)] for literal in cell.findall(nodes.literal)]
     shown = [[piece for piece in found if piece != "<wbr>"] for found in pieces]
-    assert shown == [["mpinit.", "stalled(", "optimizer, n_", "steps=3)"], [".plot()"]]
+    assert shown == [["mpinit.", "stuck(", "optimizer, n_", "steps=3)"], [".plot()"]]
 
 
 # A command at the beginning of a line of a block, or behind torchrun's -m.

@@ -275,9 +275,9 @@ import sys, mpinit
 from mpinit import amp
 late = [name for name in sys.modules if name.split(".")[0] in ("pydantic", "pydantic_core")]
 assert not late, late
-inspectors = [f"mpinit.inspect.{name}" for name in ("suggest", "explain", "history", "exponents", "stalled")]
+inspectors = [f"mpinit.inspect.{name}" for name in ("suggest", "explain", "audit", "exponents")]
 assert not any(name in sys.modules for name in inspectors)
-assert {"History", "Properties", "initialize"} <= set(dir(mpinit))
+assert {"suggest", "Properties", "initialize"} <= set(dir(mpinit))
 assert mpinit.OPT_LEVELS["O2"] == amp.OPT_LEVELS["O2"] and mpinit.Properties is amp.Properties
 assert mpinit.suggest.__module__ == "mpinit.inspect.suggest"
 star = {}

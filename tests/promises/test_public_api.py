@@ -42,7 +42,6 @@ INSPECTORS = {
     "fidelity",
     "gradient_histogram",
     "overflow_report",
-    "stalled",
     "suggest",
     "watch_overflow",
 }
@@ -69,9 +68,7 @@ def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def test_the_names_that_are_exported() -> None:
     assert sorted(mpinit.__all__) == sorted(
-        FUNCTIONS
-        | INSPECTORS
-        | {"GradScaler", "History", "Properties", "TrainState", "OPT_LEVELS", "amp", "__version__"}
+        FUNCTIONS | INSPECTORS | {"GradScaler", "Properties", "TrainState", "OPT_LEVELS", "amp", "__version__"}
     )
     assert all(hasattr(mpinit, name) for name in mpinit.__all__)
     assert mpinit.Properties is Properties
