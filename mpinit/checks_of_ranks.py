@@ -21,7 +21,7 @@ _WRAPPERS: Final = (_REDUCES, "DataParallel", _FLATTENS)
 def check_not_wrapped(walk: Walk, plan: Plan) -> None:
     """Refuse what has recorded the parameters' dtypes, around a model or in it.
 
-    Parts in DataParallel are no trouble: it records the dtypes anew in every forward.
+    Parts in DataParallel are refused when it makes its replicas, which it does for several devices only.
     """
     casts = plan.cast_model and is_lower_precision(plan.model_dtype)
     wrappers: dict[type[nn.Module], str | None] = {}

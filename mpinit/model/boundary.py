@@ -167,17 +167,15 @@ class Boundary:
         return {**self.__dict__, "before_forward": None, "targets": {}, "is_live": False}
 
 
-def caller_dtype(
-    inner_dtype: torch.dtype | None, args: tuple[Any, ...], kwargs: dict[str, Any], is_replica: bool
-) -> torch.dtype | None:
+def caller_dtype(inner_dtype: torch.dtype | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
     """The type that the caller of a part computes in; None: outside of every forward.
 
-    In a backward pass (activation checkpointing computes a part again there) and in a replica's thread it is not
-    remembered whether the call comes from inside: it does where an input is 16-bit, or none is floating.
+    In a backward pass, where activation checkpointing computes a part again, it is not remembered whether the call
+    comes from inside: it does where an input is 16-bit, or none is floating.
     """
     if is_tracing_symbolically():
         return inner_dtype
-    if here.dtype is not None or torch.compiler.is_compiling() or not (is_replica or current_pass() != -1):
+    if here.dtype is not None or torch.compiler.is_compiling() or current_pass() == -1:
         return here.dtype
     dtypes = floating_dtypes((args, kwargs))
     found = next((dtype for dtype in dtypes if is_lower_precision(dtype)), next(iter(dtypes), inner_dtype))

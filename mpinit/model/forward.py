@@ -6,7 +6,6 @@ unpickled model then runs its own weights.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import types
 from collections.abc import Callable
@@ -40,7 +39,7 @@ class PatchedForward:
 
     # Without a __dict__, which functools.wraps would copy into a wrapper of the user's, session and all.
     __slots__ = (
-        *("__weakref__", "boundary", "inner", "is_direct", "is_part", "is_replica", "module", "name", "names"),
+        *("__weakref__", "boundary", "inner", "is_direct", "is_part", "module", "name", "names"),
         *("owner", "weights"),
     )
 
@@ -56,7 +55,6 @@ class PatchedForward:
         self.boundary = boundary
         self.name = name
         self.is_part = is_part
-        self.is_replica = False
         # What stood on the instance before this one; None: the class's own.
         self.inner: Callable[..., Any] | None = _beneath_dead_patches(vars(module).get(name))
         self.names = ArgumentNames(self._inner()) if boundary.keep_inputs else None
@@ -84,10 +82,10 @@ class PatchedForward:
             return self._inner()(*args, **kwargs)
         caller = None
         if self.is_part:
-            caller = caller_dtype(boundary.inner_dtype, args, kwargs, self.is_replica)
+            caller = caller_dtype(boundary.inner_dtype, args, kwargs)
             output_dtype = caller or output_dtype
         is_inside = caller is boundary.inner_dtype
-        if is_inside or here.dtype is not None or self.is_replica or torch.compiler.is_compiling():
+        if is_inside or here.dtype is not None or torch.compiler.is_compiling():
             return self._with_weights(is_inside, args, kwargs, output_dtype)
         if boundary.before_forward is not None:
             boundary.before_forward()
@@ -104,9 +102,6 @@ class PatchedForward:
     ) -> Any:
         # What torch.fx records are the float32 weights: casts of them it would take for constants.
         if self.weights is None or self.weights.dtype is not self.boundary.inner_dtype or is_tracing_symbolically():
-            return self._run(is_inside, args, kwargs, output_dtype)
-        if self.is_replica:
-            self.weights.cast_replica(self.module)
             return self._run(is_inside, args, kwargs, output_dtype)
         with self.weights.cast_traced() if torch.compiler.is_compiling() else self.weights.cast():
             return self._run(is_inside, args, kwargs, output_dtype)
@@ -127,15 +122,6 @@ class PatchedForward:
     def _inner(self) -> Callable[..., Any]:
         # Not bound by __get__, which torch.compile of torch 2.11 and 2.12 does not know for methods of torch's modules.
         return self.inner or partial(getattr(type(self.module), self.name), self.module)
-
-    def for_replica(self, replica: nn.Module) -> PatchedForward:
-        """The same on a replica that DataParallel makes of the module."""
-        patched = copy.copy(self)
-        patched.module, patched.is_replica = replica, True
-        beneath = patched_forward(self.inner)
-        if beneath is not None:
-            patched.inner = beneath.for_replica(replica).run
-        return patched
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         # A copy is no part of the session that owns the original.
@@ -182,14 +168,12 @@ def _refuse_scripting(module: nn.Module) -> nn.Module:
     )
 
 
-def _replicate(module: nn.Module) -> nn.Module:
-    """``_replicate_for_data_parallel`` for patched modules: each replica's forward must run the replica."""
-    replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
-    for name, value in vars(module).items():
-        patched = patched_forward(value)
-        if patched is not None:
-            replica.__dict__[name] = patched.for_replica(replica).run
-    return replica
+def _refuse_replicas(module: nn.Module) -> nn.Module:
+    """``_replicate_for_data_parallel`` for patched modules: a replica's forward would run the original's weights."""
+    raise RuntimeError(
+        f"torch.nn.DataParallel makes copies of {type(module).__name__} in every forward, which mpinit.initialize does "
+        "not follow: use DistributedDataParallel with a process for each device, or call mpinit.undo on the model first"
+    )
 
 
 def patch_forwards(
@@ -224,7 +208,7 @@ def patch_forwards(
         forward = PatchedForward(module, kept if is_kept else cast, name, is_part, weights)
         ours = {
             name: forward.run,
-            "_replicate_for_data_parallel": partial(_replicate, module),
+            "_replicate_for_data_parallel": partial(_refuse_replicas, module),
             "__prepare_scriptable__": partial(_refuse_scripting, module),
         }
         attributes = vars(module)

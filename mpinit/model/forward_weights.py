@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ..torch_internals.columns import Entries, do_all, versions_of
+from ..torch_internals.columns import Entries, versions_of
 from ..torch_internals.float32_gradients import casts_with_float32_gradients
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, forget_data_of, note_data_of
 from ..torch_internals.running import computes_at_once
@@ -53,21 +53,22 @@ class _Layout:
 
 @final
 class _Standing:
-    """The casts that stand in modules which one forward has entered; another thread's may enter some of them.
+    """The casts that stand in the modules which one forward has entered.
 
     Attributes:
+        entered: all of these modules.
         slots: the places that casts stand in: a module's ``_parameters``, and a name there.
         outside, inside: for each slot the parameter, and its cast.
-        forwards: those that run inside the modules or around them, in all threads.
     """
 
-    def __init__(self, layout: _Layout, dtype: torch.dtype, forwards: Iterable[object]) -> None:
+    def __init__(self, layout: _Layout, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.forwards = set(forwards)
+        self.entered = layout.modules
         self.modules = layout.owners
         self.rnns = layout.rnns
         self.slots = layout.slots
         self.outside = layout.outside
+        self.has_tied = layout.has_tied
         self.inside: list[torch.Tensor] = []
         self._flat: dict[nn.RNNBase, dict[str, Any]] = {}
         self._accessed: set[int] = set()
@@ -114,38 +115,15 @@ class _Standing:
         for module, flat in self._flat.items():
             vars(module).update(flat)
 
-    def apart(self) -> dict[nn.Module, _Standing]:
-        """The same for each of the modules by itself."""
-        parts = {module: _Standing(_Layout([], self.dtype), self.dtype, self.forwards) for module in self.modules}
-        owners = {id(module._parameters): part for module, part in parts.items()}
-        for module, part in parts.items():
-            part.modules, part.rnns = [module], [each for each in self.rnns if each is module]
-        for slot, parameter, cast, *versions in zip(
-            self.slots, self.outside, self.inside, *self._versions, strict=True
-        ):
-            part = owners[id(slot[0])]
-            part.slots.append(slot)
-            part.outside.append(parameter)
-            part.inside.append(cast)
-            for column, version in zip(part._versions, versions, strict=True):
-                column.append(version)
-        forget_data_of(self._accessed)
-        for part in parts.values():
-            part._accessed = note_data_of(part.inside)
-            part._accessed |= self._accessed
-        for module, flat in self._flat.items():
-            parts[module]._flat[module] = flat
-        return parts
-
 
 class _Thread(threading.local):
-    """What stands because of this thread's forwards: module -> its casts."""
+    """The modules that this thread's forwards have entered."""
 
     def __init__(self) -> None:
-        self.inside: dict[nn.Module, object] = {}
+        self.inside: set[nn.Module] = set()
 
 
-_lock: Final = threading.RLock()  # forwards of one model in several threads share what stands in it
+_lock: Final = threading.Lock()
 # Of forwards that run, in all threads.
 STANDING: Final[dict[nn.Module, _Standing]] = {}
 _thread: Final = _Thread()
@@ -170,43 +148,37 @@ class ForwardWeights:
 
     @contextmanager
     def cast(self) -> Iterator[None]:
-        """Inside the block casts stand in the places of the parameters."""
-        forward, entered = object(), list[nn.Module]()
+        """Inside the block casts stand in the places of the parameters.
+
+        Raises:
+            RuntimeError: a forward of the module, or of what is below it, runs in another thread.
+        """
         computed: dict[str, torch.Tensor] = {}
+        standing = self._enter()
         try:
-            with _lock:
-                self._put_in(forward, entered)
+            outside = standing.outside
+            standing.put_in(_casts_of([standing])[0] if standing.has_tied else _casts(outside, self.dtype))
             if self.module._forward_pre_hooks:
                 self._cast_computed(computed)
             yield
         finally:
             for name, values in computed.items():
                 setattr(self.module, name, values)
-            with _lock:
-                _leave(entered, forward)
+            _leave(standing)
 
-    def _put_in(self, forward: object, entered: list[nn.Module]) -> None:
+    def _enter(self) -> _Standing:
         inside, layout = _thread.inside, self._layout
         if layout is None or not layout.stands():
             layout = self._layout = _Layout(self._modules(), self.dtype)
-        entered += [module for module in layout.modules if module not in inside] if inside else layout.modules
-        inside.update(dict.fromkeys(entered, forward))
-        # What another thread's forward has entered, each module by itself: it may leave some of them before this one.
-        shared = [module for module in entered if module in STANDING] if STANDING else []
-        if shared or len(entered) < len(layout.modules):
-            layout = _Layout([module for module in entered if module not in STANDING], self.dtype)
-        for module in shared:
-            if len(STANDING[module].modules) > 1:
-                STANDING.update(STANDING[module].apart())
-        standing = [STANDING[module] for module in shared]
-        for each in standing:
-            each.bring_back()
-            each.forwards.add(forward)
-        standing.append(_Standing(layout, self.dtype, [forward]))
-        casts = [_casts(layout.outside, self.dtype)] if not (shared or layout.has_tied) else _casts_of(standing)
-        STANDING.update(dict.fromkeys(standing[-1].modules, standing[-1]))
-        for each, own in zip(standing, casts, strict=True):
-            each.put_in(own)
+        if not inside.isdisjoint(layout.modules):
+            layout = _Layout([module for module in layout.modules if module not in inside], self.dtype)
+        standing = _Standing(layout, self.dtype)
+        with _lock:
+            if not STANDING.keys().isdisjoint(standing.modules):
+                raise RuntimeError(_IN_ANOTHER_THREAD.format(type(self.module).__name__))
+            inside.update(standing.entered)
+            STANDING.update(dict.fromkeys(standing.modules, standing))
+        return standing
 
     def _modules(self) -> list[nn.Module]:
         """The module and what is below it, but for what stays float32: found anew, for modules may have joined."""
@@ -240,43 +212,39 @@ class ForwardWeights:
                 computed[str(name)] = values
                 setattr(self.module, str(name), values.to(self.dtype))
 
-    def cast_replica(self, replica: nn.Module) -> None:
-        """Cast what DataParallel has put on a replica of the module: it lasts for one forward."""
-        casting = set(self._modules())
-        for original, copied in zip(self.module.modules(), replica.modules(), strict=True):
-            for name, values in getattr(copied, "_former_parameters", {}).items():
-                if original in casting and values.is_floating_point():
-                    setattr(copied, name, values.to(self.dtype))
-
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         # Of what stays float32 a copy of a part needs only what is below it.
         kept = [module for module in self.module.modules() if module in self._kept]
         return None, {"module": self.module, "dtype": self.dtype, "_kept": kept, "_layout": None}
 
 
-def _leave(entered: Iterable[nn.Module], forward: object) -> None:
-    do_all(map(_thread.inside.pop, entered, itertools.repeat(None)))
-    for standing in dict.fromkeys(filter(None, map(STANDING.get, entered))):
-        standing.forwards.discard(forward)
+def _leave(standing: _Standing) -> None:
+    _thread.inside.difference_update(standing.entered)
+    try:
         standing.bring_back()
-        if not standing.forwards:
-            standing.take_out()
+    finally:
+        standing.take_out()
+        with _lock:
             for module in standing.modules:
-                del STANDING[module]
+                STANDING.pop(module, None)
 
 
 def renew_casts() -> None:
     """Cast what stands in forwards of this thread anew: parameters were written, by an optimizer's step inside, say."""
-    if not _thread.inside:
-        return
-    with _lock:
-        standing = dict.fromkeys(STANDING[module] for module in _thread.inside if module in STANDING)
-        for dtype in dict.fromkeys(each.dtype for each in standing):
-            members = [each for each in standing if each.dtype is dtype]
-            for each in members:
-                each.bring_back()
-            for each, casts in zip(members, _casts_of(members), strict=True):
-                each.put_in(casts)
+    standing = dict.fromkeys(STANDING[module] for module in _thread.inside if module in STANDING)
+    for dtype in dict.fromkeys(each.dtype for each in standing):
+        members = [each for each in standing if each.dtype is dtype]
+        for each in members:
+            each.bring_back()
+        for each, casts in zip(members, _casts_of(members), strict=True):
+            each.put_in(casts)
+
+
+_IN_ANOTHER_THREAD: Final = (
+    '{0} runs in another thread, and with master_weights="model" 16-bit casts stand in the places of its parameters '
+    "for as long as its forward runs: let one forward end before the next begins, give each thread a copy of its own "
+    "(copy.deepcopy(model)), or use master_weights=True"
+)
 
 
 def _to_be_cast(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[tuple[dict[str, Any], str, nn.Parameter]]:

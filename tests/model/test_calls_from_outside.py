@@ -240,16 +240,6 @@ def test_a_copied_part_works_inside_the_model_it_is_put_into() -> None:
     assert seen == [F16]
 
 
-def test_replicas_of_a_part_run_the_replicas_weights_in_threads_of_their_own() -> None:
-    part = quietly(Autoencoder()).encoder[0]
-    replica = part._replicate_for_data_parallel()
-    for name, parameter in part.named_parameters():
-        setattr(replica, name, torch.zeros_like(parameter))
-    narrow, wide = (in_thread(lambda x=x: replica(x)) for x in (torch.ones(1, 4, dtype=F16), torch.ones(1, 4)))
-    assert (narrow.dtype, wide.dtype) == (F16, F32)
-    assert not narrow.any() and not wide.any()
-
-
 class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -13,7 +13,6 @@ import torch
 from loops import backward, iterate
 from models import CASES, KINDS, Case, level_arguments, masters_of, start, step, train
 from torch import nn
-from torch.nn.parallel.replicate import _replicatable_module
 
 import mpinit
 from mpinit import registry
@@ -163,20 +162,13 @@ def test_a_copy_of_a_plain_list_of_models_keeps_what_is_shared(level: str) -> No
     assert first.layer is second
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVEL_AND_DTYPE)
-def test_a_replica_runs_the_replicas_parameters(level: str, dtype: torch.dtype) -> None:
-    case, model, _ = initialised("cnn", level, dtype, keep_fp32="head" if level in ("O2", "O3") else None)
-    model.eval()
-    assert _replicatable_module(model)
-    replicas = {name: module._replicate_for_data_parallel() for name, module in model.named_modules()}
-    for name, module in model.named_modules():
-        for child in module._modules:
-            replicas[name]._modules[child] = replicas[f"{name}.{child}" if name else child]
-        for own, parameter in module._parameters.items():
-            setattr(replicas[name], own, torch.zeros_like(parameter))
-    x = next(case.data())[0]
-    assert not replicas[""](x).any()
-    assert model(x).any()
+@pytest.mark.parametrize("level", LEVELS)
+def test_data_parallel_is_refused_when_it_makes_its_replicas(level: str) -> None:
+    _, model, _ = initialised("cnn", level, torch.float16)
+    with pytest.raises(RuntimeError, match=r"DataParallel makes copies of .* use DistributedDataParallel"):
+        model._replicate_for_data_parallel()
+    mpinit.undo(model)
+    assert type(model._replicate_for_data_parallel()) is type(model)
 
 
 # Each network at each level, in one 16-bit type or the other: that one a graph has as a constant, whatever is compiled.

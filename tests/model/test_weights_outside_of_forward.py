@@ -12,8 +12,6 @@ from models import equal_tensors
 from torch import Tensor, nn
 from weights_in_forward import BF16, F32, is_float32_outside, start
 
-import mpinit
-
 
 class Raising(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
@@ -167,86 +165,31 @@ class Slow(nn.Linear):
         return super().forward(x)
 
 
-def test_a_forward_in_another_thread_does_not_keep_training_on_its_casts() -> None:
-    model = Slow()
+@pytest.mark.parametrize("of_part", [True, False])
+def test_a_forward_that_another_thread_runs_is_not_run_here_too(of_part: bool) -> None:
+    """Its model, or a part of it: refused, and right once the other has ended."""
+    slow = Slow()
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), slow)
     optimizer = start(model)
+    model.eval()
+    x, called = torch.randn(3, 4), slow if of_part else model
+    expected = model(x).detach()
+    found: list[Tensor] = []
 
     def evaluate() -> None:
         with torch.no_grad():
-            model(torch.ones(1, 4))
+            found.append(model(x))
 
     other = threading.Thread(target=evaluate)
     other.start()
-    assert model.entered.wait(10)
-    losses = []
-    for _ in range(3):
-        loss = model(torch.ones(1, 4)).sum()
-        with mpinit.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    model.go_on.set()
+    assert slow.entered.wait(10)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"runs in another thread.*copy of its own"):
+            called(x)
+    optimizer.step()
+    state = model.state_dict()
+    slow.go_on.set()
     other.join()
+    assert torch.equal(found[0], expected) and torch.equal(model(x), expected)
+    assert {value.dtype for name, value in state.items() if "num" not in name} == {F32}
     is_float32_outside(model)
-    torch.testing.assert_close(losses, [losses[0], losses[0] - 0.4, losses[0] - 0.8], atol=0.02, rtol=0)
-
-
-@pytest.mark.parametrize("part_ends_first", [True, False])
-def test_a_part_runs_in_another_thread_than_its_model(part_ends_first: bool) -> None:
-    torch.manual_seed(0)
-    parts = [Slow() for _ in range(2)]
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), parts[0], nn.Linear(1, 4), parts[1])
-    parts[0].requires_grad_(False)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    start(model)
-    model.eval()
-    x = torch.randn(3, 4)
-    expected, of_part = model(x).detach(), parts[0](x).detach()
-    found: dict[str, Tensor] = {}
-
-    def evaluate(name: str, module: nn.Module) -> None:
-        with torch.no_grad():
-            found[name] = module(x)
-
-    # The model waits in its first part, and the other waits there, too, or in the second.
-    whole = threading.Thread(target=evaluate, args=("whole", model))
-    whole.start()
-    assert parts[0].entered.wait(10)
-    parts[0].entered.clear()
-    part = threading.Thread(target=evaluate, args=("part", parts[0]))
-    part.start()
-    assert parts[0].entered.wait(10)
-    if part_ends_first:
-        parts[0].go_on.set()
-        part.join()
-        parts[1].go_on.set()
-    else:
-        parts[1].go_on.set()
-        parts[0].go_on.set()
-        whole.join()
-    whole.join()
-    part.join()
-    assert torch.equal(found["whole"], expected) and torch.equal(found["part"], of_part)
-    is_float32_outside(model)
-    mpinit.undo(model)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if "num" not in name)
-
-
-def test_replicas_of_data_parallel_are_16_bit() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-    start(model)
-    modules = list(model.modules())
-    replicas = [module._replicate_for_data_parallel() for module in modules]
-    for module, replica in zip(modules, replicas, strict=True):
-        replica._former_parameters = {}
-        for name, child in module._modules.items():
-            setattr(replica, name, replicas[modules.index(child)])
-        for name, parameter in module._parameters.items():
-            replica._former_parameters[name] = parameter * 1.0
-            setattr(replica, name, replica._former_parameters[name])
-    x = torch.randn(3, 4)
-    output = replicas[0](x)
-    assert torch.equal(output, model(x))
-    output.sum().backward()
-    assert all(p.grad is not None and p.grad.dtype is F32 for p in model.parameters())
