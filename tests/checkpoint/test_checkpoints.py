@@ -27,8 +27,6 @@ from torch import nn
 
 import mpinit
 
-# -- another level, another dtype -----------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("load_first", [False, True])
 def test_a_checkpoint_goes_from_level_to_level_without_losing_a_bit(load_first: bool) -> None:
@@ -60,9 +58,6 @@ def test_o3_keeps_what_16_bit_can_hold() -> None:
     target, _ = started("O3")
     target.load_state_dict(checkpoint)
     same(target.parameters(), [value.half() for value in checkpoint.values()])
-
-
-# -- other people's checkpoints -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
@@ -115,9 +110,6 @@ def test_16_bit_values_for_weights_without_masters_need_no_warning() -> None:
         same(model.state_dict().values(), [value.half().float() for value in mlp(seed=4).state_dict().values()])
 
 
-# -- loss scales from levels that do not scale ------------------------------------------------------------------------
-
-
 def saved_at(level: str, scaler: bool = False) -> dict[str, Any]:
     model, optimizer = started(level, num_losses=1 if scaler else 2)
     train(model, optimizer, batches(2))
@@ -155,9 +147,6 @@ def test_what_was_not_scaled_goes_on_unscaled_and_what_was_begins_at_its_scale()
         assert mpinit.state_dict(dynamic) == fallen
         mpinit.load_state_dict(mpinit.state_dict(start(mlp(), "O2", loss_scale=128.0)), dynamic)
         assert mpinit.loss_scale(dynamic) == 128.0
-
-
-# -- partial and wrong states ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [True, "split"])

@@ -31,8 +31,6 @@ import mpinit
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
-# -- what is saved, and where it loads ------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("level", LEVELS)
@@ -115,9 +113,6 @@ def test_a_state_that_does_not_fit_is_refused_as_in_torch(level: str) -> None:
     assert_same(saved(model, optimizer), before)
     same(masters(optimizer), entered)
     train(model, optimizer, batches(1))
-
-
-# -- an optimizer without state ---------------------------------------------------------------------------------------
 
 
 def assert_entered(model: nn.Module, optimizer: Optimizer, entered: list[list[nn.Parameter]]) -> None:

@@ -44,9 +44,6 @@ def test_it_is_what_torch_asks_for() -> None:
     assert isinstance(TrainState(*build("O2")), Stateful)
 
 
-# -- resuming ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("level", "steps"), [*((level, 3) for level in LEVELS), ("O0", 0), ("O2", 0), ("split", 0)])
 @pytest.mark.parametrize("make", [adam, momentum])
 def test_resuming_from_files_changes_no_bit(make: Any, level: str, steps: int, tmp_path: Path) -> None:
@@ -124,9 +121,6 @@ def test_gradients_and_given_out_masters_outlive_a_look(level: str) -> None:
     assert {float(each["step"]) for each in optimizer.state.values()} == {1.0}
 
 
-# -- loss scales ------------------------------------------------------------------------------------------------------
-
-
 def test_a_scale_that_was_none_is_no_start_for_one_that_moves() -> None:
     model, optimizer = build("O0")
     train(model, optimizer, batches(1))
@@ -170,9 +164,6 @@ def test_optimizers_of_several_sessions_have_no_state_of_one() -> None:
         mpinit.initialize(part, optimizer, verbosity=0, **LEVELS["O5"])
     with pytest.raises(ValueError, match=r"session \d+ .* and session \d+ .*: make a TrainState for the"):
         TrainState(model, optimizers).state_dict()
-
-
-# -- what is in it ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"flatten_optimizer_state_dict": True}, {"full_state_dict": True}], ids=str)
@@ -238,9 +229,6 @@ def test_it_loads_where_a_part_of_the_names_is_wanted() -> None:
     TrainState(*pair, options=StateDictOptions(strict=False)).load_state_dict(state)
     assert torch.equal(pair[0].state_dict()["3.bias"], state["model"]["3.bias"])
     assert torch.equal(pair[0].state_dict()["0.bias"], before)
-
-
-# -- what does not fit ------------------------------------------------------------------------------------------------
 
 
 def changed(state: dict[str, Any], *path: Any, to: Any = None) -> dict[str, Any]:

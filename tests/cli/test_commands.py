@@ -59,9 +59,6 @@ def cells(out: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in out.splitlines() if line}
 
 
-# -- levels -----------------------------------------------------------------------------------------------------------
-
-
 def test_levels_shows_the_table_of_properties(printed: Printed) -> None:
     lines = cells(printed("levels"))
     assert lines["property"] == list(OPT_LEVELS)
@@ -116,9 +113,6 @@ def test_nothing_is_wider_than_80_columns(arguments: list[str], printed: Printed
     assert max(map(len, out.splitlines())) <= 80, out
 
 
-# -- explain ----------------------------------------------------------------------------------------------------------
-
-
 def test_explain_prints_a_report(printed: Printed) -> None:
     out = printed("explain", *MODEL, "--opt-level", "O2", "--loss", "cli_models:first_class")
     assert "Sequential at O2" in out
@@ -137,9 +131,6 @@ def test_explain_takes_whole_numbers(printed: Printed) -> None:
     assert {row["module"] for row in json.loads(out)["rows"]} >= {"0", "1"}
 
 
-# -- audit ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "spec", [["cli_models:classifier", "--optimizer", "adamw", "--lr", "1e-5"], ["cli_models:pair"]]
 )
@@ -151,9 +142,6 @@ def test_audit_names_what_cannot_move_and_the_cure(spec: list[str], printed: Pri
     assert found["bytes_per_parameter"]["O5"]["optimizer state"] == 8.0
 
 
-# -- doctor -----------------------------------------------------------------------------------------------------------
-
-
 def test_doctor_measures_and_recommends(printed: Printed) -> None:
     out = printed("doctor", "--size", "32", "--seconds", "0.01")
     assert all(word in out for word in ("float32", "bfloat16", "fused optimizers", "recommended: O", "torch 2"))
@@ -162,8 +150,6 @@ def test_doctor_measures_and_recommends(printed: Printed) -> None:
     assert found["devices"][0]["matmul"]["float32"] > 0
     assert "AdamW" in found["devices"][0]["fused"]
 
-
-# -- what goes wrong --------------------------------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[list[str], str]] = {
     "a level": (["levels", "O9"], "opt_level='O9' is not a level"),
@@ -234,9 +220,6 @@ def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", f"{code}sys.exit(mpinit.cli.main())"], capture_output=True, text=True)
     assert done.returncode == (2 if arguments == ["lvels"] else 0), done.stderr
     assert "Traceback" not in done.stderr
-
-
-# -- tables -----------------------------------------------------------------------------------------------------------
 
 
 def test_tables_are_plain_text_into_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:

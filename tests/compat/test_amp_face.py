@@ -68,9 +68,6 @@ def iterate(loss: Any, optimizers: list[torch.optim.Optimizer], amp: Any = face,
         optimizer.step()
 
 
-# -- verbosity ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("verbosity", "lines"), [(False, 0), (True, 1), (0, 0), (1, 1)])
 def test_verbosity_may_be_a_boolean(verbosity: Any, lines: int, caplog: pytest.LogCaptureFixture) -> None:
     model = linear(0)
@@ -78,9 +75,6 @@ def test_verbosity_may_be_a_boolean(verbosity: Any, lines: int, caplog: pytest.L
         face.initialize(model, sgd(model), opt_level="O2", verbosity=verbosity)
     assert len(caplog.records) == lines
     assert face._amp_state.verbosity == int(verbosity)
-
-
-# -- one loss, several optimizers -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -147,9 +141,6 @@ def test_an_exception_in_the_block_is_the_users_and_spreads_no_overflow() -> Non
         scaled.backward()
 
 
-# -- one list of scalers --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_later_initialize_gives_its_scalers_to_all_optimizers(level: str) -> None:
     (first, _), (one, two) = in_two_calls(level, num_losses=2)
@@ -196,9 +187,6 @@ def test_sessions_that_share_no_scaler_are_refused_as_ever() -> None:
         face.scale_loss(mean(first), [one, two])
     with pytest.raises(RuntimeError, match="was not initialised"):
         face.scale_loss(mean(first), [one, sgd(linear(2))])
-
-
-# -- states ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", [{"loss_scale": 1e300, "unskipped": 0}, {"loss_scale": 8.0, "unskipped": 2**40}, 3])

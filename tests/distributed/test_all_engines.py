@@ -129,9 +129,6 @@ def test_random_overflows(name: str, level: str, steps: int) -> None:
     assert done >= steps // 10
 
 
-# -- pipelines: a stage on each rank --------------------------------------------------------------------------------
-
-
 def own_stage() -> nn.Module:
     model = text()
     stages = (model.embedding, *model.blocks, nn.Sequential(model.norm, model.head))
@@ -189,9 +186,6 @@ def test_stages_as_by_hand(kind: str, level: str) -> None:
         optimizer.step()
     assert mpinit.step_counts(optimizer) == (3, 0)
     assert_same(whole(stage.state_dict()), by_hand)
-
-
-# -- ranks that do not do the same ----------------------------------------------------------------------------------
 
 
 def keywords(level: str) -> dict[str, Any]:

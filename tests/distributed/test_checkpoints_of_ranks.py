@@ -51,9 +51,6 @@ def of(state: mpinit.TrainState) -> dict[str, torch.Tensor]:
     return everything(found["model"], found["optim"])
 
 
-# -- torch's states by name -------------------------------------------------------------------------------------------
-
-
 def build(engine: str, level: str) -> Pair:
     model = sharded() if engine == "fsdp" else CASE.build()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -80,9 +77,6 @@ def test_a_run_resumed_from_states_by_name(engine: str, level: str) -> None:
     mpinit.load_state_dict(scalers, resumed)
     train(again, resumed, batches[2:], CASE.loss)
     assert_same(everything(*get_state_dict(again, resumed)), end)
-
-
-# -- TrainState: a run on the first 1 or 2 of four processes, or on all; the others wait ----------
 
 
 @functools.cache

@@ -23,8 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpinit
 
-# -- one process with the large batch ---------------------------------------------------------------------------------
-
 
 def trained(arguments: dict[str, Any], wraps: bool, late: bool = False, views: bool = False) -> State:
     """Six batches, a step by a GradScaler that clips for two of them.
@@ -67,9 +65,6 @@ def test_ddp_by_a_grad_scaler_equals_one_process(level: str, late: bool) -> None
     both = trained(arguments, wraps=True, late=late, views=not late)
     assert_one(list(both.values()))
     assert_close(both, trained(arguments, wraps=False), 1e-5 if level == "O0" else 3e-2)
-
-
-# -- one model ------------------------------------------------------------
 
 
 def build(level: str, seed: int | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:

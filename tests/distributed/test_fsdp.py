@@ -353,9 +353,6 @@ def test_both_sides_of_a_shard_are_one() -> None:
     assert bytes_held == 4 * own and states == 8 * own
 
 
-# -- encoded states ------------------------------------------------------------------------------------------
-
-
 def wide_network() -> nn.Sequential:
     """Two ranks get whole blocks of the first weight; of the rest they get too little to be encoded."""
     torch.manual_seed(0)

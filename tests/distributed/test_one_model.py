@@ -39,8 +39,6 @@ SCALED = {"init_loss_scale": 1024.0, "verbosity": 0}
 INF = float("inf")
 
 
-# -- what was asked for -----------------------------------------------------------------------------------------------
-
 MIXED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "scale": ({"loss_scale": 128.0}, {"loss_scale": 64.0}, "loss_scale is 128.0 on rank 0 and 64.0 on rank 1"),
     "kind": ({"loss_scale": "dynamic"}, {"loss_scale": 64.0}, "loss_scale is 'dynamic' on rank 0 and 64.0 on rank 1"),
@@ -91,9 +89,6 @@ def test_words_without_addresses_are_the_same() -> None:
     kept = [nn.LayerNorm, lambda name, module: name == "head"]
     mpinit.initialize(model, sgd_of(model), "O2", keep_fp32=kept, **SCALED)
     DistributedDataParallel(model)
-
-
-# -- float32 values ---------------------------------------------------------------------------------------------------
 
 
 class Frozen(nn.Module):
@@ -178,9 +173,6 @@ def test_one_rank_may_look_at_an_optimizer_that_has_made_no_step(by_torch: bool)
     train(wrapped, optimizer, [mine(batch) for batch in CASE.batches(2)], CASE.loss)
     assert mpinit.step_counts(optimizer) == (2, 0)
     assert_one(model)
-
-
-# -- verdicts ---------------------------------------------------------------------------------------------------------
 
 
 @ranks(2)
@@ -327,9 +319,6 @@ def test_a_hook_beside_float32_reduction_is_refused() -> None:
         wrapped(torch.ones(1, 4))
     with refused(ValueError, "reduce_dtype=torch.bfloat16 is not float32", "bf16_compress_hook"):
         mpinit.initialize(nn.Linear(4, 1), None, "O5", reduce_dtype="bfloat16", verbosity=0)
-
-
-# -- what is refused, and what wraps ----------------------------------------------------------------------------------
 
 
 @ranks(2, ("O1", True), ("O2", True), long=[("O1", False), ("split", True)])

@@ -97,8 +97,6 @@ def test_ended_in_another_thread_they_go_off_with_the_next_backward_or_forward(
     assert product_dtype() is FP32
 
 
-# -- the forward of a model that has none ------------------------------------------------------------------------------
-
 NONE = ForwardCasts(None)
 
 

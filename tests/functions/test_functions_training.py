@@ -15,8 +15,6 @@ from torch.nn import functional as F
 
 import mpinit
 
-# -- where casts are on ------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("scope", ["thread", "model"])
 def test_replicas_in_threads_cast_and_train(scope: str, initialize: Initialize) -> None:
@@ -72,9 +70,6 @@ def test_a_model_of_another_session_computes_the_bits_that_it_computes_alone(
     inner, got = student(x)
     assert inner.dtype is HALF
     assert torch.equal(got, want)
-
-
-# -- autograd and transforms -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scope", ["thread", "model"])

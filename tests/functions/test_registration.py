@@ -169,9 +169,6 @@ def test_names_imported_earlier_are_warned_of(library: types.ModuleType, start_c
         del sys.modules[importer.__name__]
 
 
-# -- decorators --------------------------------------------------------------------------------------------------
-
-
 @half_function
 def leaves_in_half(tree: Any, *, named: Any = None) -> Any:
     return tree, named

@@ -30,9 +30,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 each_setting = pytest.mark.parametrize("setting", SETTINGS)
 
 
-# -- torch's recipe page "Automatic Mixed Precision examples" ---------------------------------------------------------
-
-
 def clipping(models: Sequence[Any], optimizers: Sequence[Any], scaler: Any) -> None:
     for batch in batches(5):
         optimizers[0].zero_grad()
@@ -152,9 +149,6 @@ def test_torchs_own_grad_scaler_has_the_same_bits(recipe: Recipe, setting: str, 
     assert their_state == state
 
 
-# -- one call at a time -----------------------------------------------------------------------------------------------
-
-
 def begin(setting: str = "O2", make: Any = plain_sgd, **more: Any) -> tuple[Any, Any, Any]:
     model = mlp()
     optimizer = make(model.parameters())
@@ -239,9 +233,6 @@ def test_setters_and_states_are_torchs() -> None:
     assert scaler.state_dict() == saved
     scaler.update(torch.tensor([32.0]))
     assert scaler.get_scale() == 32.0 == mpinit.loss_scale(optimizer)
-
-
-# -- sessions ---------------------------------------------------------------------------------------------------------
 
 
 def test_scalers_of_two_losses() -> None:

@@ -20,9 +20,6 @@ def adamw(model: nn.Module, lr: float = 1e-3) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
-# -- types and bytes ------------------------------------------------------------------------------------------------
-
-
 def test_bytes_of_each_level_are_those_that_the_papers_count() -> None:
     model = nn.Linear(64, 64)
     found = mpinit.audit(model, adamw(model)).bytes_per_parameter
@@ -67,9 +64,6 @@ def test_rows_say_where_each_number_lives() -> None:
     assert rows["0.weight"] == ("float16", "float32", "float32", 0.5)
     assert rows["1.weight"] == ("float32", "", "float32", 0.5)
     assert rows["2.weight"] == ("float16", "", "", None)
-
-
-# -- what cannot move -------------------------------------------------------------------------------------------------
 
 
 def test_a_share_is_that_of_steps_below_half_a_unit_in_the_last_place() -> None:

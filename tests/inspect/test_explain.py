@@ -79,9 +79,6 @@ def test_in_evaluation_the_paths_are_those_of_evaluation() -> None:
     assert not [row for row in report.rows if row.phase == "backward"]
 
 
-# -- why --------------------------------------------------------------------------------------------------------------
-
-
 def mixed(self: Any, x: Tensor) -> Tensor:
     """Casts of its own, a function without casts, and a softmax."""
     h = self.layer(x)
@@ -171,9 +168,6 @@ def test_a_loss_may_use_other_tensors_and_the_original_may_not_run() -> None:
     model(x)
 
 
-# -- what it comes out as ---------------------------------------------------------------------------------------------
-
-
 def test_text_and_json() -> None:
     report = mpinit.explain(nn.LayerNorm(4), torch.randn(2, 4), opt_level="O2", loss=torch.sum)
     text = str(report)
@@ -182,9 +176,6 @@ def test_text_and_json() -> None:
     assert max(map(len, text.splitlines())) < 200
     read = json.loads(report.to_json())
     assert [row["op"] for row in read["rows"]] == [row.op for row in report.rows]
-
-
-# -- what is refused --------------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_explained_is_refused() -> None:

@@ -39,9 +39,6 @@ def compared(model: Any, **more: Any) -> Any:
     return mpinit.fidelity(model, input_ids=IDS, output=logprobs, **more)
 
 
-# -- to the bit -------------------------------------------------------------------------------------------------------
-
-
 @with_masters
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_what_is_trained_is_what_is_served_to_the_bit(name: str, way: str, tmp_path: Path) -> None:
@@ -91,9 +88,6 @@ def test_with_lora(way: str) -> None:
     learnt(model, **WAYS[way])
     assert all(p.detach().abs().sum() > 0 for name, p in model.named_parameters() if "lora_B" in name)
     assert compared(model)
-
-
-# -- where they part --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])

@@ -93,9 +93,6 @@ def test_a_bad_loss_is_said_to_be_one() -> None:
     assert "watch_overflow" in mpinit.overflow_report(optimizer).advice
 
 
-# -- watching -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_forward_operation_is_named_with_its_inputs(level: str) -> None:
     model = deep(nn.ReLU(inplace=True))

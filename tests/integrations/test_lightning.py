@@ -169,9 +169,6 @@ def test_an_optimizer_that_evaluates_the_loss(name: str) -> None:
     assert same_bits(ours.state_dict(), other.state_dict())
 
 
-# -- checkpoints ------------------------------------------------------------------------------------------------------
-
-
 def moments(run: Trainer) -> list[Any]:
     return [optimizer.state_dict()["state"] for optimizer in run.optimizers]
 

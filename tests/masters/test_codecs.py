@@ -135,9 +135,6 @@ def test_native_code_is_tried_on_the_cpu(native: Any, monkeypatch: pytest.Monkey
         assert all(blocks._gives_same_bits(codec, native) for codec in CODECS)
 
 
-# -- the tensor -------------------------------------------------------------------------------------------------------
-
-
 @each
 def test_an_encoded_tensor_reads_as_its_numbers(codec: Codec) -> None:
     values = torch.randn(8, 3, 5, 5).to(memory_format=torch.channels_last)

@@ -60,9 +60,6 @@ def after(written: torch.Tensor, known: torch.Tensor, masters: Any) -> torch.Ten
     return torch.where(known.to(written.dtype) == written, known, written.float())
 
 
-# -- gradients --------------------------------------------------------------------------------------------------
-
-
 @each_mode
 def test_gradients_replaced_over_the_model_are_clipped_over_the_groups(dtype: torch.dtype, masters: Any) -> None:
     model, optimizer = begin(dtype, masters)
@@ -117,9 +114,6 @@ def test_a_flat_buffer_of_gradients_made_after_initialize_is_what_is_stepped(dty
     assert torch.equal(number(model), START - 0.5 * GRADIENT)
 
 
-# -- weights ----------------------------------------------------------------------------------------------------
-
-
 @each_mode
 def test_averages_swapped_in_and_out_leave_every_bit_and_data_held_for_long_is_written(
     dtype: torch.dtype, masters: Any
@@ -171,9 +165,6 @@ def test_a_write_without_a_trace_to_one_number_of_a_large_weight_counts(shape: t
         assert torch.equal(number(model), expected)
 
 
-# -- memory shared from before ------------------------------------------------------------------------------------
-
-
 def _a_part(model: Any) -> torch.Tensor:
     memory = torch.zeros(100)
     model[0].weight.data = memory[:9].view(3, 3).copy_(model[0].weight.data)
@@ -222,9 +213,6 @@ def test_tied_weights_and_those_of_an_rnn_share_memory(dtype: torch.dtype, maste
     for weight in model["rnn"].parameters():
         weight.data, flat = flat[: weight.numel()].view_as(weight), flat[weight.numel() :]
     mpinit.initialize(model, plain_sgd(model.parameters()), **keywords("O2", dtype) | {"master_weights": masters})
-
-
-# -- states, other optimizers, errors -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("masters", [True, "split"])

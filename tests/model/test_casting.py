@@ -156,9 +156,6 @@ def test_what_is_loaded_keeps_its_bits_and_stays_finite(level: str) -> None:
         assert bits(model.state_dict()[name]) == bits(state[name]), name
 
 
-# -- interruptions ----------------------------------------------------------------------------------------------------
-
-
 class Casts:
     """A model with every kind of tensor, about to be cast."""
 

@@ -117,9 +117,6 @@ def test_frozen_parameters_are_tables_too_and_trained_ones_are_not() -> None:
         quietly(model, "O5")
 
 
-# -- keep_fp32 with the names of tensors -------------------------------------------------------------------------------
-
-
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

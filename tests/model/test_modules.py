@@ -22,9 +22,6 @@ def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
     return {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
-# -- what is cast -----------------------------------------------------------------------------------------------------
-
-
 class Assorted(nn.Module):
     """Parameters and buffers of many types."""
 
@@ -69,9 +66,6 @@ def test_cast_model_type_false_leaves_weights_and_inputs() -> None:
     assert quietly(nn.Linear(2, 2), "O2", cast_model_type="False").weight.dtype is F32
 
 
-# -- BatchNorm --------------------------------------------------------------------------------------------------------
-
-
 class UsersBatchNorm(nn.BatchNorm1d):
     """A user's own, whose kernel is not known."""
 
@@ -106,9 +100,6 @@ def test_batchnorm_stays_float32_and_works_in_train_and_eval(norm: str, dtype: s
         model(x).square().sum().backward()
         assert x.grad is not None and x.grad.dtype is F32 and bool(x.grad.isfinite().all())
         assert seen.pop() is DTYPES[dtype], "what comes out of a BatchNorm is 16-bit again"
-
-
-# -- keep_fp32 --------------------------------------------------------------------------------------------------------
 
 
 class Blocks(nn.Module):
@@ -161,9 +152,6 @@ def test_keep_fp32_leaves_modules_in_float32(what: str, level: str) -> None:
 def test_a_name_that_matches_nothing_is_refused_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"'haed' matches no module.*'head'"):
         quietly(Blocks(), keep_fp32="haed")
-
-
-# -- shared, parametrized, unfinished parameters ----------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -265,9 +253,6 @@ def test_lazy_modules_are_refused_by_name_until_they_are_initialised(lazy: nn.Mo
     quietly(model, loss_scale=1.0)
     model(torch.ones(2, 3)).sum().backward()
     assert model.late.weight.dtype is (F32 if isinstance(lazy, nn.BatchNorm1d) else F16)
-
-
-# -- the forward ------------------------------------------------------------------------------------------------------
 
 
 class Probe(nn.Module):

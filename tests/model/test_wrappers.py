@@ -32,8 +32,6 @@ class Net(nn.Module):
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
 
-# -- wrappers of the user's ------------------------------------------------------------------------------------------
-
 
 def plainly(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: forward(*args, **kwargs) * 2
@@ -115,8 +113,6 @@ def test_a_wrapper_that_copies_attributes_holds_no_session() -> None:
     assert session() is None
 
 
-# -- export, trace, script -------------------------------------------------------------------------------------------
-
 LEVELS = ["O0", "O1", "O2", "O3", "O5"]
 
 
@@ -166,9 +162,6 @@ def test_scripting_is_refused_with_the_way_out_and_works_after_undo(level: str) 
         torch.jit.script(model)
     mpinit.undo(model)
     assert torch.equal(torch.jit.script(model)(X), model(X))
-
-
-# -- compiling while there are gradients ------------------------------------------------------------------------------
 
 
 def test_a_model_that_has_gradients_is_compiled_after_a_reset_and_a_backward_pass() -> None:

@@ -151,9 +151,6 @@ def test_an_unknown_loss_is_refused(loss_id: Any) -> None:
             use(optimizer, loss_id)
 
 
-# -- a GAN ----------------------------------------------------------------------------------------------------------
-
-
 def trained_gan(level: str | None, clear: str) -> list[torch.Tensor]:
     """The loop of the DCGAN example: two losses for the discriminator, one for the generator through it."""
     torch.manual_seed(3)

@@ -70,9 +70,6 @@ def test_error_if_nonfinite_is_handed_on() -> None:
         mpinit.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
 
 
-# -- hooks and gradients taken by hand ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradient_hooks_see_and_change_the_gradient(level: str) -> None:
     (model, optimizer), reference, batch = started(level), mlp(), batches(1)[0]

@@ -367,9 +367,6 @@ def test_a_step_that_was_replaced_is_done(monkeypatch: pytest.MonkeyPatch, nativ
     assert torch.allclose(master, torch.full((30, 30), 0.997), rtol=1e-6, atol=0)
 
 
-# -- the build --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
 def test_without_a_compiler_nothing_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, compiler: str

@@ -40,9 +40,6 @@ import mpinit
 LEVELS = ("O0", "O1", "O2", "O3")
 
 
-# -- groups ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_group_from_outside_the_models_may_have_any_dtype(dtype: torch.dtype) -> None:
     model, optimizer = started("O2", torch.float16, plain_sgd)
@@ -61,9 +58,6 @@ def test_a_weight_cannot_be_added_a_second_time(level: str) -> None:
     assert len(optimizer.param_groups) == 1
     train(model, optimizer, batches(2))
     assert level != "O2" or follow(model, optimizer) is None
-
-
-# -- freezing, and types that mix ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -108,9 +102,6 @@ def test_dtypes_may_mix_in_one_group(make: Callable[..., Optimizer]) -> None:
     assert {p.dtype for p in masters(optimizer)} == {torch.float32}
 
 
-# -- state that was there before ------------------------------------------------------------------------------------
-
-
 @each_kind
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_an_optimizer_that_has_stepped_keeps_its_state(level: str, make: Callable[..., Optimizer]) -> None:
@@ -124,9 +115,6 @@ def test_an_optimizer_that_has_stepped_keeps_its_state(level: str, make: Callabl
     train(model, optimizer, data[3:])
     train_plainly(reference, plain, data[3:])
     close(masters(optimizer), reference.parameters(), 0.02)
-
-
-# -- parameters of no model -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -155,9 +143,6 @@ def test_a_loss_functions_own_parameters_are_no_orphans() -> None:
     assert center.tolist() == [0.5] * 5
 
 
-# -- every optimizer of torch.optim ---------------------------------------------------------------------------------
-
-
 def _variants() -> list[tuple[str, dict[str, bool]]]:
     """Every optimizer of torch.optim that steps on dense gradients, without a closure, in every way it offers."""
     found: list[tuple[str, dict[str, bool]]] = []
@@ -178,9 +163,6 @@ def test_every_optimizer_of_torch_steps_masters_as_by_hand(name: str, way: dict[
         return made
 
     as_by_hand(setting, make, count=4)
-
-
-# -- optimizers from elsewhere --------------------------------------------------------------------------------------
 
 
 class Lookahead(Optimizer):

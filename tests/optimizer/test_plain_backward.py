@@ -107,9 +107,6 @@ def test_what_uses_the_scaled_loss_in_other_ways_is_none_of_that() -> None:
     same([2 * each for each in halved], [weight.grad for weight in model.parameters()])
 
 
-# -- blocks in blocks, and steps that do more -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_block_inside_a_block_of_the_same_optimizer_is_refused(level: str) -> None:
     model, optimizer = started(level)

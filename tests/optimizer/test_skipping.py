@@ -132,9 +132,6 @@ def test_too_many_skips_in_a_row_name_the_parameters(level: str) -> None:
     assert not mpinit.step_was_skipped(optimizer) and mpinit.step_counts(optimizer) == (2, 5)
 
 
-# -- steps out of order ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("level", SCALING)
 def test_a_step_inside_of_scale_loss_is_an_error(level: str) -> None:
     model, optimizer = started(level)

@@ -173,9 +173,6 @@ def data(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-# -- one run, by hand and by mpinit ---------------------------------------------------------------------------------
-
-
 class Side:
     """A model and its optimizer, whose step takes no closure, one, or one after a first backward pass."""
 

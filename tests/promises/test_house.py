@@ -266,9 +266,6 @@ def test_the_core_logs_and_never_prints(name: str) -> None:
     assert "print" not in calls
 
 
-# -- what importing takes ---------------------------------------------------------------------------------------------
-
-
 def test_the_import_leaves_pydantic_and_inspectors_until_they_are_asked_for() -> None:
     program = """
 import sys, mpinit

@@ -163,9 +163,6 @@ def test_state_stepped_in_place_is_not_undone(make: Callable[[Any], torch.optim.
             assert torch.equal(optimizer.state[parameter][key], value)
 
 
-# -- what of torch is another object meanwhile ------------------------------------------------------------------------
-
-
 CLASSES = (
     *(nn.Module, nn.Parameter, torch.Tensor, torch.optim.Optimizer, torch.optim.AdamW, nn.Linear, nn.LayerNorm),
     *(nn.parallel.DistributedDataParallel, torch.optim.swa_utils.AveragedModel, torch.amp.GradScaler),

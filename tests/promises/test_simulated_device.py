@@ -46,9 +46,6 @@ def test_what_holds_on_any_device_holds_on_it(often: bool) -> None:
     assert int(re.findall(r"(\d+) passed", child.stdout)[-1]) > 100
 
 
-# -- on the device ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def sim() -> torch.device:
     if device().type != "sim":

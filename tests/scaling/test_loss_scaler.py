@@ -155,8 +155,6 @@ def test_the_defaults_are_the_documented_ones() -> None:
     assert (scaling.growth_interval, scaling.max_scale, scaling.max_consecutive_skips) == (2000, 2.0**24, 64)
 
 
-# -- states that are loaded -----------------------------------------------------------------------------------------
-
 BAD_VALUES: list[tuple[str, Any]] = [
     *(("loss_scale", value) for value in (1e300, 1e-60, 2.0**127, 10**60, "x", None, True, -1.0, 0, [8.0], {})),
     *(("unskipped", value) for value in (2**31, 2**40, -1, "x", None, True, 1.5)),
@@ -219,9 +217,6 @@ def test_a_count_of_a_longer_interval_does_not_keep_the_scale_from_growing() -> 
     scaler.note(torch.tensor(0.0))
     scaler.update()
     assert scaler.loss_scale() == 32.0
-
-
-# -- devices --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])

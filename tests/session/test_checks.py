@@ -107,9 +107,6 @@ def test_compiled_models_and_parts_work_as_they_are(what: str) -> None:
     assert given(x).dtype is F32 and {p.dtype for p in model.parameters()} == {F32}
 
 
-# -- sessions that share ----------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def refused(*parts: str) -> Iterator[None]:
     with pytest.raises(ValueError) as caught:
@@ -139,9 +136,6 @@ def test_a_shared_parameter_in_modules_of_their_own() -> None:
     quietly(first)
     with refused("the Linear given"):
         quietly(second)
-
-
-# -- parse, check, then change ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("enabled", [True, False])

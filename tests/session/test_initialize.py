@@ -61,8 +61,6 @@ def test_16_bit_weights_coming_in_are_accepted_and_mentioned_once(
     run(model, optimizer, steps=1)
 
 
-# -- configurations ---------------------------------------------------------------------------------------------------
-
 FILE = """
 opt_level = "O2"
 cast_model_type = "bfloat16"
@@ -91,9 +89,6 @@ def test_a_configuration_beats_the_level(kind: str, tmp_path: Path, caplog: pyte
     assert not caplog.records
 
 
-# -- logging ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_one_line_says_what_was_set_up(level: str, caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
     model = nn.Linear(2, 2)
@@ -112,9 +107,6 @@ def test_verbosity_0_says_nothing(level: str, caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.DEBUG, "mpinit"):
         quietly(nn.Linear(2, 2).half() if level == "O2" else nn.Linear(2, 2), level)
     assert not caplog.records
-
-
-# -- enabled=False ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("network", ["cnn", "lstm"])

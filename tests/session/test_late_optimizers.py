@@ -172,9 +172,6 @@ def test_values_beyond_float16_are_kept() -> None:
     same(usual.parameters(), late.parameters())
 
 
-# -- letting go, failing, undoing -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("setting", ["O1", "O2-float16", "O2-split", "O3"])
 def test_an_empty_list_lets_the_float32_values_go(setting: str) -> None:
     model, plain = waiting(setting), mlp()
@@ -248,9 +245,6 @@ def test_what_an_earlier_loss_has_left_counts(overflows: bool) -> None:
         reference.step()
     assert mpinit.step_was_skipped(second) == overflows
     close(model[-1].state_dict().values(), plain[-1].parameters())
-
-
-# -- while a model awaits its optimizers: what is said of it, and what is refused ----------
 
 
 def test_describe_says_how_many_weights_wait() -> None:

@@ -33,9 +33,6 @@ DTYPES = {"O0": None, "O2": torch.float16, "O5": torch.bfloat16, "split": torch.
 State = dict[str, Tensor]
 
 
-# -- what ranks ask one another -----------------------------------------------------------------------------------
-
-
 @functools.cache
 def _mesh(world: Any, *shape: int) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[: len(shape)])
@@ -119,9 +116,6 @@ def refused(kind: type[BaseException], *words: str) -> Iterator[None]:
         raise AssertionError(f"not refused: {words}")
 
 
-# -- what is trained --------------------------------------------------------------------------------------------------
-
-
 class Block(nn.Module):
     """A layer of a language model, which may be recomputed in the backward pass."""
 
@@ -191,9 +185,6 @@ def batches(count: int, rows: int = 2 * RANKS) -> list[tuple[Tensor, Tensor]]:
 def loss_of(output: Tensor, target: Tensor, rows: int) -> Tensor:
     """Summed over what this rank has: none of it, perhaps."""
     return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum") / (4 * rows)
-
-
-# -- engines ----------------------------------------------------------------------------------------------------------
 
 
 def no_sync(runs: Any) -> Any:
@@ -356,9 +347,6 @@ ENGINES: dict[str, Engine] = {
     "tp loss": Engine(tensor_parallel(sequence=True, losses=True), around=loss_parallel, **TP),
     "tp fsdp": Engine(two_dimensions, sizes=(4, 4), **FSDP | ALL | {"levels": ("O2", "model")}),
 }
-
-
-# -- runs, by mpinit and by hand ------
 
 
 class CastByHand(nn.Module):

@@ -11,8 +11,6 @@ from torch.optim import SGD
 
 import mpinit
 
-# -- backward passes --------------------------------------------------------------------------------------------
-
 
 def _scaled(run: Run, pick: Pick, overflows: bool = False, raises: str = "") -> None:
     """``scale_loss``, for some of the optimizers, with any loss."""
@@ -95,9 +93,6 @@ def _grad_scaler(run: Run, pick: Pick, overflows: bool = False) -> None:
     run.clear_all()
 
 
-# -- gradients by hand ------------------------------------------------------------------------------------------
-
-
 def _given(run: Run, pick: Pick, how: str) -> tuple[str, Any] | None:
     """A weight whose gradient is to be changed, and what stands for it in the model, groups or master_params."""
     run.calm()
@@ -174,9 +169,6 @@ def _zero_grad(run: Run, pick: Pick, to_none: bool) -> None:
         if number.grad is not None:
             number.grad = None if to_none else torch.zeros_like(number.grad)
     run.calm()
-
-
-# -- weights ----------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -289,9 +281,6 @@ def _write_master(run: Run, pick: Pick) -> None:
         run.step_by_hand(index)
 
 
-# -- steps ------------------------------------------------------------------------------------------------------
-
-
 def _step(run: Run, pick: Pick) -> None:
     index = pick.of(range(len(run.optimizers)))
     run.optimizers[index].step()
@@ -347,9 +336,6 @@ def _hook(run: Run, pick: Pick, when: str) -> None:
         handle.remove()
 
 
-# -- groups -----------------------------------------------------------------------------------------------------
-
-
 def _take_out(run: Run, index: int, group: int, name: str) -> None:
     for optimizer, parameter in ((run.optimizers[index], run.weight(name)), (run.references[index], run.by_hand[name])):
         members = optimizer.param_groups[group]["params"]
@@ -401,9 +387,6 @@ def _freeze(run: Run, pick: Pick) -> None:
     for optimizer in run.optimizers:
         list(mpinit.master_params(optimizer))
     run.join()
-
-
-# -- checkpoints ------------------------------------------------------------------------------------------------
 
 
 def _save(run: Run, pick: Pick) -> None:

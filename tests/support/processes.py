@@ -32,9 +32,6 @@ from mpinit import registry
 Checks = dict[str, Callable[[], None]]
 
 
-# -- in pytest --------------------------------------------------------------------------------------------------------
-
-
 def ranks(
     count: int, *cases: Sequence[Any], long: Sequence[Any] = (), nightly: Sequence[Any] = ()
 ) -> Callable[[Callable[..., None]], Any]:
@@ -82,9 +79,6 @@ def launch(path: Path, names: list[str], *patience: str) -> dict[str, str]:
 def read(report: Path) -> dict[str, str]:
     """The outcomes so far."""
     return json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
-
-
-# -- in the launch ----------------------------------------------------------------------------------------------------
 
 
 def main(path: Path, report: Path, *given: str) -> None:

@@ -73,9 +73,6 @@ def test_a_replica_thread_that_carries_the_callers_state_follows_it(start_casts:
     assert in_thread(lambda: replica(here)) is FP32
 
 
-# -- weight casts ------------------------------------------------------------------------------------------------
-
-
 def test_in_a_surrounding_autocast_block_no_weight_cast_outlives_the_forward() -> None:
     weight = torch.nn.Parameter(torch.ones(4, 4))
     x = torch.ones(1, 4)
