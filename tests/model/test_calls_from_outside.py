@@ -100,21 +100,14 @@ def test_inside_of_forward_nothing_is_cast_between_parts() -> None:
     assert seen == [F16] * 6 + [F32, F32]
 
 
-class Kept(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 4)
-        self.head = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-
-    def forward(self, x: Tensor) -> Tensor:
+def test_parts_of_what_is_kept_in_float32_can_be_called_from_a_16_bit_forward_and_from_outside() -> None:
+    def run(self: Any, x: Tensor) -> Tensor:
         x = self.body(x)
         one, other = self.head(x), self.head[1](self.head[0](x))  # the head's parts from outside of the head
         assert one.dtype is other.dtype is x.dtype
         return one - other
 
-
-def test_parts_of_what_is_kept_in_float32_can_be_called_from_a_16_bit_forward_and_from_outside() -> None:
-    model = Kept()
+    model: Any = Parts(run, body=nn.Linear(4, 4), head=nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
     quietly(model, keep_fp32="head", loss_scale=1.0)
     x = torch.randn(3, 4)
     assert model(x).abs().max() < 0.01
@@ -125,26 +118,18 @@ def test_parts_of_what_is_kept_in_float32_can_be_called_from_a_16_bit_forward_an
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_a_part_recomputed_in_the_backward_pass_computes_what_it_did(where: str, reentrant: bool) -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(1)
-            self.stem = nn.Linear(4, 4)
-            self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-            self.recompute = True
-
-        def run(self, x: Tensor) -> Tensor:
-            return checkpoint(self.block, x, use_reentrant=reentrant) if self.recompute else self.block(x)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.run(self.stem(x))
+    def block(model: Any, x: Tensor) -> Tensor:
+        return checkpoint(model.block, x, use_reentrant=reentrant) if model.recompute else model.block(x)
 
     gradients = []
     for recompute in (True, False):
-        model = quietly(Checkpointed(), loss_scale=1.0)
+        torch.manual_seed(1)
+        parts = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        model: Any = Parts(lambda self, x: block(self, self.stem(x)), stem=parts[0], block=parts[1])
         model.recompute = recompute
+        quietly(model, loss_scale=1.0)
         x = torch.full((2, 4), 0.3, requires_grad=True)
-        out = model(x) if where == "inside" else model.run(x)
+        out = model(x) if where == "inside" else block(model, x)
         assert out.dtype is F32
         out.square().sum().backward()
         assert x.grad is not None
@@ -199,20 +184,15 @@ def test_compiled_calls_in_one_graph(backend: str) -> None:
 def test_a_graph_break_inside_does_not_make_a_part_believe_it_is_outside() -> None:
     seen: list[torch.dtype] = []
 
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
+    def run(self: Any, x: Tensor) -> Tensor:
+        x = self.one(x)
+        torch._dynamo.graph_break()
+        x = self.two(x)
+        torch._dynamo.graph_break()
+        seen.append(x.dtype)
+        return x
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.one(x)
-            torch._dynamo.graph_break()
-            x = self.two(x)
-            torch._dynamo.graph_break()
-            seen.append(x.dtype)
-            return x
-
-    model = quietly(Broken())
+    model = quietly(Parts(run, one=nn.Linear(2, 2), two=nn.Linear(2, 2)))
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     with torch.no_grad():

@@ -17,21 +17,11 @@ import mpinit
 F16, F32 = torch.float16, torch.float32
 
 
-class Calls(nn.Module):
-    """Runs a function of the test's as its forward."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        nn.init.eye_(self.linear.weight), nn.init.zeros_(self.linear.bias)
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self.linear, *args, **kwargs)
-
-
-def at_o2(function: Callable[..., Any]) -> nn.Module:
-    return quietly(Calls(function))
+def at_o2(function: Callable[..., Any], **more: Any) -> Any:
+    """A model whose forward is a function of the test's, at O2."""
+    linear = nn.Linear(2, 2)
+    nn.init.eye_(linear.weight), nn.init.zeros_(linear.bias)
+    return quietly(Parts(lambda self, *args: function(self.linear, *args), linear=linear), **more)
 
 
 X = torch.tensor([[1.0001, 2.0]])  # which float16 cannot represent
@@ -160,7 +150,7 @@ def test_what_forward_writes_into_a_container_reaches_the_caller(kind: str) -> N
     assert type(returned) is type(box) and torch.equal(read_x(returned), X)
     assert returned is box or kind == "deep"
     box = make()
-    assert read_x(quietly(Calls(forward), cast_model_outputs=F16)(box)).dtype is F16
+    assert read_x(at_o2(forward, cast_model_outputs=F16)(box)).dtype is F16
     assert read_x(box).dtype is F32
 
 

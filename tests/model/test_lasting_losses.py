@@ -2,10 +2,11 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from models import CASES, quietly
+from models import CASES, Parts, quietly
 from torch import Tensor, nn
 
 import mpinit
@@ -67,31 +68,20 @@ def test_no_alarm_on_models_that_have_been_trained(case: str, level: str) -> Non
     quietly(model, level)  # a warning is an error
 
 
-class Rotary(nn.Module):
-    """Angles for positions, from a table of frequencies."""
+def network() -> Any:
+    """Angles for positions, from a table of frequencies, and a layer with whole numbers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("inv_freq", inverse_frequencies())
-
-    def forward(self, x: Tensor) -> Tensor:
+    def rotate(self: Any, x: Tensor) -> Tensor:
         return x + torch.outer(torch.arange(x.shape[0]).to(self.inv_freq), self.inv_freq).cos()
 
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rotary = Rotary()
-        self.layer = nn.Linear(2, 2)
-        self.layer.register_buffer("ids", torch.arange(1.0, 3001.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.rotary(x)[:, :2])
+    rotary, layer = Parts(rotate, inv_freq=nn.Buffer(inverse_frequencies())), nn.Linear(2, 2)
+    layer.register_buffer("ids", torch.arange(1.0, 3001.0))
+    return Parts(lambda self, x: self.layer(self.rotary(x)[:, :2]), rotary=rotary, layer=layer)
 
 
 @pytest.mark.parametrize("level", ["O3", "O5"])
 def test_one_warning_names_them_and_its_entries_keep_them(level: str) -> None:
-    x, model = torch.randn(1000, 32), Model()
+    x, model = torch.randn(1000, 32), network()
     expected = model.rotary(x)
     with pytest.warns(UserWarning, match="lose what cannot come back") as caught:
         quietly(model, level)
@@ -117,16 +107,14 @@ def test_frozen_parameters_are_tables_too_and_trained_ones_are_not() -> None:
         quietly(model, "O5")
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.gain = nn.Parameter(torch.full((4,), 1 / 3))
-        self.register_buffer("shift", torch.full((4,), 1 / 3))
-
-    def forward(self, x: Tensor) -> Tensor:
+def scaled() -> Any:
+    def run(self: Any, x: Tensor) -> Tensor:
         x = self.first(x)
         return self.second((x.float() * self.gain + self.shift).to(x.dtype))
+
+    third = torch.full((4,), 1 / 3)
+    layers = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}
+    return Parts(run, **layers, gain=nn.Parameter(third.clone()), shift=nn.Buffer(third))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +127,7 @@ class Scaled(nn.Module):
     ],
 )
 def test_names_of_parameters_and_buffers_keep_them_float32(entry: str, expected: set[str]) -> None:
-    model = Scaled()
+    model = scaled()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, "O2", keep_fp32=entry, verbosity=0, loss_scale=1.0)

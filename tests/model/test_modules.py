@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import DTYPES, Cnn, level_arguments, quietly, sgd, train, train_plainly
+from models import DTYPES, Cnn, Parts, level_arguments, quietly, sgd, train, train_plainly
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -102,17 +102,14 @@ def test_batchnorm_stays_float32_and_works_in_train_and_eval(norm: str, dtype: s
         assert seen.pop() is DTYPES[dtype], "what comes out of a BatchNorm is 16-bit again"
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.ModuleDict({"linear": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
-        self.second = nn.ModuleDict({"linear": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
-        self.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
+def blocks() -> nn.Module:
+    def run(self: Any, x: Tensor) -> Tensor:
         for block in (self.first, self.second):
             x = block["norm"](block["linear"](x))
         return self.head(x)
+
+    first, second = (nn.ModuleDict({"linear": nn.Linear(4, 4), "norm": nn.LayerNorm(4)}) for _ in range(2))
+    return Parts(run, first=first, second=second, head=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
 
 
 NORM_NAMES = {"first.norm", "second.norm"}
@@ -131,7 +128,7 @@ KEPT: dict[str, tuple[Any, set[str]]] = {
 @pytest.mark.parametrize("what", KEPT)
 def test_keep_fp32_leaves_modules_in_float32(what: str, level: str) -> None:
     keep, expected = KEPT[what]
-    model = Blocks()
+    model = blocks()
     taken: dict[str, tuple[torch.dtype, torch.dtype]] = {}
     for name, module in model.named_modules():
         if not list(module.children()):
@@ -151,23 +148,18 @@ def test_keep_fp32_leaves_modules_in_float32(what: str, level: str) -> None:
 
 def test_a_name_that_matches_nothing_is_refused_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"'haed' matches no module.*'head'"):
-        quietly(Blocks(), keep_fp32="haed")
+        quietly(blocks(), keep_fp32="haed")
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 4)
-        self.head = nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.embedding(x))
+def tied() -> Any:
+    embedding, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+    head.weight = embedding.weight
+    return Parts(lambda self, x: self.head(self.embedding(x)), embedding=embedding, head=head)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_tied_parameters_stay_tied(level: str) -> None:
-    model = Tied()
+    model = tied()
     optimizer = sgd(model)
     mpinit.initialize(model, optimizer, **level_arguments(level, F16))
     assert model.head.weight is model.embedding.weight
@@ -182,7 +174,7 @@ def test_tied_parameters_stay_tied(level: str) -> None:
 
 
 def test_a_parameter_tied_into_a_module_kept_float32_is_refused() -> None:
-    model = Tied()
+    model = tied()
     with pytest.raises(ValueError, match=r"embedding\.weight.*shared.*keep_fp32"):
         quietly(model, keep_fp32="head")
     assert model.head.weight.dtype is F32

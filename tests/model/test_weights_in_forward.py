@@ -1,6 +1,7 @@
 """Weights that are their own masters, inside of forwards: what code there sees, and casts made natively or by torch."""
 
 from collections.abc import Callable
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops import backward
-from models import CASES, equal_tensors
+from models import CASES, Parts, equal_tensors
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,40 +42,26 @@ def equals_full_masters(build: Callable[[], nn.Module], x: Tensor, **more: Any) 
     assert equal_tensors(*states)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
+def tied() -> nn.Module:
+    def run(self: Any, x: Tensor) -> Tensor:
         assert self.embedding.weight is self.head.weight
-        result: Tensor = self.head(self.embedding(x.argmax(-1)))
-        return result
+        return self.head(self.embedding(x.argmax(-1)))
+
+    model: Any = Parts(run, embedding=nn.Embedding(8, 4), head=nn.Linear(4, 8, bias=False))
+    model.head.weight = model.embedding.weight
+    return model
 
 
-class Unrolled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(4):
-            x = torch.tanh(self.cell(x))
-        return x
+def run_lists(self: Any, x: Tensor) -> Tensor:
+    for weight in self.some:
+        x = x @ weight
+    assert next(self.parameters()).dtype is BF16
+    return x @ self.named["a"]
 
 
-class Lists(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.some = nn.ParameterList([torch.randn(4, 4), torch.randn(4, 4)])
-        self.named = nn.ParameterDict({"a": torch.randn(4, 4)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight in self.some:
-            x = x @ weight
-        assert next(self.parameters()).dtype is BF16
-        return x @ self.named["a"]
+def lists() -> nn.Module:
+    weights = [torch.randn(4, 4) for _ in range(3)]
+    return Parts(run_lists, some=nn.ParameterList(weights[:2]), named=nn.ParameterDict({"a": weights[2]}))
 
 
 class Checkpointed(nn.Module):
@@ -97,9 +84,11 @@ class Checkpointed(nn.Module):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "tied": Tied,
-    "unrolled": Unrolled,
-    "lists": Lists,
+    "tied": tied,
+    "unrolled": lambda: Parts(
+        lambda self, x: reduce(lambda x, _: torch.tanh(self.cell(x)), range(4), x), cell=nn.Linear(4, 4)
+    ),
+    "lists": lists,
     "lstm": lambda: nn.LSTM(4, 4, 2, batch_first=True),
     "attention": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 2),
     "weight_norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))),
@@ -156,28 +145,21 @@ def test_all_weights_are_cast_by_one_kernel() -> None:
     assert kernels(master_weights="model") <= kernels() + 2
 
 
-class StepsInForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(4, 1, bias=False)
-        self.losses: list[float] = []
+def test_a_step_inside_a_forward_is_seen_by_what_follows() -> None:
+    losses: list[float] = []
 
-    def forward(self, x: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    def run(self: Any, x: Tensor) -> None:
         for _ in range(3):
             loss = self.net(x).sum()
-            self.losses.append(loss.item())
+            losses.append(loss.item())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        return loss
 
-
-def test_a_step_inside_a_forward_is_seen_by_what_follows() -> None:
-    model = StepsInForward()
+    model = Parts(run, net=nn.Linear(4, 1, bias=False))
     optimizer = start(model, loss_scale=1.0)
-    model(torch.ones(1, 4), optimizer)
-    first = model.losses[0]
-    torch.testing.assert_close(model.losses, [first, first - 0.4, first - 0.8], atol=0.02, rtol=0)
+    model(torch.ones(1, 4))
+    torch.testing.assert_close(losses, [losses[0], losses[0] - 0.4, losses[0] - 0.8], atol=0.02, rtol=0)
 
 
 def test_a_state_dict_saved_in_a_forward_is_not_rounded() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import equal_tensors
+from models import Parts, equal_tensors
 from torch import Tensor, nn
 from weights_in_forward import BF16, F32, is_float32_outside, start
 
@@ -30,13 +30,8 @@ def test_weights_are_float32_outside_after_an_exception_too() -> None:
     is_float32_outside(model)
 
 
-class First(nn.Module):
-    def forward(self, pair: tuple[Tensor, Any]) -> Tensor:
-        return pair[0]
-
-
 def test_a_failing_cast_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4), First(), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4), Parts(lambda self, pair: pair[0]), nn.Linear(4, 4))
     start(model)
     real, calls = nn.RNNBase._init_flat_weights, []
 
@@ -80,20 +75,13 @@ def test_writes_reach_the_next_forward(write: Callable[[nn.Parameter], None]) ->
     assert torch.equal(model(x), torch.ones(4, 4))
 
 
-class WritesInForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.codebook = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
+def test_what_a_forward_writes_comes_to_the_parameters_and_no_other_bit_is_lost() -> None:
+    def run(self: Any, x: Tensor) -> None:
         self.codebook.weight.data[0, 0] = 3.0
         with torch.no_grad():
             self.codebook.bias[1] = 2.0
-        return self.codebook(x)
 
-
-def test_what_a_forward_writes_comes_to_the_parameters_and_no_other_bit_is_lost() -> None:
-    model = WritesInForward()
+    model: Any = Parts(run, codebook=nn.Linear(4, 4))
     start(model)
     before = copy.deepcopy(model.codebook.state_dict())
     model(torch.ones(1, 4))
