@@ -4,25 +4,9 @@ import copy
 import warnings
 from typing import Any
 
+import loops
 import pytest
 import torch
-from loops import (
-    adam,
-    batches,
-    follow,
-    keywords,
-    load,
-    masters,
-    mlp,
-    momentum,
-    same,
-    save,
-    start,
-    started,
-    states,
-    train,
-    train_plainly,
-)
 from torch import nn
 
 import mpinit
@@ -30,71 +14,71 @@ import mpinit
 
 @pytest.mark.parametrize("load_first", [False, True])
 def test_a_checkpoint_goes_from_level_to_level_without_losing_a_bit(load_first: bool) -> None:
-    model, optimizer = started("O2", make=adam)
-    train(model, optimizer, batches(3))
-    reference = mlp()
-    plain = adam(reference.parameters())
-    load(copy.deepcopy(save(model, optimizer)), reference, plain)
+    model, optimizer = loops.started("O2", make=loops.adam)
+    loops.train(model, optimizer, loops.batches(3))
+    reference = loops.mlp()
+    plain = loops.adam(reference.parameters())
+    loops.load(copy.deepcopy(loops.save(model, optimizer)), reference, plain)
     for level, dtype in (("O1", torch.float16), ("O2", torch.bfloat16), ("O0", torch.float16), ("O2", torch.float16)):
-        checkpoint = copy.deepcopy(save(model, optimizer))
-        model = mlp(seed=4)
-        optimizer = adam(model.parameters())
+        checkpoint = copy.deepcopy(loops.save(model, optimizer))
+        model = loops.mlp(seed=4)
+        optimizer = loops.adam(model.parameters())
         if load_first:
-            load(checkpoint, model, optimizer)
-        mpinit.initialize(model, optimizer, **keywords(level, dtype))
+            loops.load(checkpoint, model, optimizer)
+        mpinit.initialize(model, optimizer, **loops.keywords(level, dtype))
         if not load_first:
-            load(checkpoint, model, optimizer)
-        same(masters(optimizer), reference.parameters())
-        same(states(optimizer), states(plain))
-        same(model.state_dict().values(), checkpoint["model"].values())
-    train(model, optimizer, batches(1))
-    follow(model, optimizer)
+            loops.load(checkpoint, model, optimizer)
+        loops.same(loops.masters(optimizer), reference.parameters())
+        loops.same(loops.states(optimizer), loops.states(plain))
+        loops.same(model.state_dict().values(), checkpoint["model"].values())
+    loops.train(model, optimizer, loops.batches(1))
+    loops.follow(model, optimizer)
 
 
 def test_o3_keeps_what_16_bit_can_hold() -> None:
-    model, optimizer = started()
-    train(model, optimizer, batches(3))
+    model, optimizer = loops.started()
+    loops.train(model, optimizer, loops.batches(3))
     checkpoint = copy.deepcopy(model.state_dict())
-    target, _ = started("O3")
+    target, _ = loops.started("O3")
     target.load_state_dict(checkpoint)
-    same(target.parameters(), [value.half() for value in checkpoint.values()])
+    loops.same(target.parameters(), [value.half() for value in checkpoint.values()])
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_a_plain_torch_checkpoint_goes_on_from_where_it_was(level: str) -> None:
-    reference, data = mlp(), batches(6)
-    plain = momentum(reference.parameters())
-    train_plainly(reference, plain, data[:3])
+    reference, data = loops.mlp(), loops.batches(6)
+    plain = loops.momentum(reference.parameters())
+    loops.train_plainly(reference, plain, data[:3])
     checkpoint = copy.deepcopy({"model": reference.state_dict(), "optimizer": plain.state_dict()})
-    model = mlp(seed=4)
-    optimizer = start(model, level)
-    load(checkpoint, model, optimizer)
-    same(masters(optimizer), checkpoint["model"].values())
-    train(model, optimizer, data[3:])
-    train_plainly(reference, plain, data[3:])
+    model = loops.mlp(seed=4)
+    optimizer = loops.start(model, level)
+    loops.load(checkpoint, model, optimizer)
+    loops.same(loops.masters(optimizer), checkpoint["model"].values())
+    loops.train(model, optimizer, data[3:])
+    loops.train_plainly(reference, plain, data[3:])
     expected = [parameter.detach() for parameter in reference.parameters()]
-    torch.testing.assert_close(masters(optimizer), expected, rtol=0.02, atol=0.01)
+    torch.testing.assert_close(loops.masters(optimizer), expected, rtol=0.02, atol=0.01)
 
 
 def test_other_scalers_states_are_taken_over() -> None:
     ours = {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 7}}
     for state in (ours, torch.amp.GradScaler("cpu", init_scale=128.0).state_dict() | {"_growth_tracker": 7}):
-        _, optimizer = started()
+        _, optimizer = loops.started()
         mpinit.load_state_dict(state, optimizer)
         assert mpinit.loss_scale(optimizer) == 128.0
         assert mpinit.state_dict(optimizer) == ours
 
 
 def test_a_checkpoint_of_16_bit_weights_rebuilds_the_masters_with_one_warning() -> None:
-    source = mlp(seed=4).half()
+    source = loops.mlp(seed=4).half()
     checkpoint = source.state_dict()
-    model = nn.Sequential(mlp(), nn.Linear(3, 3))
-    optimizer = start(model)
+    model = nn.Sequential(loops.mlp(), nn.Linear(3, 3))
+    optimizer = loops.start(model)
     with pytest.warns(UserWarning, match=r"4 weights.*0\.weight, .*masters were rebuilt") as caught:
         model[0].load_state_dict(checkpoint)
     assert len(caught) == 1 and caught[0].filename == __file__
-    same(masters(optimizer)[:4], [value.float() for value in checkpoint.values()])
-    same([p.detach() for p in model[0].parameters()], checkpoint.values())
+    loops.same(loops.masters(optimizer)[:4], [value.float() for value in checkpoint.values()])
+    loops.same([p.detach() for p in model[0].parameters()], checkpoint.values())
     with pytest.warns(UserWarning, match=r"0\.0\.weight, 0\.0\.bias, 0\.3\.weight first") as caught:
         model.load_state_dict({name: value.half() for name, value in model.state_dict().items()})
     assert len(caught) == 1
@@ -105,14 +89,16 @@ def test_a_checkpoint_of_16_bit_weights_rebuilds_the_masters_with_one_warning() 
 
 def test_16_bit_values_for_weights_without_masters_need_no_warning() -> None:
     for level in ("O0", "O1", "O3"):
-        model, _ = started(level)
-        model.load_state_dict(mlp(seed=4).half().state_dict())
-        same(model.state_dict().values(), [value.half().float() for value in mlp(seed=4).state_dict().values()])
+        model, _ = loops.started(level)
+        model.load_state_dict(loops.mlp(seed=4).half().state_dict())
+        loops.same(
+            model.state_dict().values(), [value.half().float() for value in loops.mlp(seed=4).state_dict().values()]
+        )
 
 
 def saved_at(level: str, scaler: bool = False) -> dict[str, Any]:
-    model, optimizer = started(level, num_losses=1 if scaler else 2)
-    train(model, optimizer, batches(2))
+    model, optimizer = loops.started(level, num_losses=1 if scaler else 2)
+    loops.train(model, optimizer, loops.batches(2))
     return mpinit.GradScaler(optimizer).state_dict() if scaler else mpinit.state_dict(optimizer)
 
 
@@ -120,7 +106,7 @@ def saved_at(level: str, scaler: bool = False) -> dict[str, Any]:
 @pytest.mark.parametrize("scaler", [False, True])
 def test_a_dynamic_scale_does_not_begin_at_a_scale_that_was_none(source: str, scaler: bool) -> None:
     state = saved_at(source, scaler)
-    model, optimizer = started("O2", num_losses=1 if scaler else 2, init_loss_scale=4096.0)
+    model, optimizer = loops.started("O2", num_losses=1 if scaler else 2, init_loss_scale=4096.0)
     with pytest.warns(UserWarning, match="where losses were not scaled.* stays 4096") as caught:
         if scaler:
             mpinit.GradScaler(optimizer).load_state_dict(state)
@@ -130,33 +116,33 @@ def test_a_dynamic_scale_does_not_begin_at_a_scale_that_was_none(source: str, sc
     assert mpinit.loss_scale(optimizer) == 4096.0
     if scaler:  # of one loss: either reads the other's
         mpinit.load_state_dict(mpinit.GradScaler(optimizer).state_dict(), optimizer)
-    train(model, optimizer, batches(1))
+    loops.train(model, optimizer, loops.batches(1))
     assert mpinit.step_counts(optimizer) == (1, 0)
 
 
 def test_what_was_not_scaled_goes_on_unscaled_and_what_was_begins_at_its_scale() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        unscaled = start(mlp(), "O5", num_losses=2)
+        unscaled = loops.start(loops.mlp(), "O5", num_losses=2)
         mpinit.load_state_dict(saved_at("O0"), unscaled)
         mpinit.load_state_dict(saved_at("O2"), unscaled)
         assert mpinit.loss_scale(unscaled) == 1.0
-        dynamic = start(mlp(), "O2", init_loss_scale=4096.0)
+        dynamic = loops.start(loops.mlp(), "O2", init_loss_scale=4096.0)
         fallen = {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}  # a dynamic scale, as far down as it may go
         mpinit.load_state_dict(fallen, dynamic)
         assert mpinit.state_dict(dynamic) == fallen
-        mpinit.load_state_dict(mpinit.state_dict(start(mlp(), "O2", loss_scale=128.0)), dynamic)
+        mpinit.load_state_dict(mpinit.state_dict(loops.start(loops.mlp(), "O2", loss_scale=128.0)), dynamic)
         assert mpinit.loss_scale(dynamic) == 128.0
 
 
 @pytest.mark.parametrize("mode", [True, "split"])
 def test_strict_false_is_honoured(mode: Any) -> None:
-    (model, _), other = started("O2", torch.bfloat16, master_weights=mode), mlp(seed=4)
+    (model, _), other = loops.started("O2", torch.bfloat16, master_weights=mode), loops.mlp(seed=4)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state: dict[str, Any] = {"0.weight": other[0].weight.detach(), "stranger": torch.ones(1)}
     result = model.load_state_dict(state, strict=False)
     assert result.unexpected_keys == ["stranger"] and "0.bias" in result.missing_keys
-    same(model.state_dict().values(), [state["0.weight"], *list(before.values())[1:]])
+    loops.same(model.state_dict().values(), [state["0.weight"], *list(before.values())[1:]])
     with pytest.raises(RuntimeError, match=r"(?s)Missing key.*Unexpected key"):
         model.load_state_dict(state)
 
@@ -181,7 +167,7 @@ SCALER = {"loss_scale": 8.0, "unskipped": 1}
 def test_a_state_that_does_not_fit_lists_the_differences_and_changes_nothing(
     state: dict[str, Any], parts: list[str]
 ) -> None:
-    _, optimizer = started(num_losses=2)
+    _, optimizer = loops.started(num_losses=2)
     before = mpinit.state_dict(optimizer)
     with pytest.raises(ValueError, match="nothing was loaded") as caught:
         mpinit.load_state_dict(state, optimizer)

@@ -7,24 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import states_by_name as by_name
 import torch
 import torch.distributed.checkpoint as dcp
 from loops import backward, batches, masters, mse, same, train, train_plainly
-from states_by_name import (
-    LEVELS,
-    OPTIMIZERS,
-    OPTIONS,
-    WITH_MASTERS,
-    Net,
-    assert_same,
-    build,
-    entries,
-    groups,
-    load,
-    saved,
-)
 from torch import nn
-from torch.distributed.checkpoint import state_dict as by_name
+from torch.distributed.checkpoint import state_dict as torchs
 from torch.optim import SGD, Adam, Optimizer
 
 import mpinit
@@ -32,85 +20,85 @@ import mpinit
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("options", by_name.OPTIONS)
+@pytest.mark.parametrize("level", by_name.LEVELS)
 def test_a_state_is_a_float32_models_and_holds_the_masters_bits(level: str, options: str) -> None:
-    model, optimizer = build(level)
+    model, optimizer = by_name.build(level)
     train(model, optimizer, batches(3))
-    state = saved(model, optimizer, options)
-    plain, plain_optimizer = build(None, seed=5)
+    state = by_name.saved(model, optimizer, options)
+    plain, plain_optimizer = by_name.build(None, seed=5)
     train_plainly(plain, plain_optimizer, batches(1))
-    assert entries(saved(plain, plain_optimizer, options)).keys() == entries(state).keys()
+    assert by_name.entries(by_name.saved(plain, plain_optimizer, options)).keys() == by_name.entries(state).keys()
     # torch cannot load a flat state as a full one.
-    load(state, plain, plain_optimizer, options.replace("flat, full", "flat"))
-    assert_same(saved(plain, plain_optimizer, options), state)
+    by_name.load(state, plain, plain_optimizer, options.replace("flat, full", "flat"))
+    by_name.assert_same(by_name.saved(plain, plain_optimizer, options), state)
     mpinit.undo(model)
     same(model.parameters(), plain.parameters())
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", by_name.OPTIMIZERS)
 @pytest.mark.parametrize("options", ["plain", "full", "flat"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", by_name.LEVELS)
 def test_resuming_changes_no_bit(level: str, options: str, name: str) -> None:
     data = batches(6)
-    model, optimizer = build(level, name)
+    model, optimizer = by_name.build(level, name)
     train(model, optimizer, data[:3])
-    state, scalers = saved(model, optimizer, options), mpinit.state_dict(optimizer)
+    state, scalers = by_name.saved(model, optimizer, options), mpinit.state_dict(optimizer)
     train(model, optimizer, data[3:])
-    end = saved(model, optimizer)
+    end = by_name.saved(model, optimizer)
     mpinit.undo(model)
-    again, resumed = build(level, name, seed=9)
-    load(state, again, resumed, options)
+    again, resumed = by_name.build(level, name, seed=9)
+    by_name.load(state, again, resumed, options)
     mpinit.load_state_dict(scalers, resumed)
     train(again, resumed, data[3:])
-    assert_same(saved(again, resumed), end)
+    by_name.assert_same(by_name.saved(again, resumed), end)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
-@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("level", by_name.WITH_MASTERS)
 def test_files_are_read_into_the_state_of_a_fresh_model(level: str, tmp_path: Path) -> None:
-    model, optimizer = build(level)
+    model, optimizer = by_name.build(level)
     train(model, optimizer, batches(3))
-    written = saved(model, optimizer)
+    written = by_name.saved(model, optimizer)
     files = {"checkpoint_id": tmp_path / "checkpoint", "no_dist": True}
     dcp.save(dict(zip(("model", "optimizer"), written, strict=True)), **files)
-    again, resumed = build(level, seed=6)
+    again, resumed = by_name.build(level, seed=6)
     # dcp.load writes into these, which is into full masters themselves.
-    ours, theirs = by_name.get_state_dict(again, resumed)
+    ours, theirs = torchs.get_state_dict(again, resumed)
     dcp.load({"model": ours, "optimizer": theirs}, **files)
-    by_name.set_state_dict(again, resumed, model_state_dict=ours, optim_state_dict=theirs)
-    assert_same(saved(again, resumed), written)
+    torchs.set_state_dict(again, resumed, model_state_dict=ours, optim_state_dict=theirs)
+    by_name.assert_same(by_name.saved(again, resumed), written)
     train(model, optimizer, batches(2, seed=8))
-    end = saved(model, optimizer)
+    end = by_name.saved(model, optimizer)
     mpinit.load_state_dict(mpinit.state_dict(optimizer), resumed)
     train(again, resumed, batches(2, seed=8))
-    assert_same(saved(again, resumed), end)
+    by_name.assert_same(by_name.saved(again, resumed), end)
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("level", [*LEVELS, "O3"])
+@pytest.mark.parametrize("level", [*by_name.LEVELS, "O3"])
 def test_what_a_full_state_lacks_keeps_its_bits(level: str) -> None:
-    model, _ = build(level)
-    before = by_name.get_model_state_dict(model)
+    model, _ = by_name.build(level)
+    before = torchs.get_model_state_dict(model)
     kept = {name: value.clone() for name, value in before.items() if name != "head.weight"}
-    options = by_name.StateDictOptions(full_state_dict=True, strict=False)
-    by_name.set_model_state_dict(model, {"head.weight": torch.full((3, 6), 1.25)}, options=options)
-    after = by_name.get_model_state_dict(model)
+    options = torchs.StateDictOptions(full_state_dict=True, strict=False)
+    torchs.set_model_state_dict(model, {"head.weight": torch.full((3, 6), 1.25)}, options=options)
+    after = torchs.get_model_state_dict(model)
     assert torch.equal(after.pop("head.weight"), torch.full((3, 6), 1.25))
-    assert_same(after, kept)
+    by_name.assert_same(after, kept)
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("level", by_name.WITH_MASTERS)
 def test_a_state_that_does_not_fit_is_refused_as_in_torch(level: str) -> None:
-    model, optimizer = build(level)
+    model, optimizer = by_name.build(level)
     train(model, optimizer, batches(1))
-    before = saved(model, optimizer)
+    before = by_name.saved(model, optimizer)
     state = copy.deepcopy(before[1])
     del state["state"]["head.weight"]
     entered = masters(optimizer)
     with pytest.raises(RuntimeError, match=r"head\.weight"):
-        by_name.set_optimizer_state_dict(model, optimizer, state)
-    assert_same(saved(model, optimizer), before)
+        torchs.set_optimizer_state_dict(model, optimizer, state)
+    by_name.assert_same(by_name.saved(model, optimizer), before)
     same(masters(optimizer), entered)
     train(model, optimizer, batches(1))
 
@@ -121,18 +109,18 @@ def assert_entered(model: nn.Module, optimizer: Optimizer, entered: list[list[nn
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "sgd"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", [*by_name.OPTIMIZERS, "sgd"])
+@pytest.mark.parametrize("level", by_name.LEVELS)
 def test_state_is_made_as_in_torch_and_nothing_else_moves(level: str, name: str) -> None:
-    make = (OPTIMIZERS | {"sgd": functools.partial(SGD, lr=0.1, weight_decay=0.1)})[name]
-    model, plain = Net(), Net()
-    optimizer, theirs = make(groups(model)), make(groups(plain))
-    mpinit.initialize(model, optimizer, **LEVELS[level])
+    make = (by_name.OPTIMIZERS | {"sgd": functools.partial(SGD, lr=0.1, weight_decay=0.1)})[name]
+    model, plain = by_name.Net(), by_name.Net()
+    optimizer, theirs = make(by_name.groups(model)), make(by_name.groups(plain))
+    mpinit.initialize(model, optimizer, **by_name.LEVELS[level])
     weights, ours = copy.deepcopy([*model.parameters()]), copy.deepcopy(model.state_dict())
     entered = [list(group["params"]) for group in optimizer.param_groups]
     scalers, calls = mpinit.state_dict(optimizer), []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    assert_same(saved(model, optimizer), saved(plain, theirs))
+    by_name.assert_same(by_name.saved(model, optimizer), by_name.saved(plain, theirs))
     assert len(calls) == 1
     assert mpinit.step_counts(optimizer) == (0, 0)
     assert mpinit.state_dict(optimizer) == scalers
@@ -142,12 +130,12 @@ def test_state_is_made_as_in_torch_and_nothing_else_moves(level: str, name: str)
     train(model, optimizer, batches(1))
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("level", by_name.WITH_MASTERS)
 def test_an_overflow_before_counts_for_nothing(level: str) -> None:
-    model, optimizer = build(level)
+    model, optimizer = by_name.build(level)
     backward(mse(model, batches(1)[0]) * float("inf"), optimizer)
     model.zero_grad()
-    state = by_name.get_optimizer_state_dict(model, optimizer)["state"]
+    state = torchs.get_optimizer_state_dict(model, optimizer)["state"]
     assert {entry["step"].item() for entry in state.values()} == {1.0}
     assert mpinit.step_counts(optimizer) == (0, 0)
 
@@ -164,11 +152,11 @@ class Failing(Adam):
             raise ArithmeticError
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", by_name.LEVELS)
 def test_a_failure_while_a_train_state_makes_it_leaves_everything_as_it_was(level: str) -> None:
-    model = Net()
-    optimizer = Failing(groups(model), lr=0.01)
-    mpinit.initialize(model, optimizer, **LEVELS[level])
+    model = by_name.Net()
+    optimizer = Failing(by_name.groups(model), lr=0.01)
+    mpinit.initialize(model, optimizer, **by_name.LEVELS[level])
     before = copy.deepcopy(model.state_dict())
     entered = [list(group["params"]) for group in optimizer.param_groups]
     with pytest.raises(ArithmeticError):

@@ -8,37 +8,10 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
+import engines
 import torch
 import torch.distributed as dist
-from engines import (
-    DTYPES,
-    ENGINES,
-    RANKS,
-    CastByHand,
-    Engine,
-    State,
-    assert_one,
-    assert_same,
-    batches,
-    cycles,
-    ddp,
-    fsdp,
-    loss_of,
-    mesh,
-    mine,
-    no_sync,
-    on_all_ranks,
-    pair,
-    passes,
-    refused,
-    round_into,
-    sgd,
-    text,
-    trained,
-    trained_by_hand,
-    unsynced,
-    whole,
-)
+from engines import text
 from models import LEVELS
 from processes import ranks
 from torch import Tensor, nn
@@ -62,7 +35,7 @@ SCHEDULES: dict[str, Any] = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 # Every run has the simplest engines at all levels and what is refused; a long run every engine at one of its levels in
 # turn; the nightly one all.
 ALWAYS, LONG, NIGHTLY = [], [], []
-for index, (name, engine) in enumerate(ENGINES.items()):
+for index, (name, engine) in enumerate(engines.ENGINES.items()):
     works = [level for level in engine.levels if level not in engine.refused]
     for level in engine.levels:
         its_turn = level == works[index % len(works)]
@@ -73,13 +46,13 @@ for index, (name, engine) in enumerate(ENGINES.items()):
 @ranks(4, *ALWAYS, long=LONG, nightly=NIGHTLY)
 def test_as_by_hand(name: str, level: str) -> None:
     """Bit for bit, or refused by name."""
-    engine = ENGINES[name]
+    engine = engines.ENGINES[name]
     if level in engine.refused:
-        with refused(ValueError, *engine.refused[level]):
-            trained(engine, level, STEPS)
+        with engines.refused(ValueError, *engine.refused[level]):
+            engines.trained(engine, level, STEPS)
         return
-    state = trained(engine, level, STEPS)
-    by_hand = trained_by_hand(engine, level, STEPS)
+    state = engines.trained(engine, level, STEPS)
+    by_hand = engines.trained_by_hand(engine, level, STEPS)
     start = dict(engine.network().named_parameters())
     assert {value.dtype for value in state.values()} == {torch.float32}
     # With "model" gradients arrive together, so that DDP's buckets, and the hook's sums in float16, have another order.
@@ -89,7 +62,7 @@ def test_as_by_hand(name: str, level: str) -> None:
         torch.testing.assert_close(
             state[key], value, atol=tolerance, rtol=0, msg=lambda text, key=key: f"{key}: {text}"
         )
-    assert_one(list(state.values()))
+    engines.assert_one(list(state.values()))
 
 
 @ranks(
@@ -107,24 +80,24 @@ def test_as_by_hand(name: str, level: str) -> None:
 )
 def test_random_overflows(name: str, level: str, steps: int) -> None:
     """Every rank overflows by itself now and then: all skip then, and stay one."""
-    engine = ENGINES[name]
-    runs, model, optimizer = pair(engine, level, loss_scale="dynamic", init_loss_scale=2.0**12)
-    group = mesh(2, 2).get_group("outer") if name == "hsdp" else dist.group.WORLD
+    engine = engines.ENGINES[name]
+    runs, model, optimizer = engines.pair(engine, level, loss_scale="dynamic", init_loss_scale=2.0**12)
+    group = engines.mesh(2, 2).get_group("outer") if name == "hsdp" else dist.group.WORLD
     chance = random.Random(dist.get_rank())
-    for micros in cycles(engine, steps):
+    for micros in engines.cycles(engine, steps):
         optimizer.zero_grad()
-        before = whole(model.state_dict())
-        for loss in passes(engine, runs, micros):
+        before = engines.whole(model.state_dict())
+        for loss in engines.passes(engine, runs, micros):
             factor = float("inf") if chance.random() < 0.06 else 1.0
             with mpinit.scale_loss(loss * factor, optimizer) as scaled_loss:
                 scaled_loss.backward()
         optimizer.step()
         done, skipped = mpinit.step_counts(optimizer)
-        assert_one((mpinit.loss_scale(optimizer), done, skipped, bool(mpinit.step_was_skipped(optimizer))))
+        engines.assert_one((mpinit.loss_scale(optimizer), done, skipped, bool(mpinit.step_was_skipped(optimizer))))
         if name.startswith("ddp") or name == "hsdp":
-            assert_one(model, group)
+            engines.assert_one(model, group)
         if mpinit.step_was_skipped(optimizer):
-            assert_same(whole(model.state_dict()), before)
+            engines.assert_same(engines.whole(model.state_dict()), before)
     assert skipped >= steps // 10
     assert done >= steps // 10
 
@@ -137,29 +110,29 @@ def own_stage() -> nn.Module:
 
 def schedule_of(kind: str, stage: nn.Module, scale: list[Any]) -> Any:
     """A schedule whose losses are scaled by what is in the list."""
-    made = PipelineStage(stage, dist.get_rank(), RANKS, torch.device("cpu"))
-    return SCHEDULES[kind](made, RANKS, loss_fn=lambda output, y: loss_of(output, y, len(y)) * scale[0])
+    made = PipelineStage(stage, dist.get_rank(), engines.RANKS, torch.device("cpu"))
+    return SCHEDULES[kind](made, engines.RANKS, loss_fn=lambda output, y: engines.loss_of(output, y, len(y)) * scale[0])
 
 
 def run(schedule: Any, batch: tuple[Tensor, Tensor]) -> None:
     x, y = batch
-    first, last = dist.get_rank() == 0, dist.get_rank() == RANKS - 1
+    first, last = dist.get_rank() == 0, dist.get_rank() == engines.RANKS - 1
     schedule.step(*((x,) if first else ()), **({"target": y} if last else {}))
 
 
-def stages_by_hand(kind: str, level: str, steps: int) -> State:
-    dtype, scale = DTYPES[level], LEVELS[level].get("init_loss_scale", 1.0)
+def stages_by_hand(kind: str, level: str, steps: int) -> engines.State:
+    dtype, scale = engines.DTYPES[level], LEVELS[level].get("init_loss_scale", 1.0)
     stage = own_stage()
     weights = masters = dict(stage.named_parameters())
     runs = stage
     if dtype is not None and level != "model":
         masters = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
         stage.to(dtype)
-        round_into(weights, masters, level)
+        engines.round_into(weights, masters, level)
     if dtype is not None:
-        runs = CastByHand(stage, dtype, casts_weights=level == "model")
-    schedule, optimizer = schedule_of(kind, runs, [scale]), sgd(masters.values())
-    for batch in batches(steps):
+        runs = engines.CastByHand(stage, dtype, casts_weights=level == "model")
+    schedule, optimizer = schedule_of(kind, runs, [scale]), engines.sgd(masters.values())
+    for batch in engines.batches(steps):
         for weight in weights.values():
             weight.grad = None
         run(schedule, batch)
@@ -167,25 +140,25 @@ def stages_by_hand(kind: str, level: str, steps: int) -> State:
             assert weight.grad is not None
             master.grad = weight.grad.to(master.dtype) / scale
         optimizer.step()
-        round_into(weights, masters, level)
-    return whole(masters)
+        engines.round_into(weights, masters, level)
+    return engines.whole(masters)
 
 
 @ranks(4, ("1F1B", "split"), long=[("GPipe", "O0"), ("GPipe", "O2"), ("1F1B", "O2"), ("GPipe", "model")])
 def test_stages_as_by_hand(kind: str, level: str) -> None:
     by_hand = stages_by_hand(kind, level, 3)
     stage = own_stage()
-    optimizer = sgd(stage.parameters())
+    optimizer = engines.sgd(stage.parameters())
     mpinit.initialize(stage, optimizer, verbosity=0, process_group=dist.group.WORLD, **LEVELS[level])
     scale: list[Any] = [1.0]
     schedule = schedule_of(kind, stage, scale)
-    for batch in batches(3):
+    for batch in engines.batches(3):
         optimizer.zero_grad()
         with mpinit.scale_loss(torch.ones(()), optimizer) as scale[0]:
             run(schedule, batch)
         optimizer.step()
     assert mpinit.step_counts(optimizer) == (3, 0)
-    assert_same(whole(stage.state_dict()), by_hand)
+    engines.assert_same(engines.whole(stage.state_dict()), by_hand)
 
 
 def keywords(level: str) -> dict[str, Any]:
@@ -193,18 +166,18 @@ def keywords(level: str) -> dict[str, Any]:
 
 
 def parts(count: int) -> list[tuple[Tensor, Tensor]]:
-    return [mine(batch) for batch in batches(count)]
+    return [engines.mine(batch) for batch in engines.batches(count)]
 
 
 def backward(model: Any, optimizer: Any, batch: tuple[Tensor, Tensor], factor: float = 1.0) -> None:
     x, y = batch
-    with mpinit.scale_loss(loss_of(model(x), y, len(x)) * factor, optimizer) as scaled_loss:
+    with mpinit.scale_loss(engines.loss_of(model(x), y, len(x)) * factor, optimizer) as scaled_loss:
         scaled_loss.backward()
 
 
 def assert_all_one(model: nn.Module, optimizer: Any) -> None:
     """Masters and scales."""
-    assert_one([*model.state_dict().values(), torch.tensor([mpinit.loss_scale(optimizer)])])
+    engines.assert_one([*model.state_dict().values(), torch.tensor([mpinit.loss_scale(optimizer)])])
 
 
 def network(seed: int) -> nn.Module:
@@ -247,7 +220,7 @@ def test_a_rank_without_a_batch_ends_with_the_others_masters(level: str) -> None
 def test_what_one_rank_has_loaded_reaches_all(level: str) -> None:
     """Masters and scale, when the model is wrapped, and by broadcast_masters afterwards."""
     model = network(seed=0)
-    optimizer = sgd(model.parameters())
+    optimizer = engines.sgd(model.parameters())
     mpinit.initialize(model, optimizer, **keywords(level))
     state = network(seed=7).state_dict()
     if dist.get_rank() == 0:
@@ -297,7 +270,7 @@ def test_averages_of_masters_are_one(level: str) -> None:
 def test_local_sgd_under_a_wrapper(level: str, around: bool) -> None:
     """torch's recipe: gradients are averaged in groups, models over all ranks; the masters of them, or refused."""
     model = network(seed=0)
-    inner = sgd(model.parameters())
+    inner = engines.sgd(model.parameters())
     averager = PeriodicModelAverager(period=2, warmup_steps=0)
     optimizer = inner if around else PostLocalSGDOptimizer(inner, averager)
     mpinit.initialize(model, optimizer, **keywords(level))
@@ -308,13 +281,15 @@ def test_local_sgd_under_a_wrapper(level: str, around: bool) -> None:
         optimizer.zero_grad()
         backward(wrapped, optimizer, batch, float("inf") if index == 1 and dist.get_rank() == 2 else 1.0)
         if around:
-            with refused(RuntimeError, "post_localSGD_hook", "PostLocalSGDOptimizer(optimizer, averager) first"):
+            with engines.refused(
+                RuntimeError, "post_localSGD_hook", "PostLocalSGDOptimizer(optimizer, averager) first"
+            ):
                 PostLocalSGDOptimizer(optimizer, averager).step()
             return
         optimizer.step()
         assert mpinit.step_was_skipped(optimizer) == (index == 1)
-        assert_one((mpinit.loss_scale(optimizer), mpinit.step_counts(optimizer)))
-        first, same, other, _ = on_all_ranks(next(iter(model.state_dict().values())))
+        engines.assert_one((mpinit.loss_scale(optimizer), mpinit.step_counts(optimizer)))
+        first, same, other, _ = engines.on_all_ranks(next(iter(model.state_dict().values())))
         # Averaged are the first and the third step that are done.
         assert torch.equal(first, same) and torch.equal(first, other) == (index != 2)
     assert_all_one(model, optimizer)
@@ -330,10 +305,10 @@ def test_zero_redundancy_without_masters(level: str) -> None:
         if sharded:
             optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
             for refuses in ("O2", "O5", "split"):
-                with refused(ValueError, "ZeroRedundancyOptimizer", "fully_shard", 'master_weights="model"'):
+                with engines.refused(ValueError, "ZeroRedundancyOptimizer", "fully_shard", 'master_weights="model"'):
                     mpinit.initialize(model, optimizer, **LEVELS[refuses], verbosity=0)
         mpinit.initialize(model, optimizer, **keywords(level))
-        wrapped = ddp()(model, None)
+        wrapped = engines.ddp()(model, None)
         for index, batch in enumerate(parts(4)):
             optimizer.zero_grad()
             backward(wrapped, optimizer, batch, float("inf") if index == 1 and dist.get_rank() == 2 else 1.0)
@@ -351,56 +326,65 @@ def test_memory_after_initialize() -> None:
     for level in ("O1", "O2", "split", "model"):
         with torch.device("meta"):
             model = text()
-        optimizer = sgd(model.parameters())
+        optimizer = engines.sgd(model.parameters())
         mpinit.initialize(model, optimizer, **keywords(level))
         model.to_empty(device="cpu")
         model.load_state_dict(network(seed=0).state_dict())
-        with refused(RuntimeError, "meta device", "to_empty", "mpinit.initialize last"):
+        with engines.refused(RuntimeError, "meta device", "to_empty", "mpinit.initialize last"):
             backward(DistributedDataParallel(model), optimizer, parts(1)[0])
         mpinit.undo(model)
-        with refused(ValueError, "meta device", "make the optimizer"):
+        with engines.refused(ValueError, "meta device", "make the optimizer"):
             mpinit.initialize(model, optimizer, **keywords(level))
     with torch.device("meta"):
-        model = fsdp(4)(text(), None)
-    optimizer = sgd(model.parameters())
+        model = engines.fsdp(4)(text(), None)
+    optimizer = engines.sgd(model.parameters())
     mpinit.initialize(model, optimizer, **keywords("O2"))
     model.to_empty(device="cpu")
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, network(seed=0).state_dict(), options=options)
-    before = whole(model.state_dict())
+    before = engines.whole(model.state_dict())
     backward(model, optimizer, parts(1)[0])
     optimizer.step()
-    after = whole(model.state_dict())
+    after = engines.whole(model.state_dict())
     assert not any(torch.equal(before[name], after[name]) for name in after)
 
 
 STEPS_MATRIX = 4
-QUIET: dict[str, Any] = {"ddp": no_sync, "fsdp by layer": unsynced, "hsdp": unsynced, "tp fsdp": unsynced}
+QUIET: dict[str, Any] = {
+    "ddp": engines.no_sync,
+    "fsdp by layer": engines.unsynced,
+    "hsdp": engines.unsynced,
+    "tp fsdp": engines.unsynced,
+}
 NAMES = ("ddp", "fsdp by layer", "hsdp", "tp", "tp fsdp")
 OVERFLOWS, ACCUMULATES, RESUMES = ("", "overflow"), ("", "no_sync"), ("", "checkpoint")
 CELLS = list(itertools.product(NAMES, LEVELS, OVERFLOWS, ACCUMULATES, RESUMES))
 
 
-def built(engine: Engine, level: str, overflows: bool) -> Any:
+def built(engine: engines.Engine, level: str, overflows: bool) -> Any:
     scaling: dict[str, Any] = {"loss_scale": "dynamic", "init_loss_scale": 1024.0} if overflows else {}
-    return pair(engine, level, **scaling)
+    return engines.pair(engine, level, **scaling)
 
 
 @ranks(4, ("ddp", "O2", "overflow", "no_sync", "checkpoint"), long=CELLS)
 def test_cell(name: str, level: str, overflow: str, accumulates: str, resumes: str) -> None:
     """The bits of a loop by hand without the step that overflowed, O1's and O4's near float32; or refused by all."""
     # DDP sorts gradients into other buckets after its first step, and would not resume to the bit.
-    engine = replace(ENGINES[name], wrap=ddp(find_unused_parameters=True)) if name == "ddp" else ENGINES[name]
+    engine = (
+        replace(engines.ENGINES[name], wrap=engines.ddp(find_unused_parameters=True))
+        if name == "ddp"
+        else engines.ENGINES[name]
+    )
     if accumulates:
         engine = replace(engine, micros=2, quiet=QUIET.get(name, engine.quiet))
     start = time.monotonic()
     if level in engine.refused:
-        with refused(ValueError, *engine.refused[level]):
+        with engines.refused(ValueError, *engine.refused[level]):
             built(engine, level, bool(overflow))
         assert time.monotonic() - start < 10
         return
     runs, model, optimizer = built(engine, level, bool(overflow))
-    for index, micros in enumerate(cycles(engine, STEPS_MATRIX)):
+    for index, micros in enumerate(engines.cycles(engine, STEPS_MATRIX)):
         if resumes and index == 2:
             saved = copy.deepcopy(mpinit.TrainState(runs, optimizer).state_dict())
             mpinit.undo(model)
@@ -408,20 +392,20 @@ def test_cell(name: str, level: str, overflow: str, accumulates: str, resumes: s
             mpinit.TrainState(runs, optimizer).load_state_dict(saved)
         bad = bool(overflow) and index == 1
         optimizer.zero_grad()
-        for loss in passes(engine, runs, micros):
+        for loss in engines.passes(engine, runs, micros):
             factor = float("inf") if bad and dist.get_rank() == 2 else 1.0
             with mpinit.scale_loss(loss * factor, optimizer) as scaled_loss:
                 scaled_loss.backward()
         optimizer.step()
         assert bool(mpinit.step_was_skipped(optimizer)) == bad
-        assert_one(mpinit.loss_scale(optimizer))
-    state = whole(model.state_dict())
-    assert_one(list(state.values()))
+        engines.assert_one(mpinit.loss_scale(optimizer))
+    state = engines.whole(model.state_dict())
+    engines.assert_one(list(state.values()))
     # A second scaled loss adds to tensor parallel gradients in float32, and one by hand in 16 bit.
     sums = name == "tp" and bool(accumulates) and (bool(overflow) or level == "O2")
-    exact = level in DTYPES and not (level == "O3" or (engine.has_policy and level == "split"))
-    by_hand = trained_by_hand(engine, level if exact else "O0", STEPS_MATRIX, skips=(1,) if overflow else ())
+    exact = level in engines.DTYPES and not (level == "O3" or (engine.has_policy and level == "split"))
+    by_hand = engines.trained_by_hand(engine, level if exact else "O0", STEPS_MATRIX, skips=(1,) if overflow else ())
     if exact and not sums and not (overflow and level == "O0"):
-        assert_same(state, by_hand)
+        engines.assert_same(state, by_hand)
     for key, value in by_hand.items():
         assert_close(state[key], value, atol=2e-2, rtol=2e-2, msg=lambda text, key=key: f"{key}: {text}")

@@ -3,27 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import engines
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from engines import (
-    BF16,
-    CASE,
-    F16,
-    F32,
-    TOLERANCE,
-    assert_close,
-    assert_one,
-    assert_same,
-    backward,
-    by_itself,
-    mesh,
-    mine,
-    refused,
-    sgd_of,
-    sharded,
-    whole,
-)
+from engines import BF16, F32
 from models import LEVELS, level_arguments, train
 from processes import ranks
 from torch import Tensor, nn
@@ -40,60 +24,60 @@ from mpinit.masters.codecs.encoded import encoded_part
 
 @ranks(
     2,
-    *[("O0", F32, False), ("O1", F16, True), ("O2", BF16, True)],
-    long=[("O1", BF16, False), ("O2", F16, False), ("O3", F16, True), ("O3", BF16, False)],
+    *[("O0", F32, False), ("O1", engines.F16, True), ("O2", BF16, True)],
+    long=[("O1", BF16, False), ("O2", engines.F16, False), ("O3", engines.F16, True), ("O3", BF16, False)],
 )
 def test_fsdp_equals_one_process_with_the_large_batch(level: str, dtype: torch.dtype, warm: bool) -> None:
-    batches = CASE.batches(5)
-    alone = CASE.build()
-    optimizer = sgd_of(alone)
-    mpinit.initialize(alone, optimizer, **level_arguments(level, dtype), **by_itself())
-    train(alone, optimizer, batches, CASE.loss)
-    expected = whole(alone.state_dict())
+    batches = engines.CASE.batches(5)
+    alone = engines.CASE.build()
+    optimizer = engines.sgd_of(alone)
+    mpinit.initialize(alone, optimizer, **level_arguments(level, dtype), **engines.by_itself())
+    train(alone, optimizer, batches, engines.CASE.loss)
+    expected = engines.whole(alone.state_dict())
     mpinit.undo(alone)
-    model = sharded()
-    optimizer = sgd_of(model)
+    model = engines.sharded()
+    optimizer = engines.sgd_of(model)
     before = {id(parameter) for parameter in model.parameters()}
     if warm:
-        x, y = mine(batches[0])
-        CASE.loss(model(x), y).backward()
+        x, y = engines.mine(batches[0])
+        engines.CASE.loss(model(x), y).backward()
         model.zero_grad()
         model(x)  # leaves the gathered weights in place
     mpinit.initialize(model, optimizer, **level_arguments(level, dtype))
     weights = dtype if level == "O3" else F32
     assert {parameter.dtype for parameter in model.parameters()} == {weights}
     assert all(isinstance(parameter, DTensor) for parameter in mpinit.master_params(optimizer))
-    train(model, optimizer, [mine(batch) for batch in batches], CASE.loss)
-    state = whole(model.state_dict())
+    train(model, optimizer, [engines.mine(batch) for batch in batches], engines.CASE.loss)
+    state = engines.whole(model.state_dict())
     assert all(value.dtype is F32 for value in state.values())
-    assert_one(state)
-    assert_close(state, expected, TOLERANCE[dtype])
+    engines.assert_one(state)
+    engines.assert_close(state, expected, engines.TOLERANCE[dtype])
     mpinit.undo(model)
-    undone = whole(model.state_dict())
+    undone = engines.whole(model.state_dict())
     assert {parameter.dtype for parameter in model.parameters()} == {F32}
     assert all(torch.equal(undone[name], state[name]) for name in state), "the masters' bits"
     assert {id(parameter) for parameter in model.parameters()} == before
-    x, y = mine(batches[0])
-    CASE.loss(model(x), y).backward()
+    x, y = engines.mine(batches[0])
+    engines.CASE.loss(model(x), y).backward()
     optimizer.step()
 
 
-@ranks(2, ("O2", BF16), long=[("O2", F16), ("O1", BF16)])
+@ranks(2, ("O2", BF16), long=[("O2", engines.F16), ("O1", BF16)])
 def test_fsdp_skips_on_all_ranks_when_one_shard_overflows(level: str, dtype: torch.dtype) -> None:
     """In bfloat16 the scale is 1, and gradients are looked at when the step begins."""
-    model = sharded()
+    model = engines.sharded()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     mpinit.initialize(model, optimizer, **level_arguments(level, dtype))
-    x, y = mine(CASE.batches(1)[0])
-    before = whole(model.state_dict())
-    with mpinit.scale_loss(CASE.loss(model(x), y), optimizer) as scaled_loss:
+    x, y = engines.mine(engines.CASE.batches(1)[0])
+    before = engines.whole(model.state_dict())
+    with mpinit.scale_loss(engines.CASE.loss(model(x), y), optimizer) as scaled_loss:
         scaled_loss.backward()
         if dist.get_rank() == 1:
             next(iter(model.layer.parameters())).grad.to_local().fill_(float("nan"))
     optimizer.step()
     assert mpinit.step_was_skipped(optimizer)
-    assert_one(mpinit.loss_scale(optimizer))
-    after = whole(model.state_dict())
+    engines.assert_one(mpinit.loss_scale(optimizer))
+    after = engines.whole(model.state_dict())
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
@@ -102,14 +86,14 @@ def test_a_group_of_two_dtypes_is_refused_and_batchnorm_by_itself_works() -> Non
     def network() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
-    model = fully_shard(network(), mesh=mesh(2))
+    model = fully_shard(network(), mesh=engines.mesh(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with refused(ValueError, "fully_shard", "keep_batchnorm_fp32"):
+    with engines.refused(ValueError, "fully_shard", "keep_batchnorm_fp32"):
         mpinit.initialize(model, optimizer, "O2", verbosity=0)
     assert {parameter.dtype for parameter in model.parameters()} == {F32}
     model = network()
-    fully_shard(model[1], mesh=mesh(2))
-    fully_shard(model, mesh=mesh(2))
+    fully_shard(model[1], mesh=engines.mesh(2))
+    fully_shard(model, mesh=engines.mesh(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, "O2", verbosity=0, loss_scale=8.0)
     x = torch.randn(4, 4)
@@ -121,51 +105,51 @@ def test_a_group_of_two_dtypes_is_refused_and_batchnorm_by_itself_works() -> Non
             scaled_loss.backward()
         optimizer.step()
     assert {parameter.dtype for parameter in model.parameters()} == {F32}
-    assert (inside[0], inside[1]) == (F16, F32)
+    assert (inside[0], inside[1]) == (engines.F16, F32)
 
 
 @ranks(2)
 def test_what_is_made_before_sharding_is_refused() -> None:
-    model = CASE.build()
-    optimizer = sgd_of(model)
-    fully_shard(model, mesh=mesh(2))
+    model = engines.CASE.build()
+    optimizer = engines.sgd_of(model)
+    fully_shard(model, mesh=engines.mesh(2))
     for level in ("O1", "O2"):
-        with refused(ValueError, "fully_shard (or parallelize_module) has put a shard"):
+        with engines.refused(ValueError, "fully_shard (or parallelize_module) has put a shard"):
             mpinit.initialize(model, optimizer, level, verbosity=0)
     for level, more in (("O1", {}), ("O2", {}), ("O5", {}), ("O2", {"master_weights": "model"})):
-        model = CASE.build()
-        optimizer = sgd_of(model)
+        model = engines.CASE.build()
+        optimizer = engines.sgd_of(model)
         mpinit.initialize(model, optimizer, level, verbosity=0, init_loss_scale=1024.0, **more)
-        fully_shard(model.layer, mesh=mesh(2))
-        with refused(RuntimeError, "layer.", "fully_shard"):
-            train(model, optimizer, [mine(batch) for batch in CASE.batches(1)], CASE.loss)
+        fully_shard(model.layer, mesh=engines.mesh(2))
+        with engines.refused(RuntimeError, "layer.", "fully_shard"):
+            train(model, optimizer, [engines.mine(batch) for batch in engines.CASE.batches(1)], engines.CASE.loss)
         mpinit.undo(model)
-    model = CASE.build()
+    model = engines.CASE.build()
     mpinit.initialize(model, opt_level="O5", await_optimizers=True, verbosity=0)
-    fully_shard(model, mesh=mesh(2))
-    with refused(RuntimeError, "fully_shard"):
-        mpinit.add_optimizers(sgd_of(model))
+    fully_shard(model, mesh=engines.mesh(2))
+    with engines.refused(RuntimeError, "fully_shard"):
+        mpinit.add_optimizers(engines.sgd_of(model))
 
 
 @ranks(2, ("O2",), ("O5",))
 def test_shards_are_the_masters(level: str) -> None:
     """Bit for bit what a loop by hand comes to on FSDP2's own policy; writes to shards stay."""
     dtype = torch.float16 if level == "O2" else torch.bfloat16
-    batches = [mine(batch) for batch in CASE.batches(4)]
+    batches = [engines.mine(batch) for batch in engines.CASE.batches(4)]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    model = sharded(mp_policy=policy)
-    optimizer = sgd_of(model)
+    model = engines.sharded(mp_policy=policy)
+    optimizer = engines.sgd_of(model)
     for x, y in batches:
         optimizer.zero_grad()
         scale = 1024.0 if level == "O2" else 1.0
-        (CASE.loss(model(x).float(), y) * scale).backward()
+        (engines.CASE.loss(model(x).float(), y) * scale).backward()
         for parameter in model.parameters():
             parameter.grad.div_(scale)
         optimizer.step()
         write(model)
-    expected = whole(model.state_dict())
-    model = sharded()
-    optimizer = sgd_of(model)
+    expected = engines.whole(model.state_dict())
+    model = engines.sharded()
+    optimizer = engines.sgd_of(model)
     before = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
     assert {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} == before
@@ -173,15 +157,15 @@ def test_shards_are_the_masters(level: str) -> None:
     handle = model.layer.linear1.register_forward_pre_hook(lambda module, _: seen.add(module.weight.dtype))
     for batch in batches:
         optimizer.zero_grad()
-        backward(model, optimizer, batch)
+        engines.backward(model, optimizer, batch)
         optimizer.step()
         write(model)
     handle.remove()
     assert seen == {dtype}
-    assert_same(whole(model.state_dict()), expected)
+    engines.assert_same(engines.whole(model.state_dict()), expected)
     mpinit.undo(model)
     handle = model.layer.linear1.register_forward_pre_hook(lambda module, _: seen.add(module.weight.dtype))
-    CASE.loss(model(batches[0][0]), batches[0][1]).backward()
+    engines.CASE.loss(model(batches[0][0]), batches[0][1]).backward()
     assert seen == {dtype, torch.float32}
 
 
@@ -198,48 +182,48 @@ def write(model: Any) -> None:
 @ranks(2)
 def test_a_policy_that_contradicts_the_level_is_refused() -> None:
     for level, other in (("O2", torch.bfloat16), ("O5", torch.float16), ("O3", torch.bfloat16)):
-        model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=other))
-        with refused(ValueError, "MixedPrecisionPolicy", str(other)):
-            mpinit.initialize(model, sgd_of(model), level, verbosity=0)
-    model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    optimizer = sgd_of(model)
+        model = engines.sharded(mp_policy=MixedPrecisionPolicy(param_dtype=other))
+        with engines.refused(ValueError, "MixedPrecisionPolicy", str(other)):
+            mpinit.initialize(model, engines.sgd_of(model), level, verbosity=0)
+    model = engines.sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    optimizer = engines.sgd_of(model)
     mpinit.initialize(model, optimizer, "O5", verbosity=0)
-    train(model, optimizer, [mine(batch) for batch in CASE.batches(1)], CASE.loss)
+    train(model, optimizer, [engines.mine(batch) for batch in engines.CASE.batches(1)], engines.CASE.loss)
 
 
 @ranks(2, ("O2",), long=[("O1",)])
 def test_undo_after_a_failed_forward(level: str) -> None:
-    model = sharded()
-    optimizer = sgd_of(model)
+    model = engines.sharded()
+    optimizer = engines.sgd_of(model)
     mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
-    before = whole(model.state_dict())
+    before = engines.whole(model.state_dict())
 
     def fail(*_: Any) -> None:
         raise KeyError("in the forward")
 
     handle = model.layer.linear2.register_forward_hook(fail)
-    batch = mine(CASE.batches(1)[0])
-    with refused(KeyError):
-        backward(model, optimizer, batch)
+    batch = engines.mine(engines.CASE.batches(1)[0])
+    with engines.refused(KeyError):
+        engines.backward(model, optimizer, batch)
     handle.remove()
     mpinit.undo(model)
-    assert_same(whole(model.state_dict()), before)
-    CASE.loss(model(batch[0]), batch[1]).backward()
+    engines.assert_same(engines.whole(model.state_dict()), before)
+    engines.CASE.loss(model(batch[0]), batch[1]).backward()
     optimizer.step()
 
 
 @ranks(2, ("O2",), ("O5",))
 def test_what_is_trained_is_what_is_served(level: str) -> None:
     """Every rank's forward is, to the bit, that of a plain 16-bit model loaded from the exported checkpoint."""
-    model = sharded()
-    optimizer = sgd_of(model)
+    model = engines.sharded()
+    optimizer = engines.sgd_of(model)
     mpinit.initialize(model, optimizer, level, verbosity=0)
-    batches = CASE.batches(4)
-    train(model, optimizer, [mine(batch) for batch in batches[:3]], CASE.loss)
-    served = CASE.build()
-    served.load_state_dict(whole(model.state_dict()))
-    served = served.to(F16 if level == "O2" else BF16)
-    found = mpinit.fidelity(model, mine(batches[3])[0], served=served)
+    batches = engines.CASE.batches(4)
+    train(model, optimizer, [engines.mine(batch) for batch in batches[:3]], engines.CASE.loss)
+    served = engines.CASE.build()
+    served.load_state_dict(engines.whole(model.state_dict()))
+    served = served.to(engines.F16 if level == "O2" else BF16)
+    found = mpinit.fidelity(model, engines.mine(batches[3])[0], served=served)
     assert found, str(found)
 
 
@@ -309,14 +293,14 @@ def by_hand(over: Any, make: Optimizers, steps: int, **options: Any) -> dict[str
             for weight, master in zip(model.parameters(), exact.parameters(), strict=True):
                 bits = shard(master).view(torch.int32)
                 shard(weight).view(torch.int16).copy_((bits + 0x8000) >> 16)
-    return whole(exact.state_dict())
+    return engines.whole(exact.state_dict())
 
 
 @ranks(4, ("one dimension",), ("two dimensions",), ("tensor parallel",))
 def test_shards_step_as_float32_ones_do(kind: str) -> None:
     """Masters to the bit, in the reduction that the policy asks for, and over a mesh of two dimensions."""
     for make, policy in ((adam, None), (sgd, F32)):
-        over = mesh(4) if kind == "one dimension" else mesh(2, 2)
+        over = engines.mesh(4) if kind == "one dimension" else engines.mesh(2, 2)
         options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=policy)}
         if kind == "tensor parallel":
             over, options["columns"] = over["outer"], over["inner"]
@@ -324,27 +308,27 @@ def test_shards_step_as_float32_ones_do(kind: str) -> None:
         model, optimizer = split(over, make, **options)
         train_shards(model, optimizer, range(4))
         assert {parameter.dtype for parameter in model.parameters()} == {BF16}
-        assert_same(whole(model.state_dict()), expected)
+        engines.assert_same(engines.whole(model.state_dict()), expected)
         mpinit.undo(model)
         assert {parameter.dtype for parameter in model.parameters()} == {F32}
-        assert_same(whole(model.state_dict()), expected)
+        engines.assert_same(engines.whole(model.state_dict()), expected)
 
 
 @ranks(4)
 def test_both_sides_of_a_shard_are_one() -> None:
     """What is written to a weight counts; values that come from a state dict keep all bits."""
-    model, optimizer = split(mesh(4), adam)
+    model, optimizer = split(engines.mesh(4), adam)
     train_shards(model, optimizer, range(2))
-    before = whole(model.state_dict())
+    before = engines.whole(model.state_dict())
     with torch.no_grad():
         model[2].bias.mul_(2)  # type: ignore[operator]
-    after = whole(model.state_dict())
+    after = engines.whole(model.state_dict())
     assert torch.equal(after["2.bias"].to(BF16), before["2.bias"].to(BF16) * 2)
-    assert_same(after | {"2.bias": before["2.bias"]}, before)
+    engines.assert_same(after | {"2.bias": before["2.bias"]}, before)
     noise = {name: value.detach() * 1.37 + 0.1 for name, value in model.state_dict().items()}
-    expected = whole(noise)
+    expected = engines.whole(noise)
     model.load_state_dict(noise)
-    assert_same(whole(model.state_dict()), expected)
+    engines.assert_same(engines.whole(model.state_dict()), expected)
     mpinit.clip_grad_norm_(optimizer, 1.0)
     train_shards(model, optimizer, range(2, 4))
     bytes_held = sum(shard(parameter).nbytes + shard(parameter.grad).nbytes for parameter in model.parameters())
@@ -360,7 +344,7 @@ def wide_network() -> nn.Sequential:
 
 
 def encoded(encoding: str, kind: str) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    model = fully_shard(wide_network(), mesh=mesh(2))
+    model = fully_shard(wide_network(), mesh=engines.mesh(2))
     optimizer = adam(model.parameters())
     mpinit.initialize(
         model, optimizer, optimizer_state=encoding, split_bucket_bytes=40_000, verbosity=0, **LEVELS[kind]
@@ -420,7 +404,7 @@ def test_states_go_through_float32(encoding: str) -> None:
         optimizer.step()
     # Not the tensors themselves: torch would load them without a copy.
     weights, found = tree_map_only(Tensor, torch.clone, get_state_dict(model, optimizer))
-    saved = whole({"model": weights, "optimizer": found["state"]})
+    saved = engines.whole({"model": weights, "optimizer": found["state"]})
     assert {value.dtype for value in saved.values()} == {torch.float32}
     alone = wide_network()
     stepped = adam(alone.parameters())
@@ -434,7 +418,7 @@ def test_states_go_through_float32(encoding: str) -> None:
     set_optimizer_state_dict(again, other, found)
     for one, two in ((alone, stepped), (again, other)):
         weights_of, states_of = get_state_dict(one, two)
-        assert_same(whole({"model": weights_of, "optimizer": states_of["state"]}), saved)
+        engines.assert_same(engines.whole({"model": weights_of, "optimizer": states_of["state"]}), saved)
     for two in (stepped, other):
         codes = [encoded_part(value) for state in two.state.values() for value in state.values()]
         assert sum(code is not None for code in codes) == 2
@@ -442,7 +426,7 @@ def test_states_go_through_float32(encoding: str) -> None:
     for one, two in ((model, optimizer), (again, other)):
         backward_of_rank(one, two, 3)
         two.step()
-    assert_same(whole(again.state_dict()), whole(model.state_dict()))
+    engines.assert_same(engines.whole(again.state_dict()), engines.whole(model.state_dict()))
 
 
 def nested(saved: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:

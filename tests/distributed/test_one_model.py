@@ -6,22 +6,9 @@ import warnings
 from typing import Any
 from unittest import mock
 
+import engines
 import torch
 import torch.distributed as dist
-from engines import (
-    CASE,
-    assert_one,
-    assert_same,
-    backward,
-    by_itself,
-    mesh,
-    mine,
-    on_all_ranks,
-    refused,
-    sgd_of,
-    sharded,
-    whole,
-)
 from models import LEVELS, train
 from processes import ranks
 from torch import Tensor, nn
@@ -62,32 +49,32 @@ MIXED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_keywords_that_differ_are_refused_on_all_ranks_at_once(engine: str, case: str) -> None:
     *given, said = MIXED[case]
     asked = {"opt_level": "O2", "verbosity": 0} | given[dist.get_rank()]
-    model = sharded() if engine == "fsdp" else CASE.build()
-    optimizer = sgd_of(model)
+    model = engines.sharded() if engine == "fsdp" else engines.CASE.build()
+    optimizer = engines.sgd_of(model)
     group = {"process_group": dist.group.WORLD} if engine == "group" else {}
     start = time.monotonic()
-    with refused(ValueError, said, "on every rank"):
+    with engines.refused(ValueError, said, "on every rank"):
         mpinit.initialize(model, optimizer, **asked, **group)
         DistributedDataParallel(model)
     assert time.monotonic() - start < 10
     if engine != "ddp":
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert on_all_ranks("alive") == ["alive"] * 2
+    assert engines.on_all_ranks("alive") == ["alive"] * 2
 
 
 @ranks(2)
 def test_models_that_differ_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + dist.get_rank()))
-    mpinit.initialize(model, sgd_of(model), "O2", **SCALED)
-    with refused(ValueError, "1.weight is (4, 4) torch.float16 with a float32 master on rank 0 and (5, 4)"):
+    mpinit.initialize(model, engines.sgd_of(model), "O2", **SCALED)
+    with engines.refused(ValueError, "1.weight is (4, 4) torch.float16 with a float32 master on rank 0 and (5, 4)"):
         DistributedDataParallel(model)
 
 
 @ranks(2)
 def test_words_without_addresses_are_the_same() -> None:
-    model = CASE.build()
+    model = engines.CASE.build()
     kept = [nn.LayerNorm, lambda name, module: name == "head"]
-    mpinit.initialize(model, sgd_of(model), "O2", keep_fp32=kept, **SCALED)
+    mpinit.initialize(model, engines.sgd_of(model), "O2", keep_fp32=kept, **SCALED)
     DistributedDataParallel(model)
 
 
@@ -118,10 +105,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_unequal_seeds_leave_one_frozen_weight_and_one_buffer(level: str) -> None:
     model = Frozen()
     first = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = sgd_of(model.head)
+    optimizer = engines.sgd_of(model.head)
     mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
     wrapped = DistributedDataParallel(model)
-    assert_one(model)
+    engines.assert_one(model)
     if dist.get_rank() == 0:
         assert all(torch.equal(value, first[name]) for name, value in model.state_dict().items())
     step(wrapped, optimizer)
@@ -130,21 +117,21 @@ def test_unequal_seeds_leave_one_frozen_weight_and_one_buffer(level: str) -> Non
     del wrapped
     wrapped = DistributedDataParallel(model)
     step(wrapped, optimizer)
-    assert_one(model)
+    engines.assert_one(model)
     mpinit.undo(model)
-    assert_one([*model.parameters(), *model.buffers()])
+    engines.assert_one([*model.parameters(), *model.buffers()])
 
 
 @ranks(2, ("O2",), ("split",), long=[("O0",), ("O1",), ("model",)])
 def test_broadcast_masters_sends_the_optimizers_state(level: str) -> None:
-    model = CASE.build()
+    model = engines.CASE.build()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
     wrapped = DistributedDataParallel(model)
-    batches = [mine(batch) for batch in CASE.batches(6)]
-    train(wrapped, optimizer, batches[:2], CASE.loss)
+    batches = [engines.mine(batch) for batch in engines.CASE.batches(6)]
+    train(wrapped, optimizer, batches[:2], engines.CASE.loss)
     saved = {key: value.clone() for key, value in model.state_dict().items()}, optimizer.state_dict()
-    again = CASE.build()
+    again = engines.CASE.build()
     resumed = torch.optim.Adam(again.parameters(), lr=0.5)
     mpinit.initialize(again, resumed, verbosity=0, **LEVELS[level])
     wrapped = DistributedDataParallel(again)
@@ -152,16 +139,16 @@ def test_broadcast_masters_sends_the_optimizers_state(level: str) -> None:
         again.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
     mpinit.broadcast_masters(resumed, src=1)
-    assert_one([value for state in resumed.state.values() for value in state.values()])
+    engines.assert_one([value for state in resumed.state.values() for value in state.values()])
     assert resumed.param_groups[0]["lr"] == 0.01
-    train(wrapped, resumed, batches[2:], CASE.loss)
-    assert_one(again)
-    assert_one([value for state in resumed.state.values() for value in state.values()])
+    train(wrapped, resumed, batches[2:], engines.CASE.loss)
+    engines.assert_one(again)
+    engines.assert_one([value for state in resumed.state.values() for value in state.values()])
 
 
 @ranks(2, (True,), (False,))
 def test_one_rank_may_look_at_an_optimizer_that_has_made_no_step(by_torch: bool) -> None:
-    model = CASE.build()
+    model = engines.CASE.build()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     mpinit.initialize(model, optimizer, "O2", num_losses=2, **SCALED)
     wrapped = DistributedDataParallel(model)
@@ -170,59 +157,59 @@ def test_one_rank_may_look_at_an_optimizer_that_has_made_no_step(by_torch: bool)
         optimizer.state.clear()
     elif dist.get_rank() == 0:
         assert len(mpinit.TrainState(wrapped, optimizer).state_dict()["optim"]["state"]) > 0
-    train(wrapped, optimizer, [mine(batch) for batch in CASE.batches(2)], CASE.loss)
+    train(wrapped, optimizer, [engines.mine(batch) for batch in engines.CASE.batches(2)], engines.CASE.loss)
     assert mpinit.step_counts(optimizer) == (2, 0)
-    assert_one(model)
+    engines.assert_one(model)
 
 
 @ranks(2)
 def test_an_overflow_of_a_loss_under_no_sync_moves_its_scale_on_all_ranks() -> None:
-    model = CASE.build()
-    optimizer = sgd_of(model)
+    model = engines.CASE.build()
+    optimizer = engines.sgd_of(model)
     mpinit.initialize(model, optimizer, "O2", num_losses=2, **SCALED)
     wrapped = DistributedDataParallel(model)
-    for index, batch in enumerate(map(mine, CASE.batches(6))):
+    for index, batch in enumerate(map(engines.mine, engines.CASE.batches(6))):
         optimizer.zero_grad()
         bad = index == 1 and dist.get_rank() == 1
         with wrapped.no_sync():
-            backward(wrapped, optimizer, batch, INF if bad else 1.0, loss_id=0)
+            engines.backward(wrapped, optimizer, batch, INF if bad else 1.0, loss_id=0)
         if bad:
             optimizer.zero_grad()  # as a user's own check may do: what is reduced is finite
-        backward(wrapped, optimizer, batch, loss_id=1)
+        engines.backward(wrapped, optimizer, batch, loss_id=1)
         optimizer.step()
-        assert_one((mpinit.loss_scale(optimizer, 0), mpinit.loss_scale(optimizer, 1)))
-        assert_one(mpinit.step_counts(optimizer))
-        assert_one(model)
+        engines.assert_one((mpinit.loss_scale(optimizer, 0), mpinit.loss_scale(optimizer, 1)))
+        engines.assert_one(mpinit.step_counts(optimizer))
+        engines.assert_one(model)
     assert mpinit.loss_scale(optimizer, 0) == 512.0
 
 
 @ranks(2, ("ddp",), ("fsdp",))
 def test_losses_that_differ_by_rank_are_refused_on_all(engine: str) -> None:
-    model = sharded() if engine == "fsdp" else CASE.build()
-    optimizer = sgd_of(model)
+    model = engines.sharded() if engine == "fsdp" else engines.CASE.build()
+    optimizer = engines.sgd_of(model)
     mpinit.initialize(model, optimizer, "O2", num_losses=2, **SCALED)
     wrapped = DistributedDataParallel(model) if engine == "ddp" else model
-    backward(wrapped, optimizer, mine(CASE.batches(1)[0]), loss_id=dist.get_rank())
-    with refused(RuntimeError, "loss_id=0 and loss_id=1 a different number of times", "num_losses=1"):
+    engines.backward(wrapped, optimizer, engines.mine(engines.CASE.batches(1)[0]), loss_id=dist.get_rank())
+    with engines.refused(RuntimeError, "loss_id=0 and loss_id=1 a different number of times", "num_losses=1"):
         optimizer.step()
 
 
 @ranks(2, ("fsdp",), ("group",))
 def test_a_scale_that_was_loaded_on_one_rank_becomes_one(engine: str) -> None:
-    model = sharded() if engine == "fsdp" else CASE.build()
-    optimizer = sgd_of(model)
+    model = engines.sharded() if engine == "fsdp" else engines.CASE.build()
+    optimizer = engines.sgd_of(model)
     group = {"process_group": dist.group.WORLD} if engine == "group" else {}
     mpinit.initialize(model, optimizer, "O2", **SCALED, **group)
     if dist.get_rank() == 1:
         mpinit.load_state_dict({"loss_scaler0": {"loss_scale": 64.0, "unskipped": 0}}, optimizer)
-    before = whole(model.state_dict())
-    for index, batch in enumerate(map(mine, CASE.batches(3))):
+    before = engines.whole(model.state_dict())
+    for index, batch in enumerate(map(engines.mine, engines.CASE.batches(3))):
         optimizer.zero_grad()
-        backward(model, optimizer, batch)
+        engines.backward(model, optimizer, batch)
         optimizer.step()
         assert mpinit.step_was_skipped(optimizer) == (index == 0)
-        assert_one(mpinit.loss_scale(optimizer))
-        same = all(torch.equal(value, before[name]) for name, value in whole(model.state_dict()).items())
+        engines.assert_one(mpinit.loss_scale(optimizer))
+        same = all(torch.equal(value, before[name]) for name, value in engines.whole(model.state_dict()).items())
         assert same == (index == 0)
     assert mpinit.step_counts(optimizer) == (2, 1)
 
@@ -230,14 +217,14 @@ def test_a_scale_that_was_loaded_on_one_rank_becomes_one(engine: str) -> None:
 @ranks(2, ("both",), ("sent",), long=[("one",), ("other",)])
 def test_a_scale_that_was_loaded_after_wrapping_is_loaded_by_all(who: str) -> None:
     """Or refused where it was loaded, rather than averaged with gradients of another scale."""
-    model = CASE.build()
-    optimizer = sgd_of(model)
+    model = engines.CASE.build()
+    optimizer = engines.sgd_of(model)
     mpinit.initialize(model, optimizer, "O2", **SCALED)
     wrapped = DistributedDataParallel(model)
     rank = dist.get_rank()
-    batches = [mine(batch) for batch in CASE.batches(2)]
-    train(wrapped, optimizer, batches[:1], CASE.loss)
-    before = whole(model.state_dict())
+    batches = [engines.mine(batch) for batch in engines.CASE.batches(2)]
+    train(wrapped, optimizer, batches[:1], engines.CASE.loss)
+    before = engines.whole(model.state_dict())
     if rank == 1 or who in ("both", "other"):
         scale = 64.0 if rank == 1 or who == "both" else 32.0
         mpinit.load_state_dict({"loss_scaler0": {"loss_scale": scale, "unskipped": 0}}, optimizer)
@@ -245,37 +232,37 @@ def test_a_scale_that_was_loaded_after_wrapping_is_loaded_by_all(who: str) -> No
         mpinit.broadcast_masters(optimizer, src=1)
     refuses = who == "other" or (who == "one" and rank == 1)
     start = time.monotonic()
-    with refused(RuntimeError, "loss scales", "broadcast_masters") if refuses else contextlib.nullcontext():
-        train(wrapped, optimizer, batches[1:], CASE.loss)
+    with engines.refused(RuntimeError, "loss scales", "broadcast_masters") if refuses else contextlib.nullcontext():
+        train(wrapped, optimizer, batches[1:], engines.CASE.loss)
     assert time.monotonic() - start < 20
     if refuses:
-        assert_same(whole(model.state_dict()), before)
+        engines.assert_same(engines.whole(model.state_dict()), before)
     elif who != "one":
         assert mpinit.loss_scale(optimizer) == 64.0
-        assert_one(model)
+        engines.assert_one(model)
 
 
 @ranks(2, ("nothing",), ("world",), ("own",))
 def test_gradients_averaged_by_hand_want_a_process_group(given: str) -> None:
-    model = CASE.build()
-    optimizer = sgd_of(model)
-    group = {"world": {"process_group": dist.group.WORLD}, "own": by_itself()}.get(given, {})
+    model = engines.CASE.build()
+    optimizer = engines.sgd_of(model)
+    group = {"world": {"process_group": dist.group.WORLD}, "own": engines.by_itself()}.get(given, {})
     mpinit.initialize(model, optimizer, "O2", **SCALED, **group)
-    for index, batch in enumerate(map(mine, CASE.batches(3))):
+    for index, batch in enumerate(map(engines.mine, engines.CASE.batches(3))):
         optimizer.zero_grad()
         bad = index == 1 and dist.get_rank() == 1
-        backward(model, optimizer, batch, INF if bad else 1.0)
+        engines.backward(model, optimizer, batch, INF if bad else 1.0)
         for parameter in model.parameters() if given != "own" else ():
             dist.all_reduce(parameter.grad)
             parameter.grad.div_(2)
         if given == "nothing":
-            with refused(RuntimeError, "1 other processes", "process_group=torch.distributed.group.WORLD"):
+            with engines.refused(RuntimeError, "1 other processes", "process_group=torch.distributed.group.WORLD"):
                 optimizer.step()
             return
         optimizer.step()
     assert mpinit.step_counts(optimizer) == ((3, 0) if given == "own" and dist.get_rank() == 0 else (2, 1))
     if given == "world":
-        assert_one(model)
+        engines.assert_one(model)
     assert all(bool(value.isfinite().all()) for value in model.state_dict().values())
 
 
@@ -315,24 +302,24 @@ def test_a_hook_beside_float32_reduction_is_refused() -> None:
     mpinit.initialize(model, optimizer, "O5", reduce_dtype="float32", verbosity=0)
     wrapped = DistributedDataParallel(model)
     wrapped.register_comm_hook(None, fp16_compress_hook)
-    with refused(RuntimeError, "reduce_dtype=torch.float32 contradicts fp16_compress_hook"):
+    with engines.refused(RuntimeError, "reduce_dtype=torch.float32 contradicts fp16_compress_hook"):
         wrapped(torch.ones(1, 4))
-    with refused(ValueError, "reduce_dtype=torch.bfloat16 is not float32", "bf16_compress_hook"):
+    with engines.refused(ValueError, "reduce_dtype=torch.bfloat16 is not float32", "bf16_compress_hook"):
         mpinit.initialize(nn.Linear(4, 1), None, "O5", reduce_dtype="bfloat16", verbosity=0)
 
 
 @ranks(2, ("O1", True), ("O2", True), long=[("O1", False), ("split", True)])
 def test_fsdp1_after_initialize_is_refused(level: str, keeps: bool) -> None:
-    model = CASE.build()
-    mpinit.initialize(model, sgd_of(model), verbosity=0, **LEVELS[level])
-    with refused(RuntimeError, "FSDP1", "fully_shard(model)"):
+    model = engines.CASE.build()
+    mpinit.initialize(model, engines.sgd_of(model), verbosity=0, **LEVELS[level])
+    with engines.refused(RuntimeError, "FSDP1", "fully_shard(model)"):
         FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=keeps)
 
 
 @ranks(2)
 def test_other_models_may_be_wrapped_as_before() -> None:
-    model = CASE.build()
-    mpinit.initialize(model, sgd_of(model), "O1", **SCALED)
+    model = engines.CASE.build()
+    mpinit.initialize(model, engines.sgd_of(model), "O1", **SCALED)
     FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
     DistributedDataParallel(nn.Linear(2, 2 + dist.get_rank() - dist.get_rank()))
-    fully_shard(nn.Linear(2, 2), mesh=mesh(2))
+    fully_shard(nn.Linear(2, 2), mesh=engines.mesh(2))

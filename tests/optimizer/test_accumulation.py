@@ -3,23 +3,9 @@
 import functools
 from typing import Any
 
+import loops
 import pytest
 import torch
-from loops import (
-    backward,
-    batches,
-    gradients,
-    keywords,
-    masters,
-    mlp,
-    momentum,
-    mse,
-    plain_sgd,
-    poison,
-    same,
-    start,
-    started,
-)
 from masters_by_hand import WEIGHTS, ByHand
 from models import Parts
 from torch import nn
@@ -36,20 +22,20 @@ DELAYS: tuple[dict[str, bool], ...] = ({}, {"delay_unscale": True}, {"delay_over
 @pytest.mark.parametrize("delay", DELAYS, ids=str)
 @pytest.mark.parametrize("setting", ["O2", "O5"])
 def test_cycles_equal_a_hand_written_loop(setting: str, delay: dict[str, bool]) -> None:
-    model, data = mlp(), batches(12)
+    model, data = loops.mlp(), loops.batches(12)
     by_hand = ByHand(model, setting)
-    optimizer = start(model, "O2", WEIGHTS[setting])
+    optimizer = loops.start(model, "O2", WEIGHTS[setting])
     for index, batch in enumerate(data):
         last = index % 3 == 2
         by_hand.backward(batch, scale=mpinit.loss_scale(optimizer))
-        backward(mse(model, batch), optimizer, **({} if last else delay))
+        loops.backward(loops.mse(model, batch), optimizer, **({} if last else delay))
         if last:
             optimizer.step()
             optimizer.zero_grad()
             by_hand.step()
             by_hand.clear()
-    same(masters(optimizer), by_hand.masters)
-    same(model.parameters(), by_hand.model.parameters())
+    loops.same(loops.masters(optimizer), by_hand.masters)
+    loops.same(model.parameters(), by_hand.model.parameters())
 
 
 # Split masters pay a documented price for 2 bytes a parameter less: bfloat16 counts to 256 and no further.
@@ -64,58 +50,62 @@ def test_300_micro_batches_of_ones_give_300(
 ) -> None:
     model = Parts(lambda self: self.weight.sum(), weight=nn.Parameter(torch.zeros(3)))
     given = {"loss_scale": loss_scale, "init_loss_scale": 256.0, "growth_interval": 100, "master_weights": kind}
-    optimizer = start(model, "O2", dtype, plain_sgd, **given)
+    optimizer = loops.start(model, "O2", dtype, loops.plain_sgd, **given)
     for _ in range(300):
-        backward(model(), optimizer, delay_unscale=delay)
-    assert [g.tolist() for g in gradients(optimizer) if g is not None] == [[count] * 3]
+        loops.backward(model(), optimizer, delay_unscale=delay)
+    assert [g.tolist() for g in loops.gradients(optimizer) if g is not None] == [[count] * 3]
     optimizer.step()
-    assert masters(optimizer)[0].tolist() == [-count] * 3
+    assert loops.masters(optimizer)[0].tolist() == [-count] * 3
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
 def test_clearing_inside_of_scale_loss_clears_what_was_there(level: str, bad: bool, set_to_none: bool) -> None:
-    (model, optimizer), (fresh, reference), (first, second) = started(level), started(level), batches(2)
-    loss = mse(model, first)
-    backward(poison(loss, next(model.parameters())) if bad else loss, optimizer)
-    with mpinit.scale_loss(mse(model, second), optimizer) as scaled:
+    (model, optimizer), (fresh, reference), (first, second) = (
+        loops.started(level),
+        loops.started(level),
+        loops.batches(2),
+    )
+    loss = loops.mse(model, first)
+    loops.backward(loops.poison(loss, next(model.parameters())) if bad else loss, optimizer)
+    with mpinit.scale_loss(loops.mse(model, second), optimizer) as scaled:
         optimizer.zero_grad(set_to_none)
         scaled.backward()
-    backward(mse(fresh, second), reference)
-    torch.testing.assert_close(gradients(optimizer), gradients(reference), rtol=1e-2, atol=1e-4)
+    loops.backward(loops.mse(fresh, second), reference)
+    torch.testing.assert_close(loops.gradients(optimizer), loops.gradients(reference), rtol=1e-2, atol=1e-4)
     optimizer.step()
     assert not mpinit.step_was_skipped(optimizer)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_from_before_initialize_count(level: str) -> None:
-    model, batch = mlp(), batches(1)[0]
-    mse(model, batch).backward()
+    model, batch = loops.mlp(), loops.batches(1)[0]
+    loops.mse(model, batch).backward()
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    optimizer = start(model, level)
-    backward(mse(model, batch) * 0.0, optimizer)
-    same(gradients(optimizer), [each.half() if level == "O3" else each for each in before])
+    optimizer = loops.start(model, level)
+    loops.backward(loops.mse(model, batch) * 0.0, optimizer)
+    loops.same(loops.gradients(optimizer), [each.half() if level == "O3" else each for each in before])
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_retained_graph_gives_its_gradient_again(level: str) -> None:
-    model, optimizer = started(level)
-    loss = mse(model, batches(1)[0])
+    model, optimizer = loops.started(level)
+    loss = loops.mse(model, loops.batches(1)[0])
     with mpinit.scale_loss(loss, optimizer) as scaled:
         scaled.backward(retain_graph=True)
-    once = gradients(optimizer)
-    backward(loss, optimizer)
-    same(gradients(optimizer), [None if g is None else g * 2 for g in once])
+    once = loops.gradients(optimizer)
+    loops.backward(loss, optimizer)
+    loops.same(loops.gradients(optimizer), [None if g is None else g * 2 for g in once])
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_check_put_off_moves_the_scale_at_whichever_step_comes_first(first: int) -> None:
-    models, batch = [mlp(), mlp(1)], batches(1)[0]
-    optimizers = [momentum(model.parameters()) for model in models]
+    models, batch = [loops.mlp(), loops.mlp(1)], loops.batches(1)[0]
+    optimizers = [loops.momentum(model.parameters()) for model in models]
     mpinit.initialize(models, optimizers, opt_level="O2", init_loss_scale=4.0, verbosity=0)
-    loss = poison(mse(models[0], batch) + mse(models[1], batch), models[0][0].weight)
-    backward(loss, optimizers, delay_overflow_check=True)
+    loss = loops.poison(loops.mse(models[0], batch) + loops.mse(models[1], batch), models[0][0].weight)
+    loops.backward(loss, optimizers, delay_overflow_check=True)
     assert mpinit.loss_scale(optimizers[0]) == 4.0
     optimizers[first].step()
     assert mpinit.loss_scale(optimizers[0]) == 2.0
@@ -124,16 +114,16 @@ def test_a_check_put_off_moves_the_scale_at_whichever_step_comes_first(first: in
 
 
 def test_a_loss_for_no_optimizer_is_scaled_and_leaves_everything_alone() -> None:
-    model, optimizer = started("O2", make=plain_sgd)
-    before = masters(optimizer)
-    inputs = batches(1)[0][0].requires_grad_()
+    model, optimizer = loops.started("O2", make=loops.plain_sgd)
+    before = loops.masters(optimizer)
+    inputs = loops.batches(1)[0][0].requires_grad_()
     with mpinit.scale_loss(model(inputs).sum(), []) as scaled:
         (gradient,) = torch.autograd.grad(scaled, inputs)
-    (expected,) = torch.autograd.grad(mlp()(inputs).sum(), inputs)
+    (expected,) = torch.autograd.grad(loops.mlp()(inputs).sum(), inputs)
     torch.testing.assert_close(gradient / 1024, expected, rtol=0.02, atol=0.003)
-    same(gradients(optimizer), [None] * 4)
+    loops.same(loops.gradients(optimizer), [None] * 4)
     optimizer.step()
-    same(masters(optimizer), before)
+    loops.same(loops.masters(optimizer), before)
     assert mpinit.loss_scale(optimizer) == 1024.0
 
 
@@ -145,7 +135,7 @@ def test_a_loss_for_no_optimizer_without_a_session_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("loss_id", [-1, 2, "0", 1.0])
 def test_an_unknown_loss_is_refused(loss_id: Any) -> None:
-    optimizer = start(mlp(), num_losses=2)
+    optimizer = loops.start(loops.mlp(), num_losses=2)
     for use in (mpinit.loss_scale, functools.partial(mpinit.scale_loss, torch.ones(()))):
         with pytest.raises(ValueError, match=rf"loss_id={loss_id!r}.*num_losses=2.*0 to 1"):
             use(optimizer, loss_id)
@@ -156,13 +146,13 @@ def trained_gan(level: str | None, clear: str) -> list[torch.Tensor]:
     torch.manual_seed(3)
     net_g = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh())
     net_d = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
-    opt_d, opt_g = momentum(net_d.parameters()), momentum(net_g.parameters())
+    opt_d, opt_g = loops.momentum(net_d.parameters()), loops.momentum(net_g.parameters())
     if level is not None:
-        mpinit.initialize([net_d, net_g], [opt_d, opt_g], num_losses=3, **keywords(level))
+        mpinit.initialize([net_d, net_g], [opt_d, opt_g], num_losses=3, **loops.keywords(level))
 
     def add(output: torch.Tensor, target: float, optimizer: Optimizer, loss_id: int) -> None:
         loss = nn.functional.binary_cross_entropy_with_logits(output, torch.full_like(output, target))
-        loss.backward() if level is None else backward(loss, optimizer, loss_id)
+        loss.backward() if level is None else loops.backward(loss, optimizer, loss_id)
 
     for _ in range(5):
         real, noise = torch.randn(8, 6), torch.randn(8, 4)
@@ -174,7 +164,7 @@ def trained_gan(level: str | None, clear: str) -> list[torch.Tensor]:
         (net_g if clear == "model" else opt_g).zero_grad()
         add(net_d(fake), 1.0, opt_g, 2)
         opt_g.step()
-    return [*masters(opt_d), *masters(opt_g)]
+    return [*loops.masters(opt_d), *loops.masters(opt_g)]
 
 
 @pytest.mark.parametrize("clear", ["model", "optimizer"])

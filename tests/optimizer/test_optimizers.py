@@ -7,29 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import loops
 import pytest
 import torch
-from loops import (
-    Forwarding,
-    SignDescent,
-    adam,
-    batches,
-    close,
-    follow,
-    iterate,
-    keywords,
-    masters,
-    mlp,
-    momentum,
-    mse,
-    plain_sgd,
-    same,
-    start,
-    started,
-    states,
-    train,
-    train_plainly,
-)
+from loops import momentum
 from masters_by_hand import as_by_hand
 from models import Parts
 from torch import nn
@@ -42,22 +23,22 @@ LEVELS = ("O0", "O1", "O2", "O3")
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_group_from_outside_the_models_may_have_any_dtype(dtype: torch.dtype) -> None:
-    model, optimizer = started("O2", torch.float16, plain_sgd)
+    model, optimizer = loops.started("O2", torch.float16, loops.plain_sgd)
     extra = nn.Parameter(torch.ones(3, dtype=dtype))
     optimizer.add_param_group({"params": extra})
-    iterate(mse(model, batches(1)[0]) + (extra.float() * 0.5).sum(), optimizer)
-    assert masters(optimizer)[-1].tolist() == [0.5] * 3 == extra.detach().float().tolist()
-    assert masters(optimizer)[-1].dtype == torch.float32 and extra.dtype == dtype
+    loops.iterate(loops.mse(model, loops.batches(1)[0]) + (extra.float() * 0.5).sum(), optimizer)
+    assert loops.masters(optimizer)[-1].tolist() == [0.5] * 3 == extra.detach().float().tolist()
+    assert loops.masters(optimizer)[-1].dtype == torch.float32 and extra.dtype == dtype
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_weight_cannot_be_added_a_second_time(level: str) -> None:
-    model, optimizer = started(level)
+    model, optimizer = loops.started(level)
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": [model[0].weight]})
     assert len(optimizer.param_groups) == 1
-    train(model, optimizer, batches(2))
-    assert level != "O2" or follow(model, optimizer) is None
+    loops.train(model, optimizer, loops.batches(2))
+    assert level != "O2" or loops.follow(model, optimizer) is None
 
 
 @pytest.mark.parametrize(
@@ -66,12 +47,12 @@ def test_a_weight_cannot_be_added_a_second_time(level: str) -> None:
     ids=str,
 )
 def test_what_was_frozen_when_initialize_ran_gets_a_master_once_it_trains(given: dict[str, Any]) -> None:
-    model = mlp()
+    model = loops.mlp()
     model[0].weight.requires_grad_(False)
-    optimizer = start(model, "O2", **given)
+    optimizer = loops.start(model, "O2", **given)
     model[0].weight.requires_grad_(True)
     before = model.state_dict()["0.weight"].clone()
-    train(model, optimizer, batches(1))
+    loops.train(model, optimizer, loops.batches(1))
     after = model.state_dict()["0.weight"]
     assert not torch.equal(after, before) and not torch.equal(after, after.to(model[0].weight.dtype).float())
     assert optimizer.state[model[0].weight]["momentum_buffer"].dtype is torch.float32
@@ -85,42 +66,42 @@ def adapted() -> Any:
     return Parts(lambda self, x: self.base(x) + self.up(self.down(x)) + self.shift.to(x.dtype), **parts)
 
 
-each_kind = pytest.mark.parametrize("make", [momentum, adam, lambda p: AdamW(p, lr=0.01, fused=True)])
+each_kind = pytest.mark.parametrize("make", [momentum, loops.adam, lambda p: AdamW(p, lr=0.01, fused=True)])
 
 
 @each_kind
 def test_dtypes_may_mix_in_one_group(make: Callable[..., Optimizer]) -> None:
-    model, reference, data = adapted(), adapted(), batches(5)
+    model, reference, data = adapted(), adapted(), loops.batches(5)
     optimizer, plain = make(model.parameters()), make(reference.parameters())
-    mpinit.initialize(model, optimizer, keep_fp32=["down", "up"], **keywords("O2"))
+    mpinit.initialize(model, optimizer, keep_fp32=["down", "up"], **loops.keywords("O2"))
     model.shift.data = model.shift.data.bfloat16()
     dtypes = [p.dtype for p in (model.base.weight, model.down.weight, model.shift)]
     assert dtypes == [torch.float16, torch.float32, torch.bfloat16]
-    train(model, optimizer, data)
-    train_plainly(reference, plain, data)
-    close(model.state_dict().values(), reference.parameters(), 0.02)
-    assert {p.dtype for p in masters(optimizer)} == {torch.float32}
+    loops.train(model, optimizer, data)
+    loops.train_plainly(reference, plain, data)
+    loops.close(model.state_dict().values(), reference.parameters(), 0.02)
+    assert {p.dtype for p in loops.masters(optimizer)} == {torch.float32}
 
 
 @each_kind
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_an_optimizer_that_has_stepped_keeps_its_state(level: str, make: Callable[..., Optimizer]) -> None:
-    model, reference, data = mlp(), mlp(), batches(6)
+    model, reference, data = loops.mlp(), loops.mlp(), loops.batches(6)
     optimizer, plain = make(model.parameters()), make(reference.parameters())
-    train_plainly(model, optimizer, data[:3])
-    train_plainly(reference, plain, data[:3])
-    before = copy.deepcopy(states(optimizer))
-    mpinit.initialize(model, optimizer, **keywords(level))
-    same(states(optimizer), before)
-    train(model, optimizer, data[3:])
-    train_plainly(reference, plain, data[3:])
-    close(masters(optimizer), reference.parameters(), 0.02)
+    loops.train_plainly(model, optimizer, data[:3])
+    loops.train_plainly(reference, plain, data[:3])
+    before = copy.deepcopy(loops.states(optimizer))
+    mpinit.initialize(model, optimizer, **loops.keywords(level))
+    loops.same(loops.states(optimizer), before)
+    loops.train(model, optimizer, data[3:])
+    loops.train_plainly(reference, plain, data[3:])
+    loops.close(loops.masters(optimizer), reference.parameters(), 0.02)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_optimizer_over_none_of_the_models_parameters_is_refused(level: str) -> None:
-    model, own = mlp(), momentum(mlp().parameters())
-    copied, strange = momentum(mlp(seed=5).parameters()), SGD([nn.Parameter(torch.zeros(5))], lr=0.5)
+    model, own = loops.mlp(), momentum(loops.mlp().parameters())
+    copied, strange = momentum(loops.mlp(seed=5).parameters()), SGD([nn.Parameter(torch.zeros(5))], lr=0.5)
     left_over = r"none of the parameters of SGD.*'0\.weight'.*'0\.bias'.*'3\.weight'.*make the optimizer from"
     for optimizers, text in (
         (copied, left_over),
@@ -128,18 +109,18 @@ def test_an_optimizer_over_none_of_the_models_parameters_is_refused(level: str) 
         (strange, r"make the optimizer from.*a loss"),
     ):
         with pytest.raises(ValueError, match=text):
-            mpinit.initialize(model, optimizers, **keywords(level))
+            mpinit.initialize(model, optimizers, **loops.keywords(level))
     assert model[0].weight.dtype is torch.float32
-    mpinit.initialize(model, strange, await_optimizers=True, **keywords(level))
+    mpinit.initialize(model, strange, await_optimizers=True, **loops.keywords(level))
 
 
 def test_a_loss_functions_own_parameters_are_no_orphans() -> None:
-    model, center = mlp(), nn.Parameter(torch.zeros(5))
+    model, center = loops.mlp(), nn.Parameter(torch.zeros(5))
     optimizer = SGD([center], lr=0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        mpinit.initialize(model, [momentum(model.parameters()), optimizer], **keywords("O2"))
-    iterate((center - 1).pow(2).sum() / 2, optimizer)
+        mpinit.initialize(model, [momentum(model.parameters()), optimizer], **loops.keywords("O2"))
+    loops.iterate((center - 1).pow(2).sum() / 2, optimizer)
     assert center.tolist() == [0.5] * 5
 
 
@@ -196,9 +177,9 @@ class Lookahead(Optimizer):
 
 
 FOREIGN: dict[str, Callable[[Any], Optimizer]] = {
-    "sign descent": SignDescent,
+    "sign descent": loops.SignDescent,
     "lookahead": lambda p: Lookahead(momentum(p)),
-    "forwarding": lambda p: Forwarding(momentum(p)),
+    "forwarding": lambda p: loops.Forwarding(momentum(p)),
 }
 
 
@@ -211,18 +192,18 @@ def test_an_optimizer_from_elsewhere_equals_a_hand_written_loop(setting: str, na
 @pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_an_optimizer_from_elsewhere_may_have_stepped_before_and_grow(level: str, name: str) -> None:
-    model, reference, data = mlp(), mlp(), batches(7)
+    model, reference, data = loops.mlp(), loops.mlp(), loops.batches(7)
     optimizer, plain = FOREIGN[name](model[0].parameters()), FOREIGN[name](reference[0].parameters())
-    train_plainly(model, optimizer, data[:2])
-    train_plainly(reference, plain, data[:2])
-    mpinit.initialize(model, optimizer, **keywords(level))
-    train(model, optimizer, data[2:4])
-    train_plainly(reference, plain, data[2:4])
+    loops.train_plainly(model, optimizer, data[:2])
+    loops.train_plainly(reference, plain, data[:2])
+    mpinit.initialize(model, optimizer, **loops.keywords(level))
+    loops.train(model, optimizer, data[2:4])
+    loops.train_plainly(reference, plain, data[2:4])
     optimizer.add_param_group({"params": list(model[3].parameters())})
     plain.add_param_group({"params": list(reference[3].parameters())})
-    train(model, optimizer, data[4:])
-    train_plainly(reference, plain, data[4:])
-    close(model.state_dict().values(), reference.parameters(), 0.03)
+    loops.train(model, optimizer, data[4:])
+    loops.train_plainly(reference, plain, data[4:])
+    loops.close(model.state_dict().values(), reference.parameters(), 0.03)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -234,7 +215,7 @@ def test_fused_sgd_steps_16_bit_weights_on_a_cpu_as_unfused_does(dtype: torch.dt
         mpinit.initialize(model, optimizer, "O3", cast_model_type=dtype, verbosity=0)
         optimizer.add_param_group({"params": [model.bias]})
         for _ in range(3):
-            iterate(model(torch.ones(2, 16)).square().mean(), optimizer)
+            loops.iterate(model(torch.ones(2, 16)).square().mean(), optimizer)
         return model, optimizer
 
     (model, optimizer), (expected, _) = trained(True), trained(False)
@@ -245,7 +226,7 @@ def test_fused_sgd_steps_16_bit_weights_on_a_cpu_as_unfused_does(dtype: torch.dt
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-@pytest.mark.parametrize("wrap", [Forwarding, Lookahead], ids=["shows the groups", "keeps the old groups"])
+@pytest.mark.parametrize("wrap", [loops.Forwarding, Lookahead], ids=["shows the groups", "keeps the old groups"])
 def test_fused_sgd_stays_fused_inside_a_wrapper_and_after_loading_its_state(
     wrap: Callable[[Optimizer], Optimizer], level: str
 ) -> None:

@@ -3,27 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import loops
 import pytest
 import torch
-from loops import (
-    Counting,
-    Forwarding,
-    backward,
-    batches,
-    iterate,
-    keywords,
-    masters,
-    mlp,
-    momentum,
-    mse,
-    plain_sgd,
-    poison,
-    same,
-    start,
-    started,
-    train,
-    train_plainly,
-)
+from loops import momentum, start
 from masters_by_hand import ByHand
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
@@ -32,7 +15,7 @@ import mpinit
 from mpinit import registry
 
 
-class Accelerated(Forwarding):
+class Accelerated(loops.Forwarding):
     """As accelerate's AcceleratedOptimizer: an Optimizer whose groups and state are properties."""
 
     # By which it is told from an optimizer that wraps another and does more in its step.
@@ -74,9 +57,9 @@ each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS, ids=["accelerated", "li
 @pytest.mark.parametrize("when", ["before", "after", "late"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_wrapper_stands_for_its_optimizer(wrap: Any, when: str, level: str) -> None:
-    (usual, optimizer), model = started(level), mlp()
+    (usual, optimizer), model = loops.started(level), loops.mlp()
     inner = momentum(model.parameters())
-    more = keywords(level)
+    more = loops.keywords(level)
     if when == "after":
         mpinit.initialize(model, inner, **more)
     outer = wrap(inner)
@@ -87,20 +70,20 @@ def test_a_wrapper_stands_for_its_optimizer(wrap: Any, when: str, level: str) ->
         assert mpinit.add_optimizers(outer) is outer
     assert registry.of(outer) is registry.of(inner) is registry.of(model)
     scaler = mpinit.GradScaler(outer)
-    for batch in batches(3):
+    for batch in loops.batches(3):
         for each, owner in ((usual, optimizer), (model, outer)):
             owner.zero_grad()
-            backward(mse(each, batch), owner)
+            loops.backward(loops.mse(each, batch), owner)
             mpinit.clip_grad_norm_(owner, 0.1)
             owner.step()
-    for batch in batches(2):
-        iterate(mse(usual, batch), optimizer)
+    for batch in loops.batches(2):
+        loops.iterate(loops.mse(usual, batch), optimizer)
         outer.zero_grad()
-        scaler.scale(mse(model, batch)).backward()
+        scaler.scale(loops.mse(model, batch)).backward()
         scaler.unscale_(outer)
         scaler.step(outer)
         scaler.update()
-    same(mpinit.master_params(outer), mpinit.master_params(optimizer))
+    loops.same(mpinit.master_params(outer), mpinit.master_params(optimizer))
     assert mpinit.step_counts(outer) == mpinit.step_counts(inner) == (5, 0)
     assert mpinit.loss_scale(outer) == mpinit.loss_scale(inner) and not mpinit.step_was_skipped(outer)
     assert mpinit.describe(outer) == mpinit.describe(inner)
@@ -108,26 +91,26 @@ def test_a_wrapper_stands_for_its_optimizer(wrap: Any, when: str, level: str) ->
 
 
 def test_an_optimizer_of_its_own_kind_is_no_wrapper() -> None:
-    _, optimizer = started("O5", make=decays)
+    _, optimizer = loops.started("O5", make=decays)
     session: Any = registry.of(optimizer)
     assert session.optimizers == [optimizer]
 
 
 def test_a_wrapper_that_is_no_optimizer() -> None:
-    model = mlp()
-    base = plain_sgd(model.parameters())
+    model = loops.mlp()
+    base = loops.plain_sgd(model.parameters())
     outer: Any = ScheduleFree(base)
     with pytest.raises(TypeError, match=r"ScheduleFree is no Optimizer, .* give the SGD inside of it"):
         mpinit.initialize(model, outer, "O5")
     mpinit.initialize(model, base, "O5", verbosity=0)
-    backward(mse(model, batches(1)[0]), outer)
+    loops.backward(loops.mse(model, loops.batches(1)[0]), outer)
     assert len(list(mpinit.master_params(outer))) == 4
     with pytest.raises(TypeError, match="optimizers must be a torch"):
         mpinit.scale_loss(torch.ones(()), object())
 
 
 def test_wrapped_models() -> None:
-    model, _ = started("O5")
+    model, _ = loops.started("O5")
     for wrapped in (nn.DataParallel(model), torch.compile(model, backend="eager")):
         assert mpinit.describe(wrapped) == mpinit.describe(model)
     assert mpinit.GradScaler(nn.DataParallel(model)).is_enabled()
@@ -138,16 +121,16 @@ def test_wrapped_models() -> None:
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("given_first", ["outer", "inner"])
 def test_a_compiled_model_and_what_is_in_it_stand_for_one_another(level: str, given_first: str) -> None:
-    inner = mlp()
+    inner = loops.mlp()
     outer = torch.compile(inner, backend="eager")
     given, other = (outer, inner) if given_first == "outer" else (inner, outer)
     optimizer = momentum(inner.parameters())
     for undone in (given, other):
-        mpinit.initialize(given, optimizer, **keywords(level))
+        mpinit.initialize(given, optimizer, **loops.keywords(level))
         assert registry.of(inner) is registry.of(outer) is registry.of(optimizer)
         assert mpinit.describe(other) == mpinit.describe(given)
         assert mpinit.GradScaler(other).get_scale() == mpinit.loss_scale(optimizer)
-        train(other, optimizer, batches(1))
+        loops.train(other, optimizer, loops.batches(1))
         with pytest.raises(ValueError, match="was initialised already"):
             mpinit.initialize(other, opt_level=level, verbosity=0)
         mpinit.undo(undone)
@@ -157,7 +140,7 @@ def test_a_compiled_model_and_what_is_in_it_stand_for_one_another(level: str, gi
 
 
 def test_a_model_that_has_more_than_another_in_it_is_none_of_its_wrappers() -> None:
-    teacher = mlp()
+    teacher = loops.mlp()
     mpinit.initialize(teacher, opt_level="O1", verbosity=0)
     student = nn.Sequential()
     student.module, student.head = teacher, nn.Linear(3, 3)
@@ -226,8 +209,8 @@ class Around(Optimizer):
 
 def by_hand(make: Callable[[Any], Optimizer], steps: int, warm: int = 0) -> list[nn.Parameter]:
     """Float32 masters of a bfloat16 model, written out; the first and last ``warm`` steps in float32."""
-    loop = ByHand(mlp(), "O0", make)
-    for index, batch in enumerate(batches(steps)):
+    loop = ByHand(loops.mlp(), "O0", make)
+    for index, batch in enumerate(loops.batches(steps)):
         loop.setting = "O5" if warm <= index < steps - warm else "O0"
         loop.follow()
         loop.clear()
@@ -238,9 +221,9 @@ def by_hand(make: Callable[[Any], Optimizer], steps: int, warm: int = 0) -> list
 
 @pytest.mark.parametrize("make", [Halves, OwnList])
 def test_every_place_that_holds_a_weight_gets_its_master(make: Callable[[Any], Optimizer]) -> None:
-    model, optimizer = started("O5", make=make)
-    train(model, optimizer, batches(4))
-    same(masters(optimizer), by_hand(make, 4))
+    model, optimizer = loops.started("O5", make=make)
+    loops.train(model, optimizer, loops.batches(4))
+    loops.same(loops.masters(optimizer), by_hand(make, 4))
     weights = list(model.parameters())
     mpinit.undo(model)
     held = [p for o in getattr(optimizer, "optimizers", []) for g in o.param_groups for p in g["params"]]
@@ -252,30 +235,30 @@ def test_every_place_that_holds_a_weight_gets_its_master(make: Callable[[Any], O
 
 @pytest.mark.parametrize("make", [ByIdentity, Around])
 def test_what_is_known_of_a_parameter_goes_to_its_master_and_back(make: Callable[[Any], Optimizer]) -> None:
-    model, data = mlp(), batches(7)
+    model, data = loops.mlp(), loops.batches(7)
     optimizer = make(model.parameters())
-    train_plainly(model, optimizer, data[:2])
+    loops.train_plainly(model, optimizer, data[:2])
     mpinit.initialize(model, optimizer, "O5", verbosity=0)
-    train(model, optimizer, data[2:5])
+    loops.train(model, optimizer, data[2:5])
     mpinit.undo(model)
-    train_plainly(model, optimizer, data[5:])
-    same(model.parameters(), by_hand(make, 7, warm=2))
+    loops.train_plainly(model, optimizer, data[5:])
+    loops.same(model.parameters(), by_hand(make, 7, warm=2))
 
 
 def test_what_an_optimizer_counts_it_counts_once_a_step_and_hooks_run_once() -> None:
-    model = mlp()
-    optimizer = Counting(model.parameters(), lr=0.1)
+    model = loops.mlp()
+    optimizer = loops.Counting(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["step"] = 0
     mpinit.initialize(model, optimizer, "O5", master_weights="split", split_bucket_bytes=4, verbosity=0)
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    train(model, optimizer, batches(3))
+    loops.train(model, optimizer, loops.batches(3))
     assert optimizer.param_groups[0]["step"] == optimizer.count == 3
     assert calls == ["before", "after"] * 3
 
 
-class Decays(Forwarding):
+class Decays(loops.Forwarding):
     """Does more than what it wraps in its step."""
 
     @torch.no_grad()
@@ -291,25 +274,25 @@ def decays(params: Any) -> Decays:
 
 
 def test_the_whole_step_of_a_wrapper_that_does_more_is_skipped() -> None:
-    model, optimizer = started(make=decays)
+    model, optimizer = loops.started(make=decays)
     before = [value.clone() for value in model.state_dict().values()]
-    for batch, overflows in zip(batches(2), (True, False), strict=True):
-        loss = mse(model, batch)
-        iterate(poison(loss, next(model.parameters())) if overflows else loss, optimizer)
+    for batch, overflows in zip(loops.batches(2), (True, False), strict=True):
+        loss = loops.mse(model, batch)
+        loops.iterate(loops.poison(loss, next(model.parameters())) if overflows else loss, optimizer)
         is_as_before = all(map(torch.equal, model.state_dict().values(), before))
         assert is_as_before == overflows
 
 
 def test_a_wrapper_that_does_more_steps_split_masters_as_by_hand() -> None:
-    model, data = mlp(), batches(4)
+    model, data = loops.mlp(), loops.batches(4)
     reference = ByHand(model, "split", decays)
     optimizer = start(model, "O5", make=decays, master_weights="split", split_bucket_bytes=4)
     for batch in data:
-        train(model, optimizer, [batch])
+        loops.train(model, optimizer, [batch])
         reference.clear()
         reference.backward(batch)
         reference.step()
-    same(model.state_dict().values(), reference.masters)
+    loops.same(model.state_dict().values(), reference.masters)
 
 
 class Keeper(OwnList):
@@ -328,9 +311,9 @@ class Keeper(OwnList):
 
 @pytest.mark.parametrize("masters_kind", [True, "split"])
 def test_what_an_optimizer_keeps_of_parameters_is_of_weights_between_steps(masters_kind: Any) -> None:
-    model, optimizer = started("O5", make=Keeper, master_weights=masters_kind)
+    model, optimizer = loops.started("O5", make=Keeper, master_weights=masters_kind)
     for undone in (False, True):
-        train_plainly(model, optimizer, batches(2))
+        loops.train_plainly(model, optimizer, loops.batches(2))
         weights = list(model.parameters())
         assert optimizer.seen == {id(p): (p, 4 if undone else 2) for p in weights}
         assert list(map(id, optimizer.state["kept"])) == list(map(id, weights)) == list(map(id, optimizer.mine))
