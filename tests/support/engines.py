@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -161,15 +162,10 @@ def sometimes(x: Tensor) -> bool:
     return int(x.sum()) % 2 == 1
 
 
-class Alternately:
+def alternately() -> Callable[[Tensor], bool]:
     """All ranks together: FSDP2's gather and reduce as many parameters."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, x: Tensor) -> bool:
-        self.calls += 1
-        return self.calls % 2 == 1
+    calls = itertools.count(1)
+    return lambda x: next(calls) % 2 == 1
 
 
 def text(**more: Any) -> Text:
@@ -257,11 +253,12 @@ def hooked(hook: str) -> Callable[[nn.Module, Any], Any]:
 
 
 def fsdp(
-    *shape: int, by_layer: bool = True, offload: OffloadPolicy | None = None, **more: Any
+    *shape: int, by_layer: bool = True, offload: OffloadPolicy | None = None, over: Any = None, **more: Any
 ) -> Callable[[nn.Module, Any], Any]:
     def wrap(model: Any, dtype: torch.dtype | None) -> Any:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
-        given = more | {"mp_policy": policy, "mesh": mesh(*shape)} | ({"offload_policy": offload} if offload else {})
+        where = mesh(*shape)[over] if over else mesh(*shape)
+        given = more | {"mp_policy": policy, "mesh": where} | ({"offload_policy": offload} if offload else {})
         for block in model.blocks if by_layer else ():
             fully_shard(block, **given)
         return fully_shard(model, **given)
@@ -290,11 +287,7 @@ def tensor_parallel(sequence: bool = False, losses: bool = False) -> Callable[[n
 def two_dimensions(model: Any, dtype: torch.dtype | None) -> Any:
     """Tensor parallel inside, FSDP2 outside."""
     plan = {f"blocks.{index}.{name}": kind for index in range(2) for name, kind in _COLUMNS_AND_ROWS.items()}
-    parallelize_module(model, mesh(2, 2)["inner"], plan)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh(2, 2)["outer"], mp_policy=policy)
-    return fully_shard(model, mesh=mesh(2, 2)["outer"], mp_policy=policy)
+    return fsdp(2, 2, over="outer")(parallelize_module(model, mesh(2, 2)["inner"], plan), dtype)
 
 
 _COLUMNS_AND_ROWS = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -336,7 +329,7 @@ ENGINES: dict[str, Engine] = {
     "fsdp unsynced": Engine(fsdp(4), micros=2, quiet=unsynced, **FSDP),
     "fsdp uneven": Engine(fsdp(4), sizes=(1, 2, 2, 3), **FSDP),
     "fsdp empty": Engine(fsdp(4), sizes=(3, 2, 3, 0), **FSDP),
-    "fsdp unused": Engine(fsdp(4), network=lambda: text(leaves_out=Alternately()), **FSDP),
+    "fsdp unused": Engine(fsdp(4), network=lambda: text(leaves_out=alternately()), **FSDP),
     "fsdp tied": Engine(fsdp(4), network=functools.partial(text, tied=True), **FSDP),
     "fsdp recomputed": Engine(fsdp(4), network=functools.partial(text, recomputes=True), **FSDP),
     "fsdp offload": Engine(fsdp(4, offload=CPUOffloadPolicy(pin_memory=False)), **FSDP),

@@ -171,28 +171,10 @@ def _zero_grad(run: Run, pick: Pick, to_none: bool) -> None:
     run.calm()
 
 
-@torch.no_grad()
-def _copied(weight: Any, places: slice, value: float) -> None:
+def _changed(weight: Any, places: slice, value: float) -> Any:
     new = weight.detach().clone()
     new[places] = value
-    weight.copy_(new)
-
-
-def _data(weight: Any, places: slice, value: float) -> None:
-    weight.data[places] = value
-
-
-def _data_set(weight: Any, places: slice, value: float) -> None:
-    new = weight.detach().clone()
-    new[places] = value
-    weight.data = new
-
-
-@torch.no_grad()
-def _set(weight: Any, places: slice, value: float) -> None:
-    new = weight.detach().clone()
-    new[places] = value
-    weight.set_(new)
+    return new
 
 
 def _numpy(weight: Any, places: slice, value: float) -> None:
@@ -200,40 +182,24 @@ def _numpy(weight: Any, places: slice, value: float) -> None:
     weight.detach().view(bits).numpy()[places] = torch.tensor(value, dtype=weight.dtype).view(bits).item()
 
 
-@torch.no_grad()
-def _foreach(weight: Any, places: slice, value: float) -> None:
-    new = weight.detach().clone()
-    new[places] = value
-    torch._foreach_copy_([weight], [new])
-
-
-def _view(weight: Any, places: slice, value: float) -> None:
-    weight.view(-1)[places].data.fill_(value)
-
-
 def _vector(weight: Any, places: slice, value: float) -> None:
     new = torch.nn.utils.parameters_to_vector([weight])
     torch.nn.utils.vector_to_parameters(new.float().flip(0).to(new.dtype), [weight])
 
 
-def _exchanged(weight: Any, places: slice, value: float) -> None:
-    """Only their order changes: sums are what they were."""
-    weight.view(-1).data.copy_(weight.view(-1).flip(0).clone())
-
-
-@torch.no_grad()
-def _halved(weight: Any, places: slice, value: float) -> None:
-    weight.mul_(0.5)
-
-
-@torch.no_grad()
-def _nothing(weight: Any, places: slice, value: float) -> None:
-    weight.mul_(1)
-
-
-WRITES: dict[str, Callable[[Any, slice, float], None]] = {
-    **{"copy_": _copied, "data": _data, "data =": _data_set, "set_": _set, "numpy": _numpy, "foreach": _foreach},
-    **{"view": _view, "vector": _vector, "exchange": _exchanged, "halve": _halved, "nothing": _nothing},
+WRITES: dict[str, Callable[[Any, slice, float], Any]] = {
+    "copy_": lambda weight, places, value: weight.copy_(_changed(weight, places, value)),
+    "data": lambda weight, places, value: weight.data.__setitem__(places, value),
+    "data =": lambda weight, places, value: setattr(weight, "data", _changed(weight, places, value)),
+    "set_": lambda weight, places, value: weight.set_(_changed(weight, places, value)),
+    "numpy": _numpy,
+    "foreach": lambda weight, places, value: torch._foreach_copy_([weight], [_changed(weight, places, value)]),
+    "view": lambda weight, places, value: weight.view(-1)[places].data.fill_(value),
+    "vector": _vector,
+    # Only their order changes: sums are what they were.
+    "exchange": lambda weight, places, value: weight.view(-1).data.copy_(weight.view(-1).flip(0).clone()),
+    "halve": lambda weight, places, value: weight.mul_(0.5),
+    "nothing": lambda weight, places, value: weight.mul_(1),
 }
 
 
@@ -249,7 +215,8 @@ def _place(run: Run, pick: Pick) -> tuple[str, slice, float] | None:
 def _write(run: Run, pick: Pick, how: str) -> None:
     at = _place(run, pick)
     if at is not None:
-        WRITES[how](run.weight(at[0]), at[1], at[2])
+        with torch.no_grad():
+            WRITES[how](run.weight(at[0]), at[1], at[2])
         run.written(at[0])
 
 
@@ -271,14 +238,13 @@ def _write_master(run: Run, pick: Pick) -> None:
     look = pick.of(("forward", "state_dict", "master_params", "step"))
     if look == "forward":
         run.model(torch.ones(1, 1, device=device()))
-    elif look == "state_dict":
-        run.model.state_dict()
-        list(mpinit.master_params(run.optimizers[index]))
-    elif look == "master_params":
-        list(mpinit.master_params(run.optimizers[index]))
-    else:
+    elif look == "step":
         run.optimizers[index].step()
         run.step_by_hand(index)
+    else:
+        if look == "state_dict":
+            run.model.state_dict()
+        list(mpinit.master_params(run.optimizers[index]))
 
 
 def _step(run: Run, pick: Pick) -> None:
@@ -324,7 +290,7 @@ def _hook(run: Run, pick: Pick, when: str) -> None:
     def hook(*_: Any) -> None:
         if when == "after":
             run.step_by_hand(index)
-        _data(run.weight(at[0]), at[1], at[2])
+        run.weight(at[0]).data[at[1]] = at[2]
         run.written(at[0])
         if when == "before":
             run.step_by_hand(index)
@@ -342,6 +308,9 @@ def _take_out(run: Run, index: int, group: int, name: str) -> None:
         del members[next(place for place, member in enumerate(members) if member is parameter)]
         optimizer.state.pop(parameter, None)
     run.groups[index][group].remove(name)
+
+
+_WAYS_OF_GROUPING = ("add", "append", "remove", "remove group", "list")
 
 
 def _grouped(run: Run, pick: Pick, how: str) -> None:
@@ -455,10 +424,7 @@ KINDS: dict[str, Kind] = {
     "write master": _write_master,
     "closure": _closure,
     **{f"hook {when}": functools.partial(_hook, when=when) for when in ("before", "after")},
-    **{
-        f"group {how}": functools.partial(_grouped, how=how)
-        for how in ("add", "append", "remove", "remove group", "list")
-    },
+    **{f"group {how}": functools.partial(_grouped, how=how) for how in _WAYS_OF_GROUPING},
     "freeze": _freeze,
     "save": _save,
     "load": _load,

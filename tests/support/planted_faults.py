@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from models import CASES, Case
+from models import CASES, Case, Parts
 from torch import Tensor, nn
 
 SITES = {
@@ -81,29 +81,16 @@ def vanishing(x: Tensor, size: float) -> Tensor:
     return _SmallGradient.apply(x, size)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class Gain(nn.Module):
+def gain() -> nn.Module:
     """A norm's weight at 1.0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+    return Parts(lambda self, x: x * self.weight, weight=nn.Parameter(torch.ones(())))
 
 
-class Table(nn.Module):
+def table(size: float) -> nn.Module:
     """Multiplies by a table that float16 cannot hold, and divides again."""
-
-    table: Tensor
-
-    def __init__(self, size: float) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.tensor([size]))
-        self.inverse = 1 / size
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (self.table * self.inverse)
+    return Parts(
+        lambda self, x: x * (self.table * self.inverse), table=nn.Buffer(torch.tensor([size])), inverse=1 / size
+    )
 
 
 @dataclass
@@ -164,8 +151,8 @@ def _plant(kind: str, rng: random.Random) -> nn.Module:
         ),
         "underflow": lambda: Plant(vanishing, 10 ** rng.uniform(-7, -6.3)),
         "forced": lambda: Plant(forced, 10 ** rng.uniform(3.5, 3.9)),
-        "frozen": Gain,
-        "buffer": lambda: Table(10 ** rng.uniform(6, 9)),
+        "frozen": gain,
+        "buffer": lambda: table(10 ** rng.uniform(6, 9)),
         "cast": lambda: Plant(cast_badly, 10 ** rng.uniform(5, 8)),
         "float32": lambda: Plant(log_of_zero),
     }
