@@ -25,7 +25,7 @@ class ForwardCasts:
     - flag on: it stays on, with this dtype;
     - flag off and weight-cast cache off: switched off on purpose, stays off;
     - flag off inside an open ``torch.autocast`` block of this thread: that block switched it off, it stays off,
-      unless torch itself opened the block to carry state into a checkpoint's recomputation or a replica's thread;
+      unless torch itself opened the block to carry state into a checkpoint's recomputation;
     - flag off otherwise (a thread, or ``cast_scope="model"``, in which it was not switched on): on, with this dtype.
 
     The cached weight casts are dropped when the thread's outermost block ends, so they never outlive a weight change
@@ -100,7 +100,7 @@ def _without_sessions(thread: Thread, state: State, depth: int) -> State:
         return thread.base or state
     if state[1] or not _carried_by_torch():
         return state
-    # A checkpoint's recomputation, or a replica's thread, has the casts of the thread that it comes from.
+    # A checkpoint's recomputation has the casts of the forward that it repeats.
     return thread.base or ([(device, False, dtype) for device, _, dtype in state[0]], True)
 
 
@@ -119,9 +119,6 @@ def _traced_forward(dtype: torch.dtype | None) -> contextlib.AbstractContextMana
     return traced(dict.fromkeys(on, False), None, caching=True)
 
 
-_CARRIERS: Final = ("torch/utils/checkpoint.py", "torch/nn/parallel/parallel_apply.py")
-
-
 def _carried_by_torch() -> bool:
     """Whether torch opened an autocast block on this stack to carry another place's state here.
 
@@ -129,7 +126,7 @@ def _carried_by_torch() -> bool:
     """
     frame: Any = sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_filename.replace("\\", "/").endswith(_CARRIERS):
+        if frame.f_code.co_filename.replace("\\", "/").endswith("torch/utils/checkpoint.py"):
             return True
         frame = frame.f_back
     return False

@@ -4,8 +4,8 @@ The flag is the one truth for "casts are on": there is no flag of mpinit's own. 
 device type. Beside it torch keeps, per thread, whether weight casts are cached, and this is the second half of the
 state: a flag that is off while the cache is off too was switched off on purpose (:func:`disable_casts`, or a
 ``torch.autocast(enabled=False)`` in a thread whose flag mpinit had switched on), and the forward of an initialised
-model then leaves it off. What carries torch's autocast state elsewhere (checkpoint's recomputation, DataParallel's
-threads) carries both halves.
+model then leaves it off. What carries torch's autocast state elsewhere (checkpoint's recomputation) carries
+both halves.
 """
 
 from __future__ import annotations

@@ -164,9 +164,7 @@ SCALER = {"loss_scale": 8.0, "unskipped": 1}
         (torch.amp.GradScaler("cpu").state_dict(), ["loss_scaler1 is missing"]),
     ],
 )
-def test_a_state_that_does_not_fit_lists_the_differences_and_changes_nothing(
-    state: dict[str, Any], parts: list[str]
-) -> None:
+def test_a_state_that_does_not_fit_says_why_and_changes_nothing(state: dict[str, Any], parts: list[str]) -> None:
     _, optimizer = loops.started(num_losses=2)
     before = mpinit.state_dict(optimizer)
     with pytest.raises(ValueError, match="nothing was loaded") as caught:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from loops import adam, start
 from models import CASES, train
+from states_by_name import assert_same
 from torch import nn
 
 import mpinit
@@ -264,16 +265,6 @@ def saved(model: nn.Module, optimizer: torch.optim.Optimizer, form: str) -> dict
     return {**state, ("amp" if form == "apex" else "mpinit"): scale}
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("source", FORMATS)
 def test_every_form_becomes_every_other(source: str, to: str, tmp_path: Path) -> None:
@@ -283,7 +274,7 @@ def test_every_form_becomes_every_other(source: str, to: str, tmp_path: Path) ->
     found = torch.load(tmp_path / "out.pt")
     expected = saved(model, optimizer, to)
     assert set(found) == set(expected)
-    assert all(same(found[key], expected[key]) for key in expected)
+    assert_same(found, expected, dtype=None)
 
 
 def test_training_goes_on_from_what_torch_saved(tmp_path: Path) -> None:

@@ -32,11 +32,7 @@ MIXED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "interval": ({"growth_interval": 5}, {"growth_interval": 7}, "growth_interval is 5 on rank 0 and 7 on rank 1"),
     "level": ({"opt_level": "O2"}, {"opt_level": "O1"}, "opt_level is 'O2' on rank 0 and 'O1' on rank 1"),
     "type": ({"opt_level": "O5"}, {"opt_level": "O2"}, "cast_model_type is torch.bfloat16 on rank 0"),
-    "masters": (
-        {"opt_level": "O5"},
-        {"opt_level": "O5", "master_weights": "split"},
-        "master_weights is True on rank 0",
-    ),
+    "masters": ({"opt_level": "O5"}, {"opt_level": "O5", "master_weights": "split"}, "master_weights is True on rank"),
     "losses": ({"num_losses": 1}, {"num_losses": 2}, "num_losses is 1 on rank 0 and 2 on rank 1"),
 }
 

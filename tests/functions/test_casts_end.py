@@ -57,9 +57,7 @@ def test_the_casts_of_another_session_stay(before: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("block", [lambda: ForwardCasts(BF16), CastsOff, disable_casts], ids=["forward", "off", "none"])
-def test_dropped_inside_a_block_they_go_off_when_it_ends(
-    before: dict[str, object], block: Callable[[], CastsOff]
-) -> None:
+def test_dropped_inside_a_block_they_go_off_after_it(before: dict[str, object], block: Callable[[], CastsOff]) -> None:
     owner = Owner()
     apply(o1_plan(), owner=owner)
     with block():
@@ -81,9 +79,7 @@ def test_dropped_inside_a_block_of_torch_they_go_off_with_the_next_forward(befor
 
 
 @pytest.mark.parametrize("ends", ["backward", "forward"])
-def test_ended_in_another_thread_they_go_off_with_the_next_backward_or_forward(
-    before: dict[str, object], ends: str
-) -> None:
+def test_ended_in_another_thread_they_go_off_with_the_next_pass(before: dict[str, object], ends: str) -> None:
     owner = [Owner()]
     apply(o1_plan(), owner=owner[0])
     thread = threading.Thread(target=owner.clear)

@@ -187,9 +187,7 @@ def test_forward_mode_derivatives(start_casts: StartCasts) -> None:
     assert (product.dtype, tangent.dtype) == (FP32, FP32)
 
 
-def test_casts_log_nothing_and_wrap_no_native_function(
-    start_casts: StartCasts, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_casts_log_nothing_and_wrap_no_native_one(start_casts: StartCasts, caplog: pytest.LogCaptureFixture) -> None:
     linear = F.linear
     with caplog.at_level(logging.DEBUG, "mpinit"):
         undo = start_casts()

@@ -53,7 +53,7 @@ def test_a_float32_teacher_is_bit_identical_beside_a_model_scoped_student(initia
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_a_model_of_another_session_computes_the_bits_that_it_computes_alone(
+def test_a_model_of_another_session_computes_the_bits_of_before(
     level: str, compiled: bool, initialize: Initialize
 ) -> None:
     teacher = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Softmax(-1), nn.Linear(4, 2))

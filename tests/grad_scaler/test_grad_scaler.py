@@ -253,24 +253,14 @@ def test_scalers_of_two_losses() -> None:
 @pytest.mark.parametrize(
     ("given", "keywords", "said"),
     [
-        (
-            ("cuda",),
-            {},
-            r"GradScaler\('cuda'\): .*initialize\(model, optimizer\), and then mpinit.GradScaler\(optimizer\)",
-        ),
-        (
-            (),
-            {"init_scale": 1024.0, "device": "cuda"},
-            r"initialize\(model, optimizer, init_loss_scale=1024.0\), and then",
-        ),
+        (("cuda",), {}, r"GradScaler\('cuda'\): .*initialize\(model, optimizer\), and .*GradScaler\(optimizer\)"),
+        ((), {"init_scale": 1024.0, "device": "cuda"}, r"initialize\(model, optimizer, init_loss_scale=1024.0\), and"),
         ((), {"growth_interval": 100}, r"initialize\(model, optimizer, growth_interval=100\)"),
         ((), {}, r"takes the optimizer that was initialised"),
         ((), {"scale": 2.0}, "has no argument 'scale'; it has owners, loss_id and enabled"),
     ],
 )
-def test_what_torchs_own_is_made_with_is_answered_with_what_to_write(
-    given: tuple[Any, ...], keywords: dict[str, Any], said: str
-) -> None:
+def test_what_torchs_own_is_made_with_is_answered(given: tuple[Any, ...], keywords: dict[str, Any], said: str) -> None:
     with pytest.raises(TypeError, match=said):
         mpinit.GradScaler(*given, **keywords)
 

@@ -91,9 +91,7 @@ def test_peft_trains_adapters_over_a_16_bit_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("library", ["trl", "sentence_transformers"])
-def test_a_trainer_of_another_library_learns_as_it_does_in_float32(
-    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trainers_of_others_learn_as_in_float32(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = run(library, tmp_path / "there")
     from mpinit.integrations import transformers as plug
 

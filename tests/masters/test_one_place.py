@@ -115,9 +115,7 @@ def test_a_flat_buffer_of_gradients_made_after_initialize_is_what_is_stepped(dty
 
 
 @each_mode
-def test_averages_swapped_in_and_out_leave_every_bit_and_data_held_for_long_is_written(
-    dtype: torch.dtype, masters: Any
-) -> None:
+def test_averages_swapped_in_and_out_leave_every_bit_and_held_data_is_written(dtype: torch.dtype, masters: Any) -> None:
     (model, optimizer), (untouched, reference) = begin(dtype, masters), begin(dtype, masters)
     held = model.weight.data
     for _ in range(3):

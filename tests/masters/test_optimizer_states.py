@@ -1,7 +1,6 @@
 """optimizer_state: states in fewer bytes between steps, float32 inside of them."""
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from loops import backward, iterate
+from models import through_file
 from torch import nn
 
 import mpinit
@@ -103,10 +103,7 @@ def test_parts_of_a_step_do_not_matter(kind: str, bucket: int) -> None:
 def test_an_ordinary_state_dict_resumes_to_the_bit(kind: str, encoding: str) -> None:
     model, optimizer = set_up(kind, encoding)
     train(model, optimizer, 4)
-    file = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict(), mpinit.state_dict(optimizer)], file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = through_file([model.state_dict(), optimizer.state_dict(), mpinit.state_dict(optimizer)])
     assert all(t.dtype == torch.float32 for state in saved[1]["state"].values() for t in state.values())
     train(model, optimizer, 4, first=4)
     other, other_optimizer = set_up(kind, encoding, seed=1)

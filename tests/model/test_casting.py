@@ -259,7 +259,7 @@ def test_other_errors_are_left_as_they_are() -> None:
         lambda module: module.to(device="cpu", dtype=torch.float64),
     ],
 )
-def test_converting_an_initialised_model_is_refused_before_anything_changes(
+def test_converting_an_initialised_model_is_refused_and_changes_nothing(
     convert: Callable[[nn.Module], Any], kind: str
 ) -> None:
     model, optimizer = start(kind)

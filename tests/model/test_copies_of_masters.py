@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from loops import backward, iterate
-from models import CASES, KINDS, Case, level_arguments, masters_of, start, step, train
+from models import CASES, KINDS, Case, level_arguments, masters_of, start, step, through_file, train
 from torch import nn
 
 import mpinit
@@ -84,17 +83,10 @@ LEVEL_AND_DTYPE = [("O0", torch.float32)] + [(o, d) for o in LEVELS[1:] for d in
 NETWORKS = ("cnn", "lstm", "transformer", "unet")
 
 
-def through_torch_save(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
-
-
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "torch.save": through_torch_save,
+    "torch.save": lambda model: through_file(model, weights_only=False),
     "copy of a copy": lambda model: copy.deepcopy(pickle.loads(pickle.dumps(model))),
 }
 

@@ -46,7 +46,7 @@ def trained(model: nn.Module, **more: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("more", [{}, {"use_dora": True}], ids=["lora", "dora"])
 @pytest.mark.parametrize("kind", [True, "model"])
-def test_adapters_kept_in_float32_train_alike_with_recomputed_activations(
+def test_adapters_kept_in_float32_train_alike_when_recomputed(
     base: torch.dtype, more: dict[str, Any], kind: Any
 ) -> None:
     plain, *recomputed = (

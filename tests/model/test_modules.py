@@ -45,9 +45,7 @@ class Assorted(nn.Module):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("level", "batchnorm"), [("O0", F32), ("O2", F32), ("O3", None)])
-def test_floating_parameters_and_buffers_are_cast_and_nothing_else(
-    level: str, batchnorm: torch.dtype | None, dtype: str
-) -> None:
+def test_floating_tensors_are_cast_and_nothing_else(level: str, batchnorm: torch.dtype | None, dtype: str) -> None:
     model = Assorted()
     mpinit.initialize(model, sgd(model), **level_arguments(level, DTYPES[dtype]))
     body = F32 if level == "O0" else DTYPES[dtype]

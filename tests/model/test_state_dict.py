@@ -1,12 +1,11 @@
 """State dicts are float32, of models that build theirs in ways of their own too."""
 
 import gc
-import io
 from typing import Any
 
 import pytest
 import torch
-from models import CASES, DTYPES, OPTIMIZERS, Case, equal_tensors, level_arguments, train
+from models import CASES, DTYPES, OPTIMIZERS, Case, equal_tensors, level_arguments, through_file, train
 from torch import Tensor, nn
 
 import mpinit
@@ -16,14 +15,6 @@ MASTERS: dict[str, dict[str, Any]] = {
     "bf16": {"opt_level": "O5"},
     "bf16 split": {"opt_level": "O5", "master_weights": "split"},
 }
-
-
-def saved(state: Any) -> Any:
-    """Through a file, and back with ``weights_only=True``."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 LEVELS = ["O0", "O1", "O2", "O3"]
@@ -58,7 +49,7 @@ def test_float32_at_every_level(network: str, level: str, dtype: str) -> None:
         assert {name: (value.dtype, value.shape) for name, value in state.items()} == {
             name: kind for name, kind in plain.items() if name.startswith(prefix)
         }
-    assert saved(model.state_dict()).keys() == plain.keys()
+    assert through_file(model.state_dict()).keys() == plain.keys()
 
 
 def test_the_metadata_and_class_stay_and_keep_vars_gives_the_parameters_themselves() -> None:

@@ -229,7 +229,7 @@ def test_what_changes_between_two_forwards_is_found(change: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["torch", "native"])
-def test_a_parameter_that_has_another_name_now_is_cast_there(
+def test_a_renamed_parameter_is_cast_there(
     way: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = request.getfixturevalue("native") if way == "native" else None

@@ -1,14 +1,13 @@
 """``master_weights="model"`` between forwards: float32 parameters after failures, writes, copies and in threads."""
 
 import copy
-import io
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from models import Parts, equal_tensors
+from models import Parts, equal_tensors, through_file
 from torch import Tensor, nn
 from weights_in_forward import BF16, F32, is_float32_outside, start
 
@@ -110,10 +109,7 @@ def test_copies_pickles_and_traces() -> None:
     copied = copy.deepcopy(model)
     is_float32_outside(copied)
     assert not torch.equal(copied(x), expected), "a copy computes in float32"
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
+    loaded = through_file(model, weights_only=False)
     assert torch.equal(loaded(x), expected)
     loaded(x).sum().backward()
     is_float32_outside(loaded)

@@ -45,9 +45,7 @@ def test_cycles_equal_a_hand_written_loop(setting: str, delay: dict[str, bool]) 
     ("dtype", "kind", "count"),
     [(torch.float16, True, 300.0), (torch.bfloat16, True, 300.0), (torch.bfloat16, "split", 256.0)],
 )
-def test_300_micro_batches_of_ones_give_300(
-    dtype: torch.dtype, kind: Any, count: float, loss_scale: Any, delay: bool
-) -> None:
+def test_300_micro_batches_give_300(dtype: torch.dtype, kind: Any, count: float, loss_scale: Any, delay: bool) -> None:
     model = Parts(lambda self: self.weight.sum(), weight=nn.Parameter(torch.zeros(3)))
     given = {"loss_scale": loss_scale, "init_loss_scale": 256.0, "growth_interval": 100, "master_weights": kind}
     optimizer = loops.start(model, "O2", dtype, loops.plain_sgd, **given)

@@ -124,7 +124,7 @@ KINDS: dict[str, Make] = {
 @pytest.mark.parametrize("state", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bits_are_those_of_torchs_operations(
+def test_the_bits_are_those_of_torch(
     monkeypatch: pytest.MonkeyPatch, native: Any, kind: str, form: str, state: str
 ) -> None:
     make = partial(KINDS[kind], **FORMS[form])
@@ -142,9 +142,7 @@ STORES = {"O2": True, "O5": True, "O4": False}
 @pytest.mark.parametrize("level", STORES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ["AdamW", "SGD, momentum"])
-def test_full_masters_and_float32_weights(
-    monkeypatch: pytest.MonkeyPatch, native: Any, kind: str, form: str, level: str
-) -> None:
+def test_full_masters_and_none(monkeypatch: pytest.MonkeyPatch, native: Any, kind: str, form: str, level: str) -> None:
     trainings = two(partial(KINDS[kind], **FORMS[form]), level=level, masters=STORES[level])
     assert assert_stepped_alike(monkeypatch, native, trainings, 12, odd=10) == 11
 
@@ -163,9 +161,7 @@ def written(values: torch.Tensor) -> dict[str, Callable[[torch.Tensor], Any]]:
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("way", written(torch.ones(1)))
-def test_what_was_written_to_a_weight_counts(
-    monkeypatch: pytest.MonkeyPatch, native: Any, way: str, level: str
-) -> None:
+def test_what_was_written_to_weights_counts(monkeypatch: pytest.MonkeyPatch, native: Any, way: str, level: str) -> None:
     write = written(torch.randn(97, 131))[way]
     trainings = two(level=level, masters=True)
     counted, calls = counting(native)
@@ -328,9 +324,7 @@ def test_the_faster_one_stays(monkeypatch: pytest.MonkeyPatch, seconds: float) -
     assert ("stepped by torch's operations" if seconds else "stepped by native code in one pass") in said
 
 
-def test_native_code_with_other_bits_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_native_code_of_other_bits_is_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     training, expected = two(SGD)
     use(monkeypatch, slow_or_fast(0, change=1e-6))
     with caplog.at_level(logging.INFO, "mpinit"):

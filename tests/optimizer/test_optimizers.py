@@ -227,7 +227,7 @@ def test_fused_sgd_steps_16_bit_weights_on_a_cpu_as_unfused_does(dtype: torch.dt
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("wrap", [loops.Forwarding, Lookahead], ids=["shows the groups", "keeps the old groups"])
-def test_fused_sgd_stays_fused_inside_a_wrapper_and_after_loading_its_state(
+def test_fused_sgd_stays_fused_in_a_wrapper_and_after_loading(
     wrap: Callable[[Optimizer], Optimizer], level: str
 ) -> None:
     model = nn.Linear(64, 1, bias=False)

@@ -108,9 +108,7 @@ def test_o1_losses_are_those_of_float32_within_tolerance(network: str, dtype: st
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_with_and_without_masters_it_is_a_loop_by_hand_bit_for_bit(
-    level: str, network: str, dtype: str, optimizer: str
-) -> None:
+def test_with_and_without_masters_it_is_a_loop_by_hand(level: str, network: str, dtype: str, optimizer: str) -> None:
     # Without masters some of these diverge in float16, by hand as well, unless their steps are skipped.
     more = {"skip_nonfinite": False} if level == "O3" else {}
     losses, state = with_mpinit(network, optimizer, level, DTYPES[dtype], **more)

@@ -144,9 +144,7 @@ def test_every_property_is_a_keyword(name: str, pair: tuple[nn.Module, torch.opt
     mpinit.initialize(model, optimizer, level, **{name: getattr(OPT_LEVELS[level], name)})
 
 
-def test_a_keyword_beats_a_configuration_even_where_it_is_the_default(
-    pair: tuple[nn.Module, torch.optim.Optimizer],
-) -> None:
+def test_a_keyword_beats_a_configuration_also_the_default(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
     model, optimizer = pair
     config = {"opt_level": "O1", "max_loss_scale": 4.0, "num_losses": 2}
     mpinit.initialize(model, optimizer, "O2", max_loss_scale=2.0**24, num_losses=1, config=config)

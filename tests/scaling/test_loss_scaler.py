@@ -185,9 +185,7 @@ def test_a_bad_state_of_a_grad_scaler_is_refused_by_the_same_words(key: str, val
 @pytest.mark.parametrize(
     ("level", "more", "own"), [("O5", {}, 1.0), ("O2", {"loss_scale": 128.0}, 128.0), ("O3", {}, 1)]
 )
-def test_a_static_scale_stays_what_was_asked_for(
-    level: str, more: dict[str, Any], own: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_static_scale_stays(level: str, more: dict[str, Any], own: float, caplog: pytest.LogCaptureFixture) -> None:
     model = mlp()
     optimizer = momentum(model.parameters())
     mpinit.initialize(model, optimizer, level, verbosity=0, **more)

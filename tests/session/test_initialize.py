@@ -44,7 +44,7 @@ def test_what_is_merely_redundant_is_accepted(level: str, keywords: dict[str, An
 
 @pytest.mark.parametrize("came_in", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_16_bit_weights_coming_in_are_accepted_and_mentioned_once(
+def test_16_bit_weights_are_taken_and_mentioned(
     level: str, came_in: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = CASES["cnn"].build().to(came_in)

@@ -86,9 +86,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("level", "overrides", "named"), CONTRADICTIONS)
-def test_a_contradiction_names_both_sides_and_the_way_out(
-    level: str, overrides: dict[str, Any], named: list[str]
-) -> None:
+def test_a_contradiction_names_both_sides_and_a_way(level: str, overrides: dict[str, Any], named: list[str]) -> None:
     for arguments in ((overrides, None), ({}, overrides)):
         with pytest.raises(ValueError) as caught:
             resolve(level, *arguments)

@@ -48,16 +48,8 @@ class Module(lightning.LightningModule):
 
 def trainer(precision: dict[str, Any], **more: Any) -> Trainer:
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    return Trainer(
-        **{
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_epochs": 1,
-            "plugins": [MixedPrecision(**precision)],
-            **quiet,
-            **more,
-        }
-    )
+    usual = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "plugins": [MixedPrecision(**precision)]}
+    return Trainer(**usual | quiet | more)
 
 
 def loader(data: list[Any]) -> Any:

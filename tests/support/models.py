@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,6 +234,14 @@ def cast_by_hand(model: nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> 
             module.float()
             module.load_state_dict({key: before[f"{name}.{key}"] for key in module.state_dict()})
     return model
+
+
+def through_file(thing: Any, weights_only: bool = True) -> Any:
+    """Saved by torch, and loaded again."""
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def equal_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from mpinit.torch_internals import native_autocast
 from mpinit.torch_internals.forward_casts import ForwardCasts
-from mpinit.torch_internals.native_autocast import device_types, disable_casts, is_on
+from mpinit.torch_internals.native_autocast import device_types, disable_casts
 
 
 @pytest.mark.parametrize(("present", "expected"), [(False, ("cpu",)), (True, ("cpu", "cuda"))])
@@ -29,7 +29,7 @@ def test_a_build_for_a_device_that_is_not_there_counts_as_one_without(
 @pytest.mark.parametrize(
     "region", [disable_casts, lambda: torch.autocast("cpu", enabled=False)], ids=["disable_casts", "torch.autocast"]
 )
-def test_a_region_without_casts_around_a_forward_wins(
+def test_casts_off_around_a_forward_win(
     region: Callable[[], Any], where: str, scope: str, start_casts: StartCasts
 ) -> None:
     start_casts(cast_scope=scope)
@@ -54,23 +54,6 @@ def test_a_region_without_casts_around_a_forward_wins(
 
     seen = run() if where == "here" else in_thread(run)
     assert seen == [FP32, BF16, FP32, FP32, HALF, FP32, FP32, HALF]
-
-
-def test_a_replica_thread_that_carries_the_callers_state_follows_it(start_casts: StartCasts) -> None:
-    """As torch.nn.parallel.parallel_apply does: it opens an autocast block with the calling thread's flag."""
-    forward = ForwardCasts(HALF)
-
-    def replica(enabled: bool) -> torch.dtype:
-        with torch.autocast("cpu", enabled=enabled), forward:
-            return product_dtype()
-
-    start_casts()
-    here = is_on()
-    assert here
-    assert in_thread(lambda: replica(here)) is HALF
-    with disable_casts():
-        here = is_on()
-    assert in_thread(lambda: replica(here)) is FP32
 
 
 def test_in_a_surrounding_autocast_block_no_weight_cast_outlives_the_forward() -> None:

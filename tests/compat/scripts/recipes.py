@@ -8,37 +8,23 @@ import sys
 import traceback
 from dataclasses import dataclass
 
+import recipe_setup as common
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from apex import amp
-from recipe_setup import (
-    DYNAMIC,
-    LEVEL,
-    TOLERANCE,
-    args,
-    backward,
-    batches,
-    loss_of,
-    make_model,
-    quiet_scale,
-    reference_gradients,
-    refused,
-    start,
-    started,
-)
 from recipes_checkpoints import checkpointing, resuming_as_language_models_do  # noqa: F401
 from recipes_internals import disabled, live_state, stash, tolerance  # noqa: F401
 
 
 def basic():
-    model = make_model()
+    model = common.make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     given = model, optimizer
-    model, optimizer = start(model, optimizer)
+    model, optimizer = common.start(model, optimizer)
     assert (model, optimizer) == given, "the same objects come back"
     losses = []
-    x, y = next(batches(1))
+    x, y = next(common.batches(1))
     for _ in range(25):
         optimizer.zero_grad()
         loss = F.mse_loss(model(x).float(), y)
@@ -50,13 +36,13 @@ def basic():
 
 
 def return_value_ignored():
-    model = make_model()
+    model = common.make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    amp.initialize(model, optimizer, opt_level=LEVEL)
+    amp.initialize(model, optimizer, opt_level=common.LEVEL)
     optimizer.zero_grad()
     optimizer.step()  # before training, as scripts do that build a scheduler
-    quiet_scale()
-    backward(loss_of(model, next(batches(1))), optimizer)
+    common.quiet_scale()
+    common.backward(common.loss_of(model, next(common.batches(1))), optimizer)
     before = model[0].weight.detach().clone()
     optimizer.step()
     assert not torch.equal(model[0].weight, before)
@@ -64,79 +50,79 @@ def return_value_ignored():
 
 def clipping():
     def in_double(model):
-        x, y = next(batches(1))
+        x, y = next(common.batches(1))
         F.mse_loss(model(x.double()), y.double()).backward()
         return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
-    expected = reference_gradients(in_double)
-    model = make_model(batchnorm=False)
+    expected = common.reference_gradients(in_double)
+    model = common.make_model(batchnorm=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert len(list(amp.master_params(optimizer))) == 4, "before initialize too"
-    model, optimizer = start(model, optimizer)
+    model, optimizer = common.start(model, optimizer)
     assert len(list(amp.master_params(optimizer))) == 4, "before the first backward"
-    backward(loss_of(model, next(batches(1))), optimizer)
+    common.backward(common.loss_of(model, next(common.batches(1))), optimizer)
     torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.01)
     for got, want in zip(amp.master_params(optimizer), expected, strict=True):
-        assert LEVEL == "O3" or got.dtype == torch.float32
-        torch.testing.assert_close(got.grad.float(), want, rtol=TOLERANCE, atol=TOLERANCE * 0.01)
+        assert common.LEVEL == "O3" or got.dtype == torch.float32
+        torch.testing.assert_close(got.grad.float(), want, rtol=common.TOLERANCE, atol=common.TOLERANCE * 0.01)
 
 
 def accumulation():
     def in_double(model):
-        for x, y in batches(4):
+        for x, y in common.batches(4):
             (F.mse_loss(model(x.double()), y.double()) / 4).backward()
 
-    expected = reference_gradients(in_double)
+    expected = common.reference_gradients(in_double)
     for delay in (False, True):
-        model, optimizer = started(batchnorm=False)
-        for index, batch in enumerate(batches(4)):
-            backward(loss_of(model, batch) / 4, optimizer, delay_unscale=delay and index < 3)
+        model, optimizer = common.started(batchnorm=False)
+        for index, batch in enumerate(common.batches(4)):
+            common.backward(common.loss_of(model, batch) / 4, optimizer, delay_unscale=delay and index < 3)
         for got, want in zip(amp.master_params(optimizer), expected, strict=True):
-            torch.testing.assert_close(got.grad.float(), want, rtol=TOLERANCE, atol=TOLERANCE * 0.05)
+            torch.testing.assert_close(got.grad.float(), want, rtol=common.TOLERANCE, atol=common.TOLERANCE * 0.05)
         optimizer.step()
         optimizer.zero_grad()
         assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
 def gan_with_three_losses():
-    net_d, net_g = make_model(seed=1), nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4))
+    net_d, net_g = common.make_model(seed=1), nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4))
     optimizer_d = torch.optim.Adam(net_d.parameters(), lr=0.01)
     optimizer_g = torch.optim.Adam(net_g.parameters(), lr=0.01)
-    [net_d, net_g], [optimizer_d, optimizer_g] = start([net_d, net_g], [optimizer_d, optimizer_g], num_losses=3)
+    [net_d, net_g], [optimizer_d, optimizer_g] = common.start([net_d, net_g], [optimizer_d, optimizer_g], num_losses=3)
     criterion = nn.BCEWithLogitsLoss()
     before = [p.detach().clone() for net in (net_d, net_g) for p in net.parameters()]
-    for x, _ in batches(3):
+    for x, _ in common.batches(3):
         net_d.zero_grad()
-        backward(criterion(net_d(x).float(), torch.ones(16, 1)), optimizer_d, loss_id=0)
+        common.backward(criterion(net_d(x).float(), torch.ones(16, 1)), optimizer_d, loss_id=0)
         fake = net_g(torch.randn(16, 2))
-        backward(criterion(net_d(fake.detach()).float(), torch.zeros(16, 1)), optimizer_d, loss_id=1)
+        common.backward(criterion(net_d(fake.detach()).float(), torch.zeros(16, 1)), optimizer_d, loss_id=1)
         optimizer_d.step()
         net_g.zero_grad()
-        backward(criterion(net_d(fake).float(), torch.ones(16, 1)), optimizer_g, loss_id=2)
+        common.backward(criterion(net_d(fake).float(), torch.ones(16, 1)), optimizer_g, loss_id=2)
         optimizer_g.step()
     after = [p for net in (net_d, net_g) for p in net.parameters()]
     moved = sum(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
     assert moved >= len(after) - 1, "only the bias before BatchNorm may stand still"
     assert len(amp.state_dict()) == 3
-    if DYNAMIC:
+    if common.DYNAMIC:
         assert [s._unskipped for s in amp._amp_state.loss_scalers] == [3, 3, 3]
 
 
 def several_losses_and_optimizers():
-    model0, model1 = make_model(False, 0), make_model(False, 1)
+    model0, model1 = common.make_model(False, 0), common.make_model(False, 1)
     optimizer0 = torch.optim.SGD([{"params": model0.parameters(), "lr": 0.25}], lr=0.1, momentum=0.125)
     optimizer1 = torch.optim.SGD([{"params": model1.parameters(), "lr": 0.5}], lr=0.1, momentum=0.25)
-    models, optimizers = start([model0, model1], [optimizer0, optimizer1], num_losses=3)
+    models, optimizers = common.start([model0, model1], [optimizer0, optimizer1], num_losses=3)
     assert isinstance(models, list) and isinstance(optimizers, list)
-    x, y = next(batches(1))
+    x, y = next(common.batches(1))
     loss0 = F.mse_loss(model0(x).float() + model1(x).float(), y)
-    loss1 = loss_of(model0, (x, y))
+    loss1 = common.loss_of(model0, (x, y))
     with amp.scale_loss(loss0, [optimizer0, optimizer1], loss_id=0) as scaled:
         scaled.backward(retain_graph=True)
-    backward(loss1, optimizer0, 1)  # positional loss_id
-    if DYNAMIC:
+    common.backward(loss1, optimizer0, 1)  # positional loss_id
+    if common.DYNAMIC:
         before = model0[0].weight.detach().clone(), model1[0].weight.detach().clone()
-        backward(loss_of(model1, (x, y)) * float("inf"), optimizer1, loss_id=2)
+        common.backward(common.loss_of(model1, (x, y)) * float("inf"), optimizer1, loss_id=2)
         optimizer0.step()
         optimizer1.step()
         assert not torch.equal(model0[0].weight, before[0])
@@ -153,7 +139,7 @@ def custom_batches():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = make_model()
+            self.inner = common.make_model()
 
         def forward(self, batch, extra, scale=1):
             dtypes.append((batch.x.dtype, extra["y"][0].dtype, extra["index"].dtype))
@@ -162,14 +148,14 @@ def custom_batches():
     dtypes = []
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = start(model, optimizer)
-    x, y = next(batches(1))
+    model, optimizer = common.start(model, optimizer)
+    x, y = next(common.batches(1))
     output = model(CustomBatch(x), {"y": [y], "index": torch.arange(3)}, scale=2)
-    expected = torch.float16 if LEVEL in ("O2", "O3") else torch.float32
+    expected = torch.float16 if common.LEVEL in ("O2", "O3") else torch.float32
     assert dtypes == [(expected, expected, torch.int64)], dtypes
-    if LEVEL != "O1":
+    if common.LEVEL != "O1":
         assert output.dtype == torch.float32
-    backward(F.mse_loss(output.float(), y), optimizer)
+    common.backward(F.mse_loss(output.float(), y), optimizer)
     optimizer.step()
 
 
@@ -201,21 +187,21 @@ class Library:
 def custom_functions():
     amp.register_half_function(Library, "fused")
     amp.register_float_function(Library, "precise")
-    started()
+    common.started()
     single, half = torch.ones(2), torch.ones(2).half()
-    if LEVEL == "O1":
+    if common.LEVEL == "O1":
         assert my_half(single) == Library.fused(single) == torch.float16
         assert my_float(half) == Library.precise(half) == torch.float32
         assert my_promote(single, half) == (torch.float32, torch.float32)
         with amp.disable_casts():
             assert my_half(single) == torch.float32
-        with refused(NotImplementedError):  # in-place functions of the float32 list take no 16-bit tensors
+        with common.refused(NotImplementedError):  # in-place functions of the float32 list take no 16-bit tensors
             torch.ones(2).half().exp_()
         assert F.gelu(half).dtype == torch.float32, "the stricter policy"
     else:
         assert my_half(single) == Library.fused(single) == torch.float32
         assert my_float(half) == Library.precise(half) == torch.float16
-    with refused(ValueError):
+    with common.refused(ValueError):
         amp.register_half_function(Library, "nothing")
 
 
@@ -227,11 +213,11 @@ def fused_optimizers_and_norms():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), FusedLayerNorm(8), nn.Tanh(), nn.Linear(8, 1))
         optimizer = kind(model.parameters(), lr=0.05)
-        model, optimizer = start(model, optimizer)
+        model, optimizer = common.start(model, optimizer)
         losses = []
         for _ in range(12):
-            loss = loss_of(model, next(batches(1)))
-            backward(loss, optimizer)
+            loss = common.loss_of(model, next(common.batches(1)))
+            common.backward(loss, optimizer)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
@@ -240,7 +226,7 @@ def fused_optimizers_and_norms():
 
 if __name__ == "__main__":
     failed = 0
-    for recipe in args.recipes:
+    for recipe in common.args.recipes:
         try:
             globals()[recipe]()
         except Exception:
