@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engines import CASE, assert_one, backward, mesh, mine, on_all_ranks, refused, sgd_of, sharded
+from models import Parts
 from processes import ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,22 +43,19 @@ def test_a_cycle_takes_one_round_and_replicas_none(engine: str) -> None:
     assert mpinit.step_counts(optimizer) == (2, 0)
 
 
-class Experts(nn.Module):
+def experts() -> Any:
     """A layer that all ranks run, and a sharded one that only those run which have tokens."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.common = nn.Linear(4, 4)
-        self.expert = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh(2), [Shard(0)]))
+    def run(self: Any, x: Tensor, has_tokens: bool) -> Tensor:
+        return self.common(x) + self.expert.to_local().sum() if has_tokens else self.common(x)
 
-    def forward(self, x: Tensor, has_tokens: bool) -> Tensor:
-        y: Tensor = self.common(x)
-        return y + self.expert.to_local().sum() if has_tokens else y
+    expert = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh(2), [Shard(0)]))
+    return Parts(run, common=nn.Linear(4, 4), expert=expert)
 
 
 @ranks(2, ("O2",), long=[("O1",)])
 def test_an_expert_without_tokens_keeps_no_rank_waiting(level: str) -> None:
-    model = Experts()
+    model = experts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, level, **SCALED)
     for bad in (False, True, False):

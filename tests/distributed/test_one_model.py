@@ -9,7 +9,7 @@ from unittest import mock
 import engines
 import torch
 import torch.distributed as dist
-from models import LEVELS, train
+from models import LEVELS, Parts, train
 from processes import ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -74,19 +74,12 @@ def test_words_without_addresses_are_the_same() -> None:
     DistributedDataParallel(model)
 
 
-class Frozen(nn.Module):
+def frozen() -> Any:
     """A frozen layer and a constant buffer, beside what is trained; other numbers on every rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(dist.get_rank())
-        self.base = nn.Linear(6, 6).requires_grad_(False)
-        self.head = nn.Linear(6, 3)
-        self.register_buffer("table", torch.randn(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.base(x).tanh() + self.table)
-        return y
+    torch.manual_seed(dist.get_rank())
+    base, head = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 3)
+    table = nn.Buffer(torch.randn(6))
+    return Parts(lambda self, x: self.head(self.base(x).tanh() + self.table), base=base, head=head, table=table)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -99,7 +92,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @ranks(2, ("O2",), ("split",), long=[("O5",)])
 def test_unequal_seeds_leave_one_frozen_weight_and_one_buffer(level: str) -> None:
-    model = Frozen()
+    model = frozen()
     first = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = engines.sgd_of(model.head)
     mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])

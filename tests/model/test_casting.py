@@ -202,26 +202,18 @@ def test_undo_interrupted_at_any_line_completes_when_called_again(settled: bool)
         case.check(gradient)
 
 
-def by_vector(model: Any) -> None:
-    vector_to_parameters(parameters_to_vector(model.parameters()).float(), model.parameters())
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "vector": (
+        lambda m: vector_to_parameters(parameters_to_vector(m.parameters()).float(), m.parameters()),
+        "0.weight",
+    ),
+    "data": (lambda m: setattr(m[1].weight, "data", m[1].weight.data.float()), "1.weight"),
+    "append": (lambda m: m.append(nn.Linear(2, 2)), "2.weight"),
+    "replace": (lambda m: setattr(m[1], "weight", nn.Parameter(torch.ones(2, 2))), "1.weight"),
+}
 
 
-def by_data(model: Any) -> None:
-    model[1].weight.data = model[1].weight.data.float()
-
-
-def by_appending(model: Any) -> None:
-    model.append(nn.Linear(2, 2))
-
-
-def by_replacing(model: Any) -> None:
-    model[1].weight = nn.Parameter(torch.ones(2, 2))
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [(by_vector, "0.weight"), (by_data, "1.weight"), (by_appending, "2.weight"), (by_replacing, "1.weight")],
-)
+@pytest.mark.parametrize(("change", "name"), CHANGES.values(), ids=CHANGES)
 def test_a_float32_parameter_in_a_16_bit_model_is_named(change: Callable[[Any], None], name: str) -> None:
     model = quietly(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "O5")
     change(model)

@@ -111,24 +111,16 @@ class Record:
     y: Any = None
 
 
-def set_item(box: Any, value: Any) -> None:
+def put(box: Any, value: Any) -> None:
     box["y"] = value
 
 
-def set_attribute(box: Any, value: Any) -> None:
-    box.y = value
-
-
-def append(box: Any, value: Any) -> None:
-    box.append(value)
-
-
 WRITABLE: dict[str, tuple[Callable[..., Any], ...]] = {
-    "dict": (lambda: {"x": X.clone()}, set_item, lambda b: b["x"], lambda b: b["y"]),
-    "list": (lambda: [X.clone()], append, lambda b: b[0], lambda b: b[1]),
-    "UserDict": (lambda: collections.UserDict(x=X.clone()), set_item, lambda b: b["x"], lambda b: b["y"]),
-    "dataclass": (lambda: Record(X.clone()), set_attribute, lambda b: b.x, lambda b: b.y),
-    "deep": (lambda: ({"in": [{"x": X.clone()}]},), lambda b, v: set_item(b[0]["in"][0], v),
+    "dict": (lambda: {"x": X.clone()}, put, lambda b: b["x"], lambda b: b["y"]),
+    "list": (lambda: [X.clone()], lambda b, v: b.append(v), lambda b: b[0], lambda b: b[1]),
+    "UserDict": (lambda: collections.UserDict(x=X.clone()), put, lambda b: b["x"], lambda b: b["y"]),
+    "dataclass": (lambda: Record(X.clone()), lambda b, v: setattr(b, "y", v), lambda b: b.x, lambda b: b.y),
+    "deep": (lambda: ({"in": [{"x": X.clone()}]},), lambda b, v: put(b[0]["in"][0], v),
              lambda b: b[0]["in"][0]["x"], lambda b: b[0]["in"][0]["y"]),
 }  # fmt: skip
 

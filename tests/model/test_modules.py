@@ -179,10 +179,6 @@ def test_a_parameter_tied_into_a_module_kept_float32_is_refused() -> None:
     assert "forward" not in vars(model)
 
 
-def _orthogonal() -> nn.Module:
-    return parametrizations.orthogonal(nn.Linear(4, 4))
-
-
 def _symmetric() -> nn.Module:
     class Symmetric(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
@@ -229,7 +225,9 @@ def test_parametrized_weights_train(what: str, level: str, dtype: str) -> None:
 
 
 def test_weights_computed_by_a_function_without_16_bit_work_where_kept_float32() -> None:
-    model = quietly(nn.Sequential(_orthogonal(), nn.Linear(4, 4)), keep_fp32="0", loss_scale=1.0)
+    model = quietly(
+        nn.Sequential(parametrizations.orthogonal(nn.Linear(4, 4)), nn.Linear(4, 4)), keep_fp32="0", loss_scale=1.0
+    )
     model(torch.randn(2, 4)).sum().backward()
     assert model[1].weight.dtype is F16
 
