@@ -59,9 +59,7 @@ def test_as_by_hand(name: str, level: str) -> None:
     tolerance = 1e-4 if (name, level) == ("ddp hook fp16", "model") else 0
     for key, value in by_hand.items():
         assert not torch.equal(value, start[key]), f"{key} is not trained at all"
-        torch.testing.assert_close(
-            state[key], value, atol=tolerance, rtol=0, msg=lambda text, key=key: f"{key}: {text}"
-        )
+        assert_close(state[key], value, atol=tolerance, rtol=0, msg=lambda text, key=key: f"{key}: {text}")
     engines.assert_one(list(state.values()))
 
 

@@ -37,10 +37,7 @@ TOLERANCES = {FP32: 1e-3, HALF: 5e-2, BF16: 2e-1}
 # New in torch 2.13, and another function for each of its options; a power of 0, 1 or below is no product; new by 2.15,
 # and float32 made of products in 16 bits.
 INSIDE_ROWS = (
-    "addmm_activation",
-    "native_multi_head_attention",
-    "cross_entropy_loss",
-    "multilabel_margin_loss_forward",
+    *("addmm_activation", "native_multi_head_attention", "cross_entropy_loss", "multilabel_margin_loss_forward"),
 )
 NOT_HERE = (
     *("torch.nn.functional.linear_cross_entropy", "torch.matrix_power", "torch.linalg.matrix_power"),

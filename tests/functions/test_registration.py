@@ -56,15 +56,12 @@ class Owner:
 
 ONES, HALVES = torch.ones(2, 2), torch.ones(2, 2, dtype=HALF)
 
-REGISTER = pytest.mark.parametrize(
-    ("register", "given", "expected"),
-    [
-        (register_half_function, ONES, HALF),
-        (register_float_function, HALVES, FP32),
-        (register_promote_function, HALVES, HALF),
-    ],
-    ids=["half", "float", "promote"],
-)
+WAYS = {
+    "half": (register_half_function, ONES, HALF),
+    "float": (register_float_function, HALVES, FP32),
+    "promote": (register_promote_function, HALVES, HALF),
+}
+REGISTER = pytest.mark.parametrize(("register", "given", "expected"), WAYS.values(), ids=WAYS)
 Register = Callable[[Any, str], None]
 
 

@@ -26,9 +26,8 @@ LEVELS = [None, "O0", "O1", "O2", "O3"]
 def net() -> Parts:
     """With dropout, running statistics and a buffer."""
     body = mlp(dropout=0.3, batchnorm=True)
-    return Parts(
-        lambda self, x: self.body(x) + (self.mask * 0).to(x.dtype), body=body, mask=nn.Buffer(torch.tensor(-1e4))
-    )
+    mask = nn.Buffer(torch.tensor(-1e4))
+    return Parts(lambda self, x: self.body(x) + (self.mask * 0).to(x.dtype), body=body, mask=mask)
 
 
 def picture(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -42,15 +42,10 @@ class Detector(nn.Module):
 BOXES = torch.tensor([1203.9])
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda m, t: m(X, t),
-        lambda m, t: m(X, targets=t),
-        lambda m, t: m(targets=t, images=X),
-        lambda m, t: m.forward(X, t),
-    ],
-)
+CALLS = (lambda m, t: m(X, t), lambda m, t: m(X, targets=t), lambda m, t: m(targets=t, images=X))
+
+
+@pytest.mark.parametrize("call", [*CALLS, lambda m, t: m.forward(X, t)])
 @pytest.mark.parametrize(
     "keep", ["targets", "targ*", ["scale", "targets"], lambda name, value: name == "targets", [lambda n, v: n > "j"]]
 )
@@ -94,12 +89,10 @@ def test_loss_inside_of_forward_is_that_of_the_targets_given() -> None:
     assert torch.equal(torch.compile(model, fullgraph=True, backend="eager")(X, target), expected)
 
 
-@pytest.mark.parametrize(
-    ("keep", "says"), [("target", "'input'"), (3, "argument"), (Tensor, "predicate"), ([None], "")]
-)
-def test_what_is_no_argument_is_refused_before_anything_changes(keep: Any, says: str) -> None:
+@pytest.mark.parametrize(("keep", "say"), [("target", "'input'"), (3, "argument"), (Tensor, "predicate"), ([None], "")])
+def test_what_is_no_argument_is_refused_before_anything_changes(keep: Any, say: str) -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=rf"keep_inputs.*{says}"):
+    with pytest.raises(ValueError, match=rf"keep_inputs.*{say}"):
         quietly(model, keep_inputs=keep)
     assert model.weight.dtype is F32 and "forward" not in vars(model)
     assert mpinit.Properties(keep_inputs="None").keep_inputs == ()

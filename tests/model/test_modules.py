@@ -130,9 +130,7 @@ def test_keep_fp32_leaves_modules_in_float32(what: str, level: str) -> None:
     taken: dict[str, tuple[torch.dtype, torch.dtype]] = {}
     for name, module in model.named_modules():
         if not list(module.children()):
-            module.register_forward_hook(
-                lambda _, args, output, name=name: taken.update({name: (args[0].dtype, output.dtype)})
-            )
+            module.register_forward_hook(lambda _, x, y, name=name: taken.update({name: (x[0].dtype, y.dtype)}))
     quietly(model, level, keep_fp32=keep, loss_scale=1.0)
     out = model(torch.randn(3, 4))
     out.sum().backward()
@@ -225,9 +223,8 @@ def test_parametrized_weights_train(what: str, level: str, dtype: str) -> None:
 
 
 def test_weights_computed_by_a_function_without_16_bit_work_where_kept_float32() -> None:
-    model = quietly(
-        nn.Sequential(parametrizations.orthogonal(nn.Linear(4, 4)), nn.Linear(4, 4)), keep_fp32="0", loss_scale=1.0
-    )
+    model = nn.Sequential(parametrizations.orthogonal(nn.Linear(4, 4)), nn.Linear(4, 4))
+    quietly(model, keep_fp32="0", loss_scale=1.0)
     model(torch.randn(2, 4)).sum().backward()
     assert model[1].weight.dtype is F16
 

@@ -85,9 +85,7 @@ class Checkpointed(nn.Module):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": tied,
-    "unrolled": lambda: Parts(
-        lambda self, x: reduce(lambda x, _: torch.tanh(self.cell(x)), range(4), x), cell=nn.Linear(4, 4)
-    ),
+    "unrolled": lambda: Parts(lambda m, x: reduce(lambda y, _: m.cell(y).tanh(), range(4), x), cell=nn.Linear(4, 4)),
     "lists": lists,
     "lstm": lambda: nn.LSTM(4, 4, 2, batch_first=True),
     "attention": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 2),

@@ -60,11 +60,8 @@ def test_300_micro_batches_give_300(dtype: torch.dtype, kind: Any, count: float,
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
 def test_clearing_inside_of_scale_loss_clears_what_was_there(level: str, bad: bool, set_to_none: bool) -> None:
-    (model, optimizer), (fresh, reference), (first, second) = (
-        loops.started(level),
-        loops.started(level),
-        loops.batches(2),
-    )
+    (model, optimizer), (fresh, reference) = loops.started(level), loops.started(level)
+    first, second = loops.batches(2)
     loss = loops.mse(model, first)
     loops.backward(loops.poison(loss, next(model.parameters())) if bad else loss, optimizer)
     with mpinit.scale_loss(loops.mse(model, second), optimizer) as scaled:

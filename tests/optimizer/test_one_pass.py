@@ -246,9 +246,7 @@ def refusals() -> dict[str, tuple[Make, Callable[[Training], Any]]]:
         "a rate in a tensor": (lambda p: AdamW(p, lr=torch.tensor(0.01)), lambda t: None),
         "another optimizer": (torch.optim.RMSprop, lambda t: None),
         "a step of the object's own": (lambda p: replace_step(SGD(p)), lambda t: None),
-        "a state that is gone": (
-            lambda p: SGD(p, momentum=0.9), lambda t: t.optimizer.state.pop(t.model[2])
-        ),
+        "a state that is gone": (lambda p: SGD(p, momentum=0.9), lambda t: t.optimizer.state.pop(t.model[2])),
         "one count for two": (
             AdamW,
             lambda t: t.optimizer.state[t.model[0]].update(step=t.optimizer.state[t.model[2]]["step"]),

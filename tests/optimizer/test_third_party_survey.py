@@ -167,10 +167,8 @@ def net() -> nn.Sequential:
 
 def data(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Batches for :func:`net`."""
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(6, 2, 4, 4, generator=generator), torch.randn(6, 4, generator=generator)) for _ in range(count)
-    ]
+    chance = torch.Generator().manual_seed(1)
+    return [(torch.randn(6, 2, 4, 4, generator=chance), torch.randn(6, 4, generator=chance)) for _ in range(count)]
 
 
 class Side:

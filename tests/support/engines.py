@@ -94,10 +94,8 @@ def whole(state: Any) -> State:
 def assert_same(one: State, other: State) -> None:
     """To the bit, in the same types."""
     assert one.keys() == other.keys(), one.keys() ^ other.keys()
-    different = [
-        name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
-    ]
-    assert not different, different
+    apart = [name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])]
+    assert not apart, apart
 
 
 def assert_close(one: State, other: State, tolerance: float) -> None:

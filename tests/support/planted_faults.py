@@ -88,9 +88,7 @@ def gain() -> nn.Module:
 
 def table(size: float) -> nn.Module:
     """Multiplies by a table that float16 cannot hold, and divides again."""
-    return Parts(
-        lambda self, x: x * (self.table * self.inverse), table=nn.Buffer(torch.tensor([size])), inverse=1 / size
-    )
+    return Parts(lambda self, x: x * (self.table * (1 / size)), table=nn.Buffer(torch.tensor([size])))
 
 
 @dataclass
