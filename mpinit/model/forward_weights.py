@@ -105,7 +105,8 @@ class _Standing:
     def take_out(self) -> None:
         """Put the parameters back in their places."""
         forget_data_of(self._accessed)
-        for (parameters, name), parameter, cast in zip(self.slots, self.outside, self.inside, strict=True):
+        # Without casts where making them has failed.
+        for (parameters, name), parameter, cast in zip(self.slots, self.outside, self.inside, strict=False):
             present = parameters.get(name)
             if present is cast:
                 parameters[name] = parameter
@@ -154,31 +155,32 @@ class ForwardWeights:
             RuntimeError: a forward of the module, or of what is below it, runs in another thread.
         """
         computed: dict[str, torch.Tensor] = {}
-        standing = self._enter()
+        standing: _Standing | None = None
         try:
-            outside = standing.outside
-            standing.put_in(_casts_of([standing])[0] if standing.has_tied else _casts(outside, self.dtype))
+            with _lock:  # what is found is not another thread's casts, unless that is refused
+                standing = self._standing()
+                if not STANDING.keys().isdisjoint(standing.modules):
+                    raise RuntimeError(_IN_ANOTHER_THREAD.format(type(self.module).__name__))
+                _thread.inside.update(standing.entered)
+                STANDING.update(dict.fromkeys(standing.modules, standing))
+            standing.put_in(_casts_of([standing])[0] if standing.has_tied else _casts(standing.outside, self.dtype))
             if self.module._forward_pre_hooks:
                 self._cast_computed(computed)
             yield
         finally:
             for name, values in computed.items():
                 setattr(self.module, name, values)
-            _leave(standing)
+            if standing is not None:
+                _leave(standing)
 
-    def _enter(self) -> _Standing:
+    def _standing(self) -> _Standing:
+        """What this forward is to enter: all that this thread's forwards have not."""
         inside, layout = _thread.inside, self._layout
         if layout is None or not layout.stands():
             layout = self._layout = _Layout(self._modules(), self.dtype)
         if not inside.isdisjoint(layout.modules):
             layout = _Layout([module for module in layout.modules if module not in inside], self.dtype)
-        standing = _Standing(layout, self.dtype)
-        with _lock:
-            if not STANDING.keys().isdisjoint(standing.modules):
-                raise RuntimeError(_IN_ANOTHER_THREAD.format(type(self.module).__name__))
-            inside.update(standing.entered)
-            STANDING.update(dict.fromkeys(standing.modules, standing))
-        return standing
+        return _Standing(layout, self.dtype)
 
     def _modules(self) -> list[nn.Module]:
         """The module and what is below it, but for what stays float32: found anew, for modules may have joined."""
@@ -223,10 +225,13 @@ def _leave(standing: _Standing) -> None:
     try:
         standing.bring_back()
     finally:
-        standing.take_out()
-        with _lock:
-            for module in standing.modules:
-                STANDING.pop(module, None)
+        try:
+            standing.take_out()
+        finally:
+            with _lock:
+                for module in standing.modules:
+                    if STANDING.get(module) is standing:  # not where it was refused
+                        del STANDING[module]
 
 
 def renew_casts() -> None:

@@ -132,9 +132,7 @@ def test_explain_takes_whole_numbers(printed: Printed) -> None:
     assert {row["module"] for row in json.loads(out)["rows"]} >= {"0", "1"}
 
 
-@pytest.mark.parametrize(
-    "spec", [["cli_models:classifier", "--optimizer", "adamw", "--lr", "1e-5"], ["cli_models:pair"]]
-)
+@pytest.mark.parametrize("spec", [[MODEL[0], "--optimizer", "adamw", "--lr", "1e-5"], ["cli_models:pair"]])
 def test_audit_names_what_cannot_move_and_the_cure(spec: list[str], printed: Printed) -> None:
     out = printed("audit", *spec, "--dtype", "bf16")
     assert "1.weight" in out and "100.0%" in out and "opt_level='O5'" in out.replace("\n", " ")

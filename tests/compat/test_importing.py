@@ -207,9 +207,8 @@ QUIRKS = re.compile(
 
 
 def imports_of_compat(tree: ast.AST) -> list[ast.stmt]:
-    return [
-        node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)) and "compat" in parts(node)
-    ]
+    imports = (node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)))
+    return [node for node in imports if "compat" in parts(node)]
 
 
 def parts(node: ast.Import | ast.ImportFrom) -> set[str]:

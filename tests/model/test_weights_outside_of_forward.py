@@ -11,6 +11,8 @@ from models import Parts, equal_tensors, through_file
 from torch import Tensor, nn
 from weights_in_forward import BF16, F32, is_float32_outside, start
 
+from mpinit.model import forward_weights
+
 
 class Raising(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
@@ -29,18 +31,22 @@ def test_weights_are_float32_outside_after_an_exception_too() -> None:
     is_float32_outside(model)
 
 
-def test_a_failing_cast_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+MAY_FAIL = [(nn.RNNBase, "_init_flat_weights"), (forward_weights, "casts_with_float32_gradients")]
+
+
+@pytest.mark.parametrize(("owner", "name"), MAY_FAIL)
+def test_a_failing_cast_puts_everything_back(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4), Parts(lambda self, pair: pair[0]), nn.Linear(4, 4))
     start(model)
-    real, calls = nn.RNNBase._init_flat_weights, []
+    real, calls = getattr(owner, name), []
 
-    def fails_once(rnn: nn.RNNBase) -> None:
-        calls.append(rnn)
+    def fails_once(*given: Any) -> Any:
+        calls.append(given)
         if len(calls) == 1:
             raise MemoryError
-        real(rnn)
+        return real(*given)
 
-    monkeypatch.setattr(nn.RNNBase, "_init_flat_weights", fails_once)
+    monkeypatch.setattr(owner, name, fails_once)
     with pytest.raises(MemoryError):
         model(torch.ones(1, 4))
     is_float32_outside(model)

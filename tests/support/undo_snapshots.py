@@ -81,11 +81,8 @@ def structure_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
     for name in ("step", "zero_grad", "add_param_group"):
         method = getattr(optimizer, name)
-        seen[name] = (
-            name in vars(optimizer),
-            getattr(method, "__func__", method),
-            getattr(method, "__self__", optimizer),
-        )
+        bound = getattr(method, "__func__", method), getattr(method, "__self__", optimizer)
+        seen[name] = (name in vars(optimizer), *bound)
     for index, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key != "params"}
         seen[f"group {index}"] = id(group), id(group["params"]), [id(p) for p in group["params"]], options
