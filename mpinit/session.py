@@ -603,8 +603,7 @@ def _parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
 def _states_for(plan: Plan) -> EncodedStates | None:
     if plan.optimizer_state == "float32":
         return None
-    codec = Minifloat() if plan.optimizer_state == "int8" else BFloat16()
-    return EncodedStates(codec, plan.split_bucket_bytes)
+    return EncodedStates(Minifloat() if plan.optimizer_state == "int8" else BFloat16())
 
 
 def _widen_states(optimizers: Sequence[Optimizer], came_in: Mapping[Any, torch.dtype]) -> None:

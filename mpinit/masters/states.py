@@ -24,9 +24,8 @@ _States = Sequence[dict[Any, Any]]
 class EncodedStates:
     """A session's way to keep its optimizers' states in codes."""
 
-    def __init__(self, codec: Codec, bucket_bytes: int) -> None:
+    def __init__(self, codec: Codec) -> None:
         self.codec = codec
-        self.bucket_bytes = bucket_bytes
 
     def decode(self, states: _States) -> dict[tuple[int, Any], EncodedState]:
         """:func:`decode` for several; the codes, whose memory :meth:`encode` uses again, by (id of the state, key)."""

@@ -328,9 +328,7 @@ def dense_view(gradient: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
-def unscale_and_check_(
-    gradients: list[torch.Tensor], inverse_scale: torch.Tensor, plain: bool | None = None
-) -> torch.Tensor | None:
+def unscale_and_check_(gradients: list[torch.Tensor], inverse_scale: torch.Tensor) -> torch.Tensor | None:
     """Multiply every gradient in place by ``inverse_scale`` and look for inf and nan, in one pass over memory.
 
     Returns:
@@ -339,7 +337,7 @@ def unscale_and_check_(
     """
     if not gradients:
         return None
-    if plain or (plain is None and are_plain(gradients, inverse_scale.device)):
+    if are_plain(gradients, inverse_scale.device):
         found_inf = torch.zeros((), dtype=torch.float32, device=inverse_scale.device)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
         return found_inf

@@ -165,7 +165,7 @@ class ManagedOptimizer:
 
     # -- around backward passes -----------------------------------------------------------------------------------
 
-    def before_backward(self, delays: bool) -> None:
+    def before_backward(self) -> None:
         """A scaled backward pass is about to begin."""
         self.members.refresh()
         self.settle_exposed()

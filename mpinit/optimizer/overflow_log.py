@@ -43,14 +43,12 @@ class OverflowRecord:
         scale: the scale it had; None likewise.
         loss: the loss, unscaled; None where reading it would have waited for the device.
         parameters: whose gradients are bad, those that the backward pass came to first in front.
-        is_in_backward_order: whether that is known from the graph, and not guessed from the order in the groups.
     """
 
     scaler: LossScaler | None
     scale: float | None
     loss: float | None
     parameters: tuple[BadGradient, ...]
-    is_in_backward_order: bool
 
     def worst(self) -> tuple[BadGradient, ...]:
         """The parameters, the largest share of inf and nan first."""
@@ -106,7 +104,7 @@ class OverflowLog:
                 found.append((order.get(weight, 0), -index, bad))
         found.sort(key=lambda row: row[:2])
         value = None if loss is None or loss.numel() != 1 else float(loss.detach())
-        return OverflowRecord(scaler, scale, value, tuple(bad for *_, bad in found), bool(order))
+        return OverflowRecord(scaler, scale, value, tuple(bad for *_, bad in found))
 
 
 def _look(name: str, gradient: torch.Tensor) -> BadGradient | None:

@@ -56,7 +56,7 @@ class ScaledLoss:
                 )
             gradients.check_closed("mpinit.scale_loss", "move it after the with-block")
         for optimizer in self._optimizers:
-            optimizer.before_backward(self._delay_update)
+            optimizer.before_backward()
         done: Done = set()
         begun: list[Gradients] = []
         are_new = True

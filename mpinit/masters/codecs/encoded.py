@@ -76,12 +76,6 @@ class EncodedState(torch.Tensor):
         """A view of rows of decoded numbers in this one's shape and order of memory."""
         return values.as_strided(self.size(), self.stride(), values.storage_offset())
 
-    def move(self, codes: Codes) -> None:
-        """Have its codes somewhere else."""
-        for code, here in zip(codes, self.codes, strict=True):
-            code.copy_(here)
-        self.codes = codes
-
     def write(self, values: torch.Tensor) -> None:
         """Encode other numbers of the same shape; a Ctrl-C comes before or after."""
         dense = values.detach()
