@@ -29,6 +29,7 @@ from ..distributed.sharding import flattened, has_other_processes, is_distribute
 from ..masters.masters import Master, Masters
 from ..model.casting import TensorCasts
 from ..scaling.scaler import LossScaler
+from ..torch_internals.running import current_pass
 from .gradients import Gradients
 from .members import Members
 
@@ -46,6 +47,10 @@ _NOT_TIED: Final = (
     "skipped there alone, and the scales would part: give mpinit.initialize process_group=torch.distributed.group."
     "WORLD. Where every process trains a model of its own, give it a group of its own, process_group="
     "torch.distributed.new_subgroups(group_size=1)[0]"
+)
+_INSIDE_BACKWARD: Final = (
+    "optimizer.step() was called inside of backward(), and gradients are added up over ranks when that is over: every "
+    "rank would step by its own. Call it after backward(), or train in one process"
 )
 _NOT_LOADED: Final = (
     "the loss scales of this rank were loaded after its model was wrapped in DistributedDataParallel, and not all "
@@ -190,8 +195,10 @@ class Ranks:
 
         Raises:
             RuntimeError: with a dynamic scale, nothing says which other processes train the same model; or scales were
-                loaded on this rank, and not on all; or see :meth:`check_present`.
+                loaded on this rank, and not on all; or a backward pass is not over; or see :meth:`check_present`.
         """
+        if current_pass() != -1 and has_other_processes():
+            raise RuntimeError(_INSIDE_BACKWARD)
         self._check_at_first("step")
         for wrapper in sorted((each for each in self._new if not is_joining(each)), key=lambda w: len(reduced_by(w))):
             self._make_one(wrapper, wrapper.module)

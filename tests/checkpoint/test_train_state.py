@@ -249,9 +249,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
     "there is no 'optim'": lambda state: changed(state, "optim"),
     r"the model's state lacks '3\.bias'": lambda state: changed(state, "model", "3.bias"),
     "the model has no 'stranger'": lambda state: changed(state, "model", "stranger", to=torch.ones(3)),
-    r"'3\.bias' has the shape \(7,\), and here \(3,\)": lambda state: changed(
-        state, "model", "3.bias", to=torch.ones(7)
-    ),
+    r"'3\.bias' has the shape \(7,\), and here \(3,\)": lambda s: changed(s, "model", "3.bias", to=torch.ones(7)),
     r"'3\.bias' is a float, not a tensor": lambda state: changed(state, "model", "3.bias", to=3.0),
     r"the optimizer's state has none for '0\.weight'": lambda state: changed(state, *OF_WEIGHT),
     r"state of '0\.weight' has no 'exp_avg', but step, exp_avg_sq, momentum_buffer": lambda state: changed(

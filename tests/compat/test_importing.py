@@ -64,9 +64,8 @@ def test_amp_reads_as_scripts_read_it() -> None:
     ],
 )
 def test_manual_mixed_precision_is_refused_with_the_way_out(statement: str) -> None:
-    with pytest.raises(
-        ImportError, match=r"apex\.fp16_utils is not .*opt_level='O2'\) for FP16_Opt.*model\.half\(\) for"
-    ):
+    said = r"apex\.fp16_utils is not .*opt_level='O2'\) for FP16_Opt.*model\.half\(\) for"
+    with pytest.raises(ImportError, match=said):
         exec(statement)
 
 

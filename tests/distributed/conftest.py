@@ -7,7 +7,6 @@ from processes import launch
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
     """What came of each test of the file."""
-    chosen = [
-        item for item in request.session.items if item.path == request.path and not item.get_closest_marker("skip")
-    ]
+    here = (item for item in request.session.items if item.path == request.path)
+    chosen = [item for item in here if not item.get_closest_marker("skip")]
     return launch(request.path, [item.callspec.params["name"] for item in chosen if "outcomes" in item.fixturenames])

@@ -135,6 +135,19 @@ def test_wrappers_are_found_wherever_they_are() -> None:
 
 
 @ranks(2)
+def test_a_step_inside_of_backward_is_refused() -> None:
+    """By torch's hook, as in one process."""
+    model, optimizer = build("O5", seed=0)
+    wrapped = DistributedDataParallel(model)
+    model.head.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    before = whole(model.state_dict())
+    x, y = mine(CASE.batches(1)[0])
+    with refused(RuntimeError, "inside of backward()", "train in one process"):
+        CASE.loss(wrapped(x), y).backward()
+    assert all(map(torch.equal, whole(model.state_dict()).values(), before.values()))
+
+
+@ranks(2)
 def test_fsdp1_is_sent_to_fsdp2() -> None:
     model = FullyShardedDataParallel(CASE.build(), device_id=torch.device("cpu"))
     for given in (model, nn.Sequential(model)):

@@ -134,9 +134,7 @@ def test_all_of_it_inside_of_an_autocast_block(kind: str) -> None:
             assert torch.equal(value, before[name]) and torch.equal(saved[name], before[name]), name
 
 
-@pytest.mark.parametrize(
-    "make", [lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), torch.optim.Adam], ids=["SGD", "Adam"]
-)
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 0.1, 0.9), torch.optim.Adam], ids=["SGD", "Adam"])
 def test_state_stepped_in_place_is_not_undone(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     """Optimizers change their state where it lies; what no step has reached comes back with every bit."""
     torch.manual_seed(0)

@@ -182,9 +182,7 @@ def test_a_bad_state_of_a_grad_scaler_is_refused_by_the_same_words(key: str, val
     assert mpinit.state_dict(optimizer) == before
 
 
-@pytest.mark.parametrize(
-    ("level", "more", "own"), [("O5", {}, 1.0), ("O2", {"loss_scale": 128.0}, 128.0), ("O3", {}, 1)]
-)
+@pytest.mark.parametrize(("level", "more", "own"), [("O5", {}, 1), ("O2", {"loss_scale": 128.0}, 128), ("O3", {}, 1)])
 def test_a_static_scale_stays(level: str, more: dict[str, Any], own: float, caplog: pytest.LogCaptureFixture) -> None:
     model = mlp()
     optimizer = momentum(model.parameters())

@@ -200,9 +200,7 @@ def test_models_and_optimizers_find_their_session_and_undo_ends_it() -> None:
         mpinit.undo(models[0])
 
 
-@pytest.mark.parametrize(
-    ("level", "more"), [*((level, {}) for level in LEVELS[:4]), ("O2", {"master_weights": "split"})]
-)
+@pytest.mark.parametrize(("level", "more"), [*((o, {}) for o in LEVELS[:4]), ("O2", {"master_weights": "split"})])
 def test_nothing_is_kept_alive(level: str, more: dict[str, Any]) -> None:
     model, optimizer = pair(**level_arguments(level, torch.bfloat16) | more)
     run(model, optimizer)

@@ -64,15 +64,12 @@ def tiny_model(name: str, seed: int = 0) -> Any:
         case "llama":
             return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=32, max_position_embeddings=16, **sizes))
         case "t5":
-            config = hf.T5Config(
-                vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0
-            )
-            config.decoder_start_token_id = 0
+            small = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+            config = hf.T5Config(vocab_size=32, dropout_rate=0.0, decoder_start_token_id=0, **small)
             return hf.T5ForConditionalGeneration(config)
         case "vit":
-            return hf.ViTForImageClassification(
-                hf.ViTConfig(image_size=8, patch_size=4, num_labels=3, **sizes, **quiet)
-            )
+            config = hf.ViTConfig(image_size=8, patch_size=4, num_labels=3, **sizes, **quiet)
+            return hf.ViTForImageClassification(config)
     raise ValueError(name)
 
 

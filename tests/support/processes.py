@@ -45,9 +45,8 @@ def ranks(
                 words = [str(word).removeprefix("torch.").replace(" ", "_") for word in case]
                 name = "-".join([check.__name__, *words])
                 if name not in checks:
-                    rows.append(
-                        pytest.param(name, id="-".join(words) or f"{count}_ranks", marks=[mark] if mark else [])
-                    )
+                    marks = [mark] if mark else []
+                    rows.append(pytest.param(name, id="-".join(words) or f"{count}_ranks", marks=marks))
                 checks[name] = functools.partial(check, *case)
 
         @pytest.mark.parametrize("name", rows)
