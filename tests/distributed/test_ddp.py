@@ -68,10 +68,9 @@ def test_ddp_by_a_grad_scaler_equals_one_process(level: str, late: bool) -> None
 
 
 def build(level: str, seed: int | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    if seed is not None:
-        torch.manual_seed(seed)
     model = CASE.build()
     if seed is not None:
+        torch.manual_seed(seed)  # building has seeded for itself
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.01)
@@ -83,7 +82,11 @@ def build(level: str, seed: int | None = None) -> tuple[nn.Module, torch.optim.O
 @ranks(2)
 def test_a_wrapped_part_has_the_first_ranks_masters() -> None:
     model, optimizer = build("O5", seed=dist.get_rank())
+    before = [master.clone() for master in mpinit.master_params(optimizer)]
     model.layer = DistributedDataParallel(model.layer)
+    # Rank 0's own are sent, and the other's differed.
+    changed = [not torch.equal(*pair) for pair in zip(before, mpinit.master_params(optimizer), strict=True)]
+    assert any(changed) == (dist.get_rank() == 1)
     x, y = mine(CASE.batches(1)[0])
     backward(CASE.loss(model(x), y), optimizer)
     optimizer.step()
