@@ -9,6 +9,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,8 @@ import mpinit
 ROOT: Final = Path(__file__).resolve().parents[1]
 EXPLANATION: Final = ROOT / "docs" / "explanation"
 PICTURE: Final = ROOT / "docs" / "_static" / "gradients.png"
+# The loss scale that training usually begins with.
+SCALE: Final = 2.0**16
 _MARKED: Final = re.compile(r"(<!-- figures (\w+): begin -->\n).*?(<!-- figures \w+: end -->)", re.S)
 # The level's columns; bfloat16 at O3, where Adam in float16 is not worth training with.
 _LEVELS: Final[Mapping[str, dict[str, Any]]] = {
@@ -100,8 +103,8 @@ def _ascending(dtypes: set[torch.dtype]) -> list[torch.dtype]:
     return sorted(dtypes, key=lambda dtype: dtype.itemsize)
 
 
-def gradients(steps: int = 300) -> mpinit.GradientHistogram:
-    """Of a small CNN after so many steps on handwritten digits, in float32, where nothing is lost."""
+def gradients(steps: int = 300) -> Tensor:
+    """All gradients of a small CNN after so many steps on handwritten digits, in float32, where nothing is lost."""
     sys.path.insert(0, str(ROOT / "examples"))
     from demo.digits_data import load_digits
     from demo.network import digits_net
@@ -109,7 +112,7 @@ def gradients(steps: int = 300) -> mpinit.GradientHistogram:
     torch.manual_seed(0)
     digits, model = load_digits(), digits_net(8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    mpinit.initialize(model, optimizer, "O0", loss_scale=2.0**16, verbosity=0)
+    mpinit.initialize(model, optimizer, "O0", loss_scale=SCALE, verbosity=0)
     chance, done = torch.Generator().manual_seed(0), 0
     while True:
         for images, labels in digits.batches(64, chance):
@@ -118,39 +121,63 @@ def gradients(steps: int = 300) -> mpinit.GradientHistogram:
                 scaled_loss.backward()
             done += 1
             if done == steps:
-                histogram = mpinit.gradient_histogram(optimizer)
+                found = [p.grad.flatten() for p in mpinit.master_params(optimizer) if p.grad is not None]
                 mpinit.undo(model)
-                return histogram
+                return torch.cat(found)
             optimizer.step()
 
 
 def lost() -> str:
-    """What the histogram says."""
-    return f"```text\n{gradients()}\n```\n"
+    """What each 16-bit type loses of them."""
+    return f"```text\n{said_of(gradients())}\n```\n"
 
 
-def draw(histogram: Any, path: Path) -> None:
-    """The histogram, with what float16 holds shaded, at scale 1 and at the present one."""
+def _exponents(found: Tensor) -> Tensor:
+    return torch.frexp(found[found != 0]).exponent - 1
+
+
+def said_of(found: Tensor) -> str:
+    """Shares of gradients that are lost, by type and scale."""
+    exponents = _exponents(found)
+    lines = [f"{found.numel():,} gradients, {int((found == 0).sum()):,} of them 0"]
+    # Exponents of the smallest subnormal and the smallest normal number of a type, and of the first beyond it.
+    for dtype, scale, ends in (
+        ("float16", 1.0, (-24, -14, 16)),
+        ("float16", SCALE, (-24, -14, 16)),
+        ("bfloat16", 1.0, (-133, -126, 128)),
+    ):
+        subnormal, normal, end = (edge - math.log2(scale) for edge in ends)
+        small, gone, inf = (
+            float(each.double().mean()) for each in (exponents < normal, exponents < subnormal, exponents >= end)
+        )
+        lines.append(
+            f"  {dtype} at scale {scale:g}: {small:.1%} below the smallest normal number, {gone:.1%} become 0, "
+            f"{inf:.1%} inf"
+        )
+    return "\n".join([*lines, f"  scale for float16: {2.0 ** (13 - int(exponents.max())):g}"])
+
+
+def draw(found: Tensor, path: Path) -> None:
+    """Gradients by their exponents, with what float16 holds shaded, at scale 1 and at the usual one."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     axes = figure.subplots()
-    exponents = sorted(histogram.bins)
-    zeros = sum(histogram.zeros.values())
-    total = max(sum(histogram.bins.values()) + zeros, 1)
+    bins, total = Counter(_exponents(found).tolist()), found.numel()
+    exponents = sorted(bins)
     # Exponents of float16's smallest subnormal, smallest normal and largest number.
     subnormal, normal, largest = -24, -14, 15
-    for number, (scale, color) in enumerate(((1.0, "#4c72b0"), (histogram.scale, "#dd8452"))):
+    for number, (scale, color) in enumerate(((1.0, "#4c72b0"), (SCALE, "#dd8452"))):
         shift = math.log2(scale)
         band = {"ymin": 0.5 * number, "ymax": 0.5 * (number + 1), "color": color, "lw": 0}
         axes.axvspan(normal - shift, largest + 1 - shift, alpha=0.22, label=f"float16 at scale {scale:g}", **band)
         axes.axvspan(subnormal - shift, normal - shift, alpha=0.1, label="  subnormal there", **band)
-    heights = [100 * histogram.bins[exponent] / total for exponent in exponents]
+    heights = [100 * bins[exponent] / total for exponent in exponents]
     axes.bar(exponents, heights, width=0.85, align="edge", color="#333333", zorder=3)
-    axes.set_xlim(min([*exponents, subnormal - math.log2(histogram.scale)]) - 3, max([*exponents, largest]) + 3)
+    axes.set_xlim(min([*exponents, subnormal - math.log2(SCALE)]) - 3, max([*exponents, largest]) + 3)
     axes.set_xlabel("exponent of the gradient: log2 of its magnitude")
     axes.set_ylabel("share of all gradients, %")
-    axes.set_title(f"{total:,} gradients, {100 * zeros / total:.1f}% of them 0", loc="left")
+    axes.set_title(f"{total:,} gradients, {(found == 0).double().mean():.1%} of them 0", loc="left")
     axes.legend(loc="upper right", fontsize=8, framealpha=0.9)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

@@ -50,14 +50,13 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "See what precision does": (
         *("describe", "audit", "fidelity", "explain", "overflow_report", "watch_overflow"),
-        *("gradient_histogram", "suggest"),
+        "suggest",
     ),
     "What these give": (
         *("inspect.precision_report.PrecisionReport", "inspect.precision_report.Row"),
         *("inspect.overflow.OverflowReport", "inspect.faults.OverflowWatch", "inspect.faults.Fault"),
         *("inspect.audit.Audit", "inspect.audit.AuditRow", "inspect.fidelity.Fidelity"),
         "masters.changes.Changes",
-        "inspect.exponents.GradientHistogram",
         *("inspect.suggest.Suggestion", "inspect.suggest.Finding", "inspect.suggest.Run"),
     ),
     "In frameworks": (

@@ -202,10 +202,9 @@ def main() -> None:
     mpinit.initialize(model, optimizer, found.level, **found.keywords, verbosity=0)
     print()
     train(mended, model, optimizer, data, first=broken.stopped_at + 1)
-    histogram = mpinit.gradient_histogram(optimizer)
 
     text = table([reference, broken, mended])
-    print(f"\n{text}\n\n{histogram}\n")
+    print(f"\n{text}\n")
     draw([reference, broken, mended], options.out / "loss_and_scale.png")
     (options.out / "table.txt").write_text(text + "\n", encoding="utf-8")
     print(f"Plot: {options.out / 'loss_and_scale.png'}")

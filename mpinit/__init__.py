@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .amp import *  # noqa: F403 - its __all__ spells the names out
     from .inspect.audit import audit as audit
     from .inspect.explain import explain as explain
-    from .inspect.exponents import gradient_histogram as gradient_histogram
     from .inspect.fidelity import fidelity as fidelity
     from .inspect.overflow import overflow_report as overflow_report
     from .inspect.overflow import watch_overflow as watch_overflow
@@ -38,7 +37,6 @@ else:
         "changes": "mpinit.weight_changes",
         "explain": "mpinit.inspect.explain",
         "fidelity": "mpinit.inspect.fidelity",
-        "gradient_histogram": "mpinit.inspect.exponents",
         "overflow_report": "mpinit.inspect.overflow",
         "suggest": "mpinit.inspect.suggest",
         "watch_overflow": "mpinit.inspect.overflow",
@@ -46,6 +44,7 @@ else:
 
     _REMOVED = {
         "History": "log loss_scale, step_was_skipped and what clip_grad_norm_ returns with the tracker of your run",
+        "gradient_histogram": "torch.frexp gives exponents: `Where gradients lie` in docs/explanation/loss-scaling.md",
         "stalled": "mpinit.audit(model, optimizer).stuck foresees it; to measure, compare with copies of the weights",
     }
 

@@ -138,11 +138,8 @@ def test_audit_fidelity_and_explain_leave_everything(level: str | None) -> None:
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_reports_and_histograms_leave_everything(level: str) -> None:
+def test_reports_leave_everything(level: str) -> None:
     model, optimizer = build(level)
-    before = picture(model, optimizer)
-    mpinit.gradient_histogram(optimizer)
-    same(picture(model, optimizer), before)
     backward(mse(model, batches(1)[0]) * float("inf"), optimizer)
     if level in ("O1", "O2"):
         optimizer.step()

@@ -272,7 +272,7 @@ import sys, mpinit
 from mpinit import amp
 late = [name for name in sys.modules if name.split(".")[0] in ("pydantic", "pydantic_core")]
 assert not late, late
-inspectors = [f"mpinit.inspect.{name}" for name in ("suggest", "explain", "audit", "exponents")]
+inspectors = [f"mpinit.inspect.{name}" for name in ("suggest", "explain", "audit")]
 assert not any(name in sys.modules for name in inspectors)
 assert {"suggest", "Properties", "initialize"} <= set(dir(mpinit))
 assert mpinit.OPT_LEVELS["O2"] == amp.OPT_LEVELS["O2"] and mpinit.Properties is amp.Properties

@@ -30,7 +30,7 @@ FUNCTIONS = {
 # What mpinit/inspect offers: of mpinit alone, not of amp.
 INSPECTORS = {
     *("changes", "audit", "explain", "fidelity"),
-    *("gradient_histogram", "overflow_report", "suggest", "watch_overflow"),
+    *("overflow_report", "suggest", "watch_overflow"),
 }
 
 SIGNATURES = {

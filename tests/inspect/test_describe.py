@@ -1,0 +1,40 @@
+"""Exponents of gradients, and what describe tells."""
+
+import math
+
+import pytest
+import torch
+from loops import backward, batches, iterate, mse, start, started
+from torch import nn
+
+import mpinit
+
+
+@pytest.mark.parametrize("name", ["History", "gradient_histogram", "stalled"])
+def test_what_there_was_says_what_takes_its_place(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"mpinit.{name} was removed: .*(tracker|frexp|audit)"):
+        getattr(mpinit, name)
+
+
+def test_it_tells_level_dtypes_masters_scale_and_skips() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = start(model, make=torch.optim.Adam)
+    for factor in (1.0, float("inf")):
+        iterate(model(torch.randn(3, 4)).square().mean() * 0.01 * factor, optimizer)
+    text = mpinit.describe(optimizer)
+    assert text == mpinit.describe(model)
+    for part in (
+        "(O2: Sequential; Adam)",
+        "cast_model_type = torch.float16",
+        "Adam: 1 step done, 1 skipped, 1 of them in a row just now",
+        "scale 512, 0 good backward passes since it moved",
+    ):
+        assert part in text
+
+
+def test_what_is_not_initialised_or_disabled() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="was not initialised"):
+        mpinit.describe(model)
+    mpinit.initialize(model, enabled=False)
+    assert mpinit.describe(model) == "mixed precision is disabled"
