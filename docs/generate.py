@@ -35,7 +35,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "Set up and take back": ("initialize", "add_optimizers", "undo", "Properties", "install_as_apex"),
     "Backward and step": (
         *("scale_loss", "GradScaler", "master_params", "clip_grad_norm_", "loss_scale", "step_was_skipped"),
-        *("step_counts", "scheduler_step", "broadcast_masters"),
+        *("step_counts", "scheduler_step"),
     ),
     "Checkpoints, and weights in float32": (
         "state_dict",

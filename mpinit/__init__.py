@@ -43,6 +43,7 @@ else:
     }
 
     _REMOVED = {
+        "broadcast_masters": "mpinit.TrainState does it, with StateDictOptions(broadcast_from_rank0=True)",
         "History": "log loss_scale, step_was_skipped and what clip_grad_norm_ returns with the tracker of your run",
         "gradient_histogram": "torch.frexp gives exponents: `Where gradients lie` in docs/explanation/loss-scaling.md",
         "stalled": "mpinit.audit(model, optimizer).stuck foresees it; to measure, compare with copies of the weights",

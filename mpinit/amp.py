@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import checkpoint, checks, checks_of_ranks, registry
+from . import checkpoint, checks, registry
 from .basics.names_found_later import found_later
 from .distributed import norms
 from .distributed.sharding import is_sharded
@@ -22,7 +22,6 @@ from .functions.registration import (
 from .grad_scaler import GradScaler
 from .in_float32 import float32_weights
 from .initialization import add_optimizers, initialize, undo
-from .optimizer.ranks import copy_from, send_state
 from .optimizer.scaled_loss import ScaledLoss, Unscaled
 from .progress import describe, loss_scale, scheduler_step, step_counts, step_was_skipped
 from .session import Session
@@ -44,7 +43,6 @@ __all__ = [
     "Properties",
     "TrainState",
     "add_optimizers",
-    "broadcast_masters",
     "clip_grad_norm_",
     "describe",
     "disable_casts",
@@ -201,49 +199,6 @@ def clip_grad_norm_(
     if process_group is not None or any(map(is_sharded, parameters)):
         return norms.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, process_group)
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-
-
-@checks.ends_at_the_caller
-def broadcast_masters(optimizer: Optimizer, src: int = 0, group: Any = None) -> None:
-    """Give all ranks what one of them has: parameters in float32 (masters and their weights), and the optimizer.
-
-    DistributedDataParallel needs no call: when it is made, and after its ``join()``, masters and loss scales are made
-    one by themselves. Call this where ranks part in other ways: a checkpoint was loaded on one rank, or weights were
-    averaged by hand. The optimizer's state, the settings in its groups and the loss scales go along. Every rank of the
-    group has to call it.
-
-    Args:
-        optimizer: an initialised optimizer; on every rank over the same parameters.
-        src: whose parameters: a global rank.
-        group: a process group. Default: the default one.
-
-    Raises:
-        RuntimeError: the optimizer is not initialised, there is no process group, or ranks have different parameters.
-        ValueError: parameters are sharded: ranks hold different parts of one model.
-
-    Example:
-        >>> import torch, mpinit
-        >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
-        >>> if torch.distributed.is_initialized():
-        ...     mpinit.broadcast_masters(optimizer, src=0)
-        >>> mpinit.undo(model)
-    """
-    session = registry.session_meant(optimizer)
-    if session is None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        source = checks_of_ranks.check_broadcast(parameters, src, group)
-        copy_from(parameters, source, group)
-        send_state(optimizer, source, group)
-        return
-    members = session.managed(optimizer).members
-    members.refresh()
-    source = checks_of_ranks.check_broadcast(members.weights, src, group)
-    mastered = {id(master.weight) for master in members.masters}
-    plain = [weight for weight in members.weights if id(weight) not in mastered]
-    session.ranks.send(members.masters, plain, source, group)
-    send_state(session.managed(optimizer).optimizer, source, group)
 
 
 @checks.ends_at_the_caller

@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from .basics.dtypes import is_lower_precision
 from .basics.modules import Walk
-from .distributed.agreement import device_for, meshes_of, reach
-from .distributed.sharding import flattened, is_distributed, is_sharded, replaced_since
+from .distributed.agreement import meshes_of, reach
+from .distributed.sharding import flattened, is_distributed, replaced_since
 from .plan import Plan
 
 _REDUCES: Final = "DistributedDataParallel"
@@ -71,7 +71,12 @@ def check_not_left_behind(walk: Walk, optimizers: Sequence[Optimizer]) -> None:
 def check_process_group(group: Any, models: Sequence[nn.Module], plan: Plan) -> None:
     """Refuse a group that is none, and shards among which overflow cannot be agreed on without one."""
     if group is not None:
-        _check_group(group, "process_group")
+        if not is_distributed():
+            raise ValueError(
+                "process_group was given, but torch.distributed is not initialised: init_process_group comes first"
+            )
+        if not isinstance(group, torch.distributed.ProcessGroup):
+            raise TypeError(f"process_group must be a torch.distributed.ProcessGroup of this process, not {group!r}")
     elif plan.scaling.dynamic and is_distributed():
         meshes = meshes_of(parameter for model in models for parameter in model.parameters())
         world = torch.distributed.get_world_size()
@@ -82,45 +87,3 @@ def check_process_group(group: Any, models: Sequence[nn.Module], plan: Plan) -> 
                 "torch.distributed.group.WORLD where the others hold other parts of it (pipeline stages), or "
                 "process_group=mesh.get_group() where they train something else"
             )
-
-
-def check_broadcast(parameters: Sequence[nn.Parameter], src: Any, group: Any) -> int:
-    """Whether all ranks of a group can take these parameters from one of them.
-
-    Returns:
-        The sender's rank within the group.
-    """
-    distributed: Any = torch.distributed
-    if not is_distributed():
-        raise RuntimeError(
-            "mpinit.broadcast_masters sends parameters to other processes, and there are none: call "
-            "torch.distributed.init_process_group first"
-        )
-    if group is not None:
-        _check_group(group, "group")
-    members = distributed.get_process_group_ranks(group or distributed.group.WORLD)
-    if isinstance(src, bool) or not isinstance(src, int) or src not in members:
-        raise ValueError(f"src={src!r} is no rank of the group, whose ranks are {members}")
-    if any(map(is_sharded, parameters)):
-        raise ValueError(
-            "some of the parameters are sharded (DTensor): ranks hold different parts of one model, and there is "
-            "nothing to copy. Load a state on all ranks, or with torch.distributed.checkpoint.state_dict's "
-            "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)"
-        )
-    numbers = torch.tensor([len(parameters), sum(parameter.numel() for parameter in parameters)], dtype=torch.int64)
-    there = torch.cat([numbers, -numbers]).to(device_for(group or distributed.group.WORLD, torch.device("cpu")))
-    distributed.all_reduce(there, distributed.ReduceOp.MAX, group=group)
-    most, fewest = there[:2].tolist(), (-there[2:]).tolist()
-    if most != fewest:
-        raise RuntimeError(
-            f"the ranks step different parameters, between {fewest[0]} of {fewest[1]} numbers and {most[0]} of "
-            f"{most[1]}: nothing was sent. Give the optimizer the same parameters on every rank"
-        )
-    return int(members.index(src))
-
-
-def _check_group(group: Any, name: str) -> None:
-    if not is_distributed():
-        raise ValueError(f"{name} was given, but torch.distributed is not initialised: init_process_group comes first")
-    if not isinstance(group, torch.distributed.ProcessGroup):
-        raise TypeError(f"{name} must be a torch.distributed.ProcessGroup that this process is in, not {group!r}")

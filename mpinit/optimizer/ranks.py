@@ -9,8 +9,6 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..basics.patching import UndoStack
 from ..distributed.agreement import Group, agree, check_same, device_for, groups_of, meshes_of, say_same
@@ -26,7 +24,7 @@ from ..distributed.replicas import (
     running_wrapper,
 )
 from ..distributed.sharding import flattened, has_other_processes, is_distributed, is_sharded, replaced_since
-from ..masters.masters import Master, Masters
+from ..masters.masters import Masters
 from ..model.casting import TensorCasts
 from ..scaling.scaler import LossScaler
 from ..torch_internals.running import current_pass
@@ -55,7 +53,7 @@ _INSIDE_BACKWARD: Final = (
 _NOT_LOADED: Final = (
     "the loss scales of this rank were loaded after its model was wrapped in DistributedDataParallel, and not all "
     "other ranks have loaded the same: the gradients that they reduce together carry different scales. Load on every "
-    "rank, or call mpinit.broadcast_masters(optimizer, src=...) on all of them after one has loaded"
+    "rank, or one state for all of them, by mpinit.TrainState with StateDictOptions(broadcast_from_rank0=True)"
 )
 
 
@@ -252,27 +250,19 @@ class Ranks:
                 members.refresh()  # of an optimizer to which nothing was done yet
         return [weight for members in self._members for weight in members.weights]
 
-    def _send_under(self, wrapper: Any, src: int) -> None:
-        found = {id(master): master for master in map(self._masters.of, reduced_by(wrapper)) if master is not None}
-        self.send(list(found.values()), [], src, wrapper.process_group)
-
     @torch.no_grad()
-    def send(self, masters: Sequence[Master], plain: Sequence[torch.Tensor], src: int, group: Group | None) -> None:
-        """Give all ranks the masters, and the parameters without masters, of one of them, and its loss scales."""
-        values = [functools.partial(self._masters.values, master) for master in masters]
-        for index, sent in broadcast(values, src, group):
+    def _send_under(self, wrapper: Any, src: int) -> None:
+        """Give all ranks the masters of one of them, and its loss scales."""
+        found = {id(master): master for master in map(self._masters.of, reduced_by(wrapper)) if master is not None}
+        masters, group = list(found.values()), wrapper.process_group
+        for index, sent in broadcast([functools.partial(self._masters.values, m) for m in masters], src, group):
             self._masters.load(masters[index], sent)
-        copy_from(plain, src, group)
-        self._send_scales(src, group)
-
-    def _send_scales(self, src: int, group: Group | None) -> None:
-        """Ranks average scaled gradients; one that was resumed by itself, or joined early, has another scale."""
-        distributed: Any = torch.distributed
+        # Ranks average scaled gradients; one that was resumed by itself, or joined early, has another scale.
         for scaler in self._scalers:
             if scaler.rule.dynamic:
                 counters = torch.cat([scaler.counters(), scaler.counters().new_tensor([time.time()])])
-                there = counters.to(device_for(group or distributed.group.WORLD, counters.device))
-                distributed.broadcast(there, group=group, group_src=src)
+                there = counters.to(device_for(group, counters.device))
+                torch.distributed.broadcast(there, group=group, group_src=src)
                 scaler.take_counters(there[:-1])
                 self._since = float(there[-1])
         self._steps, self._loads = 0, sum(scaler.loads for scaler in self._scalers)
@@ -375,28 +365,3 @@ def _check_passes(parted: Sequence[bool]) -> None:
             "together would carry different scales: call mpinit.scale_loss with the same loss_id on all ranks. Where "
             "every rank trains a task of its own, use one loss scale for all (num_losses=1)"
         )
-
-
-def send_state(optimizer: Optimizer, src: int, group: Group | None) -> None:
-    """Give all ranks an optimizer's state, and the settings in its groups, of one of them."""
-    receives = torch.distributed.get_rank(group) != src
-    state: Any = None if receives else optimizer.state_dict()
-    # Tensors are sent by themselves; of them only shapes and types are pickled.
-    sent: list[Any] = [tree_map_only(torch.Tensor, lambda t: t.to("cpu" if t.numel() == 1 else "meta"), state)]
-    torch.distributed.broadcast_object_list(sent, group=group, group_src=src)
-    if receives:
-        device = next((p.device for each in optimizer.param_groups for p in each["params"]), torch.device("cpu"))
-        state = tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device=device) if t.is_meta else t, sent[0])
-    tensors = [each for each in tree_leaves(state) if isinstance(each, torch.Tensor) and each.numel() != 1]
-    copy_from(tensors, src, group)
-    if receives:
-        optimizer.load_state_dict(state)
-
-
-@torch.no_grad()
-def copy_from(tensors: Sequence[torch.Tensor], src: int, group: Group | None) -> None:
-    """Copy tensors from the rank ``src`` of a group to the others, in place."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        same = [tensor for tensor in tensors if tensor.dtype is dtype]
-        for index, values in broadcast([tensor.detach for tensor in same], src, group):
-            same[index].copy_(values)

@@ -216,7 +216,7 @@ def test_a_rank_without_a_batch_ends_with_the_others_masters(level: str) -> None
 
 @ranks(4, ("O2",), long=[("split",), ("model",)])
 def test_what_one_rank_has_loaded_reaches_all(level: str) -> None:
-    """Masters and scale, when the model is wrapped, and by broadcast_masters afterwards."""
+    """Masters and scale, when the model is wrapped."""
     model = network(seed=0)
     optimizer = engines.sgd(model.parameters())
     mpinit.initialize(model, optimizer, **keywords(level))
@@ -227,9 +227,6 @@ def test_what_one_rank_has_loaded_reaches_all(level: str) -> None:
     wrapped = DistributedDataParallel(model)
     assert mpinit.loss_scale(optimizer) == 64.0
     assert all(map(torch.equal, model.state_dict().values(), state.values()))
-    if dist.get_rank() == 2:
-        mpinit.load_state_dict({"loss_scaler0": {"loss_scale": 32.0, "unskipped": 5}}, optimizer)
-    mpinit.broadcast_masters(optimizer, src=2)
     for batch in parts(2):
         optimizer.zero_grad()
         backward(wrapped, optimizer, batch)

@@ -13,12 +13,12 @@ import distributed_example
 import pytest
 import torch
 import torch.distributed as dist
-from engines import BF16, CASE, State, assert_close, assert_one, by_itself, mesh, mine, refused, sgd_of, whole
+from engines import BF16, CASE, State, assert_close, assert_one, by_itself, mine, refused, sgd_of, whole
 from loops import backward
 from models import LEVELS, train
 from processes import ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import mpinit
@@ -91,27 +91,6 @@ def test_a_wrapped_part_has_the_first_ranks_masters() -> None:
     backward(CASE.loss(model(x), y), optimizer)
     optimizer.step()
     assert_one(model.layer.module)
-
-
-@ranks(2)
-def test_broadcasting_refuses_what_it_cannot_send() -> None:
-    model, optimizer = build("O5", seed=0)
-    with refused(ValueError, "src=7", "[0, 1]"):
-        mpinit.broadcast_masters(optimizer, src=7)
-    with refused(TypeError, "ProcessGroup"):
-        mpinit.broadcast_masters(optimizer, group="world")
-    mpinit.undo(model)
-    if dist.get_rank() == 1:
-        optimizer.param_groups[0]["params"].pop()
-    mpinit.initialize(model, optimizer, verbosity=0, opt_level="O5")
-    with refused(RuntimeError, "different parameters"):
-        mpinit.broadcast_masters(optimizer)
-    mpinit.undo(model)
-    model = fully_shard(CASE.build(), mesh=mesh(2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mpinit.initialize(model, optimizer, "O5", verbosity=0)
-    with refused(ValueError, "sharded", "broadcast_from_rank0"):
-        mpinit.broadcast_masters(optimizer)
 
 
 @ranks(2)

@@ -1,6 +1,7 @@
 """Ranks that train one model are asked for the same, begin with the same float32 values, and stay one."""
 
 import contextlib
+import copy
 import time
 import warnings
 from typing import Any
@@ -13,7 +14,7 @@ from models import LEVELS, Parts, train
 from processes import ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -112,25 +113,25 @@ def test_unequal_seeds_leave_one_frozen_weight_and_one_buffer(level: str) -> Non
 
 
 @ranks(2, ("O2",), ("split",), long=[("O0",), ("O1",), ("model",)])
-def test_broadcast_masters_sends_the_optimizers_state(level: str) -> None:
+def test_one_file_is_enough_for_all_ranks(level: str) -> None:
     model = engines.CASE.build()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
     wrapped = DistributedDataParallel(model)
     batches = [engines.mine(batch) for batch in engines.CASE.batches(6)]
     train(wrapped, optimizer, batches[:2], engines.CASE.loss)
-    saved = {key: value.clone() for key, value in model.state_dict().items()}, optimizer.state_dict()
+    saved = copy.deepcopy(mpinit.TrainState(model, optimizer).state_dict())
+    train(wrapped, optimizer, batches[2:], engines.CASE.loss)
     again = engines.CASE.build()
     resumed = torch.optim.Adam(again.parameters(), lr=0.5)
     mpinit.initialize(again, resumed, verbosity=0, **LEVELS[level])
     wrapped = DistributedDataParallel(again)
-    if dist.get_rank() == 1:
-        again.load_state_dict(saved[0])
-        resumed.load_state_dict(saved[1])
-    mpinit.broadcast_masters(resumed, src=1)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    mpinit.TrainState(wrapped, resumed, options=options).load_state_dict(saved if dist.get_rank() == 0 else {})
     engines.assert_one([value for state in resumed.state.values() for value in state.values()])
     assert resumed.param_groups[0]["lr"] == 0.01
     train(wrapped, resumed, batches[2:], engines.CASE.loss)
+    engines.assert_same(engines.whole(again.state_dict()), engines.whole(model.state_dict()))
     engines.assert_one(again)
     engines.assert_one([value for state in resumed.state.values() for value in state.values()])
 
@@ -218,16 +219,19 @@ def test_a_scale_that_was_loaded_after_wrapping_is_loaded_by_all(who: str) -> No
         scale = 64.0 if rank == 1 or who == "both" else 32.0
         mpinit.load_state_dict({"loss_scaler0": {"loss_scale": scale, "unskipped": 0}}, optimizer)
     if who == "sent":
-        mpinit.broadcast_masters(optimizer, src=1)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        state = mpinit.TrainState(wrapped, optimizer, options=options)
+        saved = state.state_dict()
+        state.load_state_dict(saved if rank == 0 else {})
     refuses = who == "other" or (who == "one" and rank == 1)
     start = time.monotonic()
-    with engines.refused(RuntimeError, "loss scales", "broadcast_masters") if refuses else contextlib.nullcontext():
+    with engines.refused(RuntimeError, "loss scales", "broadcast_from_rank0") if refuses else contextlib.nullcontext():
         train(wrapped, optimizer, batches[1:], engines.CASE.loss)
     assert time.monotonic() - start < 20
     if refuses:
         engines.assert_same(engines.whole(model.state_dict()), before)
     elif who != "one":
-        assert mpinit.loss_scale(optimizer) == 64.0
+        assert mpinit.loss_scale(optimizer) == (64.0 if who == "both" else 1024.0)
         engines.assert_one(model)
 
 

@@ -1,18 +1,16 @@
-"""Exponents of gradients, and what describe tells."""
-
-import math
+"""What describe tells, and names of before."""
 
 import pytest
 import torch
-from loops import backward, batches, iterate, mse, start, started
+from loops import iterate, start
 from torch import nn
 
 import mpinit
 
 
-@pytest.mark.parametrize("name", ["History", "gradient_histogram", "stalled"])
+@pytest.mark.parametrize("name", ["History", "broadcast_masters", "gradient_histogram", "stalled"])
 def test_what_there_was_says_what_takes_its_place(name: str) -> None:
-    with pytest.raises(AttributeError, match=f"mpinit.{name} was removed: .*(tracker|frexp|audit)"):
+    with pytest.raises(AttributeError, match=f"mpinit.{name} was removed: .*(tracker|TrainState|frexp|audit)"):
         getattr(mpinit, name)
 
 
