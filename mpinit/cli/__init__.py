@@ -12,12 +12,13 @@ from typing import Any, Final
 # is given them and returns the exit status.
 COMMANDS: Final = {
     "levels": "show what the levels set, with overrides applied",
-    "doctor": "show what this machine can do in 16 bits, and which level suits it",
     "explain": "run a model once and show which operation runs in which type, and why",
     "audit": "show what a training stores, in which types, and which weights cannot move",
     "convert": "turn a checkpoint of apex, torch.amp or mpinit into another's",
     "run": "run a script that was written for apex, unmodified",
 }
+# Commands of versions before, and what does the same.
+_REMOVED: Final = {"doctor": "docs/explanation/levels.md has six lines of torch.utils.benchmark that measure a machine"}
 # A user's script shows its own errors; of the others what is raised is said in one line, with exit status 2.
 _SHOW_THEIR_OWN: Final = ("run",)
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if chosen and not chosen.startswith("-") and chosen not in COMMANDS:
         near = difflib.get_close_matches(chosen, COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
-        parser.error(f"there is no command {chosen!r}; {hint}")
+        parser.error(f"there is no command {chosen!r}; {_REMOVED.get(chosen, hint)}")
     own, rest = _split(words)
     arguments, unknown = parser.parse_known_args(own)
     arguments.rest = rest
