@@ -42,7 +42,6 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "load_state_dict",
         "TrainState",
         "float32_weights",
-        "changes",
     ),
     "Casts at O1": (
         *("disable_casts", "half_function", "float_function", "promote_function"),
@@ -56,7 +55,6 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         *("inspect.precision_report.PrecisionReport", "inspect.precision_report.Row"),
         *("inspect.overflow.OverflowReport", "inspect.faults.OverflowWatch", "inspect.faults.Fault"),
         *("inspect.audit.Audit", "inspect.audit.AuditRow", "inspect.fidelity.Fidelity"),
-        "masters.changes.Changes",
         *("inspect.suggest.Suggestion", "inspect.suggest.Finding", "inspect.suggest.Run"),
     ),
     "In frameworks": (
@@ -70,7 +68,6 @@ OPTIONS: Final[Mapping[str, str]] = {
     "Properties": "",
     "inspect.faults.OverflowWatch": "   :members: first, first_module, kind\n",
     "integrations.lightning.MixedPrecision": "",
-    "masters.changes.Changes": "   :members: take\n",
 }
 
 # In the place of those that would show a page of pydantic's validators.

@@ -34,7 +34,7 @@ ROOMS: Final[dict[str, tuple[str, ...]]] = {
         *("functions", "torch_internals"),
     ),
     "Backward and step": ("optimizer", "masters", "scaling", "distributed", "grad_scaler"),
-    "Saving and loading": ("checkpoint", "train_state", "weight_changes"),
+    "Saving and loading": ("checkpoint", "train_state"),
     "Looking": ("inspect",),
     "In a framework": ("integrations",),
     "On the command line": ("cli",),

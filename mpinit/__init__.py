@@ -30,11 +30,9 @@ if TYPE_CHECKING:
     from .inspect.overflow import overflow_report as overflow_report
     from .inspect.overflow import watch_overflow as watch_overflow
     from .inspect.suggest import suggest as suggest
-    from .weight_changes import changes as changes
 else:
     _INSPECTORS = {
         "audit": "mpinit.inspect.audit",
-        "changes": "mpinit.weight_changes",
         "explain": "mpinit.inspect.explain",
         "fidelity": "mpinit.inspect.fidelity",
         "overflow_report": "mpinit.inspect.overflow",

@@ -112,7 +112,6 @@ class Session:
         self._loose: tuple[tuple[int, ...], Gradients | None] = (), None
         self._float32_state: state_dict.Float32State | None = None
         self._is_ending = False
-        self._last_calls: list[Undo] = []
 
     @functools.cached_property
     def _casts(self) -> casting.TensorCasts:
@@ -320,8 +319,6 @@ class Session:
             if self.masters.are_in_model:
                 raise RuntimeError(IN_FLOAT32.format("mpinit.undo()"))
             self.take_writes()
-            for settle in self._last_calls:
-                settle()
             reshard(self.models)
             for managed in self._managed.values():
                 managed.close_exposed()
@@ -338,11 +335,6 @@ class Session:
     def when_undone(self, undo: Undo) -> None:
         """Take something back with the session: what a framework was given because of it."""
         self._undos.push(undo)
-
-    def before_undo(self, settle: Undo) -> Undo:
-        """Call something when the session ends, while everything is still in place; returns what takes that back."""
-        self._last_calls.append(settle)
-        return functools.partial(self._last_calls.remove, settle)
 
     def before_forward(self) -> None:
         """A model is about to be run: its weights are what was done to masters that were given out."""

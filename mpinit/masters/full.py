@@ -160,11 +160,6 @@ class _Open(OpenMasters):
     def write(self) -> None:
         if self in self._owner._open:
             self._owner._open.remove(self)
-        changes = self._owner.changes
-        if changes is not None:
-            columns = zip(self._weights, self._masters, self._parameters, strict=True)
-            rounded = (cast_to(w.dtype, master.clamps, TENSOR_DETACH(p)) for w, master, p in columns)
-            changes.rounding(self._weights, rounded)
         if self._are_sharded:
             torch._foreach_copy_([local(w) for w in self._weights], [local(p) for p in self._parameters])
         elif self._weights:
@@ -174,8 +169,6 @@ class _Open(OpenMasters):
                 round_into(master.weight, master.parameter, clamps=True)
         if not self._are_sharded:
             self._writes.note()
-        if changes is not None:
-            changes.rounded()
         self._tell_others()
 
     def stepped(self) -> None:

@@ -9,7 +9,6 @@ from torch import nn
 
 from ..basics.dtypes import is_lower_precision
 from ..distributed.sharding import is_sharded, set_data
-from .changes import Changes
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -79,7 +78,6 @@ class Masters(ABC):
     Attributes:
         are_in_model: whether they stand in the models' modules at the moment: what they hold is true, and not the
             weights.
-        changes: what follows the weights' changes; None where nothing does.
         exposed: what has given masters out to users since the last step; each has a ``settle()``.
         steps_in_parts: whether a step is to hold as few float32 masters at a time as possible.
     """
@@ -90,7 +88,6 @@ class Masters(ABC):
         self._of: dict[int, Master] = {}
         self.are_in_model = False
         self.exposed: set[Any] = set()
-        self.changes: Changes | None = None
 
     def __iter__(self) -> Iterator[Master]:
         return iter(list(self._of.values()))

@@ -219,15 +219,8 @@ class _Bucket(OpenMasters):
         try:
             self._gather()
             take_remainder_(buffer[: self._numel].view(torch.int32), self._remainder)
-            changes = self._owner.changes
-            if changes is not None:
-                halves = (bits.to(torch.int16) for bits in self._bits)
-                pairs = zip(halves, self._shards(), strict=True)
-                changes.rounding(self._weights, (half.as_strided(w.size(), w.stride()) for half, w in pairs))
             if self._halves:
                 torch._foreach_copy_(self._halves, self._bits)
-            if changes is not None:
-                changes.rounded()
         finally:
             self._show(self._placeholders)
         if buffer.nbytes <= _KEPT_BYTES:

@@ -67,10 +67,10 @@ class OnePass:
 
     def steps(self, weights: Sequence[nn.Parameter], masters: Sequence[OpenMasters]) -> bool:
         """Step those of some weights that have a gradient; False: nothing was done, and the optimizer has to."""
-        if self._members.table.changes is not None or not is_read_freely(weights[0].device):
-            return False  # what follows changes is to see old and new
         state = self._members.optimizer.state
-        if (native := NATIVE.get()) is None or not computes_at_once() or not isinstance(state, dict):
+        if not is_read_freely(weights[0].device) or not isinstance(state, dict):
+            return False
+        if (native := NATIVE.get()) is None or not computes_at_once():
             return False
         groups = self._groups_of(native, weights)
         if groups is None:

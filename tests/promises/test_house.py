@@ -136,7 +136,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("registry",),
     ("checks_of_ranks", "checks_of_states"),
     ("checks",),
-    ("inspect", "checkpoint", "in_float32", "weight_changes"),
+    ("inspect", "checkpoint", "in_float32"),
     ("initialization", "grad_scaler", "train_state", "progress"),
     ("amp",),
     ("", "__main__", "cli", "compat", "integrations"),

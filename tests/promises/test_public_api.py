@@ -29,7 +29,7 @@ FUNCTIONS = {
 
 # What mpinit/inspect offers: of mpinit alone, not of amp.
 INSPECTORS = {
-    *("changes", "audit", "explain", "fidelity"),
+    *("audit", "explain", "fidelity"),
     *("overflow_report", "suggest", "watch_overflow"),
 }
 
