@@ -53,7 +53,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "What these give": (
         *("inspect.precision_report.PrecisionReport", "inspect.precision_report.Row"),
-        *("inspect.overflow.OverflowReport", "inspect.faults.OverflowWatch", "inspect.faults.Fault"),
+        *("optimizer.overflow_log.OverflowReport", "inspect.faults.OverflowWatch", "inspect.faults.Fault"),
         *("inspect.audit.Audit", "inspect.audit.AuditRow", "inspect.fidelity.Fidelity"),
         *("inspect.suggest.Suggestion", "inspect.suggest.Finding", "inspect.suggest.Run"),
     ),

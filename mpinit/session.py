@@ -94,7 +94,7 @@ class Session:
         self.optimizers = list(optimizers)
         self.opt_level, self.properties, self.plan = request.opt_level, request.properties, plan
         self.verbosity, self.awaits = request.verbosity, request.awaits
-        self.scalers = [LossScaler(plan.scaling) for _ in range(request.num_losses)]
+        self.scalers = [LossScaler(plan.scaling, loss_id) for loss_id in range(request.num_losses)]
         self.number = next(_numbers)
         self.is_live = False
         self.tensor_ids: frozenset[int] = frozenset()

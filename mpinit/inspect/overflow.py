@@ -1,61 +1,14 @@
 """Which parameter, module and operation an overflow came from: after it, from gradients, or while it happens."""
 
-from dataclasses import dataclass
-from typing import final
+from dataclasses import replace
 
 from torch import nn
 from torch.optim import Optimizer
 
 from .. import registry
-from ..basics.tables import counted
 from ..checks import ends_at_the_caller
-from ..optimizer.overflow_log import BadGradient
+from ..optimizer.overflow_log import OverflowReport
 from .faults import OverflowWatch
-
-
-@final
-@dataclass(frozen=True)
-class OverflowReport:
-    """What :func:`overflow_report` found.
-
-    Attributes:
-        loss_id: of the loss that overflowed; None where that is not known.
-        scale: the loss scale its backward pass had; None likewise.
-        loss: the loss, unscaled; None where reading it would have waited for the device.
-        gradients: the parameters whose gradients hold inf or nan, with their numbers, the largest share of them first.
-        first_module: the dotted name of the module that the backward pass came to first of those; None where it is no
-            module's.
-        advice: what to do next, in words.
-    """
-
-    loss_id: int | None
-    scale: float | None
-    loss: float | None
-    gradients: tuple[BadGradient, ...]
-    first_module: str | None
-    advice: str
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """Dotted names of the parameters of ``gradients``."""
-        return tuple(bad.name for bad in self.gradients)
-
-    def __str__(self) -> str:
-        if self.loss_id is None and not self.parameters:
-            return self.advice
-        scale = "unknown" if self.scale is None else f"{self.scale:g}"
-        loss = "" if self.loss is None else f", loss {self.loss:g}"
-        lines = [
-            f"overflow of loss {self.loss_id} at scale {scale}{loss}: {counted(len(self.parameters), 'parameter')}"
-        ]
-        for bad in self.gradients[:20]:
-            lines.append(
-                f"  {bad.name}: {bad.infs} inf, {bad.nans} nan of {bad.elements}, largest finite "
-                f"{bad.largest_finite:.4g}"
-            )
-        if len(self.gradients) > 20:
-            lines.append(f"  and {len(self.gradients) - 20} more")
-        return "\n".join([*lines, self.advice])
 
 
 @ends_at_the_caller
@@ -90,21 +43,13 @@ def overflow_report(optimizer: Optimizer) -> OverflowReport:
     """
     session = registry.session_of(optimizer)
     log = session.overflow_log(optimizer)
-    record = log.read(None, None, None)
-    last, now = ({bad.name for bad in each.parameters} for each in (log.last or record, record))
-    if log.last is not None and (not now or last == now):
-        record = log.last
-    worst = record.worst()
-    has_overflowed = log.last is not None or bool(worst)
-    known = [index for index, scaler in enumerate(session.scalers) if scaler is record.scaler]
-    return OverflowReport(
-        loss_id=known[0] if known else (0 if has_overflowed and len(session.scalers) == 1 else None),
-        scale=record.scale,
-        loss=record.loss,
-        gradients=worst,
-        first_module=record.first_module,
-        advice=record.advice() if has_overflowed else "no step of this optimizer has overflowed",
-    )
+    now = log.read(None, None, None)
+    if log.last is None and not now.gradients:
+        return replace(now, advice="no step of this optimizer has overflowed")
+    before = now if log.last is None else log.last
+    report = before if not now.gradients or set(before.parameters) == set(now.parameters) else now
+    is_known = report.loss_id is not None or len(session.scalers) > 1
+    return report if is_known else replace(report, loss_id=0)
 
 
 @ends_at_the_caller

@@ -184,7 +184,7 @@ class ManagedOptimizer:
         self._last_scaler = scaler
         if not overflowed:
             return None
-        worst = self.overflow_log.write(scaler, scaler.loss_scale(), loss).worst()
+        worst = self.overflow_log.write(scaler, scaler.loss_scale(), loss).gradients
         return f"{worst[0].name}, {worst[0].share:.0%} of it inf or nan" if worst else None
 
     def update_later(self, scaler: LossScaler) -> None:
@@ -441,7 +441,7 @@ class ManagedOptimizer:
             last = self.overflow_log.last
             warn_user(
                 f"{_SKIPS_TO_WARN_OF} steps in a row were skipped because gradients were inf or nan: the data, or a "
-                f"training that diverges. {'' if last is None else last.advice()}; skip_nonfinite=False lets them in"
+                f"training that diverges. {'' if last is None else last.advice}; skip_nonfinite=False lets them in"
             )
 
     def _raise_after_too_many(self) -> None:
@@ -449,12 +449,12 @@ class ManagedOptimizer:
         if self.counter.read().consecutive >= limit:
             log = self.overflow_log
             record = log.last or log.write(self._last_scaler, self.gradients.last_scale(), None)
-            names = ", ".join(bad.name for bad in record.parameters[:3]) or "gradients cleared since"
+            names = ", ".join(record.parameters[:3]) or "gradients cleared since"
             at = "" if record.scale is None else f", at a loss scale of {record.scale:g}"
             raise RuntimeError(
-                f"{limit} steps in a row were skipped because gradients were inf or nan, in {names} first{at}: "
+                f"{limit} steps in a row were skipped because gradients were inf or nan, in {names}{at}: "
                 "lowering the loss scale does not help, so the forward or the loss itself gives inf or nan. "
-                f"{record.advice()}; max_consecutive_skips moves the limit"
+                f"{record.advice}; max_consecutive_skips moves the limit"
             )
 
     def _skips_in_kernel(self) -> bool:

@@ -2,14 +2,17 @@
 
 import math
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 import torch
 
+from ..basics.tables import counted
 from ..scaling.scaler import LossScaler
 from ..torch_internals.operations import order_of_leaves
 from .gradients import dense_view
 from .members import Members
+
+_SHOWN: Final = 20
 
 
 @dataclass(frozen=True)
@@ -34,49 +37,67 @@ class BadGradient:
         return (self.infs + self.nans) / max(self.elements, 1)
 
 
+@final
 @dataclass(frozen=True)
-class OverflowRecord:
-    """One overflow.
+class OverflowReport:
+    """One overflow; what :func:`mpinit.overflow_report` found.
 
     Attributes:
-        scaler: of the loss that overflowed; None where that is not known.
-        scale: the scale it had; None likewise.
+        loss_id: of the loss that overflowed; None where that is not known.
+        scale: the loss scale its backward pass had; None likewise.
         loss: the loss, unscaled; None where reading it would have waited for the device.
-        parameters: whose gradients are bad, those that the backward pass came to first in front.
+        gradients: the parameters whose gradients hold inf or nan, with their numbers, the largest share of them first.
+        first_module: the dotted name of the module that the backward pass came to first of those; None where it is no
+            module's.
+        advice: where it began, as far as gradients tell, and what to do next, in words.
     """
 
-    scaler: LossScaler | None
+    loss_id: int | None
     scale: float | None
     loss: float | None
-    parameters: tuple[BadGradient, ...]
-
-    def worst(self) -> tuple[BadGradient, ...]:
-        """The parameters, the largest share of inf and nan first."""
-        return tuple(sorted(self.parameters, key=lambda bad: -bad.share))
+    gradients: tuple[BadGradient, ...]
+    first_module: str | None
+    advice: str
 
     @property
-    def first_module(self) -> str | None:
-        """The module of the first parameter; "" is the model itself."""
-        return self.parameters[0].name.rpartition(".")[0] if self.parameters else None
+    def parameters(self) -> tuple[str, ...]:
+        """Dotted names of the parameters of ``gradients``."""
+        return tuple(bad.name for bad in self.gradients)
 
-    def advice(self) -> str:
-        """Where it began, as far as gradients tell, and what to do, in two sentences."""
-        if self.loss is not None and not math.isfinite(self.loss):
-            return (
-                f"The loss itself was {self.loss:g}, so it began in the forward pass, in the data or in the loss: "
-                "`with mpinit.watch_overflow(model) as watch` around one batch names the module"
+    def __str__(self) -> str:
+        if self.loss_id is None and not self.parameters:
+            return self.advice
+        scale = "unknown" if self.scale is None else f"{self.scale:g}"
+        loss = "" if self.loss is None else f", loss {self.loss:g}"
+        lines = [
+            f"overflow of loss {self.loss_id} at scale {scale}{loss}: {counted(len(self.parameters), 'parameter')}"
+        ]
+        for bad in self.gradients[:_SHOWN]:
+            lines.append(
+                f"  {bad.name}: {bad.infs} inf, {bad.nans} nan of {bad.elements}, largest finite "
+                f"{bad.largest_finite:.4g}"
             )
-        if not self.parameters:
-            return "The gradients have been cleared since: look at mpinit.overflow_report(optimizer) before zero_grad()"
-        module = self.first_module
-        where = f"module {module!r}" if module else "the model's own parameters"
-        entry = f"keep_fp32=[{module!r}]" if module else "keep_fp32"
+        if len(self.gradients) > _SHOWN:
+            lines.append(f"  and {len(self.gradients) - _SHOWN} more")
+        return "\n".join([*lines, self.advice])
+
+
+def _advice(loss: float | None, module: str | None) -> str:
+    if loss is not None and not math.isfinite(loss):
         return (
-            f"The backward pass met inf or nan in {where} first, so they were made there or in what its results go "
-            "into: `with mpinit.watch_overflow(model) as watch` around one batch names the operation. Keep that in "
-            f"float32 ({entry}), use bfloat16 (opt_level='O5'), or lower the learning rate; "
-            "mpinit.suggest(model, optimizer, step) tries them out"
+            f"The loss itself was {loss:g}, so it began in the forward pass, in the data or in the loss: "
+            "`with mpinit.watch_overflow(model) as watch` around one batch names the module"
         )
+    if module is None:
+        return "The gradients have been cleared since: look at mpinit.overflow_report(optimizer) before zero_grad()"
+    where = f"module {module!r}" if module else "the model's own parameters"
+    entry = f"keep_fp32=[{module!r}]" if module else "keep_fp32"
+    return (
+        f"The backward pass met inf or nan in {where} first, so they were made there or in what its results go "
+        "into: `with mpinit.watch_overflow(model) as watch` around one batch names the operation. Keep that in "
+        f"float32 ({entry}), use bfloat16 (opt_level='O5'), or lower the learning rate; "
+        "mpinit.suggest(model, optimizer, step) tries them out"
+    )
 
 
 @final
@@ -84,16 +105,16 @@ class OverflowLog:
     """The last overflow of one optimizer; written only where there is one."""
 
     def __init__(self, members: Members) -> None:
-        self.last: OverflowRecord | None = None
+        self.last: OverflowReport | None = None
         self._members = members
 
-    def write(self, scaler: LossScaler | None, scale: float | None, loss: torch.Tensor | None) -> OverflowRecord:
+    def write(self, scaler: LossScaler | None, scale: float | None, loss: torch.Tensor | None) -> OverflowReport:
         """Take down what the gradients are now; waits for their device."""
         self.last = self.read(scaler, scale, loss)
         return self.last
 
     @torch.no_grad()
-    def read(self, scaler: LossScaler | None, scale: float | None, loss: torch.Tensor | None) -> OverflowRecord:
+    def read(self, scaler: LossScaler | None, scale: float | None, loss: torch.Tensor | None) -> OverflowReport:
         """What :meth:`write` would record."""
         order = {} if loss is None else order_of_leaves(loss)
         found = []
@@ -104,7 +125,10 @@ class OverflowLog:
                 found.append((order.get(weight, 0), -index, bad))
         found.sort(key=lambda row: row[:2])
         value = None if loss is None or loss.numel() != 1 else float(loss.detach())
-        return OverflowRecord(scaler, scale, value, tuple(bad for *_, bad in found))
+        module = found[0][2].name.rpartition(".")[0] if found else None
+        worst = sorted([bad for *_, bad in found], key=lambda bad: -bad.share)
+        loss_id = None if scaler is None else scaler.loss_id
+        return OverflowReport(loss_id, scale, value, tuple(worst), module, _advice(value, module))
 
 
 def _look(name: str, gradient: torch.Tensor) -> BadGradient | None:

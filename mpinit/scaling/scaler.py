@@ -23,12 +23,14 @@ class LossScaler:
     they are read only when they are asked for.
 
     Attributes:
+        loss_id: of the losses that it scales.
         passes: how often something was scaled.
         loads: how often a state was loaded.
     """
 
-    def __init__(self, rule: ScalingRule) -> None:
+    def __init__(self, rule: ScalingRule, loss_id: int = 0) -> None:
         self._rule = rule
+        self.loss_id = loss_id
         # On the CPU whatever the default device is: from the meta device no value would ever come back. The scale,
         # good updates since it last moved, and overflows left until it backs off; 0 once exhausted, until it grows.
         self._state = (
