@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..basics.dtypes import is_lower_precision
 from .agreement import Group, device_for
-from .sharding import is_sharded, local
+from .sharding import is_sharded, local, placed_as
 
 
 @torch.no_grad()
@@ -40,23 +41,31 @@ def clip_grad_norm_(
 
 def total_norm(parameters: Sequence[nn.Parameter], norm_type: float, process_group: Group | None) -> torch.Tensor:
     """The norm of all gradients; see :func:`clip_grad_norm_`."""
-    order = float(norm_type)
+    order, is_max = float(norm_type), math.isinf(norm_type)
+    device = next((local(parameter).device for parameter in parameters), torch.device("cpu"))
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    distributed: Any = torch.distributed
+    operation = distributed.ReduceOp.MAX if is_max else distributed.ReduceOp.SUM
+
+    def reduced(powers: list[torch.Tensor], groups: Iterable[Group]) -> torch.Tensor:
+        stacked = torch.stack([zero, *powers])
+        power = stacked.amax() if is_max else stacked.sum()
+        for group in groups:
+            there = power.to(device_for(group, device), copy=True)
+            distributed.all_reduce(there, operation, group=group)
+            power = there.to(device)
+        return power
+
+    # Every rank has the same keys, whichever gradients it has.
     parts: dict[tuple[Any, tuple[int, ...]], list[torch.Tensor]] = {}
-    device = torch.device("cpu")
     for parameter in parameters:
-        norms = parts.setdefault(_spread_of(parameter), [])
-        device = local(parameter).device
+        powers = parts.setdefault(_spread_of(parameter), [])
         if parameter.grad is not None:
-            norms.append(_norm(_whole(parameter), order))
-    powers = []
-    for (mesh, dims), norms in parts.items():
-        power = _power_of([norm.to(device) for norm in norms], order, device)
-        groups = [mesh.get_group(dim) for dim in dims]
-        powers.append(_over(power, groups, order))
-    total = torch.stack(powers) if powers else torch.zeros(1, dtype=torch.float64, device=device)
-    power = total.amax() if math.isinf(order) else total.sum()
-    power = _over(power, [] if process_group is None else [process_group], order)
-    return (power if math.isinf(order) else power.pow(1.0 / order)).float()
+            norm = _norm(local(placed_as(parameter.grad, parameter)), order).to(zero)
+            powers.append(norm if is_max else norm.pow(order))
+    powers = [reduced(own, [mesh.get_group(dim) for dim in dims]) for (mesh, dims), own in parts.items()]
+    power = reduced(powers, [] if process_group is None else [process_group])
+    return (power if is_max else power.pow(1.0 / order)).float()
 
 
 def _spread_of(parameter: Any) -> tuple[Any, tuple[int, ...]]:
@@ -67,35 +76,9 @@ def _spread_of(parameter: Any) -> tuple[Any, tuple[int, ...]]:
     return parameter.device_mesh, dims
 
 
-def _whole(parameter: Any) -> torch.Tensor:
-    """The gradient's numbers that this process has, where the parameter's are; parts of a sum are added up first."""
-    gradient: Any = parameter.grad
-    if is_sharded(gradient) and tuple(gradient.placements) != tuple(parameter.placements):
-        gradient = gradient.redistribute(placements=parameter.placements)
-    part = local(gradient)
-    return part.coalesce().values() if part.is_sparse else part
-
-
-def _norm(values: torch.Tensor, order: float) -> torch.Tensor:
-    if values.numel() == 0:
-        return torch.zeros((), dtype=torch.float64, device=values.device)
-    wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-    norm: torch.Tensor = torch.linalg.vector_norm(wide, order)
-    return norm.double()
-
-
-def _power_of(norms: Iterable[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    """What adds up over ranks: the norm to its order; of the largest, the largest."""
-    stacked = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *norms])
-    power: torch.Tensor = stacked.amax() if math.isinf(order) else stacked.pow(order).sum()
-    return power
-
-
-def _over(power: torch.Tensor, groups: Iterable[Group], order: float) -> torch.Tensor:
-    distributed: Any = torch.distributed
-    operation = distributed.ReduceOp.MAX if math.isinf(order) else distributed.ReduceOp.SUM
-    for group in groups:
-        there = power.to(device_for(group, power.device), copy=True)
-        distributed.all_reduce(there, operation, group=group)
-        power = there.to(power.device)
-    return power
+def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    wide = values.float() if is_lower_precision(values.dtype) else values
+    # Of no numbers there is no largest.
+    norm: torch.Tensor = torch.linalg.vector_norm(wide, order) if wide.numel() else wide.new_zeros(())
+    return norm

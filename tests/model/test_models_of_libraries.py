@@ -60,12 +60,13 @@ def test_a_compiled_model_returns_every_entry() -> None:
     let_torchvision_load()
     pytest.importorskip("transformers")
     model = tiny_model("llama")
+    names = list(model(input_ids=IDS, labels=IDS))  # the last, a cache's, is another in each version of the library
     mpinit.initialize(model, opt_level="O5", verbosity=0)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     expected, output = model(input_ids=IDS, labels=IDS), compiled(input_ids=IDS, labels=IDS)
     assert type(output) is type(expected)
-    assert list(output) == list(expected) == ["loss", "logits", "past_key_values"]
+    assert list(output) == list(expected) == names and names[:2] == ["loss", "logits"] and len(names) == 3
     assert torch.equal(output.loss, expected.loss)
     assert output.logits.dtype is torch.float32
 
