@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     # mypy takes a list that is not spelt out for an empty one; without any, it and others export what they see here.
     from .amp import *  # noqa: F403 - its __all__ spells the names out
+    from .compat import install_as_apex as install_as_apex
     from .inspect.audit import audit as audit
     from .inspect.explain import explain as explain
     from .inspect.fidelity import fidelity as fidelity
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     from .inspect.overflow import watch_overflow as watch_overflow
     from .inspect.suggest import suggest as suggest
 else:
-    _INSPECTORS = {
+    # What a training run does without: imported when it is asked for.
+    _LATER = {
+        "install_as_apex": "mpinit.compat",
         "audit": "mpinit.inspect.audit",
         "explain": "mpinit.inspect.explain",
         "fidelity": "mpinit.inspect.fidelity",
@@ -41,6 +44,7 @@ else:
     }
 
     _REMOVED = {
+        "changes": "a copy of 16 bits says the same: `Send what changed` in docs/explanation/train-what-you-serve.md",
         "broadcast_masters": "mpinit.TrainState does it, with StateDictOptions(broadcast_from_rank0=True)",
         "History": "log loss_scale, step_was_skipped and what clip_grad_norm_ returns with the tracker of your run",
         "gradient_histogram": "torch.frexp gives exponents: `Where gradients lie` in docs/explanation/loss-scaling.md",
@@ -56,32 +60,13 @@ else:
             return importlib.import_module(f"{__name__}.{name}")
         if name in _REMOVED:
             raise AttributeError(f"mpinit.{name} was removed: {_REMOVED[name]}", name=name)
-        homes = dict(_INSPECTORS)
+        homes = dict(_LATER)
         if name == "__all__" or not name.startswith("_"):
             amp = importlib.import_module("mpinit.amp")
             homes |= dict.fromkeys(amp.__all__, "mpinit.amp")
             globals().update({each: getattr(amp, each) for each in amp.__all__ if each in vars(amp)})
-            globals()["__all__"] = ["__version__", "amp", "install_as_apex", *_INSPECTORS, *amp.__all__]
+            globals()["__all__"] = ["__version__", "amp", *_LATER, *amp.__all__]
         return globals()[name] if name in globals() else found_later(__name__, homes)(name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__getattr__("__all__")})
-
-
-def install_as_apex() -> None:
-    """Let ``from apex import amp`` and its kin, in this process, find mpinit's own equivalents.
-
-    Call it before the first import of apex. Parts of an installed apex that are not ``apex.amp`` are used as they are.
-    Modules and names that are not covered are refused with what takes their place.
-
-    Example:
-        >>> import mpinit
-        >>> mpinit.install_as_apex()
-        >>> from apex import amp
-        >>> amp.scale_loss.__module__.split(".")[0]
-        'mpinit'
-    """
-    # Imported here so that importing mpinit does not pay for the compatibility layer.
-    from .compat import install_as_apex as install
-
-    install()

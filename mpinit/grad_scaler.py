@@ -171,7 +171,7 @@ class GradScaler:
                 raise AssertionError("No inf checks were recorded prior to update.")
             scaler.update()
         elif scaler.rule.dynamic:
-            scaler.forget_notes()
+            scaler.noted = None
             scaler.set_scale(float(new_scale))
         elif float(new_scale) != scaler.loss_scale():
             log.info("update(%s): the loss scale is static, and stays %s", float(new_scale), scaler.loss_scale())

@@ -67,13 +67,6 @@ class Request:
     process_group: Any = None
 
 
-@dataclass
-class _Loose:
-    """Trainable parameters of the models that no optimizer has."""
-
-    weights: list[nn.Parameter]
-
-
 class Session:
     """What one ``initialize`` set up.
 
@@ -501,7 +494,7 @@ class Session:
         if loose is None or known != key:
             stepped = {id(weight) for members in self._members for weight in members.weights}
             weights = [p for p in dict.fromkeys(_weights(self)) if id(p) not in stepped]
-            before, loose = loose, Gradients(_Loose(weights), self.masters)
+            before, loose = loose, Gradients(weights, self.masters)
             if before is not None:
                 loose.take_over(before)
             self._loose = key, loose

@@ -27,24 +27,6 @@ def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
     return TreeCast(dtype)(tree)
 
 
-def floating_dtypes(tree: Any) -> list[torch.dtype]:
-    """The dtypes of the floating tensors in lists, tuples and dicts, in their order."""
-    if isinstance(tree, torch.Tensor):
-        return [tree.dtype] if tree.is_floating_point() else []
-    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return [dtype for value in values for dtype in floating_dtypes(value)]
-
-
-def leaves_of(tree: Any) -> list[Any]:
-    """What lists, tuples and dicts hold that is no tensor, number, string or module."""
-    if tree is None or isinstance(tree, (torch.Tensor, *_LEAVES)):
-        return []
-    if not isinstance(tree, (list, tuple, Mapping)):
-        return [tree]
-    values = tree.values() if isinstance(tree, Mapping) else tree
-    return [leaf for value in values for leaf in leaves_of(value)]
-
-
 class TreeCast:
     """Casts of several trees that belong together, the arguments of one call say, and the way back.
 

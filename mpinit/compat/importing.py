@@ -28,15 +28,17 @@ _REAL_PARTS: Final = ("optimizers", "normalization", "multi_tensor_apply", "cont
 def install_as_apex() -> None:
     """Make ``import apex`` (``from apex import amp``, ...) find mpinit's stand-in, in this process only.
 
-    Where a real apex is installed, ``apex.amp``, which it lacks or which no longer runs, is mpinit's, and everything
-    else is its own; one that cannot be imported is left aside. Nothing is written anywhere; calling it twice does
-    nothing more.
+    Call it before the first import of apex. Where a real apex is installed, ``apex.amp``, which it lacks or which no
+    longer runs, is mpinit's, and everything else is its own; one that cannot be imported is left aside. Modules and
+    names that are not covered are refused with what takes their place. Nothing is written anywhere; calling it twice
+    does nothing more.
 
     Example:
-        >>> install_as_apex()
+        >>> import mpinit
+        >>> mpinit.install_as_apex()
         >>> from apex import amp
-        >>> callable(amp.initialize)
-        True
+        >>> amp.scale_loss.__module__.split(".")[0]
+        'mpinit'
     """
     if not any(isinstance(finder, _Refusals) for finder in sys.meta_path):
         sys.meta_path.append(_Refusals())  # asked last, for what no other finder has

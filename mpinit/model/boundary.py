@@ -12,9 +12,10 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..basics.dtypes import dtype_name, is_lower_precision
-from ..basics.trees import TreeCast, cast_tree, floating_dtypes, leaves_of, write_elements
+from ..basics.trees import TreeCast, cast_tree, write_elements
 from ..plan import KeepInputPredicate
 from ..torch_internals.forward_casts import ForwardCasts
 from ..torch_internals.running import current_pass, is_tracing_symbolically
@@ -92,7 +93,8 @@ class Boundary:
                     f".to({inner}), and to the optimizer with add_param_group; or initialise with "
                     'master_weights="model", where parameters are float32'
                 )
-        unknown = next((type(value).__name__ for value in leaves_of(inputs) if hasattr(value, "to")), None)
+        leaves = (leaf for leaf in tree_leaves(inputs) if not isinstance(leaf, (torch.Tensor, nn.Module, Mapping)))
+        unknown = next((type(leaf).__name__ for leaf in leaves if hasattr(leaf, "to")), None)
         if unknown is None:
             return None
         return (
@@ -177,6 +179,7 @@ def caller_dtype(inner_dtype: torch.dtype | None, args: tuple[Any, ...], kwargs:
         return inner_dtype
     if here.dtype is not None or torch.compiler.is_compiling() or current_pass() == -1:
         return here.dtype
-    dtypes = floating_dtypes((args, kwargs))
+    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
     found = next((dtype for dtype in dtypes if is_lower_precision(dtype)), next(iter(dtypes), inner_dtype))
     return None if found is torch.float32 and inner_dtype is not torch.float32 else found

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ..basics.dtypes import dtype_name, is_lower_precision
 from ..basics.logs import warn_user
-from ..basics.modules import dotted, named_modules_of
+from ..basics.modules import dotted
 from ..distributed.sharding import local
 from ..torch_internals.parameter_data import TENSOR_DETACH
 
@@ -36,7 +36,7 @@ def warn_of_lasting_losses(
     """One warning that names every tensor that its cast would spoil, why, and the ``keep_fp32`` entry that keeps it."""
     found, entries = [], []
     for model in models:
-        for module_name, module in named_modules_of(model):
+        for module_name, module in model.named_modules():
             # Of parameters the frozen ones: what is learned corrects itself.
             frozen = {name: p for name, p in module._parameters.items() if p is not None and not p.requires_grad}
             for name, tensor in {**module._buffers, **frozen}.items():

@@ -38,7 +38,7 @@ class ExposedMasters:
         members, table = self._members, self._members.table
         members.refresh()
         self.settle()
-        asked = members.weights if weights is None else list(weights)
+        asked = list(members.weights if weights is None else weights)
         if not isinstance(table, FullMasters):
             yield from asked
             return

@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, Protocol, final
+from typing import Final, final
 
 import torch
 from torch import nn
@@ -26,14 +26,6 @@ Done = set[int]
 _SMALL: Final = 1 << 14
 
 
-class HoldsWeights(Protocol):
-    """An optimizer's members, or parameters that no optimizer has."""
-
-    @property
-    def weights(self) -> Sequence[nn.Parameter]:
-        """The model's own parameters."""
-
-
 @final
 class Gradients:
     """The gradients of some parameters, which are ``weight.grad`` and nowhere else.
@@ -41,6 +33,7 @@ class Gradients:
     They are scaled between :meth:`scale` and :meth:`unscale`, unscaled otherwise.
 
     Attributes:
+        weights: the parameters, as they are by now: an optimizer's members, or those that no optimizer has.
         found_inf: what the checks of gradients since they were last cleared found: 0-dimensional, above 0 for inf or
             nan; None where none was made.
         is_agreed: whether that is what all ranks together found.
@@ -48,8 +41,8 @@ class Gradients:
         was_reached: whether a scaled backward pass has left any since they were last cleared.
     """
 
-    def __init__(self, holder: HoldsWeights, masters: Masters) -> None:
-        self._holder = holder
+    def __init__(self, weights: Sequence[nn.Parameter], masters: Masters) -> None:
+        self.weights = weights
         self.found_inf: torch.Tensor | None = None
         self.is_agreed = False
         self.scaled_by: LossScaler | None = None
@@ -61,11 +54,6 @@ class Gradients:
         # Of an overflow found before the block that is open: whether the gradients were finite again, clipped, say.
         self._is_hidden: torch.Tensor | None = None
         self._was_skipped_for = self._was_found_at_step = False
-
-    @property
-    def weights(self) -> Sequence[nn.Parameter]:
-        """The parameters."""
-        return self._holder.weights
 
     def present(self) -> list[torch.Tensor]:
         """Those that are there."""

@@ -61,7 +61,7 @@ class ManagedOptimizer:
         self.optimizer = optimizer
         self.members = members
         self.scope = scope
-        self.gradients = Gradients(members, members.table)
+        self.gradients = Gradients(members.weights, members.table)
         self.exposed = ExposedMasters(members)
         self.overflow_log = OverflowLog(members)
         self.skips = rule.skips

@@ -48,7 +48,7 @@ class Members:
     The groups are looked at whenever a step begins: entries may be replaced, removed, added, frozen and thawed.
 
     Attributes:
-        weights: the members as they are between steps: the model's own parameters.
+        weights: the members as they are between steps: the model's own parameters. The list stays one object.
         inner: what stands for each of them while the optimizer's own code runs: its master, or itself.
         masters: the masters among these.
         generation: goes up whenever the members change.
@@ -105,7 +105,7 @@ class Members:
         lists = list({id(params): params for params in self._params}.values())
         weights = list({id(p): p for members in lists for p in members}.values())
         found = [self._master_of(weight) for weight in weights]
-        self.weights, self.masters = weights, [master for master in found if master is not None]
+        self.weights[:], self.masters = weights, [master for master in found if master is not None]
         self.inner = [w if m is None else m.parameter for w, m in zip(weights, found, strict=True)]
         self._of_weight = {id(master.weight): master.parameter for master in self.masters}
         self._of_inner = {id(master.parameter): master.weight for master in self.masters}

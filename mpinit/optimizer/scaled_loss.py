@@ -135,7 +135,7 @@ class ScaledLoss:
         # Before the step, ranks may have seen different overflows (no_sync), and their scales must not part.
         if not self._delay_update and not is_distributed():
             scaler.update()
-        elif scaler.has_notes:
+        elif scaler.noted is not None:
             # Whichever of them steps first.
             for optimizer in self._optimizers:
                 optimizer.update_later(scaler)

@@ -26,6 +26,7 @@ class LossScaler:
         loss_id: of the losses that it scales.
         passes: how often something was scaled.
         loads: how often a state was loaded.
+        noted: what the checks of gradients found since the last update, 0-dimensional; None where none was made.
     """
 
     def __init__(self, rule: ScalingRule, loss_id: int = 0) -> None:
@@ -39,7 +40,7 @@ class LossScaler:
             torch.tensor(rule.hysteresis, dtype=torch.int32, device="cpu"),
         )
         self._before_meta = self._state
-        self._noted: torch.Tensor | None = None
+        self.noted: torch.Tensor | None = None
         self.passes = self.loads = 0
 
     @property
@@ -70,7 +71,7 @@ class LossScaler:
             was_meta = self._state[0].is_meta
             self._before_meta = before = self._before_meta if was_meta else self._state
             self._state = (before[0].to(device), before[1].to(device), before[2].to(device))
-            self._noted = None if self._noted is None or was_meta else self._noted.to(device)
+            self.noted = None if self.noted is None or was_meta else self.noted.to(device)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` in float32, times the scale; differentiable.
@@ -115,37 +116,23 @@ class LossScaler:
         self._state[1].fill_(min(count, self._rule.growth_interval - 1))
 
     @property
-    def has_notes(self) -> bool:
-        """Whether gradients were checked that no update has taken into account yet."""
-        return self._noted is not None
-
-    @property
     def noted_overflow(self) -> bool:
-        """Whether one of those checks found inf or nan. Waits for the device."""
-        return self._noted is not None and bool(self._noted.item() > 0)
-
-    @property
-    def noted(self) -> torch.Tensor | None:
-        """What the checks found since the last update, 0-dimensional; None where none was made."""
-        return self._noted
+        """Whether one of the checks since the last update found inf or nan. Waits for the device."""
+        return self.noted is not None and bool(self.noted.item() > 0)
 
     def settle(self, found_inf: torch.Tensor) -> None:
         """Put what all ranks together found in the place of what was noted here."""
-        self._noted = found_inf.to(self.device)
+        self.noted = found_inf.to(self.device)
 
     def note(self, found_inf: torch.Tensor) -> None:
         """Take down the outcome of one check: a 0-dimensional float32 tensor, above 0 where it found inf or nan."""
         if self._rule.dynamic:
             found_inf = found_inf.to(self.device)
-            self._noted = found_inf.clone() if self._noted is None else torch.maximum(self._noted, found_inf)
-
-    def forget_notes(self) -> None:
-        """Let the next update know of nothing that was noted until now."""
-        self._noted = None
+            self.noted = found_inf.clone() if self.noted is None else torch.maximum(self.noted, found_inf)
 
     def update(self) -> None:
         """Move the scale by what was noted since the last update; without notes nothing happens."""
-        found_inf, self._noted = self._noted, None
+        found_inf, self.noted = self.noted, None
         if found_inf is None:
             return
         rule, (scale, unskipped, tolerance) = self._rule, self._state
@@ -211,7 +198,7 @@ class LossScaler:
         self.unskipped = int(state["unskipped"]) if follows else 0
         tolerance = int(state.get("tolerance", rule.hysteresis)) if follows else rule.hysteresis
         self._state[2].fill_(min(tolerance, rule.hysteresis))
-        self._noted = None
+        self.noted = None
         self.loads += 1
         return True
 

@@ -1,10 +1,7 @@
 """``_amp_state``: what scripts read and write behind amp's back, as live views of the latest session."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 from .... import amp as mp
 from ... import _core
@@ -61,15 +58,4 @@ class AmpState:
 
 
 _amp_state = AmpState()
-
-
-def master_params(optimizer: Any) -> Iterator[torch.nn.Parameter]:
-    """Iterate over the parameters that ``optimizer.step()`` updates: masters where there are any.
-
-    Args:
-        optimizer: any optimizer, initialised or not.
-
-    Returns:
-        An iterator over the parameters of its groups.
-    """
-    return mp.master_params(optimizer)
+master_params = mp.master_params
