@@ -27,16 +27,11 @@ def is_rounding(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return same
 
 
-def follow_weight(weight: torch.Tensor, values: torch.Tensor) -> bool:
-    """Make float32 ``values`` the meaning of the two, in place; whether the weight was written to, or may have been."""
-    is_read = is_read_freely(weight.device)
-    if is_read and torch.equal(values.to(weight.dtype), weight):
-        return False  # as nearly always, in two operations
-    same = is_rounding(weight, values)
-    if is_read and bool(same.all()):
-        return False
-    values.copy_(torch.where(same, values, weight.float()))
-    return True
+def follow_weight(weight: torch.Tensor, values: torch.Tensor) -> None:
+    """Make float32 ``values`` the meaning of the two, in place."""
+    # As nearly always.
+    if not (is_read_freely(weight.device) and torch.equal(values.to(weight.dtype), weight)):
+        values.copy_(torch.where(is_rounding(weight, values), values, weight.float()))
 
 
 def unchanged_or_present(original: torch.Tensor, narrow: torch.Tensor, present: torch.Tensor) -> torch.Tensor:

@@ -25,9 +25,11 @@ class Master:
         came_in: the weight's dtype before it was cast.
         clamps: whether finite numbers beyond the weight's largest are known to be there; they become that largest.
         gradient: the weight's, while it gets another type; what is interrupted there may be done again.
+        noted: by what full masters notice writes to the weight: what it was when this was rounded into it; None: it
+            may have been written to.
     """
 
-    __slots__ = ("came_in", "clamps", "gradient", "is_sharded", "parameter", "weight")
+    __slots__ = ("came_in", "clamps", "gradient", "is_sharded", "noted", "parameter", "weight")
 
     def __init__(self, weight: nn.Parameter, parameter: nn.Parameter) -> None:
         self.weight = weight
@@ -36,6 +38,7 @@ class Master:
         self.is_sharded = is_sharded(weight)
         self.clamps = False
         self.gradient: torch.Tensor | None = None
+        self.noted: torch.Tensor | int | None = None
 
 
 def _take_gradient(master: Master) -> None:

@@ -2,10 +2,10 @@
 
 torch counts writes to a tensor in its version. A tensor that ``.data`` returns shares the memory and has a version of
 its own, so a write through it leaves no trace on the parameter. While any weight with a full float32 master lives,
-``torch.nn.Parameter`` has a ``data`` property that notes whose memory was given out; where weights are not compared by
-their bits at every step (``masters/writes.py``), such weights are then compared with their masters. So it has while a
-forward runs with casts in the places of its parameters (``model/forward_weights.py``). It is the only patch of a class
-of torch's while a session without O1 lives, and can go when torch counts writes through ``.data``.
+``torch.nn.Parameter`` has a ``data`` property that notes whose memory was given out; where not all weights are compared
+with their masters at every step (``masters/full.py``), such weights are. So it has while a forward runs with casts in
+the places of its parameters (``model/forward_weights.py``). It is the only patch of a class of torch's while a session
+without O1 lives, and can go when torch counts writes through ``.data``.
 """
 
 from collections.abc import Sequence

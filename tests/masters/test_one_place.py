@@ -11,7 +11,7 @@ import torch
 from loops import backward, keywords, plain_sgd
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adam, Optimizer, RMSprop
 
 import mpinit
 from mpinit.masters.codecs.encoded import EncodedState
@@ -112,6 +112,33 @@ def test_a_flat_buffer_of_gradients_made_after_initialize_is_what_is_stepped(dty
     buffer.zero_()
     optimizer.step()
     assert torch.equal(number(model), START - 0.5 * GRADIENT)
+
+
+@pytest.mark.parametrize("rows", [8, 128, 127, 1021])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_moved_through_numpy_are_stepped_where_they_are(dtype: torch.dtype, rows: int) -> None:
+    """torch counts no such write, and none of the 64-bit words is another: they are in other places."""
+    model = nn.Linear(64, rows, bias=False)
+    optimizer = RMSprop(model.parameters(), lr=0.0)
+    mpinit.initialize(model, optimizer, **keywords("O2", dtype))
+    shared = model.weight.detach().view(torch.int16).numpy()
+
+    def step() -> None:
+        backward(model(torch.ones(1, 64)).sum(), optimizer)
+        optimizer.step()
+
+    for moved in ([1, 0, *range(2, rows)], [*range(1, rows), 0], [2, 3, 0, 1, *range(4, rows)]):
+        step()
+        master, before = number(model), model.weight.detach().clone()
+        shared[:] = shared[moved]
+        wanted = model.weight.detach().clone()
+        step()
+        assert torch.equal(model.weight, wanted) and torch.equal(number(model).to(dtype), wanted)
+        shared[:] = before.view(torch.int16).numpy()
+        step()
+        # Rows that stood in one place all the time keep the bits beyond.
+        stayed = [place for place, row in enumerate(moved) if place == row]
+        assert torch.equal(model.weight, before) and torch.equal(number(model)[stayed], master[stayed])
 
 
 @each_mode
