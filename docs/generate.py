@@ -53,7 +53,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "What these give": (
         *("inspect.precision_report.PrecisionReport", "inspect.precision_report.Row"),
-        *("optimizer.overflow_log.OverflowReport", "inspect.faults.OverflowWatch", "inspect.faults.Fault"),
+        *("optimizer.overflow_log.OverflowReport", "inspect.overflow.OverflowWatch", "inspect.overflow.Fault"),
         *("inspect.audit.Audit", "inspect.audit.AuditRow", "inspect.fidelity.Fidelity"),
         *("inspect.suggest.Suggestion", "inspect.suggest.Finding", "inspect.suggest.Run"),
     ),
@@ -66,7 +66,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
 # Whose methods are on the page. Those of the rest are a framework's hooks, or an optimizer's.
 OPTIONS: Final[Mapping[str, str]] = {
     "Properties": "",
-    "inspect.faults.OverflowWatch": "   :members: first, first_module, kind\n",
+    "inspect.overflow.OverflowWatch": "   :members: first, first_module, kind\n",
     "integrations.lightning.MixedPrecision": "",
 }
 

@@ -19,18 +19,7 @@ PACKAGE: Final = Path(__file__).parents[1] / "mpinit"
 # What a reader is doing when the message comes -> where in the package such messages are.
 ROOMS: Final[dict[str, tuple[str, ...]]] = {
     "Calling initialize": (
-        *(
-            "__init__",
-            "amp",
-            "initialization",
-            "session",
-            "registry",
-            "checks",
-            "checks_of_ranks",
-            "settings",
-            "model",
-            "basics",
-        ),
+        *("__init__", "amp", "initialization", "session", "registry", "checks", "settings", "model", "basics"),
         *("functions", "torch_internals"),
     ),
     "Backward and step": ("optimizer", "masters", "scaling", "distributed", "grad_scaler"),

@@ -12,7 +12,6 @@ from . import checks, registry
 from .basics.logs import log
 from .basics.patching import UndoStack
 from .basics.tables import counted
-from .checks_of_ranks import check_process_group
 from .model.lasting_losses import warn_of_target_networks
 from .plan import Masters, make_plan
 from .session import Request, Session
@@ -108,7 +107,7 @@ def _set_up(models: list[nn.Module], optimizers: list[Optimizer], request: Reque
     plan = request.plan
     if len(models) > 1 and not request.awaits and plan.masters in (Masters.FULL, Masters.SPLIT):
         warn_of_target_networks(models, optimizers)
-    check_process_group(request.process_group, models, plan)
+    checks.check_process_group(request.process_group, models, plan)
 
     def join(session: Session) -> None:
         registry.add(session)

@@ -15,8 +15,7 @@ from ..session import Session
 from ..settings.resolve import resolve
 from .copies import at_level, kept_from_running, plain_copy, same_random_numbers
 from .numbers import tensors_in
-from .precision_report import PrecisionReport
-from .reasons import Recording
+from .precision_report import PrecisionReport, Recording
 
 Loss = Callable[[Any], torch.Tensor]
 

@@ -1,14 +1,24 @@
 """Which parameter, module and operation an overflow came from: after it, from gradients, or while it happens."""
 
-from dataclasses import replace
+from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Final, final
+
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from .. import registry
+from ..basics.dtypes import dtype_name, is_lower_precision
 from ..checks import ends_at_the_caller
 from ..optimizer.overflow_log import OverflowReport
-from .faults import OverflowWatch
+from .numbers import TensorStats, floating_tensors, is_finite, sample_of, stats_of
+from .trace import BACKWARD, FORWARD, ModelTrace, Place
 
 
 @ends_at_the_caller
@@ -79,3 +89,260 @@ def watch_overflow(model: nn.Module) -> OverflowWatch:
     if not isinstance(model, nn.Module):
         raise TypeError(f"watch_overflow takes a module, not {type(model).__name__}")
     return OverflowWatch(model)
+
+
+# What these give is not computed: memory as it is, or what was there before.
+_NOT_COMPUTED: Final = ("empty", "new_empty", "resize", "set_", "detach", "alias", "_local_scalar_dense", "_amp_")
+_CASTS: Final = ("_to_copy", "copy_", "copy", "to")
+_ENOUGH: Final = 1000
+_FLOAT16_MAX: Final = torch.finfo(torch.float16).max
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An operation that made inf or nan, or a place where they came in.
+
+    Attributes:
+        kind: "forward" or "backward" (an operation's result left the range), "cast" (a cast to 16 bit did), "float32"
+            (made in float32, where precision is not at fault), "data" (the model's inputs), "weights" (a parameter).
+        module: the dotted name of the module; "" is the model itself, None what is outside of it, as the loss is.
+        phase: "forward" or "backward".
+        operation: torch's name for it, as "aten.mm.default"; the parameter's name where ``kind`` is "weights".
+        dtype: of the result.
+        inputs: what it was computed from.
+        may_be_meant: whether it does no harm by itself: float32 arithmetic whose result may not be used, and -inf, as
+            in a mask.
+    """
+
+    kind: str
+    module: str | None
+    phase: str
+    operation: str
+    dtype: torch.dtype
+    inputs: tuple[TensorStats, ...]
+    may_be_meant: bool = False
+
+    @property
+    def where(self) -> str:
+        """The module, in words."""
+        if self.module is None:
+            return "the loss (outside of the model)"
+        return f"module {self.module!r}" if self.module else "the model's own forward"
+
+    def __str__(self) -> str:
+        what = _SENTENCES[self.kind].format(
+            where=self.where, phase=self.phase, operation=self.operation, dtype=dtype_name(self.dtype)
+        )
+        return what + (f"; from {'; '.join(map(str, self.inputs))}" if self.inputs else "")
+
+
+_SENTENCES: Final = {
+    "forward": "{where}: {operation} left the range of {dtype} in the forward pass",
+    "backward": "{where}: {operation} left the range of {dtype} in the backward pass",
+    "cast": "{where}: a cast to {dtype} left its range in the {phase} pass ({operation})",
+    "float32": "{where}: {operation} gave inf or nan in {dtype} in the {phase} pass: precision is not at fault",
+    "data": "the inputs of {where} held inf or nan",
+    "weights": "{where}: {operation} held inf or nan before anything was computed",
+}
+
+
+@final
+class OverflowWatch:
+    """Notes every operation that makes inf or nan out of finite numbers: what :func:`watch_overflow` yields.
+
+    A mask of -inf is no fault: what a program writes out as infinite is meant to be. It can be asked inside of the
+    block and after it.
+
+    Attributes:
+        peaks: the module of a forward operation -> the largest finite magnitude it gave; what is beyond float16 only
+            where it was not given that large: a mask of ``finfo(dtype).min`` is another number in each type.
+        result_peaks: a module -> the largest finite magnitude that it returned.
+        sensitivity: 16-bit type -> module -> how far rounding its operations' results to that type moves the loss, to
+            first order: the sum of abs(gradient x rounding error).
+        largest_gradient: the largest finite magnitude in a backward pass.
+        results_are_bad: whether a result of the model, or a loss made of it, was inf or nan.
+        gradients_are_bad: whether anything in a backward pass was.
+        went_backward: whether there was a backward pass.
+        batch: samples of the model's inputs, of its first call; None before it.
+    """
+
+    def __init__(self, model: torch.nn.Module, rounded_to: Iterable[torch.dtype] = ()) -> None:
+        self._trace = ModelTrace(model, self._operation, self._module_begins, self._module_ends)
+        self._model = model
+        self._faults: list[Fault] = []
+        self.peaks: dict[str | None, float] = {}
+        self.result_peaks: dict[str, float] = {}
+        self.sensitivity: dict[torch.dtype, dict[str | None, float]] = {dtype: {} for dtype in rounded_to}
+        self.largest_gradient = 0.0
+        self.results_are_bad = False
+        self.gradients_are_bad = False
+        self.went_backward = False
+        self.batch: list[torch.Tensor] | None = None
+        self._infinite_inputs: list[Fault] = []
+        self._weighed: list[tuple[str | None, torch.Tensor]] = []
+        self._is_weighing = False
+        self._stack = ExitStack()
+
+    def __enter__(self) -> OverflowWatch:
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            is_weight = isinstance(tensor, torch.nn.Parameter)
+            for values in floating_tensors(tensor):
+                if not is_finite(values) if is_weight else bool(values.isnan().any()):
+                    module = name.rpartition(".")[0]
+                    self._faults.append(Fault("weights", module, FORWARD, name, tensor.dtype, (stats_of(values),)))
+        with ExitStack() as stack:
+            # Only a module's own hooks are shown its keywords; scripted modules take no hooks.
+            if not isinstance(self._model, torch.jit.ScriptModule):
+                hook = self._model.register_forward_pre_hook(self._look_at_inputs, with_kwargs=True, prepend=True)
+                stack.callback(hook.remove)
+            stack.enter_context(self._trace)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.close()
+
+    @property
+    def first(self) -> Fault | None:
+        """The first fault that did harm; where results and gradients are finite, what may be meant did none."""
+        if self.results_are_bad:
+            return next(iter((*self._faults, *self._infinite_inputs)), None)
+        surely = [fault for fault in self._faults if not fault.may_be_meant]
+        return next(iter(surely or (self._faults if self.gradients_are_bad else ())), None)
+
+    @property
+    def first_module(self) -> str | None:
+        """The dotted name of its module; "" is the model itself, None what is outside of it, or nothing found."""
+        return None if self.first is None else self.first.module
+
+    @property
+    def kind(self) -> str | None:
+        """Its kind, one of those of :class:`Fault`; None where nothing was found."""
+        return None if self.first is None else self.first.kind
+
+    def __str__(self) -> str:
+        return "nothing left the range" if self.first is None else str(self.first)
+
+    # -- what is shown ------------------------------------------------------------------------------------------
+
+    def _look_at_inputs(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = list(floating_tensors((args, kwargs)))
+        if self.batch is None:
+            self.batch = [sample_of(tensor) for tensor in tensors]
+        for tensor in tensors:
+            if not is_finite(tensor):
+                fault = Fault("data", "", FORWARD, "inputs", tensor.dtype, (stats_of(tensor),))
+                (self._infinite_inputs if _may_be_mask(tensor) else self._faults).append(fault)
+
+    def _module_begins(self, name: str, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        """The model's own inputs are the data."""
+        if not name and isinstance(module, torch.jit.ScriptModule):
+            self._look_at_inputs(module, args, {})
+
+    def _module_ends(self, name: str, output: Any) -> None:
+        """What the model gives tells whether a fault did harm."""
+        for tensor in floating_tensors(output):
+            peak = _peak(tensor)
+            if math.isfinite(peak):
+                self.result_peaks[name] = max(peak, self.result_peaks.get(name, 0.0))
+            elif not name:
+                self.results_are_bad = True
+
+    def _operation(
+        self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        """Look at what it is given where that is about to be overwritten, run it, look at its result."""
+        name = operation._schema.name.removeprefix("aten::")
+        if self._is_weighing or name.startswith(_NOT_COMPUTED) or getattr(operation, "is_view", False):
+            return run()
+        self._weigh_last()
+        overwrites = operation._schema.is_mutable
+        before = _Inputs(args[1:] if name == "copy_" else args, kwargs) if overwrites else None
+        result = run()
+        place = self._trace.place()
+        for tensor in floating_tensors(result):
+            peak = _peak(tensor)
+            if math.isfinite(peak):
+                if place.phase == BACKWARD:
+                    self.went_backward = True
+                    self.largest_gradient = max(self.largest_gradient, peak)
+                elif peak <= _FLOAT16_MAX or _grew(peak, args[1:] if overwrites else args, kwargs):
+                    self.peaks[place.module] = max(peak, self.peaks.get(place.module, 0.0))
+                if place.phase == FORWARD and self.sensitivity:
+                    self._weighed.append((place.module, tensor))
+            else:
+                self._note_bad(str(operation), name, tensor, before or _Inputs(args, kwargs), place)
+        return result
+
+    def _weigh_last(self) -> None:
+        """Wait for the gradients of the last operation's results, which have their place in the graph by now."""
+        for module, tensor in self._weighed:
+            if tensor.requires_grad and not tensor.is_leaf:
+                values = tensor.detach()
+                errors = {
+                    dtype: (values - values.to(dtype)).nan_to_num_(0.0, 0.0, 0.0).to(torch.bfloat16)
+                    for dtype in self.sensitivity
+                }
+                tensor.register_hook(functools.partial(self._weigh, module, errors))  # type: ignore[no-untyped-call]
+        self._weighed.clear()
+
+    def _weigh(
+        self, module: str | None, errors: dict[torch.dtype, torch.Tensor], gradient: torch.Tensor | None
+    ) -> None:
+        if gradient is None:  # of a result that the loss does not depend on
+            return
+        self._is_weighing = True
+        try:
+            for dtype, error in errors.items():
+                found = self.sensitivity[dtype]
+                found[module] = found.get(module, 0.0) + float((gradient.detach() * error).abs().sum())
+        finally:
+            self._is_weighing = False
+
+    def _note_bad(self, operation: str, name: str, tensor: torch.Tensor, inputs: _Inputs, place: Place) -> None:
+        if place.phase == BACKWARD:
+            self.went_backward = self.gradients_are_bad = True
+        elif place.module is None and tensor.numel() == 1:
+            self.results_are_bad = True
+        # An inf among the inputs may become nan here.
+        came_in = inputs.any_nan or (inputs.any_inf and not bool(tensor.isnan().any()))
+        if came_in or inputs.infinite_number or len(self._faults) == _ENOUGH:
+            return
+        kind: str = place.phase
+        if not is_lower_precision(tensor.dtype):
+            kind = "float32"
+        elif name in _CASTS and inputs.bits > torch.finfo(tensor.dtype).bits:
+            kind = "cast"
+        meant = place.phase == FORWARD and (kind == "float32" or _may_be_mask(tensor))
+        self._faults.append(Fault(kind, place.module, place.phase, operation, tensor.dtype, inputs.stats(), meant))
+
+
+def _may_be_mask(tensor: torch.Tensor) -> bool:
+    return not bool((tensor.isnan() | (tensor == math.inf)).any())
+
+
+def _peak(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.detach(), math.inf))
+
+
+def _grew(peak: float, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    numbers = (abs(n) for n in (*args, *kwargs.values()) if isinstance(n, float))
+    return peak not in numbers and all(_peak(tensor) < peak for tensor in floating_tensors((args, kwargs)))
+
+
+@final
+class _Inputs:
+    """What an operation was given."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        tensors = list(floating_tensors((args, dict(kwargs))))
+        self._stats = [(tensor, None if is_finite(tensor) else stats_of(tensor)) for tensor in tensors]
+        self.bits = max((torch.finfo(tensor.dtype).bits for tensor in tensors), default=0)
+        bad = [tensor for tensor, stats in self._stats if stats is not None]
+        self.any_nan = any(bool(tensor.isnan().any()) for tensor in bad)
+        self.any_inf = any(bool(tensor.isinf().any()) for tensor in bad)
+        numbers = (*args, *kwargs.values())
+        self.infinite_number = any(isinstance(n, float) and not math.isfinite(n) for n in numbers)
+
+    def stats(self) -> tuple[TensorStats, ...]:
+        return tuple(stats or stats_of(tensor) for tensor, stats in self._stats)

@@ -1,13 +1,24 @@
-"""What :func:`mpinit.explain` found, as rows, text and JSON."""
+"""What :func:`mpinit.explain` finds: every operation of a run, by module and dtypes, and why it runs as it does."""
 
 import dataclasses
 import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, NamedTuple, final
 
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ..basics.dtypes import dtype_name
 from ..basics.tables import bytes_text, counted, plain_table
-from .trace import BACKWARD, FORWARD
+from ..functions.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
+from ..session import Session
+from ..torch_internals.native_autocast import is_on
+from ..torch_internals.operations import caller_of_operation
+from .numbers import tensors_in
+from .trace import BACKWARD, FORWARD, ModelTrace, Place
 
 # Operations that make another view of the same numbers compute nothing.
 _VIEWS: Final = frozenset(
@@ -127,3 +138,221 @@ class PrecisionReport:
     def to_json(self) -> str:
         """Everything as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1)
+
+
+_PACKAGE: Final = str(Path(__file__).parents[1]).replace("\\", "/")
+_WATCHERS: Final = (f"{_PACKAGE}/inspect/", f"{_PACKAGE}/torch_internals/operations.py")
+_CASTING: Final = frozenset(
+    {"to", "float", "half", "bfloat16", "double", "type", "type_as", "asarray", "as_tensor", "tensor"}
+)
+_LOWER: Final = ("float16", "bfloat16")
+_FLOAT32: Final = "float32"
+# What operations are in that no module runs: the loss, most of all.
+_NO_MODULE: Final = "(loss)"
+
+# The dispatcher's operations have the name of their row in the cast policy, but for these.
+_OTHER_NAMES: Final = {
+    **dict.fromkeys(("_convolution", "mkldnn_convolution", "cudnn_convolution", "miopen_convolution"), "convolution"),
+    **dict.fromkeys(("convolution_overrideable", "_slow_conv2d_forward"), "convolution"),
+    **dict.fromkeys(("mkldnn_linear", "_addmm_activation"), "linear"),
+    **dict.fromkeys(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), "lstm"),
+    **dict.fromkeys(("_thnn_fused_lstm_cell",), "lstm_cell"),
+    **dict.fromkeys(("_thnn_fused_gru_cell",), "gru_cell"),
+    "linalg_vecdot": "vecdot",
+    "_prelu_kernel": "prelu",
+    "_softmax": "softmax",
+    "_log_softmax": "log_softmax",
+    "native_layer_norm": "layer_norm",
+    "native_group_norm": "group_norm",
+    "_fused_rms_norm": "rms_norm",
+    "linalg_vector_norm": "norm",
+    **dict.fromkeys(("_cdist_forward", "_euclidean_dist"), "cdist"),
+    "_pdist_forward": "pdist",
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), "nll_loss"),
+    "multilabel_margin_loss_forward": "multilabel_margin_loss",
+    "linalg_cross": "cross",
+    "_trilinear": "bilinear",
+    "_ctc_loss": "ctc_loss",
+    **dict.fromkeys(("grid_sampler_2d", "grid_sampler_3d"), "grid_sample"),
+}
+_PREFIXES: Final = (
+    ("_scaled_dot_product_", "scaled_dot_product_attention"),
+    ("upsample_", "interpolate"),
+    ("_upsample_", "interpolate"),
+)
+
+
+class _Reason(NamedTuple):
+    """Why; where in the user's code a cast is; whether it ran in 16 bits though the cast policy calls for float32."""
+
+    why: str
+    where: str = ""
+    flagged: bool = False
+
+
+@dataclass
+class _Frame:
+    """A module's forward that is running: its own floating dtypes, and the casts that its code has made so far.
+
+    Whether casts were on is asked where it begins: inside the kernels that cast, torch says that they are off.
+    """
+
+    weights: tuple[str, ...]
+    is_kept: bool
+    casts_on: bool
+    casts: dict[str, str]
+
+
+@final
+class Recording:
+    """Counts operations, by the module of ``model`` whose forward they belong to, and says why they run as they do.
+
+    Attributes:
+        trace: to be entered around the run.
+    """
+
+    def __init__(self, model: nn.Module, session: Session | None) -> None:
+        self.trace = ModelTrace(model, self._operation, self._module_begins, self._module_ends)
+        self._types = {name: type(module).__name__ for name, module in model.named_modules()}
+        self._plan = None if session is None else session.plan
+        self._kept = () if session is None else tuple(session.selection.float32_modules)
+        is_apex = self._plan is not None and self._plan.cast_policy == "apex"
+        self._policy: dict[str, CastRow] = {row.name: row for row in (APEX_POLICY if is_apex else TORCH_POLICY)}
+        # In front, what is outside of all modules.
+        self._frames = [_Frame((), False, is_on(), {})]
+        # Count, casts and bytes cast of every row.
+        self._rows: dict[Row, list[int]] = {}
+
+    def rows(self) -> tuple[Row, ...]:
+        """What was counted, in the order in which it was first met."""
+        return tuple(
+            dataclasses.replace(row, count=count, casts=casts, cast_bytes=cast_bytes)
+            for row, (count, casts, cast_bytes) in self._rows.items()
+        )
+
+    # -- what is shown ------------------------------------------------------------------------------------------
+
+    def _module_begins(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        weights = _floating(t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
+        is_kept = module in self._kept or (isinstance(module, _NormBase) and _FLOAT32 in weights)
+        begins = len(self._frames) == 1 and self._plan is not None and self._plan.patch_functions
+        self._frames.append(_Frame(weights, is_kept, begins or is_on(), {}))
+
+    def _module_ends(self, name: str, output: Any) -> None:
+        self._frames.pop()
+
+    def _operation(
+        self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        """Run it and count it."""
+        inputs = _floating(tensors_in((args, kwargs)))
+        result = run()
+        written = list(tensors_in(result))
+        outputs, cast = _floating(written), _cast_of(operation, args, written)
+        name = str(operation.overloadpacket).rpartition(".")[2]
+        place = self.trace.place()
+        reason = self._reason(name, inputs, outputs, cast, place)
+        module = _NO_MODULE if place.module is None else place.module
+        row = Row(module, self._types.get(module, ""), place.phase, name, inputs, outputs, *reason)
+        counts = self._rows.setdefault(row, [0, 0, 0])
+        counts[0] += 1
+        if cast is not None:
+            counts[1] += 1
+            counts[2] += sum(tensor.nbytes for tensor in written)
+        return result
+
+    # -- why ----------------------------------------------------------------------------------------------------
+
+    def _reason(
+        self, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], cast: tuple[str, str] | None, place: Place
+    ) -> _Reason:
+        is_backward = place.phase == BACKWARD
+        if cast is not None:
+            words = f"{cast[0]} to {cast[1]}"
+            return _Reason(f"backward of a cast: {words}") if is_backward else self._of_cast(words, cast[1])
+        if not (inputs or outputs):
+            return _Reason("no floating point")
+        if is_backward:
+            forward = place.node.removesuffix("0").removesuffix("Backward")
+            if forward == "AccumulateGrad":
+                return _Reason("gradient of a parameter")
+            return _Reason(f"backward of {forward}, in the type of its forward")
+        row = self._row_of(name)
+        lower = any(each in _LOWER for each in inputs)
+        followed = _of_row(row, inputs, lower) if row is not None and self._frames[-1].casts_on else None
+        if followed is not None:
+            return followed
+        flagged = row is not None and row.cast in (Cast.FP32, Cast.BANNED) and lower
+        return self._of_inputs(inputs, outputs)._replace(flagged=flagged)
+
+    def _row_of(self, operation: str) -> CastRow | None:
+        """The policy's row that an operation of the dispatcher carries out; None for in-place ones and others."""
+        row = self._policy.get(_OTHER_NAMES.get(operation, operation))
+        if row is not None:
+            return None if operation.endswith("_") else row
+        named = next((name for prefix, name in _PREFIXES if operation.startswith(prefix)), "")
+        return None if "backward" in operation else self._policy.get(named)
+
+    def _of_inputs(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> _Reason:
+        frame = self._frames[-1]
+        if len(inputs or outputs) > 1:
+            if frame.is_kept:
+                return _Reason(f"weight type: module kept in {_FLOAT32} takes {(inputs or outputs)[0]}")
+            return _Reason(f"promotion: {' with '.join(inputs or outputs)} gives {', '.join(outputs) or 'no floats'}")
+        (dtype,) = inputs or outputs
+        if dtype in frame.casts:
+            return _Reason(f"user's code: cast to {dtype}", frame.casts[dtype])
+        if frame.is_kept and dtype == _FLOAT32 and self._plan is not None:
+            return _Reason(f"weight type: module kept in {_FLOAT32}")
+        if dtype in frame.weights:
+            return _Reason(f"weight type: weights are {dtype}")
+        return _Reason(f"input type: {dtype}" if inputs else f"made in {dtype}")
+
+    def _of_cast(self, words: str, target: str) -> _Reason:
+        caller, frame = caller_of_operation(_WATCHERS), self._frames[-1]
+        if caller is None:
+            return _Reason(f"cast by torch: {words}")
+        if caller.file.startswith(_PACKAGE):
+            folder = caller.file.removeprefix(_PACKAGE).split("/")[1]
+            if folder in ("functions", "torch_internals"):
+                return _Reason(f"policy: argument cast, {words}")
+            return _Reason(f"weight type: cast at the boundary of a module, {words}")
+        if caller.called not in _CASTING and frame.casts_on:
+            return _Reason(f"policy: argument of {caller.called or 'an operator'} cast, {words}")
+        where = f"{caller.file}:{caller.line}"
+        if caller.is_torch:
+            return _Reason(f"torch's code: {words}", "/".join(where.split("/")[-2:]))
+        frame.casts[target] = where
+        return _Reason(f"user's code: {words}", where)
+
+
+def _of_row(row: CastRow, inputs: tuple[str, ...], lower: bool) -> _Reason | None:
+    """Of an operation that has a row, while casts are on; None where the row was not followed."""
+    if row.cast is Cast.PROMOTE:
+        return _Reason(f"policy: {row.name} takes the widest type given")
+    if row.cast is Cast.LOWER_PRECISION:
+        return _Reason(f"policy: {row.name} runs in {inputs[0]}") if lower else None
+    if not lower:
+        return _Reason(f"policy: {row.name} runs in {_FLOAT32}")
+    caller = caller_of_operation(_WATCHERS)
+    if caller is not None and caller.called and not any(n.rpartition(".")[2] == caller.called for n in row.names):
+        # A kernel of torch's calls it, behind the casts.
+        return _Reason(f"inside {caller.called}, which runs in {inputs[0]}")
+    return None
+
+
+def _floating(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(dtype_name(tensor.dtype) for tensor in tensors if tensor.is_floating_point()))
+
+
+def _cast_of(operation: Any, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> tuple[str, str] | None:
+    """From which floating dtype to which an operation casts; None where it is no cast."""
+    if operation is torch.ops.aten._to_copy.default and args and outputs:
+        source, target = args[0], outputs[0]
+    elif operation is torch.ops.aten.copy_.default and len(args) > 1:
+        target, source = args[0], args[1]
+    else:
+        return None
+    if source.dtype == target.dtype or not (source.is_floating_point() and target.is_floating_point()):
+        return None
+    return dtype_name(source.dtype), dtype_name(target.dtype)

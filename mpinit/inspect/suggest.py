@@ -18,7 +18,7 @@ from ..settings.properties import OPT_LEVELS
 from ..settings.resolve import resolve
 from ..torch_internals.native_autocast import CastsOff
 from .copies import at_level, copy_of_optimizer, float32_copy, kept_from_running, same_random_numbers
-from .faults import OverflowWatch
+from .overflow import OverflowWatch
 
 UserStep = Callable[[Any, Any], Any]
 _ADVICE: Final = "let step(model, optimizer) use its arguments"

@@ -59,7 +59,7 @@ def test_where_digits_are_lost_the_module_that_the_loss_depends_on_most_is_kept(
 
 
 def test_the_sensitivity_is_the_first_order_change_of_the_loss_by_hand() -> None:
-    from mpinit.inspect.faults import OverflowWatch
+    from mpinit.inspect.overflow import OverflowWatch
 
     torch.manual_seed(0)
     model, (x, y) = nn.Sequential(nn.Linear(6, 4), nn.Sigmoid()), batches(1)[0]

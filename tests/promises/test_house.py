@@ -134,10 +134,9 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("optimizer",),
     ("session",),
     ("registry",),
-    ("checks_of_ranks", "checks_of_states"),
     ("checks",),
     ("inspect", "checkpoint", "in_float32"),
-    ("initialization", "grad_scaler", "train_state", "progress"),
+    ("initialization", "grad_scaler", "train_state"),
     ("amp",),
     ("", "__main__", "cli", "compat", "integrations"),
 )
