@@ -313,7 +313,7 @@ def step_was_skipped(optimizer: Optimizer) -> bool:
         >>> mpinit.undo(model)
     """
     session = registry.session_meant(optimizer)
-    return session is not None and session.watched(optimizer).counts.consecutive > 0
+    return session is not None and session.watched(optimizer).counter.read().consecutive > 0
 
 
 @checks.ends_at_the_caller
@@ -343,7 +343,7 @@ def step_counts(optimizer: Optimizer) -> tuple[int, int]:
     session = registry.session_meant(optimizer)
     if session is None:
         return 0, 0
-    counts = session.watched(optimizer).counts
+    counts = session.watched(optimizer).counter.read()
     return counts.good, counts.skipped
 
 
@@ -401,7 +401,7 @@ def describe(owner: Any) -> str:
 def _described(session: Session) -> str:
     lines = [session.describe(), *(f"  {name} = {value}" for name, value in session.settings().items())]
     for index, optimizer in enumerate(session.optimizers):
-        counts = session.watched(optimizer).counts
+        counts = session.watched(optimizer).counter.read()
         lines.append(
             f"optimizer {index}, {type(optimizer).__name__}: {counted(counts.good, 'step')} done, {counts.skipped} "
             f"skipped, {counts.consecutive} of them in a row just now"

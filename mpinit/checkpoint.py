@@ -72,13 +72,10 @@ def scalers_as_rows(session: Session | None) -> torch.Tensor:
     Returns:
         (number of losses, 4), float64, on the CPU: loss scale, good updates, tolerance, and whether it scales at all.
     """
-    rows = [[1.0, 0.0, -1.0, 0.0]] if session is None else [_row(scaler) for scaler in session.scalers]
+    usual = {"loss_scale": 1.0, "unskipped": 0, "tolerance": -1, "scales": True}
+    states = [{"scales": False}] if session is None else [scaler.state_dict() for scaler in session.scalers]
+    rows = [[(usual | state)[column] for column in _COLUMNS] for state in states]
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
-
-
-def _row(scaler: LossScaler) -> list[float]:
-    state = scaler.state_dict()
-    return [state["loss_scale"], state["unskipped"], state.get("tolerance", -1), not scaler.is_identity]
 
 
 def state_of_rows(session: Session, rows: torch.Tensor) -> dict[str, Any]:

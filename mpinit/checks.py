@@ -275,35 +275,22 @@ def check_not_wrapped(walk: Walk, plan: Plan) -> None:
     """
     casts = plan.cast_model and is_lower_precision(plan.model_dtype)
     wrappers: dict[type[nn.Module], str | None] = {}
-    for model in walk.models:
-        _check_root(model)
     for name, module in walk.modules:
         if type(module) not in wrappers:
             wrappers[type(module)] = _wrapper(type(module))
         wrapper = wrappers[type(module)]
+        if wrapper is None:
+            continue
+        # What torch.compile makes of a module has that inside.
+        is_root = not name.replace("_orig_mod", "").strip(".")
+        what = f"the model{', inside torch.compile,' if name else ''}" if is_root else repr(name)
         if wrapper == _FLATTENS:
-            raise ValueError(flattened(f"{name!r}"))
-        if wrapper == _REDUCES and casts:
+            raise ValueError(flattened(what))
+        if is_root or (wrapper == _REDUCES and casts):
             raise ValueError(
-                f"{name!r} is wrapped in {wrapper} already, which has recorded the parameters' dtypes; call "
-                f"mpinit.initialize first, and wrap {name!r} in {wrapper} afterwards"
+                f"{what} is wrapped in {wrapper} already, which has recorded the parameters' dtypes; call "
+                f"mpinit.initialize on the model inside first, and wrap what it returns in {wrapper} afterwards"
             )
-
-
-def _check_root(model: nn.Module) -> None:
-    inside = model
-    # What torch.compile makes of a module.
-    while "_orig_mod" in inside._modules:
-        inside = inside._modules["_orig_mod"]  # type: ignore[assignment]
-    wrapper = _wrapper(type(inside))
-    compiled = "" if inside is model else ", inside torch.compile,"
-    if wrapper == _FLATTENS:
-        raise ValueError(flattened(f"the model{compiled}"))
-    if wrapper is not None:
-        raise ValueError(
-            f"the model{compiled} is wrapped in {wrapper} already, which has recorded the parameters' dtypes; "
-            f"call mpinit.initialize on the model inside first, and wrap what it returns in {wrapper}"
-        )
 
 
 def _wrapper(kind: type[nn.Module]) -> str | None:

@@ -65,7 +65,6 @@ class ScalingRule:
 
     @property
     def skips(self) -> bool:
-        """Whether gradients that hold inf or nan are skipped."""
         return self.dynamic or self.skips_nonfinite
 
 

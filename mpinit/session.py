@@ -21,6 +21,7 @@ from .basics.patching import Undo, UndoStack
 from .basics.wrappers import unwrapped
 from .distributed.sharding import gather_in, is_distributed, reshard
 from .masters.codecs.bfloat16 import BFloat16
+from .masters.codecs.codec import Codec
 from .masters.codecs.minifloat import Minifloat
 from .masters.full import FullMasters
 from .masters.masters import IN_FLOAT32, Masters
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 
 _numbers = itertools.count()
 _TOLD: Final = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
-_TOLD_IF_CHOSEN: Final = ("optimizer_state",)
 _FLOATS: Final = (torch.float32, torch.float64)
 
 
@@ -93,7 +93,8 @@ class Session:
         self.tensor_ids: frozenset[int] = frozenset()
         self.masters: Masters = SplitMasters() if plan.masters is MasterKind.SPLIT else FullMasters()
         self.names = Names(self.models)
-        self._states = _states_for(plan)
+        codec: Codec = Minifloat() if plan.optimizer_state == "int8" else BFloat16()
+        self._states = None if plan.optimizer_state == "float32" else EncodedStates(codec)
         self._managed: dict[Optimizer, ManagedOptimizer] = {}
         # Those that are left as they are, until more is asked of them; whether the next step is the first after a loss.
         self._counted: dict[Optimizer, CountedOptimizer] = {}
@@ -519,7 +520,6 @@ class Session:
         return mine.unscale(self.scaler(loss_id), done)
 
     def scaler(self, loss_id: int) -> LossScaler:
-        """The scaler of a loss."""
         if not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
             raise ValueError(
                 f"loss_id={loss_id!r}, but this session was initialised with num_losses={len(self.scalers)}: "
@@ -560,9 +560,8 @@ class Session:
         return f"session {self.number} ({self.opt_level}: {models}; {optimizers})"
 
     def settings(self) -> dict[str, Any]:
-        """The properties to tell of: the levels' five, and others where they are not what they are by default."""
-        fields = type(self.properties).model_fields
-        chosen = [name for name in _TOLD_IF_CHOSEN if getattr(self.properties, name) != fields[name].default]
+        """The properties to tell of: the levels' five, and how states are kept where that is not as usual."""
+        chosen = [] if self._states is None else ["optimizer_state"]
         return {name: getattr(self.properties, name) for name in (*_TOLD, *chosen)}
 
 
@@ -583,12 +582,6 @@ def _weights(session: Session) -> Iterator[nn.Parameter]:
 
 def _parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
     return [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
-
-
-def _states_for(plan: Plan) -> EncodedStates | None:
-    if plan.optimizer_state == "float32":
-        return None
-    return EncodedStates(Minifloat() if plan.optimizer_state == "int8" else BFloat16())
 
 
 def _widen_states(optimizers: Sequence[Optimizer], came_in: Mapping[Any, torch.dtype]) -> None:

@@ -91,7 +91,6 @@ class _OneLineParser(argparse.ArgumentParser):
     """Says what is wrong in one line; ``--help`` has the rest."""
 
     def error(self, message: str) -> Any:
-        """Say so and end."""
         sys.exit(_fail(self.prog.removeprefix("mpinit "), f"{message}; see {self.prog} --help"))
 
 

@@ -18,12 +18,8 @@ _TENSOR_DETACH: Final[Any] = torch.Tensor.detach
 _TENSOR_DATA: Final[Any] = torch.Tensor.data  # not the one of a parameter, which may be watched
 
 
-def _never() -> bool:
-    return False
-
-
 # Whether this process belongs to a process group. torch's own function, as it is asked in every forward and step.
-is_distributed: Final[Callable[[], bool]] = torch.distributed.is_initialized if _CAN_BE_DISTRIBUTED else _never
+is_distributed: Final[Callable[[], bool]] = torch.distributed.is_initialized if _CAN_BE_DISTRIBUTED else lambda: False
 
 
 def has_other_processes() -> bool:

@@ -8,7 +8,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 
@@ -38,12 +38,8 @@ class Registration:
 REGISTERED: Final[list[Registration]] = []
 
 
-@dataclass(frozen=True)
-class _Needs:
-    """What one session needs, or all live sessions together."""
-
-    policy: Literal["torch", "apex"]
-    allow_banned: bool
+# What one session needs, or all live sessions together: whether it is apex's policy, and whether banned functions run.
+_Needs = tuple[bool, bool]
 
 
 class Installation:
@@ -66,7 +62,7 @@ class Installation:
         token = object()
         with InterruptsHeld(), self._lock:
             undos.push(lambda: self._remove(token))
-            self._sessions[token] = _Needs(plan.cast_policy, plan.allow_banned)
+            self._sessions[token] = plan.cast_policy == "apex", plan.allow_banned
             self._refresh()
             for where, name in self._bound_before() if len(self._sessions) == 1 else ():
                 log.warning(
@@ -99,8 +95,7 @@ class Installation:
         """Make what stands in torch's namespaces what the live sessions need; begun anew after an interrupt."""
         sessions = self._sessions.values()
         # The namespaces are one: the stricter policy and the wider permission hold for all.
-        apex = any(each.policy == "apex" for each in sessions)
-        needs = _Needs("apex" if apex else "torch", any(each.allow_banned for each in sessions))
+        needs = any(is_apex for is_apex, _ in sessions), any(allows for _, allows in sessions)
         stands = needs == self._installed if sessions else not self._undos
         if stands:
             return
@@ -145,15 +140,15 @@ def _wrappers(needs: _Needs) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 
     Names of one function share one wrapper, so that who knows it under one name (torch.compile) knows it under all.
     """
-    present = device_types()
-    for row in APEX_POLICY if needs.policy == "apex" else TORCH_POLICY:
+    (is_apex, allows_banned), present = needs, device_types()
+    for row in APEX_POLICY if is_apex else TORCH_POLICY:
         devices = wrapped_on(row, present)
         shared: dict[int, Callable[..., Any]] = {}
         for name in row.wraps if devices else ():
             owner, attribute = resolve_owner(name)
             original = getattr(owner, attribute)
             if id(original) not in shared:
-                shared[id(original)] = wrapper(row, name, original, devices, needs.allow_banned)
+                shared[id(original)] = wrapper(row, name, original, devices, allows_banned)
             yield owner, attribute, shared[id(original)]
 
 

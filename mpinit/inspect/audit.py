@@ -196,7 +196,6 @@ def _row(name: str, parameter: Any, weight: torch.dtype, kind: Masters, known: _
 
 
 def _bytes(rows: Sequence[AuditRow]) -> dict[str, float]:
-    """Mean bytes a parameter takes in training."""
     total = dict.fromkeys(KINDS, 0.0)
     for row in rows:
         sizes = (_size(row.weight), _MASTER_BYTES[row.master] * bool(row.gradient), _size(row.gradient), row.state)

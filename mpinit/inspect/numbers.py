@@ -7,7 +7,6 @@ from typing import Any, Final
 import torch
 
 from ..basics.dtypes import dtype_name
-from ..optimizer.gradients import dense_view
 from ..session import Session
 
 # Elements kept of a tensor that is going to be compared: enough to tell two tensors apart by their norms.
@@ -67,11 +66,6 @@ def floating_tensors(tree: Any) -> Iterator[torch.Tensor]:
     for tensor in tensors_in(tree):
         if tensor.is_floating_point() and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
             yield tensor
-
-
-def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The real, dense tensor that holds a tensor's numbers: a sparse one's values, a complex one's real view."""
-    return dense_view(tensor.coalesce() if tensor.is_sparse else tensor)
 
 
 def kept_values(parameter: Any, session: Session | None) -> torch.Tensor:

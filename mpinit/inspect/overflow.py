@@ -332,8 +332,6 @@ def _grew(peak: float, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
 
 @final
 class _Inputs:
-    """What an operation was given."""
-
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         tensors = list(floating_tensors((args, dict(kwargs))))
         self._stats = [(tensor, None if is_finite(tensor) else stats_of(tensor)) for tensor in tensors]

@@ -77,7 +77,6 @@ class Row:
         return bool(self.dtypes) and self.op not in _VIEWS
 
     def cells(self) -> list[str]:
-        """What stands in ``_COLUMNS``."""
         return [
             self.module or f"({self.module_type})",  # the model itself has no dotted name
             self.op if self.phase == FORWARD else f"{self.op} (backward)",
@@ -244,7 +243,6 @@ class Recording:
     def _operation(
         self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]
     ) -> Any:
-        """Run it and count it."""
         inputs = _floating(tensors_in((args, kwargs)))
         result = run()
         written = list(tensors_in(result))

@@ -221,7 +221,6 @@ def _damaged(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tenso
 
 
 def _compare(trial: _Trial, reference: _Trial, tolerance: float, level: str, keep: tuple[str, ...]) -> Run:
-    """Compare a run with the same run in float32."""
     whole = math.sqrt(sum(float(g.double().square().sum()) for g in reference.gradients.values()))
     loss, gradient = math.inf, 0.0
     if math.isfinite(trial.loss):

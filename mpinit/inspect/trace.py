@@ -82,7 +82,6 @@ class ModelTrace:
         self._ran.append(self._running[-1] if self._running else OUTSIDE)
 
     def place(self) -> Place:
-        """Where the program is."""
         node = running_node()
         # While a forward is computed again in the backward pass, modules run.
         if self._running or node is None:

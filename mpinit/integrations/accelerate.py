@@ -85,7 +85,6 @@ class LossScaling:
         self.optimizers = optimizers
 
     def scale(self, loss: Any) -> Any:
-        """What has ``backward()``."""
         return SimpleNamespace(backward=partial(self._backward, loss))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -191,7 +191,8 @@ class _Open(OpenMasters):
             return False
         self._addresses = addresses
         read = [m for m in self._masters if m.weight.numel() <= _SMALL and is_read_freely(m.weight.device)]
-        self._small = [m for m in read if m.weight.dtype is read[0].weight.dtype and _are_contiguous(m)]
+        read = [m for m in read if m.weight.is_contiguous() and m.parameter.is_contiguous()]
+        self._small = [m for m in read if m.weight.dtype is read[0].weight.dtype]
         small = set(map(id, self._small))
         self._others = [master for master in self._masters if id(master) not in small]
         flat_weights = [flat(TENSOR_DETACH(master.weight)) for master in self._small]
@@ -228,10 +229,6 @@ class _Open(OpenMasters):
         if first is None or first.grad_dtype is torch.float32:
             return list(gradients)
         return self._owner.held(gradients)
-
-
-def _are_contiguous(master: Master) -> bool:
-    return master.weight.is_contiguous() and master.parameter.is_contiguous()
 
 
 def _noted(weight: torch.Tensor) -> torch.Tensor | int | None:

@@ -3,7 +3,7 @@
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -45,22 +45,15 @@ def _unknown(models: Sequence[nn.Module], owners: Sequence[nn.Module], name: str
     if owners and hasattr(owners[0], method):
         return f"entry_points={name!r} is no method of {type(owners[0]).__name__}: give the names of methods"
     path = name.rpartition(".")[0]
-    known = [f"{path}.{own}" if path else own for owner in owners for own in _methods_of(owner)]
+    known = [
+        f"{path}.{own}" if path else own for owner in owners for own in sorted({*dir(type(owner))} - {*dir(nn.Module)})
+    ]
     parts = [(at, part) for model in models for at, part in model.named_modules() if at]
     known += [f"{at}.{method}" for at, part in parts if _is_method(part, method)]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"; near it are {', '.join(map(repr, near))}" if near else ""
     kinds = ", ".join(type(model).__name__ for model in models)
     return f"entry_points={name!r} names no method of {kinds}{hint}; give names such as 'encode' or 'part.encode'"
-
-
-def _methods_of(module: nn.Module) -> Iterator[str]:
-    for kind in type(module).__mro__:
-        if kind is nn.Module:
-            return
-        for name, value in vars(kind).items():
-            if callable(value) and not name.startswith("__"):
-                yield name
 
 
 def check_argument_names(models: Sequence[nn.Module], names: Sequence[str], patterns: Sequence[Any]) -> None:

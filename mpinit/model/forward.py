@@ -4,8 +4,6 @@ What is put on a module are objects of module-level classes that know their modu
 unpickled model then runs its own weights.
 """
 
-from __future__ import annotations
-
 import inspect
 import types
 from collections.abc import Callable

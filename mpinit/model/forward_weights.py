@@ -6,8 +6,6 @@ float32. A cast is an ordinary differentiable one, so gradients arrive on the pa
 forward makes its casts anew, as autocast does.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -75,7 +73,6 @@ class _Standing:
         self._versions: tuple[list[int], list[int]] = [], []
 
     def put_in(self, casts: list[torch.Tensor]) -> None:
-        """Put casts in the places of the parameters."""
         self.inside = casts
         self._remember()
         for (parameters, name), cast in zip(self.slots, casts, strict=True):
@@ -103,7 +100,6 @@ class _Standing:
                 _write_back(parameter, cast)
 
     def take_out(self) -> None:
-        """Put the parameters back in their places."""
         forget_data_of(self._accessed)
         # Without casts where making them has failed.
         for (parameters, name), parameter, cast in zip(self.slots, self.outside, self.inside, strict=False):

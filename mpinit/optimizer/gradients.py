@@ -1,7 +1,5 @@
 """An optimizer's gradients from one step to the next: whether they are scaled at the moment, and sound."""
 
-from __future__ import annotations
-
 import functools
 import math
 import weakref
@@ -56,7 +54,6 @@ class Gradients:
         self._was_skipped_for = self._was_found_at_step = False
 
     def present(self) -> list[torch.Tensor]:
-        """Those that are there."""
         return [gradient for gradient in grads_of(self.weights) if gradient is not None]
 
     @property
@@ -166,7 +163,6 @@ class Gradients:
             raise
 
     def drop(self) -> None:
-        """Let go of all gradients, scaled or not."""
         for weight in self.weights:
             weight.grad = None
         self._block = self.scaled_by = None
@@ -206,7 +202,6 @@ class Gradients:
             self.is_agreed, self._was_found_at_step = False, True
 
     def note(self, found_inf: torch.Tensor | None) -> None:
-        """Add the outcome of one check."""
         if self._was_found_at_step:
             self.found_inf, self._was_found_at_step = None, False
         self.found_inf = any_of([self.found_inf, found_inf])
@@ -241,7 +236,7 @@ class Gradients:
         return True
 
     @torch.no_grad()
-    def take_over(self, loose: Gradients) -> None:
+    def take_over(self, loose: "Gradients") -> None:
         """These were among the gradients of parameters that no optimizer has, until now."""
         self._was_scaled = loose._was_scaled
         left = self._held()

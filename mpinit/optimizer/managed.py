@@ -32,7 +32,7 @@ from .overflow_log import OverflowLog
 from .per_parameter import steps_per_parameter
 from .ranks import Ranks
 from .scope import Scope
-from .step_counts import StepCounter, StepCounts
+from .step_counts import StepCounter
 
 # Steps between looks for weights beyond float16's range, each of which reads all of them.
 _LOOKS_EVERY: Final = 1000
@@ -78,20 +78,9 @@ class ManagedOptimizer:
         self._warned: set[str] = set()
         self._since_look = 0
 
-    @property
-    def counts(self) -> StepCounts:
-        """Steps done and skipped."""
-        return self.counter.read()
-
-    @property
-    def scales(self) -> bool:
-        """Whether losses are scaled by more than 1."""
-        return self._rule.dynamic or self._rule.init_scale != 1.0
-
     # -- the methods ----------------------------------------------------------------------------------------------
 
     def install(self, states: EncodedStates | None, undos: UndoStack) -> None:
-        """Put the methods on the optimizer."""
         optimizer, managed = self.optimizer, self
 
         def step(self: Any, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -310,7 +299,6 @@ class ManagedOptimizer:
         return True
 
     def overflowed(self) -> bool:
-        """Whether gradients that are there overflowed."""
         return self._is_active and self.gradients.overflowed()
 
     def _is_to_be_skipped(self) -> bool:
@@ -372,7 +360,6 @@ class ManagedOptimizer:
             return self._inner(*args, **kwargs)
 
     def count_done(self) -> None:
-        """Count a step that was done."""
         self.counter.count(skipped=False)
         self._since_look += 1
         if self._since_look == _LOOKS_EVERY:
@@ -404,7 +391,8 @@ class ManagedOptimizer:
             if self._was_named and not gradients.was_reached and what == _STEP and not gradients.present():
                 self.notice_no_gradient()
             return
-        if not self.scales or not gradients.present():
+        is_scaled = self._rule.dynamic or self._rule.init_scale != 1.0
+        if not is_scaled or not gradients.present():
             return
         if "unscaled" not in self._warned:
             self._warned.add("unscaled")
@@ -559,7 +547,6 @@ def makes_state(optimizer: Optimizer) -> bool:
 
 
 def _is_zero(rate: Any) -> bool:
-    """Whether a rate is 0; without a wait for a device."""
     return not (isinstance(rate, torch.Tensor) and not is_read_freely(rate.device)) and bool(rate == 0)
 
 

@@ -146,7 +146,6 @@ class Members:
         return self._of_weight.get(id(parameter), parameter)
 
     def outside(self, parameter: Any) -> Any:
-        """The reverse."""
         return self._of_inner.get(id(parameter), parameter)
 
     def show_masters(self) -> None:
@@ -229,7 +228,6 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put them back."""
         for parameter, values in self._plain:
             parameter.copy_(values)
         for master, values in self._masters:

@@ -115,7 +115,6 @@ class OverflowLog:
 
     @torch.no_grad()
     def read(self, scaler: LossScaler | None, scale: float | None, loss: torch.Tensor | None) -> OverflowReport:
-        """What :meth:`write` would record."""
         order = {} if loss is None else order_of_leaves(loss)
         found = []
         for index, weight in enumerate(self._members.weights):

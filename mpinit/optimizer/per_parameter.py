@@ -91,13 +91,12 @@ class StepNumbers:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._before = [
-            (owner, {key: _copied(value) for key, value in owner.items() if _is_number(value)})
+            (owner, {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in owner.items() if _is_number(v)})
             for owner in (vars(optimizer), *optimizer.param_groups)
         ]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Make them what they were, and remove what was not there."""
         for owner, numbers in self._before:
             for key in [key for key, value in owner.items() if _is_number(value) and key not in numbers]:
                 del owner[key]
@@ -110,7 +109,3 @@ class StepNumbers:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -268,7 +268,6 @@ class Ranks:
         self._steps, self._loads = 0, sum(scaler.loads for scaler in self._scalers)
 
     def leave(self, dtypes: dict[torch.Tensor, torch.dtype]) -> None:
-        """The session is over."""
         changed = {id(parameter) for parameter, dtype in dtypes.items() if parameter.dtype != dtype}
         for wrapper in (*self._wrappers, *self._new):
             no_longer_after_join(wrapper)
@@ -314,11 +313,12 @@ class Ranks:
         gradients.agree(verdict)
         for scaler, (note, more), agreed, scale in zip(scalers, noted, verdicts[1:], -least, strict=False):
             scaler.take_scale(scale)
+            # What all found, in the place of what was noted here.
             if note is not None:
-                scaler.settle(agreed - more)
+                scaler.noted = (agreed - more).to(scaler.device)
             # Waits for the device, for a loss that this rank has not scaled.
             elif agreed.item() >= 2:
-                scaler.settle(agreed - 2)
+                scaler.noted = (agreed - 2).to(scaler.device)
                 pending.append(scaler)
 
     def _passes_since(self) -> torch.Tensor:

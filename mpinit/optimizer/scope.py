@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..basics.patching import UndoStack
 from ..distributed.sharding import shard
-from ..masters.masters import IN_FLOAT32, Gradients, Master, OpenMasters
+from ..masters.masters import IN_FLOAT32, Gradients, OpenMasters
 from ..masters.states import EncodedStates, states_of
 from ..torch_internals.columns import are_same, grads_of, have_grads, set_grads
 from ..torch_internals.running import bucket_bytes_at_most
@@ -50,7 +50,6 @@ class Part:
             self.give_gradients()
 
     def give_gradients(self) -> None:
-        """Masters get the gradients of their weights, in float32."""
         if self.masters is not None:
             theirs = grads_of(self.weights)
             given = self.masters.widened(theirs)
@@ -78,7 +77,6 @@ class Part:
         set_grads(self.inner, repeat(None))
 
     def write(self) -> None:
-        """Masters are rounded into their weights."""
         if self.is_read and self.masters is not None:
             self.masters.write()
             self.is_read = False
@@ -317,7 +315,7 @@ class Scope:
             if group:
                 masters = [of_weight[id(weight)] for weight in group]
                 columns = table.opened(masters, group[0].device)
-                yield Part(group, _parameters(masters), columns)
+                yield Part(group, [master.parameter for master in masters], columns)
 
     def _grouped(self, weights: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """By device, in order, as many together as the float32 bytes allow for, at least one."""
@@ -332,10 +330,6 @@ class Scope:
             group.append(weight)
             room[weight.device] = group, left - size
         return groups
-
-
-def _parameters(masters: Sequence[Master]) -> list[Any]:
-    return [master.parameter for master in masters]
 
 
 _SHARED: Final = "state"

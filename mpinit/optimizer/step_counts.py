@@ -39,7 +39,6 @@ class StepCounter:
         return self._counted
 
     def count(self, skipped: bool) -> None:
-        """One step, done or skipped."""
         good, all_skipped, consecutive = self.read()
         self._counted = StepCounts(good + (not skipped), all_skipped + skipped, consecutive + 1 if skipped else 0)
 
@@ -69,11 +68,5 @@ class CountedOptimizer:
     optimizer: Optimizer
     counter: StepCounter = field(default_factory=StepCounter)
 
-    @property
-    def counts(self) -> StepCounts:
-        """Steps done; none is skipped."""
-        return self.counter.read()
-
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters in its groups, each once, in their order."""
         return list(dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"]))

@@ -95,7 +95,6 @@ class LossScaler:
         return self._state[0].clone()
 
     def loss_scale(self) -> float:
-        """The scale in force, as a float. Waits for the device."""
         return float(self._state[0].item())
 
     def set_scale(self, scale: float) -> None:
@@ -119,10 +118,6 @@ class LossScaler:
     def noted_overflow(self) -> bool:
         """Whether one of the checks since the last update found inf or nan. Waits for the device."""
         return self.noted is not None and bool(self.noted.item() > 0)
-
-    def settle(self, found_inf: torch.Tensor) -> None:
-        """Put what all ranks together found in the place of what was noted here."""
-        self.noted = found_inf.to(self.device)
 
     def note(self, found_inf: torch.Tensor) -> None:
         """Take down the outcome of one check: a 0-dimensional float32 tensor, above 0 where it found inf or nan."""

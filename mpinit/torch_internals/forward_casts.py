@@ -1,7 +1,5 @@
 """What autocast does around the forward of an initialised model, whatever is on around it."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable
@@ -38,7 +36,7 @@ class ForwardCasts:
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
 
-    def __reduce__(self) -> tuple[type[ForwardCasts], tuple[torch.dtype | None]]:
+    def __reduce__(self) -> tuple[type["ForwardCasts"], tuple[torch.dtype | None]]:
         return (ForwardCasts, (self.dtype,))
 
     def __enter__(self) -> None:

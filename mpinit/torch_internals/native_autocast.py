@@ -8,8 +8,6 @@ model then leaves it off. What carries torch's autocast state elsewhere (checkpo
 both halves.
 """
 
-from __future__ import annotations
-
 import contextlib
 import operator
 import threading
@@ -61,7 +59,7 @@ class Thread:
         self.base: State | None = None
         self.has_ended = False
 
-    def begin(self, casts: ThreadCasts, dtype: torch.dtype) -> None:
+    def begin(self, casts: "ThreadCasts", dtype: torch.dtype) -> None:
         if not self.asked:
             self.follow_ended()
             self.base, self.has_ended = present_state(), False

@@ -34,7 +34,6 @@ class BFloat16(Codec):
     name = "bfloat16"
 
     def empty(self, rows: int, device: torch.device) -> Codes:
-        """One bfloat16 tensor."""
         return (torch.empty(rows, BLOCK, dtype=torch.bfloat16, device=device),)
 
     def encode_by(self, native: Any | None, values: torch.Tensor, codes: Codes) -> None:
@@ -45,7 +44,6 @@ class BFloat16(Codec):
             _ROUND(values.view(torch.int32), codes[0].view(torch.int16), *noise_arguments(values))
 
     def decode_by(self, native: Any | None, codes: Codes, values: torch.Tensor) -> None:
-        """Widen."""
         values.copy_(codes[0])
 
 

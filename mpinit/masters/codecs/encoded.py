@@ -27,7 +27,6 @@ class EncodedState(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codec: Codec, codes: Codes, like: torch.Tensor) -> EncodedState:
-        """Make one around codes."""
         make: Callable[..., EncodedState] = torch.Tensor._make_wrapper_subclass
         self = make(cls, like.size(), strides=like.stride(), dtype=torch.float32, device=codes[0].device)
         self.codec, self.codes = codec, codes
@@ -48,7 +47,6 @@ class EncodedState(torch.Tensor):
 
     @property
     def nbytes_held(self) -> int:
-        """The bytes of memory that the codes take."""
         return sum(code.nbytes for code in self.codes)
 
     @property
@@ -67,7 +65,6 @@ class EncodedState(torch.Tensor):
         self.write(with_numbers(values))
 
     def decoded(self) -> torch.Tensor:
-        """The numbers, in a new tensor."""
         values = torch.empty(len(self.codes[0]), BLOCK, dtype=torch.float32, device=self.device)
         self.codec.decode_(self.codes, values)
         return self.shaped(values)
@@ -111,11 +108,9 @@ class EncodedState(torch.Tensor):
         return tree_map_only(torch.Tensor, lambda tensor: own.get(id(tensor), tensor), result)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """The encoding's name and the numbers."""
         return f"EncodedState({self.codec.name}, {self.decoded()!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EncodedState:
-        """With codes of its own."""
         copied = EncodedState(self.codec, self._own_codes(), self)
         memo[id(self)] = copied
         return copied

@@ -195,12 +195,8 @@ def attach(optimizer: Optimizer) -> None:
     """Put ``_amp_stash`` and the methods around it on an optimizer; harmless where they are there already."""
     target: Any = optimizer
     target._amp_stash = AmpStash()
-    target._amp_lazy_init = target._lazy_init_maybe_master_weights = _do_nothing
+    target._amp_lazy_init = target._lazy_init_maybe_master_weights = lambda: None
     target._master_params_to_model_params = partial(_settle, optimizer)
-
-
-def _do_nothing() -> None:
-    """Masters are there since ``initialize``."""
 
 
 def _settle(optimizer: Optimizer) -> None:

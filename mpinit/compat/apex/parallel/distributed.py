@@ -1,7 +1,6 @@
 """DistributedDataParallel with apex's arguments."""
 
 import functools
-import inspect
 from typing import Any
 
 from torch import nn
@@ -10,19 +9,10 @@ from ....basics.logs import log
 from ... import _core
 
 
-def buffers_option(kind: Any) -> str:
-    """What a kind of DistributedDataParallel calls its option to broadcast buffers at each forward.
-
-    torch is renaming it. A subclass put in torch's place may take it among ``**kwargs``: then its bases say.
-    """
-    taken = [name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters]
-    return "forward_sync_buffers" if "forward_sync_buffers" in taken else "broadcast_buffers"
-
-
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """torch's DistributedDataParallel with apex's arguments.
 
-    Buffers are not broadcast at each forward, as in apex. Wrap the model after ``amp.initialize``.
+    Buffers are broadcast once and not at each forward, as in apex. Wrap the model after ``amp.initialize``.
 
     Args:
         module: the model, on the device it shall run on.
@@ -37,14 +27,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """
 
     _IGNORED = (
-        "shared_param",
-        "allreduce_trigger_params",
-        "retain_allreduce_buffers",
-        "num_allreduce_streams",
-        "allreduce_communicators",
-        "gradient_average_split_factor",
-        "gradient_predivide_factor",
-        "prof",
+        *("shared_param", "allreduce_trigger_params", "retain_allreduce_buffers", "num_allreduce_streams"),
+        *("allreduce_communicators", "gradient_average_split_factor", "gradient_predivide_factor", "prof"),
     )
 
     def __init__(
@@ -66,13 +50,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 "gradient_average=False: torch's DistributedDataParallel averages gradients over processes; leave it "
                 "out, and multiply the loss by torch.distributed.get_world_size() for their sum"
             )
-        megabytes = max(message_size * _element_bytes(module) / 2**20, 1e-3)
-        super().__init__(
-            module,
-            **{buffers_option(nn.parallel.DistributedDataParallel): False},  # type: ignore[arg-type]
-            bucket_cap_mb=megabytes,
-            find_unused_parameters=delay_allreduce,
-        )
+        element = max((p.element_size() for p in module.parameters()), default=4)
+        megabytes = max(message_size * element / 2**20, 1e-3)
+        super().__init__(module, bucket_cap_mb=megabytes, find_unused_parameters=delay_allreduce)
+        # Not by the constructor's option, which torch is renaming.
+        self.broadcast_buffers = False
         if allreduce_always_fp32:
             _core.reduce_in_float32(self)
 
@@ -83,10 +65,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def enable_allreduce(self) -> None:
         """Reduce gradients again from the next forward on."""
         self.require_backward_grad_sync = True
-
-
-def _element_bytes(module: nn.Module) -> int:
-    return max((p.element_size() for p in module.parameters()), default=4)
 
 
 @functools.cache
