@@ -12,10 +12,9 @@ Example:
 """
 
 import importlib
+import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
-
-from .basics.names_found_later import found_later
 
 __version__ = "0.2.0"
 
@@ -60,13 +59,15 @@ else:
             return importlib.import_module(f"{__name__}.{name}")
         if name in _REMOVED:
             raise AttributeError(f"mpinit.{name} was removed: {_REMOVED[name]}", name=name)
-        homes = dict(_LATER)
         if name == "__all__" or not name.startswith("_"):
             amp = importlib.import_module("mpinit.amp")
-            homes |= dict.fromkeys(amp.__all__, "mpinit.amp")
             globals().update({each: getattr(amp, each) for each in amp.__all__ if each in vars(amp)})
             globals()["__all__"] = ["__version__", "amp", *_LATER, *amp.__all__]
-        return globals()[name] if name in globals() else found_later(__name__, homes)(name)
+            if name in globals()["__all__"]:
+                globals()[name] = getattr(importlib.import_module(_LATER.get(name, "mpinit.amp")), name)
+        if name not in globals():
+            raise AttributeError(f"module 'mpinit' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        return globals()[name]
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__getattr__("__all__")})

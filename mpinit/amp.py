@@ -1,5 +1,6 @@
 """The functions users call: ``from mpinit import amp`` reads as scripts have always read."""
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import checkpoint, checks, registry
-from .basics.names_found_later import found_later
 from .basics.tables import counted
 from .distributed import norms
 from .distributed.sharding import is_sharded
@@ -33,10 +33,13 @@ if TYPE_CHECKING:
     from .settings.properties import OPT_LEVELS as OPT_LEVELS
     from .settings.properties import Properties as Properties
 else:
-    # pydantic, which takes longer to import than all of mpinit, comes with the first of them, or with initialize.
-    __getattr__ = found_later(
-        __name__, {"OPT_LEVELS": "mpinit.settings.properties", "Properties": "mpinit.settings.properties"}
-    )
+
+    def __getattr__(name: str) -> Any:
+        """Import pydantic, which takes longer than all of mpinit, with the first of these two, or with initialize."""
+        if name in ("OPT_LEVELS", "Properties"):
+            return getattr(importlib.import_module("mpinit.settings.properties"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+
 
 __all__ = [
     "OPT_LEVELS",

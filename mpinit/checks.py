@@ -1,10 +1,9 @@
 """What ``initialize`` was given, checked before anything is changed."""
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 import functools
+import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from .basics.logs import log, warn_user
 from .basics.modules import Walk
 from .basics.tables import counted
 from .basics.wrappers import inside
-from .distributed.agreement import meshes_of, reach
+from .distributed.agreement import groups_of, meshes_of
 from .distributed.sharding import flattened, is_distributed, is_managed_by_fsdp, replaced_since, reshard
 from .model.entry_points import check_argument_names
 from .model.selection import named_tensors
@@ -105,7 +104,7 @@ def as_optimizers(given: Any) -> list[Any]:
 
 
 def check(
-    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: Properties, plan: Plan, awaits: bool = False
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: "Properties", plan: Plan, awaits: bool = False
 ) -> list[str]:
     """Raise a ValueError for whatever cannot be initialised; issue the warnings.
 
@@ -216,7 +215,7 @@ def _check_not_lazy(walk: Walk) -> None:
             )
 
 
-def _check_kept_names(walk: Walk, props: Properties) -> None:
+def _check_kept_names(walk: Walk, props: "Properties") -> None:
     modules = [name for model in walk.models for name, _ in model.named_modules(remove_duplicate=False) if name]
     names = [*modules, *dict(named_tensors(walk.models))]
     for pattern in props.keep_fp32:
@@ -317,9 +316,11 @@ def check_process_group(group: Any, models: Sequence[nn.Module], plan: Plan) -> 
     elif plan.scaling.dynamic and is_distributed():
         meshes = meshes_of(parameter for model in models for parameter in model.parameters())
         world = torch.distributed.get_world_size()
-        if meshes and reach(meshes) < world:
+        # How many a verdict over the meshes can reach.
+        reached = math.prod(map(torch.distributed.get_world_size, groups_of(meshes)))
+        if meshes and reached < world:
             raise ValueError(
-                f"the model's parameters are sharded over {reach(meshes)} of {world} ranks, and with a dynamic loss "
+                f"the model's parameters are sharded over {reached} of {world} ranks, and with a dynamic loss "
                 "scale all ranks that train one model have to skip the same steps: give process_group="
                 "torch.distributed.group.WORLD where the others hold other parts of it (pipeline stages), or "
                 "process_group=mesh.get_group() where they train something else"

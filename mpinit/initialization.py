@@ -1,7 +1,5 @@
 """Sessions begin, grow and end: ``initialize``, ``add_optimizers``, ``undo``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
@@ -27,13 +25,13 @@ Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
 
 @overload
 def initialize(
-    models: Models, optimizers: None = None, opt_level: Level = "O1", **keywords: Unpack[Keywords]
+    models: Models, optimizers: None = None, opt_level: "Level" = "O1", **keywords: Unpack["Keywords"]
 ) -> Models: ...
 
 
 @overload
 def initialize(
-    models: Models, optimizers: Optimizers, opt_level: Level = "O1", **keywords: Unpack[Keywords]
+    models: Models, optimizers: Optimizers, opt_level: "Level" = "O1", **keywords: Unpack["Keywords"]
 ) -> tuple[Models, Optimizers]: ...
 
 

@@ -4,8 +4,6 @@ Everything below this layer reads a Plan: it holds no None and one spelling of e
 what was meant.
 """
 
-from __future__ import annotations
-
 import enum
 import fnmatch
 from collections.abc import Callable
@@ -115,7 +113,7 @@ class Plan:
         return self.masters is Masters.NONE and not (is_scaled or has_own or self.patch_functions)
 
 
-def make_plan(props: Properties) -> Plan:
+def make_plan(props: "Properties") -> Plan:
     """Resolve Properties into a Plan."""
     lower = props.lower_precision_type
     casts_weights = lower is not None and not props.patch_torch_functions
@@ -145,7 +143,7 @@ def make_plan(props: Properties) -> Plan:
     )
 
 
-def _scaling_rule(props: Properties) -> ScalingRule:
+def _scaling_rule(props: "Properties") -> ScalingRule:
     dynamic = props.loss_scale == "dynamic"
     low = props.min_loss_scale if props.min_loss_scale is not None else SMALLEST_SCALE
     by_default = props.lower_precision_type is not None
@@ -170,7 +168,7 @@ def _is_named(pattern: str, name: str, value: Any) -> bool:
     return name == pattern or (not pattern.isidentifier() and fnmatch.fnmatchcase(name, pattern))
 
 
-def _one_test(entry: KeepFloat32) -> KeepPredicate:
+def _one_test(entry: "KeepFloat32") -> KeepPredicate:
     if isinstance(entry, str):
         return lambda name, module: fnmatch.fnmatchcase(name, entry)
     if isinstance(entry, type):

@@ -3,8 +3,6 @@
 The optimizers' methods and the models' forwards keep theirs alive; the registry knows them weakly.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +15,7 @@ from torch.optim import Optimizer
 
 from . import functions
 from .basics.dtypes import is_lower_precision
+from .basics.modules import modules_of
 from .basics.patching import Undo, UndoStack
 from .basics.wrappers import unwrapped
 from .distributed.sharding import gather_in, is_distributed, reshard
@@ -59,7 +58,7 @@ class Request:
     """What ``initialize`` was asked for, in words and as a plan; ``awaits``: whether optimizers come later."""
 
     opt_level: str
-    properties: Properties
+    properties: "Properties"
     plan: Plan
     num_losses: int = 1
     verbosity: int = 1
@@ -117,7 +116,7 @@ class Session:
 
     # -- set up and undo ----------------------------------------------------------------------------------------
 
-    def apply(self, join: Callable[[Session], None]) -> None:
+    def apply(self, join: Callable[["Session"], None]) -> None:
         """Carry the plan out. If anything raises, everything done so far is undone, newest first."""
         selected = self.selection = selection.select(self.models, self.plan)
         if selected.changes:
@@ -129,7 +128,8 @@ class Session:
         failed.push(self._undos.unwind)
         try:
             self._apply()
-            self.tensor_ids = selection.ids_of_tensors(self.models)  # after the casts: they replace buffers
+            tensors = (t for model in self.models for part in modules_of(model) for t in selection.own_tensors(part))
+            self.tensor_ids = frozenset(map(id, tensors))  # after the casts: they replace buffers
             join(self)
             self.is_live = True
             if selected.changes:
@@ -329,6 +329,10 @@ class Session:
     def when_undone(self, undo: Undo) -> None:
         """Take something back with the session: what a framework was given because of it."""
         self._undos.push(undo)
+
+    def patch(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of what belongs to a framework, for as long as the session lives."""
+        self._undos.set_attribute(owner, name, value)
 
     def before_forward(self) -> None:
         """A model is about to be run: its weights are what was done to masters that were given out."""

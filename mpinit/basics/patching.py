@@ -11,20 +11,6 @@ _ABSENT: Final = object()
 Undo = Callable[[], None]
 
 
-def set_attribute(owner: Any, name: str, value: Any) -> Undo:
-    """Set ``owner.name`` and return a function that puts back exactly what stood in the owner's own namespace.
-
-    What was only inherited (from a class, or a base class) is not copied down: reverting deletes the name again.
-    """
-    revert = _reverting(owner, name)
-    try:
-        setattr(owner, name, value)
-        return revert
-    except BaseException:
-        revert()
-        raise
-
-
 def _reverting(owner: Any, name: str, only: Any = _ABSENT) -> Undo:
     before = vars(owner).get(name, _ABSENT)
 
@@ -56,8 +42,9 @@ class UndoStack:
         self._undos.append(undo)
 
     def set_attribute(self, owner: Any, name: str, value: Any, stays_wrapped: bool = False) -> None:
-        """:func:`set_attribute`, with the way back on the stack before anything is changed.
+        """Set ``owner.name``; the undo puts back exactly what stood in the owner's own namespace.
 
+        What was only inherited (from a class, or a base class) is not copied down: the name is deleted again.
         ``stays_wrapped``: what another has put in the value's place since is left there.
         """
         self._undos.append(_reverting(owner, name, value if stays_wrapped else _ABSENT))

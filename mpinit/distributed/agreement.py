@@ -91,11 +91,3 @@ def device_for(group: Group, preferred: torch.device) -> torch.device:
     """Where a group can communicate: NCCL's cannot on the CPU."""
     types = [device.type for device in getattr(group, "_device_types", ())]
     return preferred if not types or preferred.type in types else torch.device(types[0])
-
-
-def reach(meshes: Iterable[Any]) -> int:
-    """How many ranks a verdict can reach over meshes: the product of their groups' sizes."""
-    product = 1
-    for group in groups_of(meshes):
-        product *= torch.distributed.get_world_size(group)
-    return product

@@ -1,7 +1,5 @@
 """Before training: where each number lives, in which type, and which weights an optimizer's steps cannot move."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -186,7 +184,7 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
 # -- types and bytes ----------------------------------------------------------------------------------------------
 
 
-def _row(name: str, parameter: Any, weight: torch.dtype, kind: Masters, known: _Foreseen) -> AuditRow:
+def _row(name: str, parameter: Any, weight: torch.dtype, kind: Masters, known: "_Foreseen") -> AuditRow:
     """A parameter whose weight is in a type, with a kind of masters where that is a 16-bit one."""
     master, gradient = (_MASTERS.get(kind) if is_lower_precision(weight) else None) or ("", weight)
     state = known.slots * (torch.float32 if master else weight).itemsize if known.state is None else known.state

@@ -1,13 +1,11 @@
 """Which parameter, module and operation an overflow came from: after it, from gradients, or while it happens."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Final, final
+from typing import Any, Final, Self, final
 
 import torch
 from torch import nn
@@ -63,7 +61,7 @@ def overflow_report(optimizer: Optimizer) -> OverflowReport:
 
 
 @ends_at_the_caller
-def watch_overflow(model: nn.Module) -> OverflowWatch:
+def watch_overflow(model: nn.Module) -> "OverflowWatch":
     """Context manager that looks at every operation for the first that makes inf or nan out of finite numbers.
 
     In the forward pass, in the backward pass, and in the loss. It works on any model, initialised or not, and changes
@@ -183,7 +181,7 @@ class OverflowWatch:
         self._is_weighing = False
         self._stack = ExitStack()
 
-    def __enter__(self) -> OverflowWatch:
+    def __enter__(self) -> Self:
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
             is_weight = isinstance(tensor, torch.nn.Parameter)
             for values in floating_tensors(tensor):
@@ -299,7 +297,7 @@ class OverflowWatch:
         finally:
             self._is_weighing = False
 
-    def _note_bad(self, operation: str, name: str, tensor: torch.Tensor, inputs: _Inputs, place: Place) -> None:
+    def _note_bad(self, operation: str, name: str, tensor: torch.Tensor, inputs: "_Inputs", place: Place) -> None:
         if place.phase == BACKWARD:
             self.went_backward = self.gradients_are_bad = True
         elif place.module is None and tensor.numel() == 1:

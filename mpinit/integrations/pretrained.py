@@ -10,7 +10,6 @@ import torch
 
 from .. import registry
 from ..basics.dtypes import cast_within_range, dtype_name, is_lower_precision
-from ..basics.patching import set_attribute
 
 
 def save_in(model: Any, dtype: torch.dtype | Callable[[], torch.dtype] = torch.float32) -> None:
@@ -52,7 +51,7 @@ def save_in(model: Any, dtype: torch.dtype | Callable[[], torch.dtype] = torch.f
     session = registry.session_of(model)
     for part in _with_configs(model):
         # A bound method, so that a copy of the model has its own.
-        session.when_undone(set_attribute(part, "save_pretrained", MethodType(save_pretrained, part)))
+        session.patch(part, "save_pretrained", MethodType(save_pretrained, part))
 
 
 def _with_configs(model: Any) -> list[Any]:

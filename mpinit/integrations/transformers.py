@@ -1,7 +1,5 @@
 """Transformers: ``enable`` makes a ``Trainer`` train in mixed precision."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +10,6 @@ import torch
 
 from .. import amp, registry
 from ..basics.dtypes import parse_dtype
-from ..basics.patching import set_attribute
 from . import require
 from .accelerate import attach, check
 from .pretrained import save_in
@@ -35,7 +32,7 @@ _INSTEAD = {
 }
 
 
-def enable(trainer: Any, opt_level: Level = "O5", *, save_dtype: Any = torch.float32, **properties: Any) -> None:
+def enable(trainer: Any, opt_level: "Level" = "O5", *, save_dtype: Any = torch.float32, **properties: Any) -> None:
     """Make a Trainer train in mixed precision, whatever dtype its model was loaded in: one line before ``train()``.
 
     Accumulation, clipping, evaluation, generation and callbacks stay as they are. Every ``checkpoint-N`` holds the
@@ -77,11 +74,11 @@ def enable(trainer: Any, opt_level: Level = "O5", *, save_dtype: Any = torch.flo
     if given:
         attach(trainer.accelerator, given)
     create_optimizer = MethodType(functools.partial(_create_optimizer, trainer.create_optimizer), trainer)
-    session.when_undone(set_attribute(trainer, "create_optimizer", create_optimizer))
+    session.patch(trainer, "create_optimizer", create_optimizer)
     # A Trainer fails on a scaler.pt where it has no scaler: the loss scale is in a file of ours, which a Trainer at
     # another level, or without mpinit, passes over.
     for name, method in (("_save_scaler", _save_loss_scale), ("_load_scaler", _load_loss_scale)):
-        session.when_undone(set_attribute(trainer, name, MethodType(method, trainer)))
+        session.patch(trainer, name, MethodType(method, trainer))
     # Training goes on from a checkpoint, which is float32 whatever is asked for.
     save_in(model, lambda: torch.float32 if trainer.is_in_train else wanted)
 

@@ -13,7 +13,6 @@ from torch.nn.modules.module import _forward_unimplemented
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..basics.dtypes import is_lower_precision
-from ..basics.modules import modules_of
 from ..distributed.sharding import check_groups, gathered_dtypes, is_managed_by_fsdp
 from ..plan import Masters, Plan
 
@@ -105,11 +104,6 @@ def own_tensors(module: nn.Module) -> list[torch.Tensor]:
     if module._buffers:
         own += [tensor for tensor in module._buffers.values() if tensor is not None]
     return own
-
-
-def ids_of_tensors(models: Sequence[nn.Module]) -> frozenset[int]:
-    """The ids of all parameters and buffers of some models."""
-    return frozenset([id(t) for model in models for module in modules_of(model) for t in own_tensors(module)])
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:

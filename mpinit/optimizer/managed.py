@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..basics.logs import warn_user
-from ..basics.patching import UndoStack, set_attribute
+from ..basics.patching import UndoStack
 from ..distributed.sharding import is_distributed
 from ..masters.full import FullMasters
 from ..masters.states import EncodedStates, decode, shown
@@ -459,9 +459,9 @@ class ManagedOptimizer:
     def _step_in_kernel(self, found_inf: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         optimizer: Any = self.optimizer
         undos = UndoStack()
-        undos.push(set_attribute(optimizer, "found_inf", found_inf))
-        undos.push(set_attribute(optimizer, "grad_scale", None))
         try:
+            undos.set_attribute(optimizer, "found_inf", found_inf)
+            undos.set_attribute(optimizer, "grad_scale", None)
             result = self.run(*args, **kwargs)
         finally:
             undos.unwind()

@@ -1,10 +1,8 @@
 """The property set a user can ask for: a frozen pydantic model with its cross-field rules and error texts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
 import torch
 from pydantic import (
@@ -33,12 +31,12 @@ OptionalDtype = Annotated[
     _DTYPE_SCHEMA,
 ]
 Boolean = Annotated[bool, BeforeValidator(spellings.parse_bool)]
-OptionalBoolean = Annotated[bool | None, BeforeValidator(spellings.parse_optional_bool)]
+OptionalBoolean = Annotated[bool | None, BeforeValidator(spellings.optional(spellings.parse_bool))]
 MasterWeights = Annotated[bool | Literal["split", "model"] | None, BeforeValidator(spellings.parse_master_weights)]
 OptimizerState = Annotated[Literal["float32", "bfloat16", "int8"], BeforeValidator(spellings.parse_optimizer_state)]
 LossScale = Annotated[float | Literal["dynamic"], BeforeValidator(spellings.parse_loss_scale)]
 Scale = Annotated[float, BeforeValidator(spellings.parse_scale)]
-OptionalScale = Annotated[float | None, BeforeValidator(spellings.parse_optional_scale)]
+OptionalScale = Annotated[float | None, BeforeValidator(spellings.optional(spellings.parse_scale))]
 Count = Annotated[int, BeforeValidator(lambda value: spellings.parse_whole_number(value, 1))]
 Bytes = Annotated[int, BeforeValidator(lambda value: spellings.parse_whole_number(value, 4, 2**62))]
 KeepFloat32 = type[torch.nn.Module] | str | Callable[[str, torch.nn.Module], bool]
@@ -152,7 +150,7 @@ class Properties(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _sides_agree(self) -> Properties:
+    def _sides_agree(self) -> Self:
         _check(self)
         return self
 

@@ -5,6 +5,7 @@ Each function here turns every spelling it knows into one value and refuses the 
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -69,9 +70,9 @@ def parse_optional_dtype(value: Any) -> torch.dtype | None:
     return parse_dtype(value)
 
 
-def parse_optional_bool(value: Any) -> Any:
-    """Read a boolean, or nothing."""
-    return None if is_nothing(value) else parse_bool(value)
+def optional(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What reads as another function does, or nothing."""
+    return lambda value: None if is_nothing(value) else parse(value)
 
 
 def parse_master_weights(value: Any) -> Any:
@@ -79,7 +80,7 @@ def parse_master_weights(value: Any) -> Any:
     if isinstance(value, str) and value in ("split", "model"):
         return value
     try:
-        return parse_optional_bool(value)
+        return optional(parse_bool)(value)
     except ValueError as error:
         raise ValueError(f'{value!r} is not a kind of master weights; give True, False, "split" or "model"') from error
 
@@ -122,20 +123,13 @@ def check_scale(scale: float) -> float:
     return scale
 
 
-def parse_optional_scale(value: Any) -> Any:
-    """Read a number above 0, or nothing."""
-    if is_nothing(value):
-        return None
-    if isinstance(value, str) and value == "dynamic":
-        raise ValueError('"dynamic" is not a number; only loss_scale can be "dynamic", give a number above 0 here')
-    return parse_loss_scale(value)
-
-
 def parse_scale(value: Any) -> Any:
     """Read a number above 0."""
     if is_nothing(value):
         raise ValueError(f"{value!r} is not a number; give one above 0, or leave it out for the default")
-    return parse_optional_scale(value)
+    if isinstance(value, str) and value == "dynamic":
+        raise ValueError('"dynamic" is not a number; only loss_scale can be "dynamic", give a number above 0 here')
+    return parse_loss_scale(value)
 
 
 def _several(value: Any) -> tuple[Any, ...]:

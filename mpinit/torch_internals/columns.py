@@ -82,18 +82,14 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     return list(map(_VERSION_OF, tensors)) if found is None else found
 
 
-def all_dense(gradients: Sequence[torch.Tensor | None]) -> bool:
-    """Whether all are there and dense."""
-    try:
-        return set(map(_IS_SPARSE, gradients)) == _NO
-    except AttributeError:
-        return False  # None is among them
-
-
 def are_plain(gradients: Sequence[torch.Tensor | None], device: torch.device) -> bool:
     """Whether all are there, dense, float32 and on one device, as they nearly always are: asked on every step."""
+    try:
+        are_dense = set(map(_IS_SPARSE, gradients)) == _NO
+    except AttributeError:
+        return False  # None is among them
     return (
-        all_dense(gradients)
+        are_dense
         and set(map(_DTYPE, gradients)) == _FLOAT32
         and set(map(type, gradients)) == _PLAIN
         and set(map(_DEVICE, gradients)) == {device.index if device.index is not None else -1}

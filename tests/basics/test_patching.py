@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from interruptions import interrupt, places
 
-from mpinit.basics.patching import UndoStack, set_attribute
+from mpinit.basics.patching import UndoStack
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.none() | st.integers()), max_size=20))
@@ -17,7 +17,7 @@ def test_any_sequence_of_patches_unwinds_to_the_start(patches: list[tuple[str, i
     box = types.SimpleNamespace(a=before)
     stack = UndoStack()
     for name, value in patches:
-        stack.push(set_attribute(box, name, value))
+        stack.set_attribute(box, name, value)
     assert len(stack) == len(patches)
     stack.unwind()
     assert vars(box) == {"a": before}
@@ -63,8 +63,8 @@ def test_unwinding_interrupted_at_any_line_goes_on_where_it_was() -> None:
     def boxes() -> tuple[UndoStack, types.SimpleNamespace]:
         stack, box = UndoStack(), types.SimpleNamespace(a=0)
         for number in range(3):
-            stack.push(set_attribute(box, "a", number + 1))
-            stack.push(set_attribute(box, "b", number))
+            stack.set_attribute(box, "a", number + 1)
+            stack.set_attribute(box, "b", number)
         return stack, box
 
     for where in places(boxes()[0].unwind, "basics/"):

@@ -1,7 +1,5 @@
 """A tensor of an optimizer's state as it is between steps: codes that read as float32 numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, final
 
@@ -26,7 +24,7 @@ class EncodedState(torch.Tensor):
     codes: Codes
 
     @staticmethod
-    def __new__(cls, codec: Codec, codes: Codes, like: torch.Tensor) -> EncodedState:
+    def __new__(cls, codec: Codec, codes: Codes, like: torch.Tensor) -> "EncodedState":
         make: Callable[..., EncodedState] = torch.Tensor._make_wrapper_subclass
         self = make(cls, like.size(), strides=like.stride(), dtype=torch.float32, device=codes[0].device)
         self.codec, self.codes = codec, codes
@@ -36,7 +34,7 @@ class EncodedState(torch.Tensor):
         """Nothing is left to do."""
 
     @classmethod
-    def of(cls, values: torch.Tensor, codec: Codec) -> EncodedState:
+    def of(cls, values: torch.Tensor, codec: Codec) -> "EncodedState":
         """Encode float32 ``values``."""
         dense = values.detach()
         if torch.empty_like(dense, device="meta").stride() != dense.stride():
@@ -110,7 +108,7 @@ class EncodedState(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"EncodedState({self.codec.name}, {self.decoded()!r})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> EncodedState:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "EncodedState":
         copied = EncodedState(self.codec, self._own_codes(), self)
         memo[id(self)] = copied
         return copied
@@ -147,7 +145,7 @@ class _PartOfCopy(torch.Tensor):
     numbers: torch.Tensor
 
     @staticmethod
-    def __new__(cls, numbers: torch.Tensor) -> _PartOfCopy:
+    def __new__(cls, numbers: torch.Tensor) -> "_PartOfCopy":
         make: Callable[..., _PartOfCopy] = torch.Tensor._make_wrapper_subclass
         size, strides = numbers.size(), numbers.stride()
         self = make(cls, size, strides=strides, dtype=numbers.dtype, device=numbers.device)
