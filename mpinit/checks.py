@@ -5,6 +5,7 @@ import fnmatch
 import functools
 import math
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
@@ -135,8 +136,10 @@ def check(
 
 def check_free(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Raise a ValueError where an object is given twice, or is in a session already."""
-    _check_unique(models, "models")
-    _check_unique(optimizers, "optimizers")
+    for objects, what in ((models, "models"), (optimizers, "optimizers")):
+        for item, times in Counter(objects).most_common(1):
+            if times > 1:
+                raise ValueError(f"{what} holds the same {type(item).__name__} twice; give each one once")
     for owner in (*models, *optimizers):
         owning = registry.of(owner)
         if owning is not None:
@@ -144,14 +147,6 @@ def check_free(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> 
                 f"{type(owner).__name__} was initialised already, in {owning.describe()}: "
                 "call mpinit.undo on it first, or pass all models and optimizers that belong together in one call"
             )
-
-
-def _check_unique(objects: Sequence[Any], what: str) -> None:
-    seen: set[int] = set()
-    for item in objects:
-        if id(item) in seen:
-            raise ValueError(f"{what} holds the same {type(item).__name__} twice; give each one once")
-        seen.add(id(item))
 
 
 def _check_not_prepared(model: nn.Module) -> None:

@@ -116,17 +116,13 @@ class FinalSync:
     def __call__(self, is_last_joiner: bool) -> None:
         """Let torch broadcast the 16-bit weights, and tell those that wait for it."""
         type(self._wrapper)._sync_final_model(self._wrapper, is_last_joiner)
-        afterwards = self._afterwards()
+        afterwards = None if self._afterwards is None else self._afterwards()
         if afterwards is not None:
             afterwards(self._wrapper, self._wrapper._authoritative_rank)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the wrapper is no part of any session.
-        return {"_wrapper": self._wrapper, "_afterwards": _nothing_follows}
-
-
-def _nothing_follows() -> None:
-    return None
+        return {"_wrapper": self._wrapper, "_afterwards": None}
 
 
 def after_join(wrapper: Any, afterwards: Callable[[Any, int], None]) -> None:

@@ -490,7 +490,7 @@ class ManagedOptimizer:
                     result = loss
                 else:
                     with self.scope.open():
-                        result = self._inner_step(self._in_the_open(evaluate), *args, **kwargs)
+                        result = self._inner_step(evaluate, *args, **kwargs)
         except BaseException as error:
             if before is not None:
                 before.restore()
@@ -501,19 +501,15 @@ class ManagedOptimizer:
         self.count_done()
         return result
 
-    def _in_the_open(self, evaluate: Closure) -> Closure:
-        """A closure with the weights in the groups, inside of a step."""
-
-        def evaluate_with_weights() -> Any:
-            with self.scope.closed():
-                return evaluate()
-
-        return evaluate_with_weights
-
     def _evaluator(self, closure: Closure) -> Closure:
+        """The closure with the weights in the groups, tried again with a lower scale where gradients overflow."""
         casts = flags() if is_on() else None
 
         def evaluate() -> Any:
+            with self.scope.closed():
+                return tried()
+
+        def tried() -> Any:
             for _ in range(self._rule.max_consecutive_skips if self._rule.dynamic else 1):
                 if casts is None:
                     loss = closure()

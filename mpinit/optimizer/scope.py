@@ -148,11 +148,13 @@ class Scope:
     @contextmanager
     def closed(self) -> Iterator[None]:
         """In the middle of :meth:`open`: the groups hold the weights again, which are what the masters are by now."""
-        self._leave()
+        was_open = self.is_open
+        self.close()
         try:
             yield
         finally:
-            self._enter()
+            if was_open:
+                self._enter()
 
     def close(self) -> None:
         """End what an interruption has left open."""
