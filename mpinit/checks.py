@@ -65,14 +65,9 @@ def as_list(given: Any, kind: type, what: str) -> list[Any]:
     items = list(given) if isinstance(given, (list, tuple)) else [given]
     for item in items:
         if not isinstance(item, kind):
-            raise TypeError(
-                f"{what} must be {_KINDS[kind]}, or a list or tuple of them; got {_said(item)}{_hint(item, kind)}"
-            )
+            got = f"the class {item.__name__}" if isinstance(item, type) else type(item).__name__
+            raise TypeError(f"{what} must be {_KINDS[kind]}, or a list or tuple of them; got {got}{_hint(item, kind)}")
     return items
-
-
-def _said(item: Any) -> str:
-    return f"the class {item.__name__}" if isinstance(item, type) else f"{type(item).__name__}"
 
 
 def _hint(item: Any, kind: type) -> str:

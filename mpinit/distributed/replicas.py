@@ -5,7 +5,7 @@ Asked without importing anything: torch has the wrapper at hand.
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -66,9 +66,6 @@ def _average_in_float32(group: Any, bucket: Any) -> Any:
 _average_in_float32.__annotations__.clear()
 
 
-# -- values -----------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def broadcast(values: Sequence[Callable[[], torch.Tensor]], src: int, group: Any) -> Iterator[tuple[int, torch.Tensor]]:
     """Send float32 numbers from one rank to all others, a few at a time.
@@ -102,10 +99,6 @@ def _chunks(values: Sequence[Callable[[], torch.Tensor]]) -> Iterator[tuple[int,
         yield first, chunk
 
 
-# -- uneven inputs ----------------------------------------------------------------------------------------------------
-
-
-@final
 class FinalSync:
     """A DistributedDataParallel's ``_sync_final_model``, with which ``join()`` ends, and what comes after it."""
 
@@ -134,9 +127,6 @@ def no_longer_after_join(wrapper: Any) -> None:
     """Take back what :func:`after_join` did."""
     if isinstance(vars(wrapper).get("_sync_final_model"), FinalSync):
         del wrapper._sync_final_model
-
-
-# -- wrappers that reduce nothing any more ----------------------------------------------------------------------------
 
 
 def outdate(wrapper: Any) -> None:

@@ -75,21 +75,13 @@ class Installation:
     def _remove(self, token: object) -> None:
         with InterruptsHeld(), self._lock:
             self._sessions.pop(token, None)
-            self._refresh_for_all()
+            self._refresh()
 
     def refresh_registrations(self) -> None:
         """Install anew for a changed list of registered functions."""
         with InterruptsHeld(), self._lock:
             self._installed = None
-            self._refresh_for_all()
-
-    def _refresh_for_all(self) -> None:
-        """:meth:`_refresh`; an interrupt does not leave the sessions that live on without their wrappers."""
-        try:
             self._refresh()
-        except BaseException:
-            self._refresh()
-            raise
 
     def _refresh(self) -> None:
         """Make what stands in torch's namespaces what the live sessions need; begun anew after an interrupt."""

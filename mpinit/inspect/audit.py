@@ -181,9 +181,6 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
     return Audit(rows, sizes, _advice(rows, foreseen, session))
 
 
-# -- types and bytes ----------------------------------------------------------------------------------------------
-
-
 def _row(name: str, parameter: Any, weight: torch.dtype, kind: Masters, known: "_Foreseen") -> AuditRow:
     """A parameter whose weight is in a type, with a kind of masters where that is a 16-bit one."""
     master, gradient = (_MASTERS.get(kind) if is_lower_precision(weight) else None) or ("", weight)
@@ -204,9 +201,6 @@ def _bytes(rows: Sequence[AuditRow]) -> dict[str, float]:
 
 def _size(dtype: str) -> int:
     return parse_dtype(dtype).itemsize if dtype else 0
-
-
-# -- which weights a step moves -----------------------------------------------------------------------------------
 
 
 class _Foreseen(NamedTuple):

@@ -221,8 +221,6 @@ class OverflowWatch:
     def __str__(self) -> str:
         return "nothing left the range" if self.first is None else str(self.first)
 
-    # -- what is shown ------------------------------------------------------------------------------------------
-
     def _look_at_inputs(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = list(floating_tensors((args, kwargs)))
         if self.batch is None:
@@ -328,7 +326,6 @@ def _grew(peak: float, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
     return peak not in numbers and all(_peak(tensor) < peak for tensor in floating_tensors((args, kwargs)))
 
 
-@final
 class _Inputs:
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         tensors = list(floating_tensors((args, dict(kwargs))))

@@ -202,7 +202,6 @@ class _Frame:
     casts: dict[str, str]
 
 
-@final
 class Recording:
     """Counts operations, by the module of ``model`` whose forward they belong to, and says why they run as they do.
 
@@ -228,8 +227,6 @@ class Recording:
             dataclasses.replace(row, count=count, casts=casts, cast_bytes=cast_bytes)
             for row, (count, casts, cast_bytes) in self._rows.items()
         )
-
-    # -- what is shown ------------------------------------------------------------------------------------------
 
     def _module_begins(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         weights = _floating(t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
@@ -258,8 +255,6 @@ class Recording:
             counts[1] += 1
             counts[2] += sum(tensor.nbytes for tensor in written)
         return result
-
-    # -- why ----------------------------------------------------------------------------------------------------
 
     def _reason(
         self, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], cast: tuple[str, str] | None, place: Place

@@ -187,10 +187,6 @@ def suggest(
         return _Doctor(model, optimizer, step, again, tolerance, keywords).examine(levels)
 
 
-# -- one run ----------------------------------------------------------------------------------------------------------
-
-
-@final
 @dataclass
 class _Trial:
     """What a run of a copy gave: unscaled gradients, by parameters' dotted names, are in float32."""
@@ -246,10 +242,6 @@ def _error(gradient: torch.Tensor, expected: torch.Tensor, whole: float) -> floa
     return float((gradient.double() - expected.double()).norm()) / scale if scale > 0 else 0.0
 
 
-# -- the examination ----------------------------------------------------------------------------------------------
-
-
-@final
 @dataclass
 class _Doctor:
     """One examination; every run of the step is on fresh copies, and with the same random numbers."""

@@ -3,7 +3,7 @@
 import threading
 from bisect import bisect_right
 from contextlib import ExitStack, nullcontext
-from typing import Any, Final, NamedTuple, Self, final
+from typing import Any, Final, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -31,7 +31,6 @@ class Place(NamedTuple):
     node: str
 
 
-@final
 class ModelTrace:
     """While it is entered, the operations and modules of ``model`` are shown; afterwards all hooks are gone.
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, final
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -77,7 +77,6 @@ def check(accelerator: Any) -> None:
         raise ValueError(f"{accelerator.distributed_type.name} keeps precision by itself: use its own settings, or DDP")
 
 
-@final
 class LossScaling:
     """``scale_loss`` in the form of the scaler that Accelerate calls: its backward leaves unscaled gradients."""
 

@@ -14,11 +14,8 @@ from . import require
 
 _lightning: Final[Any] = require("lightning").pytorch
 Precision: Any = _lightning.plugins.Precision
-# Lightning 2.5 has but one.
-_AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")
-_AVERAGERS: Final = tuple(
-    getattr(_lightning.callbacks, name) for name in _AVERAGING if hasattr(_lightning.callbacks, name)
-)
+_AVERAGING: Final = ("StochasticWeightAveraging", "WeightAveraging")  # Lightning 2.5 has but one.
+_AVERAGERS: Final = tuple(kind for name, kind in vars(_lightning.callbacks).items() if name in _AVERAGING)
 _HOOKS: Final = ("train_batch_end", "train_epoch_start", "train_end", "validation_epoch_start", "validation_epoch_end")
 
 

@@ -5,7 +5,7 @@ so that a step may fail anywhere.
 """
 
 from collections.abc import Sequence
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
@@ -20,7 +20,6 @@ SMALLEST: Final = 4096
 _States = Sequence[dict[Any, Any]]
 
 
-@final
 class EncodedStates:
     """A session's way to keep its optimizers' states in codes."""
 

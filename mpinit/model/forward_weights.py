@@ -11,7 +11,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_not
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -28,7 +28,6 @@ _COMPUTING: Final = (WeightNorm, SpectralNorm)
 _FLAT_WEIGHTS: Final = ("_flat_weights", "_flat_weight_refs")
 
 
-@final
 class _Layout:
     """The modules below one, and their parameters of another type: used while they are what they were."""
 
@@ -49,7 +48,6 @@ class _Layout:
         return all(map(Entries.are_as_seen, self._seen)) and [each.dtype for each in self._tensors] == self._dtypes
 
 
-@final
 class _Standing:
     """The casts that stand in the modules which one forward has entered.
 
@@ -126,7 +124,6 @@ STANDING: Final[dict[nn.Module, _Standing]] = {}
 _thread: Final = _Thread()
 
 
-@final
 class ForwardWeights:
     """A module's parameters and those of everything below it but ``kept`` modules, together in or out."""
 

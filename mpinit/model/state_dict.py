@@ -98,8 +98,6 @@ class Float32State:
             return None
         return self._find_values(tensor)
 
-    # -- saving -------------------------------------------------------------------------------------------------
-
     def export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """After ``state_dict()`` of one module: replace its own 16-bit entries by float32 ones."""
         # Without calls for what can be seen here: a state dict of a large model passes some 100,000 tensors.
@@ -152,8 +150,6 @@ class Float32State:
                 self._load_values(saved.tensor, saved.values)
                 saved.version = saved.values._version
         self.saved = [saved for saved in self.saved if saved.given() is not None]
-
-    # -- loading ------------------------------------------------------------------------------------------------
 
     def arrive(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *lists: Any) -> None:
         """Before loading: remember the values that are to arrive."""

@@ -1,7 +1,6 @@
 """Masters that ``master_params`` has given out: until the next step of theirs what is done to them counts."""
 
 from collections.abc import Iterable, Iterator
-from typing import final
 
 import torch
 from torch import nn
@@ -15,7 +14,6 @@ from ..torch_internals.running import is_read_freely
 from .members import Members
 
 
-@final
 class ExposedMasters:
     """The masters of one optimizer that are in the user's hands.
 

@@ -5,7 +5,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, final
+from typing import Final
 
 import torch
 from torch import nn
@@ -24,7 +24,6 @@ Done = set[int]
 _SMALL: Final = 1 << 14
 
 
-@final
 class Gradients:
     """The gradients of some parameters, which are ``weight.grad`` and nowhere else.
 

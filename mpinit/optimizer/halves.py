@@ -4,7 +4,7 @@ The first half climbs to where the loss is sharpest and keeps what the weights w
 Skipped alone, either half would leave the climb, or inf, in the weights.
 """
 
-from typing import Any, Final, final
+from typing import Any, Final
 
 from ..model.forward_weights import renew_casts
 from ..torch_internals.native_autocast import CastsOff
@@ -15,7 +15,6 @@ FIRST: Final = "first_step"
 SECOND: Final = "second_step"
 
 
-@final
 class Halves:
     """The two halves of one optimizer's steps."""
 

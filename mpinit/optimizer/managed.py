@@ -4,7 +4,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -45,7 +45,6 @@ class _EvaluationOverflow(Exception):
     """A closure went on overflowing however far the scale was lowered."""
 
 
-@final
 class ManagedOptimizer:
     """One optimizer of a session; it stays the object it was, with a ``step`` of ours.
 

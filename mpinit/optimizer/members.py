@@ -3,7 +3,7 @@
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -41,7 +41,6 @@ class Names:
         return f"a parameter of shape {tuple(parameter.shape)} outside of the models"
 
 
-@final
 class Members:
     """The members of an optimizer's groups, and of the groups of those that it wraps, each once.
 
@@ -139,8 +138,6 @@ class Members:
             self._casts.leave_to_optimizers([weight])
         return master
 
-    # -- while the optimizer's own code runs ----------------------------------------------------------------------
-
     def inside(self, parameter: Any) -> Any:
         """What stands for a member while the optimizer's own code runs; anything else is itself."""
         return self._of_weight.get(id(parameter), parameter)
@@ -216,7 +213,6 @@ def check_steps_its_groups(optimizer: Optimizer) -> None:
         )
 
 
-@final
 class Snapshot:
     """The float32 numbers of an optimizer's parameters."""
 

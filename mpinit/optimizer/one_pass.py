@@ -7,7 +7,7 @@ is faster a clock says: the first steps of each kind and size take turns, on the
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -49,7 +49,6 @@ _times: Final[dict[Any, Times]] = {}
 _proved: Final[dict[Any, bool]] = {}
 
 
-@final
 class OnePass:
     """One optimizer's steps in one pass."""
 

@@ -100,7 +100,6 @@ def _advice(loss: float | None, module: str | None) -> str:
     )
 
 
-@final
 class OverflowLog:
     """The last overflow of one optimizer; written only where there is one."""
 

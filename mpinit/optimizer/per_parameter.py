@@ -7,7 +7,7 @@ import inspect
 import os
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
@@ -81,7 +81,6 @@ def _steps_like(cls: type[Optimizer], own: type[Optimizer]) -> bool:
     return not any(hasattr(cls, name) for name in names if name not in _BESIDE_STEPS and not name.startswith("__"))
 
 
-@final
 class StepNumbers:
     """The numbers that an optimizer keeps for itself or for a group, such as ``group["step"]``, as they are now.
 

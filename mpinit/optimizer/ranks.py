@@ -4,7 +4,7 @@ import functools
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -57,7 +57,6 @@ _NOT_LOADED: Final = (
 )
 
 
-@final
 class Ranks:
     """A session among those of other processes.
 
@@ -98,8 +97,6 @@ class Ranks:
         # When scales were made one, by the sender's clock, steps since then, and how often they had been loaded.
         self._since, self._steps, self._loads = 0.0, 0, 0
         self.to_be_checked = {"forward", "step"}
-
-    # -- set-up -------------------------------------------------------------------------------------------------
 
     def watch(
         self, changed: Iterable[torch.Tensor], casts: TensorCasts | None, words: Mapping[str, str], undos: UndoStack
@@ -273,8 +270,6 @@ class Ranks:
             no_longer_after_join(wrapper)
             if any(id(parameter) in changed for parameter in reduced_by(wrapper)):
                 outdate(wrapper)
-
-    # -- verdicts -----------------------------------------------------------------------------------------------
 
     def agree(self, gradients: Gradients, pending: list[LossScaler]) -> None:
         """Make what the checks of gradients found one over all ranks, in one round, and move the scales.

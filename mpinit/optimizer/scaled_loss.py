@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from types import TracebackType
-from typing import Any, final
+from typing import Any
 
 import torch
 
@@ -17,7 +17,6 @@ from .gradients import Done, Gradients
 from .managed import ManagedOptimizer
 
 
-@final
 class ScaledLoss:
     """The context ``scale_loss`` returns.
 
@@ -147,7 +146,6 @@ class ScaledLoss:
             )
 
 
-@final
 class Unscaled(nullcontext[Any]):
     """The context ``scale_loss`` returns where nothing is done to gradients: the loss as it is."""
 

@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
@@ -82,7 +82,6 @@ class Part:
             self.is_read = False
 
 
-@final
 class Scope:
     """One optimizer's masters: :meth:`open` puts them into its groups, :meth:`closed` takes them out for a closure.
 
@@ -109,8 +108,6 @@ class Scope:
         """Whether a step is done a few parameters at a time."""
         wants = (self._members.table.steps_in_parts and bool(self._members.masters)) or self._states is not None
         return wants and steps_per_parameter(self._members.optimizer)
-
-    # -- as a whole -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -206,8 +203,6 @@ class Scope:
     def _states_of(self, parameters: Sequence[Any]) -> list[tuple[Any, dict[Any, Any]]]:
         holders = self._members.holders()
         return [(parameter, state) for parameter in parameters for state in states_of(holders, parameter)]
-
-    # -- in parts -------------------------------------------------------------------------------------------------
 
     @contextmanager
     def in_parts(self) -> Iterator[Iterator[None]]:
@@ -337,7 +332,6 @@ class Scope:
 _SHARED: Final = "state"
 
 
-@final
 class _StateExchange:
     """An optimizer's state, keyed by weights between steps and by masters inside: two dicts of the same entries."""
 

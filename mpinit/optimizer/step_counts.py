@@ -1,7 +1,7 @@
 """Steps done and skipped, counted without waiting for the device; and optimizers with which nothing else is done."""
 
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ class StepCounts(NamedTuple):
 _NONE: Final = StepCounts(0, 0, 0)
 
 
-@final
 @dataclass(eq=False)
 class StepCounter:
     """Counts on the host, and on the device where a kernel decides whether to skip."""
@@ -60,7 +59,6 @@ class StepCounter:
         return True
 
 
-@final
 @dataclass(eq=False)
 class CountedOptimizer:
     """An optimizer that is left as it is: hooks of torch's own count its steps."""

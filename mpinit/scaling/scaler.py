@@ -6,7 +6,7 @@ A rule is no scaling, a static scale or a dynamic one, which is that of Micikevi
 
 from collections.abc import Mapping
 from numbers import Integral, Real
-from typing import Any, final
+from typing import Any
 
 import torch
 
@@ -15,7 +15,6 @@ from ..plan import ScalingRule
 from ..settings.spellings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE, check_scale
 
 
-@final
 class LossScaler:
     """A loss scale and its counters.
 

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 
@@ -31,7 +31,6 @@ def are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
     return len(these) == len(those) and all(map(is_, these, those))
 
 
-@final
 class Entries:
     """What dicts hold that are attributes of some objects."""
 

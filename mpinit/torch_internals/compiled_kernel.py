@@ -6,7 +6,7 @@ does the same, and what is between operations stays in its cache.
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 
@@ -19,7 +19,6 @@ _WORTH_ROWS: Final = 1 << 20
 _CHUNK_ROWS: Final = 2048
 
 
-@final
 class CompiledKernel:
     """A function that writes into some of its arguments, row by row.
 

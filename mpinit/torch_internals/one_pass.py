@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import _appdirs
@@ -28,7 +28,6 @@ _WORTH_SECONDS: Final = 1.0
 _FLAGS: Final = {"AVX512": ("-march=native", "-mprefer-vector-width=512"), "AVX2": ("-mavx2", "-mfma", "-mf16c")}
 
 
-@final
 class NativeCode:
     """The functions of ``one_pass.cpp``, once they are there; kept in ``folder``, or where torch keeps extensions."""
 

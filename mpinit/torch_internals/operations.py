@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +21,6 @@ _NO_NUMBER: Final = 2**63
 Run = Callable[[], Any]
 
 
-@final
 class OperationsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, every operation of this thread, and of backward passes it starts, goes through ``around``.
 

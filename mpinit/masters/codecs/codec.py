@@ -88,8 +88,6 @@ def _gives_same_bits(codec: Codec, native: Any) -> bool:
     return _proved[name]
 
 
-# -- noise ------------------------------------------------------------------------------------------------------------
-#
 # Whole numbers, evenly spread over the lower 20 bits, made of the numbers themselves, their places and a sum over their
 # neighbours: no generator of random numbers is touched, the same numbers give the same noise again after a resume, and
 # as soon as one number has changed the noise of its neighbours is another, so that none gets stuck.

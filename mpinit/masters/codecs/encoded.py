@@ -138,7 +138,6 @@ def _rebuilt(codec: Codec, codes: Codes, size: tuple[int, ...], strides: tuple[i
     return EncodedState(codec, codes, torch.empty_strided(size, strides, device="meta"))
 
 
-@final
 class _PartOfCopy(torch.Tensor):
     """A view of decoded numbers: to read, since what is written to it would be lost."""
 

@@ -3,7 +3,6 @@
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Mapping, MutableMapping
-from functools import partial
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
@@ -196,9 +195,5 @@ def attach(optimizer: Optimizer) -> None:
     target: Any = optimizer
     target._amp_stash = AmpStash()
     target._amp_lazy_init = target._lazy_init_maybe_master_weights = lambda: None
-    target._master_params_to_model_params = partial(_settle, optimizer)
-
-
-def _settle(optimizer: Optimizer) -> None:
-    """Masters that were given out and written to are rounded into their weights where they are asked for again."""
-    deque(mp.master_params(optimizer), maxlen=0)
+    # Masters that were given out and written to are rounded into their weights where they are asked for again.
+    target._master_params_to_model_params = lambda: deque(mp.master_params(optimizer), maxlen=0)
