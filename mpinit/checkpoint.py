@@ -78,22 +78,18 @@ def scalers_as_rows(session: Session | None) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
-def state_of_rows(session: Session, rows: torch.Tensor) -> dict[str, Any]:
-    """A state for :func:`load_session_state` of what :func:`scalers_as_rows` gave.
-
-    A scale that was none, at another level, is no start for one that moves: such a scaler stays where it is.
-    """
+def state_of_rows(rows: torch.Tensor) -> dict[str, Any]:
+    """A state for :func:`load_session_state` of what :func:`scalers_as_rows` gave."""
     if rows.dim() != 2 or rows.shape[1] != len(_COLUMNS):
         raise ValueError(
             f"scalers saved by mpinit.TrainState are rows of {', '.join(_COLUMNS)}; these have the shape "
             f"{tuple(rows.shape)}, and nothing was loaded"
         )
-    present = [scaler.state_dict() for scaler in session.scalers]
     states: dict[str, Any] = {}
     for index, (scale, unskipped, tolerance, scales) in enumerate(rows.tolist()):
         counted = {} if tolerance < 0 else {"tolerance": _whole(tolerance)}
-        saved = {"loss_scale": scale, "unskipped": _whole(unskipped)} | counted
-        states[f"loss_scaler{index}"] = saved if scales or index >= len(present) else present[index]
+        said = counted if scales else {"scales": False}
+        states[f"loss_scaler{index}"] = {"loss_scale": scale, "unskipped": _whole(unskipped)} | said
     return states
 
 

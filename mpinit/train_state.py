@@ -246,7 +246,7 @@ class TrainState:
         if scalers is None or session is None:
             return state, None
         if isinstance(scalers, torch.Tensor):
-            scalers = checkpoint.state_of_rows(session, scalers)
+            scalers = checkpoint.state_of_rows(scalers)
         return state, checkpoint.checked_state(session, scalers)
 
 
@@ -369,6 +369,7 @@ def optimizer_faults(own: Mapping[str, Any], given: Any, strict: bool, whole: bo
     faults = [*_group_faults(own["param_groups"], given["param_groups"])]
     if strict:
         faults += _named("the optimizer's state has none for", [n for n in own["state"] if n not in given["state"]])
+        faults += _unwanted(own, given)
     return [*faults, *_entry_faults(own, given, whole)]
 
 
@@ -383,6 +384,14 @@ def _group_faults(own: list[dict[str, Any]], given: list[dict[str, Any]]) -> Ite
                 f"no group of the optimizer's state has the {counted(len(names), 'parameter')} of group {index} "
                 f"({', '.join(group['params'][:2])} first; groups saved: {sizes} parameters)"
             )
+
+
+def _unwanted(own: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+    for index, group in enumerate(own["param_groups"]):
+        kept = [name for name in group["params"] if given["state"].get(name)]
+        if kept and not any(name in own["state"] for name in group["params"]):
+            keys = ", ".join(map(str, given["state"][kept[0]]))
+            yield f"the optimizer's state has {keys} for {kept[0]!r}, and here group {index} keeps nothing"
 
 
 def _entry_faults(own: Mapping[str, Any], given: Mapping[str, Any], whole: bool) -> Iterator[str]:

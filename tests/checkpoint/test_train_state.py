@@ -78,6 +78,7 @@ def test_looking_at_an_optimizer_without_state_leaves_it_without(level: str) -> 
     assert_same(copied(TrainState(plain, plain_optimizer)), copied(TrainState(model, optimizer)), dtype=None)
 
 
+@pytest.mark.filterwarnings("ignore:the state was saved where losses were not scaled")
 def test_a_state_goes_through_every_level_and_back() -> None:
     levels = [level for level in LEVELS if level not in ("O3", "int8")]
     model, optimizer = build("O2")
@@ -126,7 +127,8 @@ def test_a_scale_that_was_none_is_no_start_for_one_that_moves() -> None:
     train(model, optimizer, batches(1))
     state = copied(TrainState(model, optimizer))
     model, optimizer = build("O2")
-    TrainState(model, optimizer).load_state_dict(state)
+    with pytest.warns(UserWarning, match="saved where losses were not scaled.*stays 1024"):
+        TrainState(model, optimizer).load_state_dict(state)
     assert mpinit.loss_scale(optimizer) == 1024.0
     train(model, optimizer, batches(2))
     state = copied(TrainState(model, optimizer))
@@ -282,6 +284,17 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(message: str, spoil: C
         here.load_state_dict(state)
     assert_same(copied(here), before, dtype=None)
     train(*pair, batches(1))
+
+
+def test_state_that_the_optimizer_here_has_no_use_for_is_refused() -> None:
+    model, optimizer = build("O2")
+    train(model, optimizer, batches(1))
+    state = copied(TrainState(model, optimizer))
+    other = mlp()
+    plain = plain_sgd(other.parameters())
+    mpinit.initialize(other, plain, verbosity=0, **LEVELS["O2"])
+    with pytest.raises(ValueError, match=r"has step, exp_avg, exp_avg_sq for '0\.weight', and here group 0 keeps"):
+        TrainState(other, plain).load_state_dict(state)
 
 
 def test_what_it_is_made_of_is_checked() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mpinit.masters.codecs import codec as blocks
 from mpinit.masters.codecs.bfloat16 import BFloat16
-from mpinit.masters.codecs.codec import BLOCK, Codec, in_rows, rows_for
+from mpinit.masters.codecs.codec import BLOCK, Codec, in_rows
 from mpinit.masters.codecs.encoded import EncodedState
 from mpinit.masters.codecs.minifloat import Minifloat
 
@@ -28,7 +28,7 @@ def encoded(codec: Codec, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def decoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
-    back = torch.empty(rows_for(len(values)), BLOCK)
+    back = torch.empty(-(-len(values) // BLOCK), BLOCK)
     codec.decode_(encoded(codec, values), back)
     return back.view(-1)[: len(values)]
 

@@ -47,11 +47,6 @@ class Codec(ABC):
         """:meth:`decode_` in the same way."""
 
 
-def rows_for(length: int) -> int:
-    """Rows that so many numbers take."""
-    return -(-length // BLOCK)
-
-
 def in_rows(values: torch.Tensor) -> torch.Tensor:
     """A one-dimensional float32 tensor as whole rows, a copy with zeros at the end where it is none."""
     missing = -values.numel() % BLOCK

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from ...basics.patching import InterruptsHeld
 from ...distributed.sharding import sharded_as
 from ..float_split import flat
-from .codec import BLOCK, Codec, Codes, in_rows, rows_for
+from .codec import BLOCK, Codec, Codes, in_rows
 
 
 @final
@@ -39,7 +39,7 @@ class EncodedState(torch.Tensor):
         dense = values.detach()
         if torch.empty_like(dense, device="meta").stride() != dense.stride():
             dense = dense.contiguous()
-        encoded = cls(codec, codec.empty(rows_for(dense.numel()), dense.device), dense)
+        encoded = cls(codec, codec.empty(-(-dense.numel() // BLOCK), dense.device), dense)
         encoded._encode(dense)
         return encoded
 
