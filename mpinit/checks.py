@@ -24,6 +24,7 @@ from .basics.wrappers import inside
 from .distributed.agreement import groups_of, meshes_of
 from .distributed.sharding import flattened, is_distributed, is_managed_by_fsdp, replaced_since, reshard
 from .model.entry_points import check_argument_names
+from .model.lasting_losses import warn_of_target_networks
 from .model.selection import named_tensors
 from .model.shared_memory import named_own_tensors
 from .plan import Masters, Plan
@@ -126,6 +127,8 @@ def check(
     if plan.patch_functions and came_in_16_bit:
         _warn_of_16_bit_weights(came_in_16_bit)
     _check_belonging(walk, optimizers, awaits)
+    if len(models) > 1 and not awaits and plan.masters in (Masters.FULL, Masters.SPLIT):
+        warn_of_target_networks(walk.models, optimizers)
     return came_in_16_bit
 
 

@@ -10,8 +10,7 @@ from . import checks, registry
 from .basics.logs import log
 from .basics.patching import UndoStack
 from .basics.tables import counted
-from .model.lasting_losses import warn_of_target_networks
-from .plan import Masters, make_plan
+from .plan import make_plan
 from .session import Request, Session
 from .settings.spellings import DEFAULT_LEVEL
 
@@ -94,6 +93,7 @@ def initialize(models: Any, optimizers: Any = None, opt_level: str = DEFAULT_LEV
     if on:
         plan = make_plan(props)
         came_in_16_bit = checks.check(model_list, optimizer_list, props, plan, awaits)
+        checks.check_process_group(process_group, model_list, plan)
         request = Request(level, props, plan, losses, verbosity, awaits, process_group)
         _set_up(model_list, optimizer_list, request, came_in_16_bit)
     else:
@@ -102,11 +102,6 @@ def initialize(models: Any, optimizers: Any = None, opt_level: str = DEFAULT_LEV
 
 
 def _set_up(models: list[nn.Module], optimizers: list[Optimizer], request: Request, came_in_16_bit: list[str]) -> None:
-    plan = request.plan
-    if len(models) > 1 and not request.awaits and plan.masters in (Masters.FULL, Masters.SPLIT):
-        warn_of_target_networks(models, optimizers)
-    checks.check_process_group(request.process_group, models, plan)
-
     def join(session: Session) -> None:
         registry.add(session)
         _announce(session, came_in_16_bit)
