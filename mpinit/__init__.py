@@ -16,7 +16,7 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from . import amp as amp
