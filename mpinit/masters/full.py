@@ -246,7 +246,8 @@ def _noted(weight: torch.Tensor) -> torch.Tensor | int | None:
         bits = bits.clone()
     end = bits.numel() // _WORD * _WORD
     words = bits[:end].view(torch.int64)
-    columns = _prime_from(words.numel() // _ROWS)
+    # None of the weight's sizes is a multiple of the prime, so that no two of its slices share all their columns.
+    columns = min(_prime_from(max(words.numel() // _ROWS, *(size + 1 for size in weight.shape))), words.numel())
     whole = words.numel() // columns * columns
     return torch.cat((words[:whole].view(-1, columns).sum(0), words[whole:], bits[end:].to(torch.int64)))
 

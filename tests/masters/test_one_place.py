@@ -141,6 +141,24 @@ def test_rows_moved_through_numpy_are_stepped_where_they_are(dtype: torch.dtype,
         assert torch.equal(model.weight, before) and torch.equal(number(model)[stayed], master[stayed])
 
 
+@pytest.mark.parametrize("shape", [(517, 64), (16, 640), (127, 2, 64)])
+def test_any_two_slices_of_a_weight_change_places_through_numpy(shape: tuple[int, ...]) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(shape))
+    optimizer = RMSprop(model.parameters(), lr=0.0)
+    mpinit.initialize(model, optimizer, "O5", verbosity=0)
+    model.weight.grad = torch.ones(shape)
+    shared = model.weight.detach().view(torch.int16).numpy()
+    for axis, size in enumerate(shape):
+        slices = shared.swapaxes(0, axis)
+        for distance in range(1, size):
+            optimizer.step()
+            slices[[0, distance]] = slices[[distance, 0]]
+            wanted = model.weight.detach().clone()
+            optimizer.step()
+            assert torch.equal(model.weight, wanted), (axis, distance)
+
+
 @each_mode
 def test_averages_swapped_in_and_out_leave_every_bit_and_held_data_is_written(dtype: torch.dtype, masters: Any) -> None:
     (model, optimizer), (untouched, reference) = begin(dtype, masters), begin(dtype, masters)
