@@ -185,6 +185,7 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is inf or nan and ``error_if_nonfinite`` is True.
+        ValueError: a ``norm_type`` of 0 or below, with parameters of several processes.
 
     Example:
         >>> import torch, mpinit

@@ -41,7 +41,10 @@ def clip_grad_norm_(
 
 def total_norm(parameters: Sequence[nn.Parameter], norm_type: float, process_group: Group | None) -> torch.Tensor:
     """The norm of all gradients; see :func:`clip_grad_norm_`."""
-    order, is_max = float(norm_type), math.isinf(norm_type)
+    order = float(norm_type)
+    if not order > 0:
+        raise ValueError(f"norm_type must be above 0 for gradients of several processes, not {norm_type!r}")
+    is_max = math.isinf(order)
     device = next((local(parameter).device for parameter in parameters), torch.device("cpu"))
     zero = torch.zeros((), dtype=torch.float64, device=device)
     distributed: Any = torch.distributed

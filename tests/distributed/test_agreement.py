@@ -1,6 +1,7 @@
 """What ranks must agree on: words, numbers, policies."""
 
 import contextlib
+import math
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -162,6 +163,12 @@ def test_stages_are_clipped_as_one_model() -> None:
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     mpinit.initialize([], optimizer, "O1", verbosity=0)
     parameter.grad = torch.tensor([(3.0, 4.0)[dist.get_rank()]])
+    # What adds up over processes, or is their largest, is no norm of these orders.
+    for order in (0, -1.0, -math.inf):
+        with pytest.raises(ValueError, match=f"norm_type must be above 0 .*, not {order}"):
+            mpinit.clip_grad_norm_(optimizer, 1.0, order, process_group=dist.group.WORLD)
+    anyway: Any = "inf"
+    assert mpinit.clip_grad_norm_(optimizer, 9.0, anyway, process_group=dist.group.WORLD).item() == 4.0
     assert mpinit.clip_grad_norm_(optimizer, 1.0, process_group=dist.group.WORLD).item() == 5.0
     torch.testing.assert_close(parameter.grad, torch.tensor([(0.6, 0.8)[dist.get_rank()]]))
 
