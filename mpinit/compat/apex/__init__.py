@@ -4,7 +4,7 @@ It holds what such scripts use: amp, parallel, optimizers, normalization and mul
 Importing anything else, ``apex.contrib`` for one, is an ImportError, as with an apex built without it.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from typing import NoReturn
 
 from ..importing import MISSING
@@ -12,10 +12,7 @@ from . import amp, multi_tensor_apply, normalization, optimizers, parallel
 
 __all__ = ["amp", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
 
-try:
-    __version__ = f"0.1+mpinit.{version('mpinit')}"
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0.1+mpinit"
+__version__ = f"0.1+mpinit.{import_module('mpinit').__version__}"
 
 _ABSENT = ("RNN", "contrib", "fp16_utils", "fused_dense", "mlp", "pyprof", "reparameterization", "transformer")
 
