@@ -7,6 +7,7 @@ than it takes to start are ended, which fails the test that they are in, and the
 
 import contextlib
 import datetime
+import faulthandler
 import functools
 import importlib
 import inspect
@@ -71,8 +72,7 @@ def launch(path: Path, names: list[str], *patience: str) -> dict[str, str]:
             text=True,
         )
         missing = f"never ran; the launch ended with {launched.returncode}: {launched.stderr[-3000:]}"
-        found = {name: text + launched.stderr[-3000:] * text.startswith("ended") for name, text in read(report).items()}
-        return dict.fromkeys(names, missing) | found
+        return dict.fromkeys(names, missing) | read(report)
 
 
 def read(report: Path) -> dict[str, str]:
@@ -96,16 +96,16 @@ def main(path: Path, report: Path, *given: str) -> None:
         checks = {name: run for test in tests if test.ranks == count for name, run in test.checks.items()}
         left = {name: run for name, run in checks.items() if name in wanted}
         while left:
-            fork(count, left, report, patience)
+            reason = fork(count, left, report, patience)
             outcomes = read(report)
             first, *others = [name for name in left if name not in outcomes] or [""]
             left = {name: left[name] for name in others}
             if first:
-                report.write_text(json.dumps(outcomes | {first: "ended, or finished no test in time: "}))
+                report.write_text(json.dumps(outcomes | {first: reason}))
 
 
-def fork(count: int, checks: Checks, report: Path, patience: float) -> None:
-    """Run tests on so many ranks, as long as all of them live and go on."""
+def fork(count: int, checks: Checks, report: Path, patience: float) -> str:
+    """Run tests on so many ranks, as long as all of them live and go on; why they did not, and where each was then."""
     readable, writable = os.pipe()
     sys.stdout.flush()
     quick_process.keep()
@@ -115,30 +115,40 @@ def fork(count: int, checks: Checks, report: Path, patience: float) -> None:
         child = os.fork()
         if child == 0:
             status = 1
+            traces = open(f"{report}.{rank}", "w")  # noqa: SIM115 - open as long as the process lives
+            faulthandler.enable(traces)
+            faulthandler.register(signal.SIGUSR1, traces)
             try:
                 run_all(checks, report, connect(rank, count, readable, writable, timeout), rank, count)
                 status = 0
             except BaseException:
-                traceback.print_exc()
+                traceback.print_exc(file=traces)
             finally:
+                traces.flush()
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(status)
         children.append(child)
+    running, reasons = dict(enumerate(children)), []
     known, since = 0, time.monotonic()
-    while children:
+    while running:
         child, status = os.waitpid(-1, os.WNOHANG)
         if child:
-            children.remove(child)
+            del running[children.index(child)]
         elif len(read(report)) != known:
             known, since = len(read(report)), time.monotonic()
         else:
             time.sleep(0.05)
         if (child and status) or time.monotonic() - since > patience:
-            for other in children:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(other, signal.SIGKILL)
+            what = f"rank {children.index(child)} ended with {os.waitstatus_to_exitcode(status)}" if child else ""
+            reasons.append(what or f"no test was finished in {patience:.0f} s")
+            for sent, wait in ((signal.SIGUSR1, 1.0), (signal.SIGKILL, 0.0)):
+                for other in running.values():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(other, sent)
+                time.sleep(wait)
             since = time.monotonic()
+    return "\n".join([*reasons, *(f"rank {rank}: {Path(f'{report}.{rank}').read_text()}" for rank in range(count))])
 
 
 def connect(rank: int, count: int, readable: int, writable: int, timeout: datetime.timedelta) -> dist.Store:
