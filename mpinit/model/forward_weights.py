@@ -118,7 +118,8 @@ class _Thread(threading.local):
         self.inside: set[nn.Module] = set()
 
 
-_lock: Final = threading.Lock()
+# A handler of a signal that saves a checkpoint may come while its own thread holds the lock.
+_lock: Final = threading.RLock()
 # Of forwards that run, in all threads.
 STANDING: Final[dict[nn.Module, _Standing]] = {}
 _thread: Final = _Thread()
@@ -276,7 +277,8 @@ def _casts(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Ten
 def parameter_of(cast: torch.Tensor) -> torch.Tensor | None:
     """The parameter in whose place a cast stands now; None of anything else."""
     with _lock:
-        pairs = [zip(each.inside, each.outside, strict=True) for each in dict.fromkeys(STANDING.values())]
+        # Not strict: of a forward that is about to make its casts there are none yet.
+        pairs = [zip(each.inside, each.outside, strict=False) for each in dict.fromkeys(STANDING.values())]
         return next((parameter for inside, parameter in itertools.chain(*pairs) if inside is cast), None)
 
 

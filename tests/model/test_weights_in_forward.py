@@ -1,5 +1,6 @@
 """Weights that are their own masters, inside of forwards: what code there sees, and casts made natively or by torch."""
 
+import threading
 from collections.abc import Callable
 from functools import reduce
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from weights_in_forward import BF16, F32, is_float32_outside, start
 
 import mpinit
+from mpinit.model import forward_weights
 from mpinit.torch_internals import columns, float32_gradients
 from mpinit.torch_internals.float32_gradients import casts_with_float32_gradients
 
@@ -170,6 +172,33 @@ def test_a_state_dict_saved_in_a_forward_is_not_rounded() -> None:
     start(model)
     model(torch.ones(1, 4))
     assert equal_tensors(model.saved, dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("moment", ["ForwardWeights._standing", "_casts"])
+def test_a_checkpoint_saved_by_a_signal_handler_while_a_forward_begins(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python runs handlers between any two lines: one that saves neither waits for its own thread nor fails."""
+    model = nn.Linear(4, 4)
+    model.register_buffer("noise", torch.full((3,), 0.1))
+    around: Any = Parts(lambda self, x: model(self.first(x)), first=nn.Linear(4, 4))
+    start(model)
+    start(around)
+    before, saved = dict(model.state_dict()), []
+    *path, name = moment.split(".")
+    where = reduce(getattr, path, forward_weights)
+    begin = getattr(where, name)
+
+    def interrupted(*args: Any) -> Any:
+        saved.append(dict(model.state_dict()))
+        return begin(*args)
+
+    monkeypatch.setattr(where, name, interrupted)
+    thread = threading.Thread(target=around, args=(torch.ones(2, 4),), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive(), "it waits for itself"
+    assert len(saved) == 2 and all(equal_tensors(state, before) for state in saved)
 
 
 def test_compiles_as_one_graph() -> None:
