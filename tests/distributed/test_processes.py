@@ -23,6 +23,10 @@ def test_ended():
     time.sleep(60)
 
 @ranks(2)
+def test_hangs():
+    time.sleep(60)
+
+@ranks(2)
 def test_right_again():
     dist.barrier()
 """
@@ -35,4 +39,7 @@ def test_what_goes_wrong_is_one_tests_failure(tmp_path: Path) -> None:
     outcomes = launch(path, names, "5")
     assert [name for name, said in outcomes.items() if said == "ok"] == [name for name in names if "right" in name]
     assert "rank 1: Traceback" in outcomes["test_wrong_on_one_rank"] and "rank 0" not in outcomes[names[1]]
-    assert "finished no test in time" in outcomes["test_ended"]
+    # Which rank it was, and where the others were then.
+    assert "rank 0 ended with 3" in outcomes["test_ended"] and "in test_ended" in outcomes["test_ended"]
+    assert "no test was finished in 5 s" in outcomes["test_hangs"]
+    assert outcomes["test_hangs"].count("in test_hangs") == 2
