@@ -4,13 +4,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
-from torch import nn
-
 from . import registry
-from .basics.modules import modules_of
-from .masters.full import FullMasters
-from .model.shared_memory import is_16_bit
+from .model.float32_values import Float32Block
 from .session import Session
 
 
@@ -61,88 +56,24 @@ def _of_session(session: Session) -> Iterator[None]:
         yield
         return
     session.check_idle("mpinit.float32_weights()")
-    swap = _Swap(session)
+    block = Float32Block(session.values, session.models)
+    members = session.members()
     try:
+        block.enter()
         session.masters.are_in_model = True
-        swap.enter()
+        for each in members:
+            each.exchange(block.wide)
         with session.forwards.in_float32():
             yield
     finally:
+        session.masters.are_in_model = True
+        weights = block.narrow_ones()
         try:
-            swap.leave()
+            for each in members:
+                each.exchange(weights)
         finally:
-            session.masters.are_in_model = False
-
-
-class _Swap:
-    """What stands in modules inside of the block, and what stood there before."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._places: list[tuple[nn.Module, dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
-        self._wide: dict[int, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def enter(self) -> None:
-        modules = {module: None for model in self._session.models for module in modules_of(model)}
-        for module in modules:
-            own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            found = [(each, name, tensor) for each in own for name, tensor in each.items() if is_16_bit(tensor)]
-            for tensors, name, tensor in found:
-                if id(tensor) not in self._wide:
-                    self._wide[id(tensor)] = self._widened(tensor)
-                self._places.append((module, tensors, name, tensor, self._wide[id(tensor)]))
-                tensors[name] = self._wide[id(tensor)]
-            if found and isinstance(module, nn.RNNBase):
-                module._init_flat_weights()
-
-    def _widened(self, tensor: torch.Tensor) -> torch.Tensor:
-        session, values = self._session, self._session.float32_values(tensor)
-        if not isinstance(tensor, nn.Parameter):
-            return tensor.float() if values is None else values.clone()
-        master = session.masters.of(tensor)
-        if master is not None and isinstance(session.masters, FullMasters):
-            wide = master.parameter
-        else:
-            wide = nn.Parameter(tensor.float() if values is None else values.float().clone(), tensor.requires_grad)
-        if tensor.grad is not None:
-            wide.grad = tensor.grad.float()
-        return wide
-
-    @torch.no_grad()
-    def leave(self) -> None:
-        written: dict[int, torch.Tensor] = {}
-        rnns: dict[nn.Module, None] = {}
-        while self._places:
-            module, tensors, name, tensor, wide = self._places.pop()
-            present = tensors.get(name)
-            # One that was put there inside counts by its values.
-            fits = isinstance(present, torch.Tensor) and present.shape == tensor.shape
-            written.setdefault(id(tensor), present if fits and present is not None else wide)
-            if present is not None:
-                tensors[name] = tensor
-            if isinstance(module, nn.RNNBase):
-                rnns[module] = None
-            if id(tensor) in self._wide and not any(place[3] is tensor for place in self._places):
-                self._narrow(tensor, written[id(tensor)], self._wide.pop(id(tensor)))
-        for rnn in rnns:
-            rnn._init_flat_weights()  # type: ignore[operator]
-
-    def _narrow(self, tensor: torch.Tensor, present: torch.Tensor, wide: torch.Tensor) -> None:
-        session, values = self._session, present.detach()
-        session.masters.are_in_model = False
-        try:
-            master = session.masters.of(tensor)
-            before = None if master is not None else session.float32_values(tensor)
-            if master is not None:
-                session.masters.load(master, values if present is not wide else values.clone())
-            elif not torch.equal(values, tensor.float() if before is None else before.to(values)):
-                tensor.copy_(values)
-                session.load_values(tensor, values)
-        finally:
-            session.masters.are_in_model = True
-        if isinstance(tensor, nn.Parameter):
-            gradient, wide.grad = present.grad, None
-            if gradient is not tensor.grad:
-                dtype = tensor.grad_dtype if master is not None else tensor.dtype
-                tensor.grad = None if gradient is None else gradient.to(dtype or tensor.dtype)
+            try:
+                block.leave()
+            finally:
+                session.masters.are_in_model = False
+                session.values.end_block(block.shown)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from . import functions
 from .basics.dtypes import is_lower_precision
-from .basics.modules import modules_of
+from .basics.modules import Names, modules_of
 from .basics.patching import Undo, UndoStack
 from .basics.wrappers import unwrapped
 from .distributed.sharding import gather_in, is_distributed, reshard
@@ -23,14 +23,15 @@ from .masters.codecs.bfloat16 import BFloat16
 from .masters.codecs.codec import Codec
 from .masters.codecs.minifloat import Minifloat
 from .masters.full import FullMasters
-from .masters.masters import IN_FLOAT32, Masters
+from .masters.masters import IN_FLOAT32
 from .masters.split import SplitMasters
 from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
+from .model.float32_values import Float32Values
 from .model.shared_memory import check_memory
 from .optimizer.gradients import Gradients
 from .optimizer.managed import ManagedOptimizer, makes_state
-from .optimizer.members import Members, Names, check_steps_its_groups
+from .optimizer.members import Members, check_steps_its_groups
 from .optimizer.overflow_log import OverflowLog
 from .optimizer.per_parameter import steps_per_parameter
 from .optimizer.ranks import OPTIMIZERS, Ranks
@@ -90,8 +91,9 @@ class Session:
         self.number = next(_numbers)
         self.is_live = False
         self.tensor_ids: frozenset[int] = frozenset()
-        self.masters: Masters = SplitMasters() if plan.masters is MasterKind.SPLIT else FullMasters()
         self.names = Names(self.models)
+        self.masters = (SplitMasters if plan.masters is MasterKind.SPLIT else FullMasters)(self.names)
+        self.values = Float32Values(self.models, self.masters)
         codec: Codec = Minifloat() if plan.optimizer_state == "int8" else BFloat16()
         self._states = None if plan.optimizer_state == "float32" else EncodedStates(codec)
         self._managed: dict[Optimizer, ManagedOptimizer] = {}
@@ -103,12 +105,7 @@ class Session:
         self._undos = UndoStack()
         # Of the parameters that no optimizer has, as of some generations of the optimizers' members.
         self._loose: tuple[tuple[int, ...], Gradients | None] = (), None
-        self._float32_state: state_dict.Float32State | None = None
         self._is_ending = False
-
-    @functools.cached_property
-    def _casts(self) -> casting.TensorCasts:
-        return casting.TensorCasts([], {}, ())
 
     @property
     def _makes_masters(self) -> bool:
@@ -133,7 +130,7 @@ class Session:
             join(self)
             self.is_live = True
             if selected.changes:
-                self._casts.settle()
+                self.values.casts.settle()
         except BaseException:
             self.is_live = False
             failed.unwind()
@@ -160,11 +157,7 @@ class Session:
         if selected.kept and encoder_fast_path.is_bypassed(selected.kept, self.models):
             encoder_fast_path.keep_off(lambda: True, self._undos)
         if selected.holds_16_bit:
-            in_model = plan.masters is MasterKind.IN_MODEL
-            float32_state = state_dict.Float32State(
-                self.float32_values, self.load_values, lambda: in_model or len(self.masters) > 0
-            )
-            self._float32_state = float32_state
+            float32_state = state_dict.Float32State(self.values, plan.masters is MasterKind.IN_MODEL)
             push(float32_state.remove)
             float32_state.install(self.models)
             hide_gradients(self, _weights, self._undos)
@@ -179,7 +172,7 @@ class Session:
         if selected.changes or len(self.masters) > 0:
             self._cast(targets)
         self.ranks.reduces_in_float32 = self.plan.reduces_in_float32
-        self.ranks.watch(selected.changes, self._casts if selected.changes else None, self._words(), self._undos)
+        self.ranks.watch(selected.changes, self.values.casts if selected.changes else None, self._words(), self._undos)
         for optimizer in self.optimizers:
             self._take_in(optimizer, self._undos)
         if self._makes_masters:
@@ -227,24 +220,24 @@ class Session:
         cast_states(self.optimizers, casts, self._undos)
         _widen_states(self.optimizers, {w: w.dtype for w in mastered if is_lower_precision(w.dtype)})
         trained = {p for p in _parameters_of(self.optimizers) if id(p) not in ids and p.requires_grad}
-        self._casts = casting.TensorCasts(self.models, others, trained)
-        self._undos.push(self._casts.undo)
+        self.values.casts = casting.TensorCasts(self.models, others, trained)
+        self._undos.push(self.values.casts.undo)
         to_16_bit = {weight: targets.get(weight, weight.dtype) for weight in mastered}
         beyond = casting.out_of_range(to_16_bit)
-        self._casts.apply(beyond)
+        self.values.casts.apply(beyond)
         # Without an undo of its own: giving up a master restores its weight.
         for master in self.masters:
             self.masters.cast(master, to_16_bit[master.weight], clamps=bool(beyond) and master.weight in beyond)
         casting.rebuild_flat_weights(self.models)
 
     def _members_of(self, optimizer: Optimizer) -> Members:
-        return Members(optimizer, self.masters, self._casts, self.names, self.plan.masters)
+        return Members(optimizer, self.values, self.plan.masters)
 
     def _manage(self, optimizer: Optimizer, undos: UndoStack) -> None:
         members = self._members_of(optimizer)
         undos.push(functools.partial(self._forget, optimizer))
         self._members.append(members)
-        members.refresh()
+        members.sync_groups()
         scope = Scope(members, self._states, self.plan.split_bucket_bytes)
         managed = ManagedOptimizer(optimizer, members, scope, self.plan.scaling, self.ranks)
         self._managed[optimizer] = managed
@@ -303,8 +296,8 @@ class Session:
         """Weights get their masters' bits; called again it goes on."""
         for master in self.masters:
             # A 16-bit weight keeps its master's bits, unless the set-up failed: then it is left as it came.
-            keeps_bits = self.is_live and is_lower_precision(master.came_in)
-            self.masters.restore(master, torch.float32 if keeps_bits else master.came_in)
+            keeps_bits = self.is_live and is_lower_precision(master.original_dtype)
+            self.masters.restore(master, torch.float32 if keeps_bits else master.original_dtype)
             self.masters.discard(master)
 
     def undo(self) -> None:
@@ -312,11 +305,11 @@ class Session:
         if not self._is_ending:
             if self.masters.are_in_model:
                 raise RuntimeError(IN_FLOAT32.format("mpinit.undo()"))
-            self.take_writes()
+            self.values.apply_writes()
             reshard(self.models)
             for managed in self._managed.values():
-                managed.close_exposed()
                 managed.gradients.give_up()
+            self.values.close()
             self._is_ending = True
         dtypes: dict[torch.Tensor, torch.dtype] = {weight: weight.dtype for weight in _weights(self)}
         try:
@@ -346,14 +339,7 @@ class Session:
         if is_among_others or self.ranks.to_be_checked:
             self._see_counted()
             self.ranks.before_forward()
-        self.take_writes()
-
-    def take_writes(self) -> None:
-        """Let weights be what was done to masters and to entries of state dicts that were given out."""
-        if self._float32_state is not None and self._float32_state.saved:
-            self._float32_state.take_writes()
-        for exposed in tuple(self.masters.exposed):
-            exposed.settle()
+        self.values.apply_writes()
 
     # -- optimizers that come later -----------------------------------------------------------------------------
 
@@ -380,7 +366,7 @@ class Session:
                 self._take_in(optimizer, undos)
                 plain = [p for p in _parameters_of([optimizer]) if p not in came_in]
                 casts: dict[Any, Any] = {
-                    p: (self._casts.came_in(p), p.dtype) for p in plain if self._casts.came_in(p) != p.dtype
+                    p: (self.values.casts.came_in(p), p.dtype) for p in plain if self.values.casts.came_in(p) != p.dtype
                 }
                 cast_states([optimizer], casts, undos)
                 _widen_states([optimizer], came_in)
@@ -398,7 +384,7 @@ class Session:
     def settle_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Nothing of :meth:`add_optimizers` is going to be taken back: let go of what that would need."""
         for optimizer in optimizers:
-            self._casts.leave_to_optimizers(self.watched(optimizer).parameters())
+            self.values.casts.leave_to_optimizers(self.watched(optimizer).parameters())
 
     def waiting_weights(self) -> list[nn.Parameter]:
         """The models' trainable parameters that no optimizer has, where one is expected to come."""
@@ -414,8 +400,8 @@ class Session:
         for master in waiting:
             self.masters.values(master)
             self.masters.discard(master)
-            self._casts.take_over(master.weight, master.came_in)
-        self._casts.leave_to_optimizers([master.weight for master in waiting])
+            self.values.casts.take_over(master.weight, master.original_dtype)
+        self.values.casts.leave_to_optimizers([master.weight for master in waiting])
 
     def _check_step(self, optimizer: Optimizer) -> None:
         """Refuse that an optimizer which was never initialised steps 16-bit weights."""
@@ -434,11 +420,11 @@ class Session:
         """Refuse what must not happen in the middle of a backward pass or a step, or while weights are float32."""
         if self.masters.are_in_model:
             raise RuntimeError(IN_FLOAT32.format(what))
+        self.values.apply_writes()
         for managed in self._managed.values():
             if managed.scope.is_open:
                 raise RuntimeError(f"{what} was called inside of optimizer.step(): move it before or after the step")
             managed.gradients.check_closed(what, "move it before or after the with-block")
-            managed.close_exposed()
 
     # -- looking things up --------------------------------------------------------------------------------------
 
@@ -468,13 +454,16 @@ class Session:
             )
         return known
 
+    def members(self) -> list[Members]:
+        """List what is known of the groups of each optimizer."""
+        return list(self._members)
+
     def overflow_log(self, optimizer: Optimizer) -> OverflowLog:
         """What is known of an optimizer's last overflow."""
         known = self.watched(optimizer)
         if isinstance(known, ManagedOptimizer):
             return known.overflow_log
         members = self._members_of(known.optimizer)
-        members.refresh()
         return OverflowLog(members)
 
     def scaled(
@@ -530,27 +519,6 @@ class Session:
                 f"loss_id goes from 0 to {len(self.scalers) - 1}; give initialize a larger num_losses"
             )
         return self.scalers[loss_id]
-
-    def float32_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The float32 values that stand for a 16-bit tensor; None where those are its own."""
-        master = self.masters.of(tensor)
-        if master is None or not self.is_live:
-            return self._casts.original_values(tensor)
-        for exposed in tuple(self.masters.exposed):
-            exposed.settle()
-        return self.masters.values(master)
-
-    def load_values(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
-        """Values have been loaded into a 16-bit tensor; whether it has a master, which has taken them."""
-        if self.masters.of(tensor) is None and tensor.requires_grad:
-            for members in self._members:
-                members.refresh()  # it may be in a group that was just added
-        master = self.masters.of(tensor)
-        if master is None:
-            self._casts.load(tensor, values)
-            return False
-        self.masters.load(master, values)
-        return True
 
     def holds_one_of(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether any of these is a parameter of the models."""

@@ -1,6 +1,7 @@
 """The modules and tensors of models."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -49,3 +50,19 @@ class Walk:
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         return [*self.parameters, *self.buffers]
+
+
+@dataclass(frozen=True)
+class Names:
+    """The dotted names of models' parameters and buffers, as they are when they are asked for."""
+
+    models: Sequence[nn.Module]
+
+    def of(self, tensor: torch.Tensor) -> str:
+        """Look up a tensor's dotted name in its model, with the model's index where there are several."""
+        for index, model in enumerate(self.models):
+            for own in (model.named_parameters(), model.named_buffers()):
+                for name, each in own:
+                    if each is tensor:
+                        return f"models[{index}].{name}" if len(self.models) > 1 else name
+        return f"a parameter of shape {tuple(tensor.shape)} outside of the models"

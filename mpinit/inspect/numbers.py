@@ -71,7 +71,7 @@ def floating_tensors(tree: Any) -> Iterator[torch.Tensor]:
 def kept_values(parameter: Any, session: Session | None) -> torch.Tensor:
     """What is stepped of a parameter: its master's values, or else its own."""
     has_master = session is not None and session.masters.of(parameter) is not None
-    values = session.float32_values(parameter) if session is not None and has_master else None
+    values = session.values.of(parameter) if session is not None and has_master else None
     return parameter.detach() if values is None else values
 
 

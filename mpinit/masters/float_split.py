@@ -32,17 +32,21 @@ def take_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> None:
 
 
 def add_remainder_(values: torch.Tensor, remainder: torch.Tensor) -> None:
-    """The reverse: ``values`` are bfloat16 numbers widened to float32, and get their remainders back, in place.
+    """Add remainders to bfloat16 numbers widened to float32, in place: the reverse of :func:`take_remainder_`.
 
-    A weight that was written to since meets a remainder of other numbers, which is less than half a unit of its last
-    place. Only where it was written with 0 or inf may the two not belong together: there the weight alone counts.
+    A number that was written to the weight since meets the remainder of another one, which is less than half a unit in
+    its last place. Only with a written 0 or infinity the two may join to nan: there the weight alone counts.
+
+    Args:
+        values: float32, in one dimension.
+        remainder: int16, of the same size.
     """
     parts = _chunks(values, remainder) if values.numel() > _CHUNK else ((values, remainder),)
     for part, rest in parts:
         bits = part.view(torch.int32)
         if is_read_freely(part.device):
             bits.add_(rest)
-            # Elements that do not belong together join to nan. A sum costs less than a look at each of them.
+            # Elements that do not belong together join to nan. A sum costs less than a test of each of them.
             if bool(part.sum().isfinite()):
                 continue
             bits.sub_(rest)

@@ -2,24 +2,22 @@
 
     meaning(weight, master) = where(round(master) == weight, master, weight)      element by element
 
-A pure function of two tensors. What was written to a weight since its master was rounded into it counts; elements that
-were not written, or written with the value they had, keep their low bits. Values put into a weight for an evaluation
-and taken out again cost none.
+A pure function of two tensors. An element that was written to a weight since its master was rounded into it counts;
+an element that was not written, or that was written with the value it had, keeps its low bits.
 """
 
 import torch
 
 from ..basics.dtypes import cast_within_range
-from ..torch_internals.running import is_read_freely
 
 
 def round_into(weight: torch.Tensor, values: torch.Tensor, clamps: bool) -> None:
-    """Write float32 ``values`` to a 16-bit weight, in place; ``clamps``: none that is finite becomes infinite."""
+    """Write float32 ``values`` to a 16-bit weight, in place; with ``clamps`` no finite number becomes infinite."""
     weight.copy_(cast_within_range(values, weight.dtype) if clamps else values)
 
 
 def is_rounding(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """For each element, whether a 16-bit weight is the rounding of ``values``: a bool tensor of its shape."""
+    """Compare element by element whether a 16-bit weight is the rounding of ``values``: a bool tensor of its shape."""
     rounded = values.to(weight.dtype)
     same = (rounded == weight) | (rounded.isnan() & weight.isnan())
     if weight.dtype == torch.float16:
@@ -27,15 +25,26 @@ def is_rounding(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return same
 
 
-def follow_weight(weight: torch.Tensor, values: torch.Tensor) -> None:
-    """Make float32 ``values`` the meaning of the two, in place."""
-    # As nearly always.
-    if not (is_read_freely(weight.device) and torch.equal(values.to(weight.dtype), weight)):
-        values.copy_(torch.where(is_rounding(weight, values), values, weight.float()))
+def meaning(weight: torch.Tensor, values: torch.Tensor, earlier: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute the float32 numbers that a 16-bit weight and its master's ``values`` stand for.
+
+    Args:
+        weight: the 16-bit weight.
+        values: its master's numbers, float32, of the weight's shape.
+        earlier: what the master held before ``values`` were made from a written weight. Elements that were put back
+            since get their low bits from here. Default none.
+
+    Returns:
+        A new float32 tensor.
+    """
+    written = weight.float()
+    if earlier is not None:
+        written = torch.where(is_rounding(weight, earlier), earlier, written)
+    return torch.where(is_rounding(weight, values), values, written)
 
 
-def unchanged_or_present(original: torch.Tensor, narrow: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """The law where an original is kept: its numbers wherever ``present`` has the bits of its cast, ``narrow``.
+def restore_unchanged(original: torch.Tensor, narrow: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+    """Apply the law to a kept original: its numbers wherever ``present`` has the bits of its cast, ``narrow``.
 
     ``original`` itself where nothing was changed.
     """

@@ -1,20 +1,35 @@
-"""A session's masters: the float32 meaning of every 16-bit weight that is trained."""
+"""Base of a session's masters: the float32 meaning of every 16-bit weight that is trained."""
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar, Final
 
 import torch
 from torch import nn
 
 from ..basics.dtypes import is_lower_precision
-from ..distributed.sharding import is_sharded, set_data
+from ..basics.modules import Names
+from ..distributed.sharding import is_distributed, is_sharded, set_data, shard
+from ..torch_internals.parameter_data import DataUse, record_data_use, stop_recording, stop_recording_all
 
 Gradients = Sequence[torch.Tensor | None]
+# Where a weight's numbers are, and how they are to be read.
+Layout = tuple[int, tuple[int, ...], torch.Size, torch.dtype, torch.device]
 
 IN_FLOAT32: Final = (
     "{} was called inside `with mpinit.float32_weights(...)`, where the weights that optimizers know are not up to "
     "date: move it before or after the with-block"
+)
+_SHARED: Final = (
+    "the weights {!r} and {!r} share memory since mpinit.initialize, and have a float32 master each: a step would round "
+    "both into it, and lose one of the two updates. Tie weights before mpinit.initialize, by making them one parameter "
+    "(b.weight = a.weight); to copy numbers call b.weight.copy_(a.weight) under torch.no_grad()"
+)
+_CONVERTED: Final = (
+    "the data of {!r} was replaced by a tensor of {} under DistributedDataParallel, which has recorded the dtype of its "
+    "parameters: copy the numbers instead, inside `with mpinit.float32_weights(model)`, or load them by "
+    "model.load_state_dict()"
 )
 
 
@@ -22,45 +37,66 @@ class Master:
     """One weight, and the float32 parameter that an optimizer finds in its place while its own code runs.
 
     Attributes:
-        came_in: the weight's dtype before it was cast.
+        original_dtype: the weight's dtype before it was cast.
+        dtype: the 16-bit dtype that the weight was cast to.
+        layout: where the weight's memory was when it was last read.
         clamps: whether finite numbers beyond the weight's largest are known to be there; they become that largest.
-        gradient: the weight's, while it gets another type; what is interrupted there may be done again.
-        noted: by what full masters notice writes to the weight: what it was when this was rounded into it; None: it
-            may have been written to.
+        gradient: the weight's, while it gets another dtype; an interrupted change can be repeated.
+        last_seen: by what full masters detect writes to the weight: its fingerprint when this was rounded into it;
+            None: it may have been written to.
     """
 
-    __slots__ = ("came_in", "clamps", "gradient", "is_sharded", "noted", "parameter", "weight")
+    __slots__ = (
+        "clamps",
+        "dtype",
+        "gradient",
+        "is_sharded",
+        "last_seen",
+        "layout",
+        "original_dtype",
+        "parameter",
+        "weight",
+    )
 
     def __init__(self, weight: nn.Parameter, parameter: nn.Parameter) -> None:
         self.weight = weight
         self.parameter = parameter
-        self.came_in = weight.dtype
+        self.original_dtype = weight.dtype
+        self.dtype = weight.dtype
+        self.layout: Layout | None = None
         self.is_sharded = is_sharded(weight)
         self.clamps = False
         self.gradient: torch.Tensor | None = None
-        self.noted: torch.Tensor | int | None = None
+        self.last_seen: tuple[object, torch.Tensor | None] | None = None
 
 
-def _take_gradient(master: Master) -> None:
-    """Let the weight take gradients of any type: torch has no way back to "the tensor's own dtype"."""
+def layout_of(weight: torch.Tensor) -> Layout:
+    """Read where a weight's numbers in this process are, and how they are to be read."""
+    here = shard(weight)
+    address = 0 if here.is_meta or here.layout is not torch.strided else here.data_ptr()
+    return address, here.stride(), here.shape, here.dtype, here.device
+
+
+def _detach_gradient(master: Master) -> None:
+    """Let the weight accept gradients of any dtype: torch has no way back to "the tensor's own dtype"."""
     if master.weight.grad is not None:
         master.gradient = master.weight.grad
     master.weight.grad = None
     master.weight.grad_dtype = None
 
 
-def _give_gradient(master: Master) -> None:
+def _attach_gradient(master: Master) -> None:
     if master.gradient is not None:
         master.weight.grad = master.gradient.to(master.weight.dtype)
         master.gradient = None
 
 
-class OpenMasters(ABC):
-    """Masters that are put together and rounded together, in columns."""
+class MasterBatch(ABC):
+    """Masters that are read and rounded together, in bulk."""
 
     @abstractmethod
     def stepped(self) -> None:
-        """Other code has made masters follow their weights, stepped them and rounded them."""
+        """Record that native code has made masters follow their weights, stepped them and rounded them."""
 
     @abstractmethod
     def read(self) -> None:
@@ -68,7 +104,7 @@ class OpenMasters(ABC):
 
     @abstractmethod
     def widened(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        """The weights' gradients in float32, for the parameters; between :meth:`read` and :meth:`write`."""
+        """Widen the weights' gradients to float32, for the parameters; between :meth:`read` and :meth:`write`."""
 
     @abstractmethod
     def write(self) -> None:
@@ -79,18 +115,22 @@ class Masters(ABC):
     """The masters of a session, one for each weight however many optimizers step it.
 
     Attributes:
-        are_in_model: whether they stand in the models' modules at the moment: what they hold is true, and not the
-            weights.
-        exposed: what has given masters out to users since the last step; each has a ``settle()``.
+        names: the names of the models' parameters, for messages.
+        are_in_model: whether the masters are in the models' modules at the moment: what they hold is true, and not
+            what the weights hold.
+        data_use: of the weights, and of masters that users have.
         steps_in_parts: whether a step is to hold as few float32 masters at a time as possible.
     """
 
     steps_in_parts: ClassVar[bool]
 
-    def __init__(self) -> None:
+    def __init__(self, names: Names | None = None) -> None:
+        self.names = names or Names([])
         self._of: dict[int, Master] = {}
         self.are_in_model = False
-        self.exposed: set[Any] = set()
+        self.data_use = DataUse()
+        # Also where a session is dropped without an undo.
+        weakref.finalize(self, stop_recording_all, self.data_use).atexit = False
 
     def __iter__(self) -> Iterator[Master]:
         return iter(list(self._of.values()))
@@ -99,6 +139,7 @@ class Masters(ABC):
         return len(self._of)
 
     def of(self, weight: torch.Tensor) -> Master | None:
+        """Look up the master of a weight; None where it has none."""
         return self._of.get(id(weight))
 
     def add(self, weight: nn.Parameter, dtype: torch.dtype) -> Master | None:
@@ -111,71 +152,132 @@ class Masters(ABC):
     def discard(self, master: Master) -> None:
         """Forget a master; its weight is a plain 16-bit parameter from here on. Harmless where it is forgotten."""
         if id(master.weight) in self._of:
-            _take_gradient(master)
-            _give_gradient(master)
+            _detach_gradient(master)
+            _attach_gradient(master)
+            stop_recording(master.weight)
+            stop_recording(master.parameter)
+            self.data_use.forget(master.weight)
+            self.data_use.forget(master.parameter)
             self._forget(master)
             del self._of[id(master.weight)]
 
     def restore(self, master: Master, dtype: torch.dtype) -> None:
-        """Give a weight its master's numbers in ``dtype``, and its gradient; harmless where it has them already."""
+        """Set a weight to its master's numbers in ``dtype``, with its gradient; harmless where that was done."""
         weight = master.weight
         if weight.shape != master.parameter.shape:
-            return  # FSDP1 has taken its memory, and was refused
+            return  # FSDP1 has its memory, and was refused
         if weight.dtype != dtype and self.is_cast(master):
             values = self.values(master).to(dtype)
-            _take_gradient(master)
+            _detach_gradient(master)
             set_data(weight, values)
-        _give_gradient(master)
+        _attach_gradient(master)
 
     def cast(self, master: Master, dtype: torch.dtype, clamps: bool) -> None:
-        """Cast a weight that was just added; no bit of it is lost to its master. Its gradient goes along.
+        """Cast a weight that was just added; no bit of it is lost to its master. Its gradient is cast, too.
 
-        ``clamps``: it holds finite numbers beyond the largest of ``dtype``, which become that largest.
+        Args:
+            master: the weight's.
+            dtype: the 16-bit dtype.
+            clamps: whether it holds finite numbers beyond the largest of ``dtype``, which become that largest.
         """
         weight, gradient = master.weight, master.weight.grad
         master.clamps = clamps
         try:
             weight.grad = None
+            record_data_use(weight, self.data_use)
             self._cast(master, dtype)
+            master.dtype, master.layout = dtype, layout_of(weight)
             self.set_gradient_dtype(master)
-            weight.grad = self.held([gradient])[0]
+            weight.grad = self.in_kept_dtype([gradient])[0]
         except BaseException:
             weight.grad_dtype = None
             weight.grad = gradient
             raise
 
+    def follow_replaced_memory(self, masters: Iterable[Master] | None = None) -> None:
+        """Follow weights whose memory was replaced: by another dtype, shape, device or layout, as ``data`` allows.
+
+        Numbers of another dtype count exactly, and the weight gets its 16-bit dtype back. Elements of another shape
+        that the old one has too keep their low bits.
+
+        Args:
+            masters: those to look at. Default the ones whose weights' ``data`` was replaced since the last call.
+
+        Raises:
+            RuntimeError: two weights with masters share memory; or a dtype was changed under DistributedDataParallel.
+                Nothing was changed.
+        """
+        if masters is None:
+            replaced = self.data_use.replaced
+            masters = [self._of[key] for key in replaced if key in self._of]
+        moved = [master for master in masters if layout_of(master.weight) != master.layout]
+        if moved:
+            self._check_unshared()
+            for master in moved:
+                if master.weight.dtype is not master.dtype and is_distributed():
+                    name = self.names.of(master.weight)
+                    raise RuntimeError(_CONVERTED.format(name, master.weight.dtype))
+            for master in moved:
+                self._follow_memory(master)
+                master.layout = layout_of(master.weight)
+        self.data_use.replaced.clear()
+
+    def _check_unshared(self) -> None:
+        shards = [(shard(master.weight), master.weight) for master in self._of.values()]
+        found = [
+            (here.data_ptr(), here.data_ptr() + here.numel() * here.element_size(), weight)
+            for here, weight in shards
+            if here.numel() and not here.is_meta and here.layout is torch.strided
+        ]
+        found.sort(key=lambda entry: entry[:2])
+        for (_, end, one), (begin, _, other) in zip(found, found[1:], strict=False):
+            if begin < end:
+                raise RuntimeError(_SHARED.format(self.names.of(one), self.names.of(other)))
+
     @abstractmethod
     def _make(self, weight: nn.Parameter) -> Master:
-        """A float32 weight hands its memory over without a copy: it is about to be cast, and gets new memory then."""
+        """Make a master; a float32 weight's own memory becomes it, as a cast gives the weight new memory."""
 
     @abstractmethod
     def _forget(self, master: Master) -> None:
-        """Nothing of a master is needed any more."""
+        """Drop what is kept for a master."""
 
     @abstractmethod
     def _cast(self, master: Master, dtype: torch.dtype) -> None:
         """Give the weight new memory in ``dtype``."""
 
     @abstractmethod
+    def _follow_memory(self, master: Master) -> None:
+        """Adopt a weight's new memory."""
+
+    @abstractmethod
     def is_cast(self, master: Master) -> bool:
-        """Whether the weight's own numbers are its master's roundings by now."""
+        """Return whether the weight's own numbers are its master's roundings by now."""
 
     @abstractmethod
     def set_gradient_dtype(self, master: Master) -> None:
-        """Let autograd accumulate gradients on the weight in the type in which they are kept."""
+        """Let autograd accumulate gradients on the weight in the dtype in which they are kept."""
 
     @abstractmethod
     def values(self, master: Master) -> torch.Tensor:
-        """What a weight means, float32; not to be written to."""
+        """Compute what a weight means, float32; not to be written to. Changes nothing."""
+
+    @abstractmethod
+    def show(self, master: Master) -> nn.Parameter:
+        """Let a master's parameter hold what its weight means, outside of a step; until :meth:`hide`."""
+
+    @abstractmethod
+    def hide(self, master: Master) -> None:
+        """Set a weight and its master from what the parameter holds, after :meth:`show`."""
 
     @abstractmethod
     def load(self, master: Master, values: torch.Tensor) -> None:
         """Set a weight and its master from float32 numbers of its shape."""
 
     @abstractmethod
-    def held(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        """Gradients in the type in which weights keep them between a backward pass and a step."""
+    def in_kept_dtype(self, gradients: Gradients) -> list[torch.Tensor | None]:
+        """Cast gradients to the dtype in which weights keep them between a backward pass and a step."""
 
     @abstractmethod
-    def opened(self, masters: Sequence[Master], device: torch.device) -> OpenMasters:
-        """Columns of masters on one device, for a step or a part of one."""
+    def batch(self, masters: Sequence[Master], device: torch.device) -> MasterBatch:
+        """Make a batch of masters on one device, for a step or a part of one."""

@@ -1,7 +1,9 @@
-"""Split masters: a float32 master is the bfloat16 weight and a 16-bit remainder, 2 bytes a parameter, exact to the bit.
+"""Split masters: a float32 master is the bfloat16 weight and a 16-bit remainder, 2 bytes per parameter, exact.
 
-Between steps a master holds no memory. The law of masters needs no rule here: whatever is written to a weight *is* the
-upper half of its master. A weight is its master rounded half away from zero, where full masters round half to even.
+Between steps a master holds no memory. The law of masters needs no rule here: a number that is written to a weight is
+the upper half of its master, and the remainder stays, so the master is that number to half a unit in the last place of
+bfloat16. A written 0 or infinity is exact. A weight is its master rounded half away from zero, where full masters round
+half to even.
 """
 
 from collections.abc import Sequence
@@ -11,11 +13,13 @@ import torch
 from torch import nn
 
 from ..basics.dtypes import as_float32, is_lower_precision
+from ..basics.modules import Names
 from ..distributed.sharding import in_place_of, is_sharded, placed_as, set_data, shard, sharded_as
-from ..torch_internals.columns import addresses_of, set_memory
+from ..torch_internals.columns import addresses_of, are_same, set_memory, strides_of, versions_of
 from ..torch_internals.parameter_data import TENSOR_DETACH
+from ..torch_internals.running import is_read_freely
 from .float_split import add_remainder_, flat, is_dense, take_remainder_
-from .masters import Gradients, Master, Masters, OpenMasters
+from .masters import Gradients, Master, MasterBatch, Masters
 
 # Float32 memory up to this size stays from step to step: for small weights laying it out takes longer than the step.
 _KEPT_BYTES: Final = 16 * 2**20
@@ -25,30 +29,47 @@ _PIECE: Final = 1 << 20
 
 @final
 class SplitMaster(Master):
-    """A weight and its remainder: int16, the lower halves in the order of the weight's memory; None until it is cast.
+    """A weight and its remainder.
 
-    Of a sharded weight it is that of this process's shard. ``strides`` are the weight's, when it was taken.
+    Attributes:
+        remainder: int16, the lower halves in the order of the weight's memory, of a sharded weight those of this
+            process's shard; None until the weight is cast.
+        strides, address: the weight's, when the remainder was last laid out.
     """
 
-    __slots__ = ("remainder", "strides")
+    __slots__ = ("address", "remainder", "strides")
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__(weight, nn.Parameter(sharded_as(_placeholder(weight), weight), weight.requires_grad))
         self.remainder: torch.Tensor | None = None
         self.strides: tuple[int, ...] = ()
+        self.address = 0
 
-    def follow_layout(self, weight: torch.Tensor) -> torch.Tensor:
-        """The remainder where the weight is, in the order of its memory: it may have been moved or laid out anew."""
-        remainder = self.remainder
+    def laid_out(self, weight: torch.Tensor) -> torch.Tensor:
+        """Lay the remainder out in the order of the weight's memory, on its device.
+
+        Other strides over the same memory (a transposed view) leave the remainder as it is; over other memory (a copy
+        in another layout) it is laid out anew. Elements of another shape that the old one has too keep theirs.
+        """
+        remainder, before = self.remainder, self.parameter.shape
         assert remainder is not None, "cast comes first"
         if remainder.device != weight.device:
             remainder = remainder.to(weight.device)
-        if weight.stride() != self.strides:
+        is_same_memory = weight.data_ptr() == self.address and weight.numel() == remainder.numel()
+        shape = shard(self.parameter).shape
+        if weight.shape != shape or weight.stride() != self.strides:
             _check_dense(weight)
-            before = remainder.as_strided(weight.size(), self.strides, remainder.storage_offset())
-            remainder = flat(torch.empty_like(weight, dtype=torch.int16).copy_(before))
+            if not is_same_memory:
+                old = remainder.as_strided(shape, self.strides, remainder.storage_offset())
+                new = torch.zeros_like(weight, dtype=torch.int16)
+                if len(shape) == weight.dim():
+                    common = tuple(slice(min(ours, theirs)) for ours, theirs in zip(shape, weight.shape, strict=True))
+                    new[common] = old[common]
+                remainder = flat(new)
             self.strides = weight.stride()
-        self.remainder = remainder
+            if before != self.weight.shape:
+                set_data(self.parameter, sharded_as(_placeholder(self.weight), self.weight))
+        self.remainder, self.address = remainder, weight.data_ptr()
         return remainder
 
 
@@ -58,21 +79,27 @@ class SplitMasters(Masters):
 
     steps_in_parts = True
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, names: Names | None = None) -> None:
+        super().__init__(names)
         self.buffers: dict[torch.device, torch.Tensor] = {}
+        # By the id of a master: its weight's version when the two were one.
+        self.versions: dict[int, int] = {}
 
     def _make(self, weight: nn.Parameter) -> Master:
         _check_dense(shard(weight))
         return SplitMaster(weight)
 
     def _forget(self, master: Master) -> None:
-        return
+        self.versions.pop(id(master), None)
+
+    def _is_written(self, master: Master) -> bool:
+        is_touched = id(master.weight) in self.data_use.touched
+        return is_touched or self.versions.get(id(master)) != shard(master.weight)._version
 
     def _cast(self, master: Master, dtype: torch.dtype) -> None:
         assert isinstance(master, SplitMaster)
         incoming = shard(master.weight)
-        master.strides = incoming.stride()
+        master.strides, master.address = incoming.stride(), incoming.data_ptr()
         if incoming.dtype == torch.bfloat16:
             master.remainder = torch.zeros(incoming.numel(), dtype=torch.int16, device=incoming.device)
             return
@@ -81,7 +108,28 @@ class SplitMasters(Masters):
         _split(incoming, weight, remainder)
         # Until both are there, the weight is what it was.
         master.remainder = remainder
+        master.address = weight.data_ptr()
         set_data(master.weight, sharded_as(weight, master.weight))
+        self.versions[id(master)] = shard(master.weight)._version
+
+    @torch.no_grad()
+    def _follow_memory(self, master: Master) -> None:
+        assert isinstance(master, SplitMaster)
+        weight, gradient = master.weight, master.weight.grad
+        present = shard(weight)
+        if present.dtype is torch.bfloat16:
+            master.laid_out(present)
+            return
+        # Numbers of another dtype count, with every bit that float32 holds.
+        narrow = torch.empty_like(present, dtype=torch.bfloat16)
+        remainder = torch.empty(present.numel(), dtype=torch.int16, device=present.device)
+        _split(present.float(), narrow, remainder)
+        weight.grad = None
+        set_data(weight, sharded_as(narrow, weight))
+        if gradient is not None and gradient.shape == weight.shape:
+            weight.grad = gradient.to(torch.bfloat16)
+        master.remainder, master.strides, master.address = remainder, narrow.stride(), narrow.data_ptr()
+        set_data(master.parameter, sharded_as(_placeholder(weight), weight))
 
     def is_cast(self, master: Master) -> bool:
         return isinstance(master, SplitMaster) and master.remainder is not None
@@ -98,27 +146,45 @@ class SplitMasters(Masters):
         assert isinstance(master, SplitMaster)
         weight = shard(master.weight) if master.is_sharded else TENSOR_DETACH(master.weight)
         joined: torch.Tensor = weight.to(torch.float32)
-        add_remainder_(joined.as_strided((joined.numel(),), (1,)), master.follow_layout(weight))
+        remainder = master.laid_out(weight)
+        if self._is_written(master):
+            remainder = remainder.masked_fill(flat(weight) == 0, 0)
+        add_remainder_(joined.as_strided((joined.numel(),), (1,)), remainder)
         return sharded_as(joined, master.weight) if master.is_sharded else joined
+
+    def show(self, master: Master) -> nn.Parameter:
+        in_place_of(master.parameter, shard(self.values(master)))
+        return master.parameter
+
+    @torch.no_grad()
+    def hide(self, master: Master) -> None:
+        """Take the parameter's numbers apart, unless they are what they were."""
+        shown = shard(master.parameter)
+        try:
+            if not (is_read_freely(shown.device) and torch.equal(shown, shard(self.values(master)))):
+                self.load(master, sharded_as(shown, master.weight))
+        finally:
+            in_place_of(master.parameter, _placeholder(master.weight))
 
     @torch.no_grad()
     def load(self, master: Master, values: torch.Tensor) -> None:
         assert isinstance(master, SplitMaster)
         weight = shard(master.weight)
-        remainder = master.follow_layout(weight)
+        remainder = master.laid_out(weight)
         dense = torch.empty_like(weight, dtype=torch.float32)
         sharded_as(dense, master.weight).copy_(values)
         _split(dense, weight, remainder)
+        self.versions[id(master)] = weight._version
 
-    def held(self, gradients: Gradients) -> list[torch.Tensor | None]:
+    def in_kept_dtype(self, gradients: Gradients) -> list[torch.Tensor | None]:
         return [g.coalesce() if g is not None and g.is_sparse else g for g in gradients]
 
-    def opened(self, masters: Sequence[Master], device: torch.device) -> OpenMasters:
+    def batch(self, masters: Sequence[Master], device: torch.device) -> MasterBatch:
         return _Bucket(self, [master for master in masters if isinstance(master, SplitMaster)], device)
 
 
 @final
-class _Bucket(OpenMasters):
+class _Bucket(MasterBatch):
     """Weights whose remainders lie in one tensor, and the float32 memory for them and their gradients."""
 
     def __init__(self, owner: SplitMasters, masters: Sequence[SplitMaster], device: torch.device) -> None:
@@ -132,6 +198,9 @@ class _Bucket(OpenMasters):
         self._numel = sum(self._sizes)
         self._placeholders = [_placeholder(weight) for weight in self._weights]
         self._addresses: list[int] = []
+        self._strides: list[tuple[int, ...]] = []
+        self._parts: list[torch.Tensor] = []
+        self._versions: list[int] = []
         self._flat: list[torch.Tensor] = []
         self._halves: list[torch.Tensor] = []
         self._remainder = torch.empty(0, dtype=torch.int16)
@@ -148,22 +217,27 @@ class _Bucket(OpenMasters):
     def _find_weights(self) -> None:
         """Look up where the weights and remainders are; they may have moved since the last step."""
         shards = self._shards()
-        addresses = addresses_of(shards)
-        if addresses == self._addresses and self._holds_remainders():
+        addresses, strides = addresses_of(shards), strides_of(shards)
+        if (addresses, strides) == (self._addresses, self._strides) and self._holds_remainders():
             return
-        parts = [master.follow_layout(shard(master.weight)) for master in self._masters]
+        self._owner.follow_replaced_memory(self._masters)
+        shards = self._shards()
+        self._sizes = [each.numel() for each in shards]
+        self._numel = sum(self._sizes)
+        self._placeholders = list(map(_placeholder, self._weights))
+        addresses, strides = addresses_of(shards), strides_of(shards)
+        parts = [master.laid_out(shard(master.weight)) for master in self._masters]
         self._remainder = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int16, device=self._device)
-        for master, part in zip(self._masters, self._remainder.split_with_sizes(self._sizes), strict=True):
+        self._parts = list(self._remainder.split_with_sizes(self._sizes))
+        for master, part in zip(self._masters, self._parts, strict=True):
             master.remainder = part
         self._flat = [flat(TENSOR_DETACH(weight)) for weight in shards]
         self._halves = [weight.view(torch.int16) for weight in self._flat]
-        self._addresses, self._laid_out = addresses, None
+        self._addresses, self._strides, self._laid_out = addresses, strides, None
 
     def _holds_remainders(self) -> bool:
         """Whether the remainders are parts of this bucket's tensor: two optimizers may step one weight."""
-        address = self._remainder.untyped_storage().data_ptr()
-        ends = [master.remainder for master in (*self._masters[:1], *self._masters[-1:])]
-        return all(each is None or each.untyped_storage().data_ptr() == address for each in ends)
+        return are_same([master.remainder for master in self._masters], self._parts)
 
     def _lay_out(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
@@ -180,8 +254,18 @@ class _Bucket(OpenMasters):
         self._laid_out = buffer
 
     @torch.no_grad()
-    def read(self) -> None:
+    def follow_writes(self) -> None:
+        """Drop the remainders of numbers that were written as 0, before the optimizer's code or native code steps."""
         self._find_weights()
+        touched = self._owner.data_use.touched
+        is_touched = bool(touched) and not touched.isdisjoint(map(id, self._weights))
+        if is_touched or versions_of(self._shards()) != self._versions:
+            for weight, remainder in zip(self._flat, self._parts, strict=True):
+                remainder.masked_fill_(weight == 0, 0)
+
+    @torch.no_grad()
+    def read(self) -> None:
+        self.follow_writes()
         buffer = self._owner.buffers.pop(self._device, None)
         if buffer is None or buffer.numel() < 2 * self._numel:
             buffer = torch.empty(2 * self._numel, dtype=torch.float32, device=self._device)
@@ -221,6 +305,7 @@ class _Bucket(OpenMasters):
             take_remainder_(buffer[: self._numel].view(torch.int32), self._remainder)
             if self._halves:
                 torch._foreach_copy_(self._halves, self._bits)
+            self._remember()
         finally:
             self._show(self._placeholders)
         if buffer.nbytes <= _KEPT_BYTES:
@@ -230,7 +315,11 @@ class _Bucket(OpenMasters):
             self._bits, self._wide, self._values, self._spaces = [], [], [], []
 
     def stepped(self) -> None:
-        return
+        self._remember()
+
+    def _remember(self) -> None:
+        self._versions = versions_of(self._shards())
+        self._owner.versions.update(zip(map(id, self._masters), self._versions, strict=True))
 
     def _show(self, values: list[torch.Tensor]) -> None:
         if self._are_sharded:

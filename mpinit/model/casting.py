@@ -10,7 +10,7 @@ from ..basics.dtypes import cast_to, cast_within_range, is_lower_precision, may_
 from ..basics.logs import warn_user
 from ..basics.modules import modules_of
 from ..distributed.sharding import is_sharded, local, rebuild_groups, set_data
-from ..masters.law import unchanged_or_present
+from ..masters.law import restore_unchanged
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH
 from .lasting_losses import warn_of_lasting_losses
 from .selection import is_parameter
@@ -224,7 +224,7 @@ def _widened(parameter: torch.Tensor, dtype: torch.dtype, original: torch.Tensor
     part = local(values)
     if original is not None and part.shape == original.shape:
         here = original.to(part.device)
-        part.copy_(unchanged_or_present(here, cast_within_range(here, present.dtype), local(present)))
+        part.copy_(restore_unchanged(here, cast_within_range(here, present.dtype), local(present)))
     return values
 
 
@@ -236,7 +236,7 @@ def _unchanged_from(entry: _Buffer, present: torch.Tensor) -> torch.Tensor:
     if present.is_meta:
         return original  # there are no numbers that could have changed
     here = original.detach().to(present.device)
-    found = unchanged_or_present(here, cast_within_range(here, present.dtype), present.detach())
+    found = restore_unchanged(here, cast_within_range(here, present.dtype), present.detach())
     return original if found is here and original.device == present.device else found
 
 

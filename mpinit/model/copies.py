@@ -37,6 +37,7 @@ class DeepCopy(_OfModule):
         owner = self.owner
         if owner is None or not owner.has_masters():
             return self._as_it_is(memo)
+        owner.apply_writes()
         for _, tensor in named_own_tensors(self.module):
             known = memo.get(id(tensor))
             if is_16_bit(tensor) and not is_sharded(tensor) and (known is None or is_16_bit(known)):

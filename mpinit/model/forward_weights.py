@@ -21,7 +21,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from ..torch_internals.columns import Entries, versions_of
 from ..torch_internals.float32_gradients import casts_with_float32_gradients
-from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, forget_data_of, note_data_of
+from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, DataUse, record_batch, stop_batch
 from ..torch_internals.running import computes_at_once
 
 _COMPUTING: Final = (WeightNorm, SpectralNorm)
@@ -67,7 +67,7 @@ class _Standing:
         self.has_tied = layout.has_tied
         self.inside: list[torch.Tensor] = []
         self._flat: dict[nn.RNNBase, dict[str, Any]] = {}
-        self._accessed: set[int] = set()
+        self._data_use = DataUse()
         self._versions: tuple[list[int], list[int]] = [], []
 
     def put_in(self, casts: list[torch.Tensor]) -> None:
@@ -81,24 +81,24 @@ class _Standing:
             self._remember()  # cudnn's layout was written
 
     def _remember(self) -> None:
-        forget_data_of(self._accessed)
-        self._accessed = note_data_of(self.inside)
+        stop_batch(self._data_use)
+        self._data_use = record_batch(self.inside)
         self._versions = _versions(self.inside), _versions(self.outside)
 
     def bring_back(self) -> None:
         """Write to the parameters what was written to their casts; one that was written itself counts as it is."""
         before, before_outside = self._versions
-        now, accessed = _versions(self.inside), self._accessed
-        if now == before and not accessed:
+        now, touched = _versions(self.inside), self._data_use.touched
+        if now == before and not touched:
             return
         now_outside = _versions(self.outside)
         for index, (parameter, cast) in enumerate(zip(self.outside, self.inside, strict=True)):
-            was_written = now[index] != before[index] or id(cast) in accessed
+            was_written = now[index] != before[index] or id(cast) in touched
             if was_written and now_outside[index] == before_outside[index]:
                 _write_back(parameter, cast)
 
     def take_out(self) -> None:
-        forget_data_of(self._accessed)
+        stop_batch(self._data_use)
         # Without casts where making them has failed.
         for (parameters, name), parameter, cast in zip(self.slots, self.outside, self.inside, strict=False):
             present = parameters.get(name)

@@ -63,9 +63,6 @@ _PART: Final = (
 _GRADIENT: Final = "Make a buffer for gradients after mpinit.initialize, or set them to None before"
 
 
-Values = Callable[[torch.Tensor], torch.Tensor | None]
-
-
 def named_own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """A module's own parameters and buffers."""
     for tensors in (module._parameters, module._buffers):
@@ -83,12 +80,11 @@ def storage_of(tensor: torch.Tensor) -> int:
     return part.untyped_storage().data_ptr() if part.layout is torch.strided and not part.is_meta else 0
 
 
-def same_view(view: torch.Tensor, owner: torch.Tensor, values_of: Values) -> torch.Tensor:
-    """``view``, a 16-bit view of ``owner``, in float32: of the values that stand for ``owner``, where there are any."""
-    values = values_of(owner)
-    if values is None:
-        return view.float()
-    values = values.float()
+def same_view(
+    view: torch.Tensor, owner: torch.Tensor, float32_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """View the float32 tensor of ``owner`` as ``view``, a 16-bit tensor in the same memory, views that."""
+    values = float32_of(owner, owner)
     if view.shape == owner.shape and view.stride() == owner.stride():
         return values
     if values.stride() != owner.stride() or values.layout is not torch.strided:

@@ -4,7 +4,6 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, MutableSet, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -18,10 +17,9 @@ from ..basics.modules import modules_of
 from ..basics.tables import counted
 from ..distributed.sharding import is_sharded
 from . import copies
+from .float32_values import Float32Values
 from .forward_weights import STANDING, parameter_of
-from .shared_memory import Values, is_16_bit, named_own_tensors, same_view, storage_of
-
-Load = Callable[[torch.Tensor, torch.Tensor], bool]
+from .shared_memory import is_16_bit, named_own_tensors, same_view, storage_of
 
 
 class Float32State:
@@ -31,10 +29,12 @@ class Float32State:
     later. With ``keep_vars=True`` the caller wants the parameters themselves, which are what they are.
     """
 
-    def __init__(self, find_values: Values, load_values: Load, has_masters: Callable[[], bool]) -> None:
-        self._find_values: Values | None = find_values
-        self._load_values: Load | None = load_values
-        self._has_masters: Callable[[], bool] | None = has_masters
+    def __init__(self, values: Float32Values, has_float32_weights: bool) -> None:
+        self._values: Float32Values | None = values
+        self._has_float32_weights = has_float32_weights
+        # The dict that the state dict at hand is put into, and the entries made for it by the id of their tensor.
+        self._destination: weakref.ref[Any] | None = None
+        self._made: dict[int, torch.Tensor] = {}
         self._modules: MutableSet[nn.Module] = weakref.WeakSet()
         self._newcomers: RemovableHandle | None = None
         # Its negative is the other hook's key, which a process's first handle, 0, has not.
@@ -42,7 +42,6 @@ class Float32State:
         self._outermost_load: object = None
         self._arriving: dict[int, tuple[str, dict[str, torch.Tensor]]] = {}
         self._rebuilt: list[str] = []
-        self.saved: list[_Saved] = []
 
     def install(self, models: Sequence[nn.Module]) -> None:
         take_in = functools.partial(_take_in_newcomer, weakref.ref(self), self.key)
@@ -50,7 +49,6 @@ class Float32State:
         weakref.finalize(self, self._newcomers.remove).atexit = False
         for model in models:
             self.take_in(model)
-            cast(OrderedDict[int, Any], model._state_dict_pre_hooks)[self.key] = _as_hook(self.take_writes)
 
     def remove(self) -> None:
         """Take the hooks away, however many there are by now."""
@@ -82,40 +80,62 @@ class Float32State:
     def leave(self, module: nn.Module) -> None:
         """Take everything off a module again, or off a copy of it."""
         copies.take_off(module, self)
-        saving: tuple[Any, ...] = (module._state_dict_hooks, module._state_dict_pre_hooks)
-        for hooks in (*saving, module._load_state_dict_post_hooks, module._load_state_dict_pre_hooks):
+        hooks_on_saving: Any = module._state_dict_hooks
+        for hooks in (hooks_on_saving, module._load_state_dict_post_hooks, module._load_state_dict_pre_hooks):
             hooks.pop(self.key, None)
             hooks.pop(-self.key, None)
 
     def has_masters(self) -> bool:
-        return self._has_masters is not None and self._has_masters()
+        """Return whether copies of the model are to be float32: it has masters, or float32 weights."""
+        return self._values is not None and (self._has_float32_weights or len(self._values.masters) > 0)
+
+    def apply_writes(self) -> None:
+        """Apply what was written through tensors that were handed out."""
+        if self._values is not None:
+            self._values.apply_writes()
 
     def float32_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The float32 values that stand for a 16-bit tensor; None where those are its own, or it is not 16-bit."""
+        """Read the float32 values of a 16-bit tensor; None where those are its own, or it is not 16-bit."""
         if STANDING and (parameter := parameter_of(tensor)) is not None:
             return parameter.detach()  # saved inside of a forward
-        if self._find_values is None or not is_lower_precision(tensor.dtype):
+        if self._values is None or not is_lower_precision(tensor.dtype):
             return None
-        return self._find_values(tensor)
+        return self._values.of(tensor)
+
+    def _begin(self, state_dict: dict[str, Any]) -> None:
+        """Prepare for the first module of a state dict."""
+        if self._destination is None or self._destination() is not state_dict:
+            self.apply_writes()
+            self._destination = _reference(state_dict)
+            self._made = {}
+
+    def _entry(self, tensor: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
+        """Make a float32 copy of a tensor, one for all of its names, as they share memory in torch's state dict."""
+        made = self._made.get(id(tensor))
+        if made is None:
+            if STANDING and (parameter := parameter_of(tensor)) is not None:
+                made = parameter.detach().clone()
+            elif self._values is None:
+                made = saved.detach().to(torch.float32, copy=True)
+            else:
+                made = self._values.entry(tensor, saved)
+            self._made[id(tensor)] = made
+        return made
 
     def export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """After ``state_dict()`` of one module: replace its own 16-bit entries by float32 ones."""
+        self._begin(state_dict)
+        is_in_block = self._values is not None and self._values.masters.are_in_model
         # Without calls for what can be seen here: a state dict of a large model passes some 100,000 tensors.
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                value = state_dict.get(prefix + name)
-                if not isinstance(value, torch.Tensor) or value is tensor or value.dtype not in LOWER_PRECISION:
+                saved = state_dict.get(prefix + name)
+                if not isinstance(saved, torch.Tensor) or saved is tensor or tensor is None:
                     continue
-                if tensor is None or not _is_alias(value, tensor):
-                    continue
-                is_cast = bool(STANDING) and parameter_of(tensor) is not None
-                find = self.float32_values if is_cast or self._find_values is None else self._find_values
-                values = find(tensor)
-                # A copy, for the caller to write to: what is written to a master's memory does not come to its weight.
-                wide = (value if values is None else values).to(torch.float32, copy=True)
-                state_dict[prefix + name] = wide
-                if self._load_values is not None and not is_cast:
-                    self.saved.append(_Saved(weakref.ref(wide), wide.detach(), wide._version, tensor))
+                if is_in_block and self._values is not None:
+                    self._values.record_block_entry(tensor, saved)
+                if saved.dtype in LOWER_PRECISION and _is_alias(saved, tensor):
+                    state_dict[prefix + name] = self._entry(tensor, saved)
 
     def export_rest(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """After the outermost ``state_dict()``: the same for what modules or hooks saved in their own way."""
@@ -128,39 +148,27 @@ class Float32State:
             for key, value in state_dict.items()
             if isinstance(value, torch.Tensor) and value.dtype in LOWER_PRECISION and key.startswith(prefix)
         ]
-        if not left:
-            return
-        tensors = (tensor for part in modules_of(module) for _, tensor in named_own_tensors(part))
-        owners = {storage_of(tensor): tensor for tensor in tensors if is_16_bit(tensor)}
-        for key in left:
-            value = state_dict[key]
-            owner = owners.get(storage_of(value))
-            if owner is not value:
-                state_dict[key] = value.float() if owner is None else same_view(value, owner, self.float32_values)
-
-    @torch.no_grad()
-    def take_writes(self, *_: Any) -> None:
-        """Load what was written to the tensors of a state dict: in a float32 model they are the model's own.
-
-        To be called before tensors are read. A state dict that is dropped is known until the next call.
-        """
-        for saved in self.saved:
-            if saved.values._version != saved.version and self._load_values is not None:
-                saved.tensor.copy_(saved.values)
-                self._load_values(saved.tensor, saved.values)
-                saved.version = saved.values._version
-        self.saved = [saved for saved in self.saved if saved.given() is not None]
+        if left:
+            tensors = (tensor for part in modules_of(module) for _, tensor in named_own_tensors(part))
+            owners = {storage_of(tensor): tensor for tensor in tensors if is_16_bit(tensor)}
+            for key in left:
+                saved = state_dict[key]
+                owner = owners.get(storage_of(saved))
+                if owner is not saved:
+                    state_dict[key] = saved.float() if owner is None else same_view(saved, owner, self._entry)
+        self._destination, self._made = None, {}
 
     def arrive(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *lists: Any) -> None:
         """Before loading: remember the values that are to arrive."""
-        if self._find_values is None:
+        if self._values is None:
             return
         # One list collects the errors of one load_state_dict.
         if lists[-1] is not self._outermost_load:
             self._outermost_load = lists[-1]
             self._arriving.clear()
             self._rebuilt.clear()
-            self.take_writes()
+            self._values.entries_loaded(state_dict)
+            self.apply_writes()
             _check_way_of_loading(module, metadata)
             self.take_in(module)
         arriving = {
@@ -176,12 +184,12 @@ class Float32State:
         tensors = dict(named_own_tensors(module)) if arrived else {}
         for name, value in arrived.items():
             tensor = tensors.get(name)
-            if tensor is None or self._load_values is None or tensor.shape != value.shape:
+            if tensor is None or self._values is None or tensor.shape != value.shape:
                 continue
             # torch fills a partial state up with the tensors themselves; shards it may have written to before.
             if value.dtype == tensor.dtype and storage_of(value) == storage_of(tensor) and not is_sharded(tensor):
                 continue
-            if self._load_values(tensor, value) and is_lower_precision(value.dtype):
+            if self._values.load(tensor, value) and is_lower_precision(value.dtype):
                 self._rebuilt.append(prefix + name)
         # The outermost module settles last, and speaks for all.
         if not self._arriving:
@@ -197,13 +205,14 @@ class Float32State:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no masters: it exports its own weights.
-        nothing = ("_find_values", "_load_values", "_has_masters", "_newcomers", "_outermost_load")
+        nothing = ("_values", "_newcomers", "_outermost_load", "_destination")
         return dict.fromkeys(nothing) | {
             "key": self.key,
+            "_has_float32_weights": False,
             "_modules": set(),
             "_arriving": {},
             "_rebuilt": [],
-            "saved": [],
+            "_made": {},
         }
 
 
@@ -216,14 +225,12 @@ def _take_in_newcomer(
         state.take_in(newcomer)
 
 
-@dataclass(slots=True)
-class _Saved:
-    """An entry of a state dict, known weakly; its memory and version when it was made, or written to last."""
-
-    given: weakref.ref[torch.Tensor]
-    values: torch.Tensor
-    version: int
-    tensor: torch.Tensor
+def _reference(state_dict: dict[str, Any]) -> weakref.ref[Any] | None:
+    """Refer weakly to the dict of a state dict; None where a caller has given a plain dict, which cannot be."""
+    try:
+        return weakref.ref(state_dict)
+    except TypeError:
+        return None
 
 
 def _as_hook(method: Callable[..., None], *first: Any) -> Any:

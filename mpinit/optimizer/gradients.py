@@ -172,7 +172,7 @@ class Gradients:
         arrived = grads_of(self.weights)
         if are_plain(arrived, self.weights[0].device if self.weights else torch.device("cpu")):
             return [gradient for gradient in arrived if gradient is not None]
-        held = self._masters.held(arrived)
+        held = self._masters.in_kept_dtype(arrived)
         for weight, before, now in zip(self.weights, arrived, held, strict=True):
             if now is not None and now is not before and weight.grad_dtype in (None, now.dtype):
                 weight.grad = now

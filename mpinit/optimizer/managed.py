@@ -4,6 +4,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -24,7 +25,6 @@ from ..torch_internals.fused_sgd import unfused
 from ..torch_internals.native_autocast import CastsAs, CastsOff, flags, is_on
 from ..torch_internals.running import is_capturing, is_read_freely
 from ..torch_internals.step_hooks import StepHooks, has_step_hooks
-from .exposed import ExposedMasters
 from .gradients import Done, Gradients, largest
 from .halves import FIRST, SECOND, Halves
 from .members import Members, Snapshot
@@ -37,6 +37,7 @@ from .step_counts import StepCounter
 # Steps between looks for weights beyond float16's range, each of which reads all of them.
 _LOOKS_EVERY: Final = 1000
 _STEP: Final = "optimizer.step()"
+_LOAD: Final = "load_state_dict"
 _SKIPS_TO_WARN_OF: Final = 3
 Closure = Callable[[], Any]
 
@@ -50,7 +51,6 @@ class ManagedOptimizer:
 
     Attributes:
         gradients: its gradients.
-        exposed: the masters that ``master_params`` has given out since the last step.
         overflow_log: what is known of its last overflow.
         counter: of its steps.
         skips: whether steps are skipped whose gradients hold inf or nan.
@@ -61,7 +61,6 @@ class ManagedOptimizer:
         self.members = members
         self.scope = scope
         self.gradients = Gradients(members.weights, members.table)
-        self.exposed = ExposedMasters(members)
         self.overflow_log = OverflowLog(members)
         self.skips = rule.skips
         self._rule = rule
@@ -90,7 +89,7 @@ class ManagedOptimizer:
         if hasattr(self._inner, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         step.is_managed = True  # type: ignore[attr-defined]
-        methods: list[Any] = [step, *map(self._in_scope, ["load_state_dict", *_methods_of_its_own(optimizer)])]
+        methods: list[Any] = [step, *map(self._in_scope, [_LOAD, *_methods_of_its_own(optimizer)])]
         undos.push(self._deactivate)
         if states is not None:
             undos.push(self._decode_states)
@@ -130,33 +129,20 @@ class ManagedOptimizer:
                 return inner(*args, **kwargs)
             if half is not None:
                 return half(inner, *args, **kwargs)
-            managed.settle_exposed()
-            try:
-                with CastsOff(), managed.scope.open():
-                    return inner(*args, **kwargs)
-            finally:
-                if managed.members.table.exposed:
-                    managed.exposed.bind()
+            values = managed.members.values
+            values.apply_writes()
+            with CastsOff(), values.without_moving() if name == _LOAD else nullcontext(), managed.scope.open():
+                return inner(*args, **kwargs)
 
         method.__name__ = name
         return method
-
-    def settle_exposed(self) -> None:
-        """What was done to masters that were given out counts."""
-        if self.members.table.exposed:
-            self.exposed.settle()
-
-    def close_exposed(self) -> None:
-        """The same, and from here on nothing is done to them until they are given out again."""
-        if self.members.table.exposed:
-            self.exposed.close()
 
     # -- around backward passes -----------------------------------------------------------------------------------
 
     def before_backward(self) -> None:
         """A scaled backward pass is about to begin."""
-        self.members.refresh()
-        self.settle_exposed()
+        self.members.sync_groups()
+        self.members.values.apply_writes()
         self.gradients.forget_skipped_overflow()
         self._was_named = True
         follow_dynamo()
@@ -164,8 +150,8 @@ class ManagedOptimizer:
     def after_backward(self) -> None:
         """It is over; gradients are still scaled."""
         if not self.members.are_as_seen():
-            self.members.refresh()
-            self.settle_exposed()
+            self.members.sync_groups()
+            self.members.values.apply_writes()
 
     def note_overflow(self, loss: torch.Tensor, scaler: LossScaler, overflowed: bool) -> str | None:
         """Before the scale moves: take an overflow down, and say in which gradient it is worst."""
@@ -186,8 +172,8 @@ class ManagedOptimizer:
             Whether there are any.
         """
         self._check_scaled_by(scaler)
-        self.members.refresh()
-        self.settle_exposed()
+        self.members.sync_groups()
+        self.members.values.apply_writes()
         present = bool(self.gradients.present())
         found_inf = self.gradients.unscale(scaler, done)
         if found_inf is not None:
@@ -201,8 +187,8 @@ class ManagedOptimizer:
             gradients.check_closed("scale() of a GradScaler", "use the one or the other")
         self._check_scaled_by(scaler)
         if gradients.scaled_by is not scaler:
-            self.members.refresh()
-            self.settle_exposed()
+            self.members.sync_groups()
+            self.members.values.apply_writes()
             gradients.forget_skipped_overflow()
             gradients.scale_until_unscaled(scaler)
 
@@ -214,15 +200,16 @@ class ManagedOptimizer:
             )
 
     def parameters(self) -> list[nn.Parameter]:
-        """The model's parameters in its groups, each once, in their order."""
-        self.members.refresh()
-        return self.members.weights
+        """List the model's parameters in its groups, each once, in their order."""
+        return self.members.parameters()
 
     def master_params(self, weights: Iterable[nn.Parameter] | None = None) -> Iterator[nn.Parameter]:
         """The groups' members in float32, with their unscaled gradients; see :func:`mpinit.master_params`."""
         # Steps warn of gradients that were never scaled; here they may be those that the last one has used.
         self.gradients.check_closed("mpinit.master_params()", "move it after the with-block")
-        yield from self.exposed.give_out(weights)
+        values = self.members.values
+        values.apply_writes()
+        yield from values.hand_out(self.members.parameters() if weights is None else weights)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -232,7 +219,8 @@ class ManagedOptimizer:
         if not self._is_active or self.scope.is_open:
             return self._inner(*given, **kwargs)
         if closure is None and self._makes_state():
-            return self._with_hooks(self.run, args, kwargs)
+            with self.members.values.without_moving():
+                return self._with_hooks(self.run, args, kwargs)
         self.prepare(_STEP)
         if not has_step_hooks(self.optimizer):
             result = self._step(closure, *args, **kwargs)
@@ -248,9 +236,9 @@ class ManagedOptimizer:
 
     def prepare(self, what: str) -> None:
         """Before a step, or a half of one: gradients are looked at, ranks agree, scales move."""
-        self.members.refresh()
+        self.members.sync_groups()
         self.check_gradients(what)
-        self.close_exposed()
+        self.members.values.apply_writes()
         self._agree()
         self._has_agreed = False
         # Schedulers ask whether a step came before them; a skipped one did.
@@ -286,7 +274,7 @@ class ManagedOptimizer:
 
     def skips_step(self) -> bool:
         """Skip a step here and now where gradients overflowed; False where it is to be done, or skips by itself."""
-        self.members.refresh()
+        self.members.sync_groups()
         self._agree()
         if not self._is_to_be_skipped():
             return False
@@ -308,7 +296,7 @@ class ManagedOptimizer:
         if not makes_state(self.optimizer):
             return False
         self.gradients.check_closed(_STEP, "move it after the with-block")
-        self.close_exposed()
+        self.members.values.apply_writes()
         return True
 
     def _with_hooks(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -316,7 +304,7 @@ class ManagedOptimizer:
         hooks = StepHooks(self.optimizer)
         args, kwargs = hooks.before(args, kwargs)
         with hooks:
-            self.members.refresh()
+            self.members.sync_groups()
             result = step(*args, **kwargs)
         hooks.after(args, kwargs)
         return result
@@ -484,7 +472,7 @@ class ManagedOptimizer:
                     # They evaluate it once, before anything else.
                     with torch.enable_grad():
                         loss = evaluate()
-                    self.members.refresh()
+                    self.members.sync_groups()
                     self.run(*args, **kwargs)
                     result = loss
                 else:

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -11,8 +10,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from ..basics.dtypes import is_lower_precision
-from ..masters.masters import Master, Masters
-from ..model.casting import TensorCasts, convert
+from ..masters.masters import Master
+from ..model.casting import convert
+from ..model.float32_values import Float32Values
 from ..plan import Masters as Kind
 from ..torch_internals.columns import are_same
 from ..torch_internals.fused_sgd import stepped_wrongly
@@ -26,27 +26,13 @@ _DICTS: Final = (dict, defaultdict, OrderedDict)
 _CONTAINERS: Final = (*_DICTS, list, tuple, set, frozenset)
 
 
-@dataclass(frozen=True)
-class Names:
-    """The dotted names of parameters."""
-
-    models: Sequence[nn.Module]
-
-    def of(self, parameter: torch.Tensor) -> str:
-        """A parameter's dotted name in its model, with the model's index where there are several."""
-        for index, model in enumerate(self.models):
-            for name, tensor in model.named_parameters():
-                if tensor is parameter:
-                    return f"models[{index}].{name}" if len(self.models) > 1 else name
-        return f"a parameter of shape {tuple(parameter.shape)} outside of the models"
-
-
 class Members:
     """The members of an optimizer's groups, and of the groups of those that it wraps, each once.
 
     The groups are looked at whenever a step begins: entries may be replaced, removed, added, frozen and thawed.
 
     Attributes:
+        values: the session's float32 values; ``table`` is its masters.
         weights: the members as they are between steps: the model's own parameters. The list stays one object.
         inner: what stands for each of them while the optimizer's own code runs: its master, or itself.
         masters: the masters among these.
@@ -54,16 +40,16 @@ class Members:
         unsound: groups that must not be stepped by a fused kernel.
     """
 
-    def __init__(self, optimizer: Optimizer, masters: Masters, casts: TensorCasts, names: Names, kind: Kind) -> None:
+    def __init__(self, optimizer: Optimizer, values: Float32Values, kind: Kind) -> None:
         self.optimizer = optimizer
-        self.table = masters
-        self.names = names
+        self.values = values
+        self.table = values.masters
+        self.names = values.masters.names
         self.weights: list[nn.Parameter] = []
         self.inner: list[nn.Parameter] = []
         self.masters: list[Master] = []
         self.generation = 0
         self.unsound: list[dict[str, Any]] = []
-        self._casts = casts
         self._kind = kind
         self._lists: list[tuple[list[Any], list[Any], list[Any]]] = []
         self._private: list[Optimizer] = []
@@ -78,8 +64,15 @@ class Members:
         """Who keeps state for the members: the optimizer and those that it wraps."""
         return [self.optimizer, *wrapped_by(self.optimizer)]
 
-    def refresh(self) -> None:
-        """Notice changed groups, and weights that have become trainable; cheap where nothing changed."""
+    def parameters(self) -> list[nn.Parameter]:
+        """List the groups' members as they are now, each once; changes nothing."""
+        if self.are_as_seen():
+            return self.weights
+        groups = self._groups_of(self.holders())
+        return list({id(p): p for group in groups for p in group["params"]}.values())
+
+    def sync_groups(self) -> None:
+        """Follow changed groups, and weights that have become trainable: those get masters. Cheap where nothing changed."""
         if not self.are_as_seen() or any(weight.requires_grad for weight in self._frozen):
             self._look()
 
@@ -129,13 +122,13 @@ class Members:
             return None
         master = self.table.add(weight, weight.dtype)
         if master is not None:
-            original = self._casts.original_values(weight)
+            original = self.values.casts.original_values(weight)
             self.table.cast(master, weight.dtype, clamps=False)
             if original is not None:
                 # A forward pass may have saved the weight for its backward pass; its numbers stay what they are.
                 with _unsafe_preserve_version_counter(weight):
                     self.table.load(master, original)
-            self._casts.leave_to_optimizers([weight])
+            self.values.casts.leave_to_optimizers([weight])
         return master
 
     def inside(self, parameter: Any) -> Any:
@@ -163,6 +156,18 @@ class Members:
             each[:] = weights if inner is not None and are_same(each, inner) else list(map(self.outside, each))
         for holder in self._private:
             exchange_beside_groups(holder, self._of_inner)
+
+    def exchange(self, others: Mapping[int, torch.Tensor]) -> None:
+        """Put other tensors in the places of parameters, by their ids: in all groups, private lists and states."""
+        for holder in self.holders():
+            for group in holder.param_groups:
+                group["params"][:] = [others.get(id(p), p) for p in group["params"]]
+            entries = [(others.get(id(key), key), value) for key, value in holder.state.items()]
+            if not are_same([key for key, _ in entries], list(holder.state)):
+                holder.state.clear()
+                holder.state.update(entries)
+            if not is_known(holder):
+                exchange_beside_groups(holder, others)
 
 
 def exchange_beside_groups(optimizer: Optimizer, others: Mapping[int, torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..basics.logs import log
 from ..masters.full import FullMasters
-from ..masters.masters import OpenMasters
+from ..masters.masters import MasterBatch
 from ..masters.split import SplitMasters
 from ..masters.states import SMALLEST, EncodedStates
 from ..torch_internals.native_autocast import CastsOff
@@ -64,7 +64,7 @@ class OnePass:
         # By the id of a list of weights: it, and for each of the optimizer's groups those of its members, with masters.
         self._columns: dict[int, tuple[Any, dict[int, tuple[list[Any], list[Any]]]]] = {}
 
-    def steps(self, weights: Sequence[nn.Parameter], masters: Sequence[OpenMasters]) -> bool:
+    def steps(self, weights: Sequence[nn.Parameter], masters: Sequence[MasterBatch]) -> bool:
         """Step those of some weights that have a gradient; False: nothing was done, and the optimizer has to."""
         state = self._members.optimizer.state
         if not is_read_freely(weights[0].device) or not isinstance(state, dict):

@@ -244,7 +244,7 @@ class Ranks:
     def _stepped(self) -> list[nn.Parameter]:
         for members in self._members:
             if members.generation == 0:
-                members.refresh()  # of an optimizer to which nothing was done yet
+                members.sync_groups()  # of an optimizer to which nothing was done yet
         return [weight for members in self._members for weight in members.weights]
 
     @torch.no_grad()

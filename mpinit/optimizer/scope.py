@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..basics.patching import UndoStack
 from ..distributed.sharding import shard
-from ..masters.masters import IN_FLOAT32, Gradients, OpenMasters
+from ..masters.masters import IN_FLOAT32, Gradients, MasterBatch
 from ..masters.states import EncodedStates, states_of
 from ..torch_internals.columns import are_same, grads_of, have_grads, set_grads
 from ..torch_internals.running import bucket_bytes_at_most
@@ -36,7 +36,7 @@ class Part:
 
     weights: list[Any]
     inner: list[Any]
-    masters: OpenMasters | None
+    masters: MasterBatch | None
     given: Gradients | None = field(default=None, init=False)
     versions: Sequence[int | None] = field(default=(), init=False)
     is_read: bool = field(default=False, init=False)
@@ -126,12 +126,15 @@ class Scope:
         if self.one_pass is None:
             return False
         self._check_not_in_model()
-        self._members.refresh()
+        self._members.sync_groups()
         masters = [part.masters for part in self.parts() if part.masters is not None]
         return self._is_stepped(self._members.weights, masters)
 
-    def _is_stepped(self, weights: Sequence[Any], masters: Sequence[OpenMasters]) -> bool:
-        return self.one_pass is not None and bool(weights) and self.one_pass.steps(weights, masters)
+    def _is_stepped(self, weights: Sequence[Any], masters: Sequence[MasterBatch]) -> bool:
+        is_stepped = self.one_pass is not None and bool(weights) and self.one_pass.steps(weights, masters)
+        if is_stepped:
+            self._members.values.moved()
+        return is_stepped
 
     @contextmanager
     def opened_for_step(self) -> Iterator[None]:
@@ -151,6 +154,7 @@ class Scope:
             yield
         finally:
             if was_open:
+                self._members.values.apply_writes()
                 self._enter()
 
     def close(self) -> None:
@@ -164,7 +168,7 @@ class Scope:
 
     def _enter(self) -> None:
         self._check_not_in_model()
-        self._members.refresh()
+        self._members.sync_groups()
         parts = self.parts()
         try:
             self.is_open = True
@@ -181,6 +185,7 @@ class Scope:
     def _leave(self) -> None:
         undos = UndoStack()
         # Run in reverse order, each even where another raises.
+        undos.push(self._members.values.moved)
         for part in self._parts:
             undos.push(part.write)
             undos.push(part.take_gradients)
@@ -212,7 +217,7 @@ class Scope:
         itself is not stepped in parts.
         """
         self._check_not_in_model()
-        self._members.refresh()
+        self._members.sync_groups()
         parts = self.parts()
         left = [part for part in parts if part.masters is None or not self._is_stepped(part.weights, [part.masters])]
         if not any(have_grads(part.weights) for part in left) and len(left) < len(parts):
@@ -220,6 +225,7 @@ class Scope:
             return
         whole = [part for part in parts if part.masters is not None and not self._reads_parts]
         with UndoStack() as undos:
+            undos.push(self._members.values.moved)
             undos.push(self._end)
             undos.push(self._members.show_weights)
             undos.push(self._exchange.leave)
@@ -311,7 +317,7 @@ class Scope:
         for group in self._grouped(mastered) if in_parts or table.steps_in_parts else [mastered]:
             if group:
                 masters = [of_weight[id(weight)] for weight in group]
-                columns = table.opened(masters, group[0].device)
+                columns = table.batch(masters, group[0].device)
                 yield Part(group, [master.parameter for master in masters], columns)
 
     def _grouped(self, weights: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

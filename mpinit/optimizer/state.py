@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from ..basics.patching import UndoStack
 from ..distributed.sharding import local
-from ..masters.law import unchanged_or_present
+from ..masters.law import restore_unchanged
 
 Casts = Mapping[torch.Tensor, tuple[torch.dtype, torch.dtype]]
 
@@ -96,7 +96,7 @@ def _as_it_was(original: Any, present: Any, widened: Any) -> Any:
     if not isinstance(original, torch.Tensor) or original.shape != present.shape or original.is_meta:
         return widened
     here = local(original).to(present.device)
-    found = unchanged_or_present(here, here.to(present.dtype), local(present))
+    found = restore_unchanged(here, here.to(present.dtype), local(present))
     if found is here and original.device == present.device:
         return original
     local(widened).copy_(found)

@@ -14,6 +14,7 @@ from .parameter_data import TENSOR_DATA
 _GRAD_OF: Final = attrgetter("grad")
 _SET_DATA_OF: Final[Any] = TENSOR_DATA.__set__
 _ADDRESS_OF: Final[Any] = torch.Tensor.data_ptr
+_STRIDE_OF: Final[Any] = torch.Tensor.stride
 _VERSION_OF: Final = attrgetter("_version")
 _DTYPE: Final = attrgetter("dtype")
 _IS_SPARSE: Final = attrgetter("is_sparse")
@@ -72,6 +73,11 @@ def set_memory(tensors: Iterable[torch.Tensor], parts: Sequence[torch.Tensor]) -
 def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Where each tensor's numbers begin."""
     return list(map(_ADDRESS_OF, tensors))
+
+
+def strides_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Read each tensor's strides."""
+    return list(map(_STRIDE_OF, tensors))
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:

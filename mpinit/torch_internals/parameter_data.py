@@ -1,14 +1,14 @@
-"""Reads of ``parameter.data``: the one way to write to a parameter that torch does not count.
+"""Reads and writes of ``parameter.data``: the one way to write to a parameter that torch does not count.
 
 torch counts writes to a tensor in its version. A tensor that ``.data`` returns shares the memory and has a version of
-its own, so a write through it leaves no trace on the parameter. While any weight with a full float32 master lives,
-``torch.nn.Parameter`` has a ``data`` property that notes whose memory was given out; where not all weights are compared
-with their masters at every step (``masters/full.py``), such weights are. So it has while a forward runs with casts in
-the places of its parameters (``model/forward_weights.py``). It is the only patch of a class of torch's while a session
-without O1 lives, and can go when torch counts writes through ``.data``.
+its own, so a write through it changes nothing on the parameter. While any weight with a float32 master lives,
+``torch.nn.Parameter`` has a ``data`` property that records whose ``data`` was read or replaced. So it has while a
+forward runs with casts in the places of its parameters (``model/forward_weights.py``). It is the only patch of a class
+of torch's while a session without O1 lives, and can go when torch counts writes through ``.data``.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -17,42 +17,81 @@ from torch import nn
 TENSOR_DATA: Final[Any] = torch.Tensor.data
 TENSOR_DETACH: Final[Any] = torch.Tensor.detach
 
-_noted_in: Final[dict[int, set[int]]] = {}
-# Many tensors whose ids one set gets, for a short time: by the set's id.
-_columns: Final[dict[int, tuple[Sequence[torch.Tensor], set[int]]]] = {}
+
+@dataclass(eq=False, slots=True)
+class DataUse:
+    """Ids of parameters by how their ``data`` was used.
+
+    Attributes:
+        touched: read or replaced: their memory may be written to at any time, unseen.
+        replaced: replaced since this set was last emptied: their memory may have another dtype, shape or layout.
+        kept: for those that :meth:`keep` was called with, a copy of their numbers, made when ``data`` was touched first.
+    """
+
+    touched: set[int] = field(default_factory=set)
+    replaced: set[int] = field(default_factory=set)
+    kept: dict[int, torch.Tensor | None] = field(default_factory=dict)
+
+    def forget(self, parameter: torch.Tensor) -> None:
+        """Drop what is known of a parameter."""
+        self.touched.discard(id(parameter))
+        self.replaced.discard(id(parameter))
+        self.kept.pop(id(parameter), None)
+
+    def keep(self, parameter: torch.Tensor) -> None:
+        """Keep a copy of a parameter's present numbers, if its ``data`` was touched, or as soon as it is."""
+        key = id(parameter)
+        self.kept[key] = _copy_of(parameter) if key in self.touched else None
+
+    def touch(self, parameter: torch.Tensor) -> None:
+        """Record that a parameter's ``data`` is about to be given away."""
+        key = id(parameter)
+        if key in self.kept and self.kept[key] is None:
+            self.kept[key] = _copy_of(parameter)
+        self.touched.add(key)
 
 
-def note_data(parameter: torch.Tensor, accessed: set[int]) -> None:
-    """From here on ``accessed`` gets the id of ``parameter`` when its ``data`` is read or set."""
+def _copy_of(parameter: torch.Tensor) -> torch.Tensor:
+    copied: torch.Tensor = getattr(TENSOR_DETACH(parameter), "_local_tensor", TENSOR_DETACH(parameter)).clone()
+    return copied
+
+
+_recorded_in: Final[dict[int, DataUse]] = {}
+# Many parameters at once, for a short time: by the id of their record.
+_batches: Final[dict[int, tuple[Sequence[torch.Tensor], DataUse]]] = {}
+
+
+def record_data_use(parameter: torch.Tensor, use: DataUse) -> None:
+    """Record in ``use`` from here on when ``parameter.data`` is read or replaced."""
     _patch()
-    _noted_in[id(parameter)] = accessed
+    _recorded_in[id(parameter)] = use
 
 
-def forget_data(parameter: torch.Tensor) -> None:
-    """The reverse of :func:`note_data`; with the last parameter the class is what it was."""
-    _noted_in.pop(id(parameter), None)
+def stop_recording(parameter: torch.Tensor) -> None:
+    """Reverse :func:`record_data_use`; with the last parameter the class is what it was."""
+    _recorded_in.pop(id(parameter), None)
     _unpatch()
 
 
-def forget_all_data(accessed: set[int]) -> None:
-    """:func:`forget_data` for every parameter whose reads ``accessed`` gets."""
-    for key in [key for key, noted_in in list(_noted_in.items()) if noted_in is accessed]:
-        _noted_in.pop(key, None)
+def stop_recording_all(use: DataUse) -> None:
+    """Reverse :func:`record_data_use` for every parameter that is recorded in ``use``."""
+    for key in [key for key, recorded_in in list(_recorded_in.items()) if recorded_in is use]:
+        _recorded_in.pop(key, None)
     _unpatch()
 
 
-def note_data_of(parameters: Sequence[torch.Tensor]) -> set[int]:
-    """A set that gets the id of each of them whose ``data`` is read or set, until :func:`forget_data_of`."""
-    accessed: set[int] = set()
+def record_batch(parameters: Sequence[torch.Tensor]) -> DataUse:
+    """Record the use of several parameters' ``data`` until :func:`stop_batch`."""
+    use = DataUse()
     if parameters:
         _patch()
-        _columns[id(accessed)] = parameters, accessed
-    return accessed
+        _batches[id(use)] = parameters, use
+    return use
 
 
-def forget_data_of(accessed: set[int]) -> None:
-    """The reverse of :func:`note_data_of`."""
-    if _columns.pop(id(accessed), None) is not None:
+def stop_batch(use: DataUse) -> None:
+    """Reverse :func:`record_batch`."""
+    if _batches.pop(id(use), None) is not None:
         _unpatch()
 
 
@@ -62,25 +101,27 @@ def _patch() -> None:
 
 
 def _unpatch() -> None:
-    if not (_noted_in or _columns) and "data" in vars(nn.Parameter):
+    if not (_recorded_in or _batches) and "data" in vars(nn.Parameter):
         del nn.Parameter.data
 
 
-def _note(parameter: torch.Tensor) -> None:
+def _record(parameter: torch.Tensor) -> None:
     key = id(parameter)
-    if key in _noted_in:
-        _noted_in[key].add(key)
-    for parameters, accessed in list(_columns.values()):
+    if key in _recorded_in:
+        _recorded_in[key].touch(parameter)
+    for parameters, use in list(_batches.values()):
         if any(each is parameter for each in parameters):
-            accessed.add(key)
+            use.touch(parameter)
 
 
 def _get(parameter: torch.Tensor) -> torch.Tensor:
-    _note(parameter)
+    _record(parameter)
     values: torch.Tensor = TENSOR_DATA.__get__(parameter)
     return values
 
 
 def _set(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    _note(parameter)
+    _record(parameter)
     TENSOR_DATA.__set__(parameter, values)
+    if id(parameter) in _recorded_in:
+        _recorded_in[id(parameter)].replaced.add(id(parameter))

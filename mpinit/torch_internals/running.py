@@ -1,8 +1,10 @@
 """What torch is doing when a function is called, and what is known of the device that it runs on."""
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
+from torch.autograd import Variable
 from torch.fx import _symbolic_trace
 
 _TRACING_MODES: Final = tuple(torch._C._TorchDispatchModeKey.__members__.values())
@@ -19,6 +21,15 @@ def is_tracing_symbolically() -> bool:
 def current_pass() -> int:
     """The number of the backward pass that this thread is inside of: activation checkpointing runs forwards there."""
     return int(torch._C._current_graph_task_id())
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Call a function when the backward pass that runs in this thread is over, and DDP has averaged its gradients.
+
+    DDP's own callback is queued in the pass; one that is queued by a callback comes after it.
+    """
+    queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+    queue(lambda: queue(callback))
 
 
 def computes_at_once() -> bool:

@@ -203,11 +203,22 @@ def test_undo_interrupted_at_any_line_completes_when_called_again(settled: bool)
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "vector": (lambda m: vector_to_parameters(parameters_to_vector(p := [*m.parameters()]).float(), p), "0.weight"),
-    "data": (lambda m: setattr(m[1].weight, "data", m[1].weight.data.float()), "1.weight"),
     "append": (lambda m: m.append(nn.Linear(2, 2)), "2.weight"),
     "replace": (lambda m: setattr(m[1], "weight", nn.Parameter(torch.ones(2, 2))), "1.weight"),
 }
+
+
+@pytest.mark.parametrize("masters", [True, "split"])
+def test_float32_data_that_replaces_a_weights_own_counts_exactly(masters: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, opt_level="O5", master_weights=masters, verbosity=0)
+    numbers = torch.arange(12.0).sqrt()
+    vector_to_parameters(numbers, model.parameters())
+    model(torch.ones(1, 2))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    with mpinit.float32_weights(model):
+        assert torch.equal(parameters_to_vector(model.parameters()), numbers)
 
 
 @pytest.mark.parametrize(("change", "name"), CHANGES.values(), ids=CHANGES)

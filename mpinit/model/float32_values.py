@@ -1,0 +1,668 @@
+"""The float32 numbers of a session's tensors: read, loaded, and handed out to users between steps.
+
+They are handed out in three ways: as entries of ``model.state_dict()``, as masters of ``master_params(optimizer)``, and
+as the parameters inside ``with float32_weights(model)``. One rule holds for all three:
+
+1. A number that was written through one of them counts, unless its weight has moved since it was handed out: by a step,
+   a load or a write. Then the write is an error that names the tensor. A stale tensor is never copied into a weight.
+2. A master is the same object for as long as the session lives, and its ``grad`` is its weight's after each backward
+   pass. An entry of a state dict is a copy. A parameter of a block is the master where that has memory of its own, and
+   is emptied (all nan, not writable) after the block elsewhere.
+3. :meth:`Float32Values.apply_writes` applies all that was written, and is called before anything is read, saved,
+   copied or exchanged.
+4. What runs in every iteration runs in bulk.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils.hooks import RemovableHandle
+
+from ..basics.modules import Names, modules_of
+from ..distributed.sharding import is_sharded, local, shard
+from ..masters.full import FullMasters
+from ..masters.law import is_rounding, meaning, round_into
+from ..masters.masters import Master, Masters
+from ..torch_internals.columns import are_same, grads_of, set_grads, versions_of
+from ..torch_internals.parameter_data import TENSOR_DATA, record_data_use
+from ..torch_internals.running import call_after_backward, current_pass, is_read_freely
+from .casting import TensorCasts
+from .shared_memory import is_16_bit
+
+_FLOAT32: Final = frozenset({torch.float32})
+_BOTH: Final = (
+    "the weight {0!r} and its float32 master of mpinit.master_params() were both {1}, differently: change one of the "
+    "two"
+)
+_STALE: Final = (
+    "{} of a state dict that model.state_dict() returned {} written to after the weight had moved (by a step, a load "
+    "or a write): its other numbers are those of before. Entries are copies: call model.state_dict() anew and write to "
+    "that, or write inside `with mpinit.float32_weights(model)`. Nothing was changed, and this write is dropped"
+)
+_TWICE: Final = (
+    "{!r} was written to in two state dicts that model.state_dict() returned, differently: write to one of them. "
+    "Nothing was changed, and both writes are dropped"
+)
+
+
+class Float32Values:
+    """The float32 numbers of a session's 16-bit tensors.
+
+    Attributes:
+        masters: of the weights that are trained.
+        casts: of all other tensors.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], masters: Masters) -> None:
+        self.masters = masters
+        self.casts = TensorCasts([], {}, ())
+        self._models = models
+        self._names = Names(models)
+        self._entries: list[_Entry] = []
+        # Of state dicts made inside of a block: the user's tensor, its memory, and the 16-bit tensor.
+        self._block_entries: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor]] = []
+        self._handed_out = HandedOutMasters(masters) if isinstance(masters, FullMasters) else None
+        # Parameters that were in modules inside of a block, by the id of the tensor: used again while they are alive.
+        self._wide: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
+
+    # -- reading and loading ------------------------------------------------------------------------------------------
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Read the float32 numbers that a 16-bit tensor means; changes nothing.
+
+        Returns:
+            A tensor that is not to be written to; None where they are the tensor's own.
+        """
+        master = self.masters.of(tensor)
+        return self.casts.original_values(tensor) if master is None else self.masters.values(master)
+
+    def load(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
+        """Record float32 numbers that were loaded into a 16-bit tensor of their shape.
+
+        Returns:
+            Whether the tensor has a master, which holds them now.
+        """
+        master = self.masters.of(tensor)
+        if master is None:
+            self.casts.load(tensor, values)
+            return False
+        self.masters.load(master, values)
+        if self._handed_out is not None:
+            self._handed_out.remember(master)
+        return True
+
+    def apply_writes(self) -> None:
+        """Apply all that was written through handed-out tensors; cheap where nothing was handed out.
+
+        Raises:
+            RuntimeError: a weight and its master, or two entries, were written to differently; an entry was written to
+                after its weight had moved; or a weight's memory was replaced by another one's.
+        """
+        if self.masters.are_in_model or (isinstance(self.masters, FullMasters) and self.masters.is_open):
+            return  # masters are true at the moment, and not the weights
+        if self.masters.data_use.replaced:
+            self.masters.follow_replaced_memory()
+        if self._handed_out is not None and self._handed_out.masters:
+            self._handed_out.apply_writes()
+        if self._entries:
+            self._apply_entries()
+
+    # -- entries of state dicts ---------------------------------------------------------------------------------------
+
+    def entry(self, tensor: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
+        """Make the entry of a state dict for a 16-bit tensor of a module: a float32 copy, whose writes count.
+
+        Args:
+            tensor: the parameter or buffer.
+            saved: what torch would save of it.
+        """
+        values = self.of(tensor)
+        # An entry is an ordinary tensor also inside of torch.inference_mode(), where torch would count no writes.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            wide = (saved if values is None else values).detach().to(torch.float32, copy=True)
+        agreed = values is not None and self._shares_memory_with_master(tensor, values)
+        self._entries.append(_Entry(weakref.ref(wide), wide.detach(), wide._version, tensor, _clock(tensor), agreed))
+        return wide
+
+    def _shares_memory_with_master(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
+        master = self.masters.of(tensor)
+        if master is None or not isinstance(self.masters, FullMasters) or values.is_meta or is_sharded(tensor):
+            return False
+        return values.data_ptr() == master.parameter.data_ptr()
+
+    def record_block_entry(self, wide: torch.Tensor, saved: torch.Tensor) -> None:
+        """Record what a state dict saves of a parameter inside of a block, whose memory it shares until the end."""
+        tensor = next((known() for known, now in self._wide.values() if now() is wide), None)
+        if tensor is None and not isinstance(self.masters, FullMasters):
+            tensor = next((master.weight for master in self.masters if master.parameter is wide), None)
+        if tensor is not None:
+            self._block_entries.append((weakref.ref(saved), saved.detach(), tensor))
+
+    def entries_loaded(self, state_dict: Mapping[str, Any]) -> None:
+        """Record that a state dict is about to be loaded: what was written to its entries counts by that."""
+        loaded = {id(value) for value in state_dict.values()} if self._entries else set()
+        for entry in self._entries:
+            if id(entry.handed_out()) in loaded:
+                entry.version = entry.values._version
+
+    @contextmanager
+    def without_moving(self) -> Iterator[None]:
+        """Run code of an optimizer's that leaves every weight's numbers as they are; entries stay current."""
+        current = [entry for entry in self._entries if not self._has_moved(entry)]
+        try:
+            yield
+        finally:
+            for entry in current:
+                entry.clock = _clock(entry.tensor)
+
+    @torch.no_grad()
+    def _apply_entries(self) -> None:
+        written: dict[int, list[_Entry]] = {}
+        for entry in self._entries:
+            if entry.values._version != entry.version:
+                written.setdefault(id(entry.tensor), []).append(entry)
+        try:
+            if written:
+                for entries in self._checked(written):
+                    tensor, values = entries[0].tensor, self._merged(entries)
+                    tensor.copy_(values)
+                    self.load(tensor, values)
+                    for entry in entries:
+                        entry.clock = _clock(tensor)
+        finally:
+            for entries in written.values():
+                for entry in entries:
+                    entry.version = entry.values._version
+            self._entries = [entry for entry in self._entries if entry.handed_out() is not None]
+
+    def _checked(self, written: dict[int, list["_Entry"]]) -> list[list["_Entry"]]:
+        stale = [entries[0].tensor for entries in written.values() if any(map(self._has_moved, entries))]
+        if stale:
+            names = ", ".join(repr(self._names.of(tensor)) for tensor in stale[:3])
+            more = f" and {len(stale) - 3} more" if len(stale) > 3 else ""
+            raise RuntimeError(_STALE.format(names + more, "was" if len(stale) == 1 else "were"))
+        for entries in written.values():
+            if len(entries) > 1:
+                self._merged(entries)
+        return list(written.values())
+
+    def _has_moved(self, entry: "_Entry") -> bool:
+        if _clock(entry.tensor) != entry.clock:
+            return True
+        values = self.of(entry.tensor) if entry.agreed else None
+        return values is not None and not self._shares_memory_with_master(entry.tensor, values)
+
+    def _merged(self, entries: Sequence["_Entry"]) -> torch.Tensor:
+        """Merge what was written to several entries of one tensor, element by element."""
+        if len(entries) == 1:
+            return entries[0].values
+        values = self.of(entries[0].tensor)
+        before = local(entries[0].tensor.float() if values is None else values)
+        merged, changed = before.clone(), torch.zeros_like(before, dtype=torch.bool)
+        for entry in entries:
+            now = local(entry.values)
+            writes = ~((now == before) | (now.isnan() & before.isnan()))
+            if bool((writes & changed & (now != merged)).any()):
+                raise RuntimeError(_TWICE.format(self._names.of(entry.tensor)))
+            merged, changed = torch.where(writes, now, merged), changed | writes
+        result = entries[0].values.clone()
+        local(result).copy_(merged)
+        return result
+
+    # -- masters ------------------------------------------------------------------------------------------------------
+
+    def hand_out(self, weights: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """List the full masters of some weights, and the weights themselves where they have none.
+
+        From here on they follow their weights, and what is written to them counts.
+        """
+        asked = list(weights)
+        if self._handed_out is None:
+            return asked
+        found = [self.masters.of(weight) for weight in asked]
+        self._handed_out.add([master for master in found if master is not None])
+        return [w if m is None else m.parameter for w, m in zip(asked, found, strict=True)]
+
+    def bind_gradients(self) -> None:
+        """Set the ``grad`` of handed-out masters to their weights'; after a backward pass."""
+        if self._handed_out is not None and self._handed_out.masters and not self.masters.are_in_model:
+            self._handed_out.bind_gradients()
+
+    def moved(self) -> None:
+        """Record that weights and masters were moved together, by a step; nothing is written between this and it."""
+        if self._handed_out is not None and self._handed_out.masters:
+            self._handed_out.remember_all()
+
+    def close(self) -> None:
+        """Release what was handed out: the session ends."""
+        if self._handed_out is not None:
+            self._handed_out.close()
+        self._entries, self._block_entries, self._wide = [], [], {}
+
+    # -- parameters inside of a block ---------------------------------------------------------------------------------
+
+    def wide_parameter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Make the float32 parameter or buffer that is in the place of a 16-bit one inside of a block."""
+        master = self.masters.of(tensor)
+        if master is not None:
+            return self.masters.show(master)
+        values = self.of(tensor)
+        numbers = tensor.detach().float() if values is None else values.float().clone()
+        known = self._wide.get(id(tensor), (None, None))
+        wide = known[1]() if known[0] is not None and known[1] is not None and known[0]() is tensor else None
+        if wide is None:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            wide = nn.Parameter(numbers, tensor.requires_grad) if is_parameter else numbers
+            self._wide[id(tensor)] = weakref.ref(tensor), weakref.ref(wide)
+        else:
+            TENSOR_DATA.__set__(wide, numbers)
+        return wide
+
+    def end_block(self, wide: Iterable[torch.Tensor]) -> None:
+        """End a block: masters that were in it stay live, and its state dicts are copies from here on."""
+        if self._handed_out is not None:
+            known = {id(master.parameter): master for master in self.masters}
+            self._handed_out.add([known[id(each)] for each in wide if id(each) in known])
+        self.moved()
+        for handed_out, saved, tensor in self._block_entries:
+            if handed_out() is not None:
+                self._entries.append(_Entry(handed_out, saved, saved._version, tensor, _clock(tensor), False))
+        self._block_entries = []
+
+    def narrow(self, tensor: torch.Tensor, wide: torch.Tensor) -> None:
+        """Set a 16-bit tensor from the float32 one that was in its place; that is emptied where it is no master."""
+        master = self.masters.of(tensor)
+        if master is not None:
+            self.masters.hide(master)
+            return
+        before, values = self.of(tensor), wide.detach()
+        if not torch.equal(values, tensor.float() if before is None else before.to(values)):
+            tensor.copy_(values)
+            self.load(tensor, values)
+        TENSOR_DATA.__set__(wide, _emptied(wide))
+
+
+def _emptied(tensor: torch.Tensor) -> torch.Tensor:
+    """Make numbers of a tensor's shape that are all nan and cannot be written to."""
+    return torch.full((), torch.nan, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """An entry of a state dict.
+
+    Attributes:
+        handed_out: the user's tensor, known weakly.
+        values: its memory.
+        version: its version when it was made, or when writes to it were applied last.
+        tensor: the 16-bit tensor that it is a copy of.
+        clock: the tensor's versions then.
+        agreed: whether the tensor was its master's rounding then.
+    """
+
+    handed_out: weakref.ref[torch.Tensor]
+    values: torch.Tensor
+    version: int
+    tensor: torch.Tensor
+    clock: tuple[int, ...]
+    agreed: bool
+
+
+def _clock(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Read how often a tensor was written to, its local part too."""
+    if tensor.is_inference():
+        return ()
+    return (tensor._version, tensor._local_tensor._version) if is_sharded(tensor) else (tensor._version,)  # type: ignore[attr-defined]
+
+
+class HandedOutMasters:
+    """The masters that users have, in columns.
+
+    A master's ``grad`` is its weight's. What is written to a master is rounded into its weight, and a gradient that
+    was replaced counts, on whichever of the two it was replaced.
+    """
+
+    def __init__(self, table: FullMasters) -> None:
+        self.masters: list[Master] = []
+        self._table = table
+        self._index: dict[int, int] = {}
+        self._weights: list[nn.Parameter] = []
+        self._parameters: list[nn.Parameter] = []
+        self._are_sharded = False
+        self._hooks: dict[int, RemovableHandle] = {}
+        # As of the last time they were made one: versions of weights and masters, gradients of both, and versions of
+        # gradients that are float32 copies (DDP leaves gradients in the weights' dtype).
+        self._versions: tuple[list[int], list[int]] = [], []
+        self._bound: list[torch.Tensor | None] = []
+        self._theirs: list[torch.Tensor | None] = []
+        self._copies: dict[int, int] = {}
+        self._pass = -1
+
+    def add(self, masters: Iterable[Master]) -> None:
+        """Hand out masters, those that are handed out already among them."""
+        asked = list(masters)
+        new = [master for master in asked if id(master) not in self._index]
+        for master in new:
+            self._table.follow(master, keeps_bits=True)
+            self._table.handed_out.add(id(master))
+            record_data_use(master.parameter, self._table.data_use)
+            self._table.data_use.keep(master.weight)
+            self._table.data_use.keep(master.parameter)
+        if len(self._hooks) < len(self._index) + len(new):
+            on_gradient = partial(_on_gradient, weakref.ref(self))
+            for master in asked:
+                if id(master) not in self._hooks and master.weight.requires_grad:
+                    self._hooks[id(master)] = master.weight.register_post_accumulate_grad_hook(on_gradient)
+        if new:
+            self._arrange([*self.masters, *new])
+        elif not are_same(self._theirs, grads_of(self._weights)):
+            self.bind_gradients()
+
+    def _arrange(self, masters: list[Master]) -> None:
+        self.masters = masters
+        self._index = {id(master): index for index, master in enumerate(masters)}
+        self._weights = [master.weight for master in masters]
+        self._parameters = [master.parameter for master in masters]
+        self._are_sharded = any(map(is_sharded, self._weights))
+        self.remember_all()
+
+    def close(self) -> None:
+        """Forget all masters."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks = {}
+        set_grads(self._parameters, [None] * len(self._parameters))
+        for master in self.masters:
+            self._table.handed_out.discard(id(master))
+        self._arrange([])
+
+    def _drop_discarded(self) -> None:
+        for master in self.masters:
+            if id(master) not in self._table.handed_out and id(master) in self._hooks:
+                self._hooks.pop(id(master)).remove()
+        self._arrange([master for master in self.masters if id(master) in self._table.handed_out])
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def on_gradient(self) -> None:
+        """Bind gradients at the end of the backward pass that has just accumulated one."""
+        if self._pass != (now := current_pass()):
+            self._pass = now
+            call_after_backward(self._bind_after_backward)
+
+    def _bind_after_backward(self) -> None:
+        if not (self._table.are_in_model or self._table.is_open):
+            self.bind_gradients()
+
+    @torch.no_grad()
+    def bind_gradients(self) -> None:
+        """Set each master's ``grad`` to its weight's, or to a float32 copy of that where it has another dtype."""
+        theirs = grads_of(self._weights)
+        bound, self._copies = theirs, {}
+        if not _FLOAT32.issuperset({gradient.dtype for gradient in theirs if gradient is not None}):
+            bound = [None if gradient is None else gradient.float() for gradient in theirs]
+            copies = enumerate(zip(bound, theirs, strict=True))
+            self._copies = {i: mine._version for i, (mine, its) in copies if mine is not None and mine is not its}
+        set_grads(self._parameters, bound)
+        self._bound, self._theirs = bound, theirs
+
+    def _apply_gradients(self) -> None:
+        mine = grads_of(self._parameters)
+        if not self._copies and are_same(mine, self._bound):
+            return
+        is_changed = False
+        for index, (master, gradient, bound) in enumerate(zip(self.masters, mine, self._bound, strict=True)):
+            if gradient is bound:
+                version = self._copies.get(index)
+                if gradient is None or version is None or gradient._version == version:
+                    continue
+            is_changed = True
+            self._apply_gradient(master, gradient, self._theirs[index])
+        if is_changed:
+            self.bind_gradients()
+
+    def _apply_gradient(self, master: Master, mine: torch.Tensor | None, before: torch.Tensor | None) -> None:
+        theirs = master.weight.grad
+        if mine is theirs:
+            return
+        if before is None and theirs is not None and mine is not None:
+            mine = theirs.add_(mine)  # a loss that reaches both: a penalty on masters, say
+        elif theirs is not before:
+            raise RuntimeError(_BOTH.format(self._table.names.of(master.weight), "given other gradients"))
+        master.weight.grad = mine
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def remember_all(self) -> None:
+        """Record that all masters and their weights are one at the moment."""
+        self._versions = self._versions_now()
+        use = self._table.data_use
+        for master in self.masters if use.touched else ():
+            for tensor in (master.weight, master.parameter):
+                if id(tensor) in use.touched:
+                    use.keep(tensor)
+        self.bind_gradients()
+
+    def _versions_now(self) -> tuple[list[int], list[int]]:
+        weights: list[Any] = self._weights
+        parameters: list[Any] = self._parameters
+        if self._are_sharded:
+            weights, parameters = list(map(shard, weights)), list(map(shard, parameters))
+        return versions_of(weights), versions_of(parameters)
+
+    def remember(self, master: Master) -> None:
+        """Record that one master and its weight are one at the moment."""
+        index = self._index.get(id(master))
+        if index is not None:
+            for versions, tensor in zip(self._versions, (master.weight, master.parameter), strict=True):
+                versions[index] = shard(tensor)._version
+                self._table.data_use.keep(tensor)
+
+    def apply_writes(self) -> None:
+        """Let weights be what was written to their masters, and masters what was written to their weights.
+
+        Raises:
+            RuntimeError: a weight and its master were written to, or got other gradients, and differ.
+        """
+        if len(self._table.handed_out) != len(self.masters):
+            self._drop_discarded()
+        before, now = self._versions, self._versions_now()
+        touched = self._table.data_use.touched
+        if now != before or touched:
+            for index, master in enumerate(self.masters):
+                weight_moved, master_moved = (
+                    then[index] != after[index] for then, after in zip(before, now, strict=True)
+                )
+                is_touched = id(master.weight) in touched or id(master.parameter) in touched
+                if weight_moved or master_moved or is_touched:
+                    self._apply(master, weight_moved, master_moved)
+                    self.remember(master)
+        self._apply_gradients()
+
+    @torch.no_grad()
+    def _apply(self, master: Master, weight_moved: bool, master_moved: bool) -> None:
+        weight, parameter = shard(master.weight), shard(master.parameter)
+        kept = self._table.data_use.kept
+        before = kept.get(id(master.weight)), kept.get(id(master.parameter))
+        if is_read_freely(weight.device):
+            weight_moved = weight_moved or _differ(weight, before[0])
+            master_moved = master_moved or _differ(parameter, before[1])
+        elif before[0] is not None and (before[1] is not None or master_moved):
+            self._merge(master, weight, parameter, before[0])
+            return
+        elif not (weight_moved or master_moved):
+            # One of the two may have been written to through its data, which torch does not count.
+            with _unsafe_preserve_version_counter(master.weight):
+                self._unify(master, before[0] is not None)
+            return
+        if weight_moved and master_moved and not bool(is_rounding(weight, parameter).all()):
+            raise RuntimeError(_BOTH.format(self._table.names.of(master.weight), "written to"))
+        if weight_moved or master_moved:
+            self._unify(master, not master_moved)
+
+    def _unify(self, master: Master, by_weight: bool) -> None:
+        if by_weight:
+            self._table.follow(master, keeps_bits=True)
+        else:
+            self._table.load(master, master.parameter)
+
+    def _merge(self, master: Master, weight: torch.Tensor, parameter: torch.Tensor, before: torch.Tensor) -> None:
+        """Merge writes to both, element by element, without a wait for their device."""
+        is_written = (weight.view(torch.int16) != before.view(torch.int16)) & ~is_rounding(weight, parameter)
+        parameter.copy_(torch.where(is_written, meaning(weight, parameter), parameter))
+        round_into(master.weight, master.parameter, master.clamps)
+        master.last_seen = None
+
+
+def _differ(tensor: torch.Tensor, before: torch.Tensor | None) -> bool:
+    """Return whether a tensor has other bits than a copy of it, if there is one."""
+    if before is None:
+        return False
+    if before.shape != tensor.shape:
+        return True
+    bits = torch.int16 if tensor.element_size() == 2 else torch.int32
+    return not torch.equal(tensor.contiguous().view(bits), before.contiguous().view(bits))
+
+
+def _on_gradient(known: "weakref.ref[HandedOutMasters]", weight: torch.Tensor) -> None:
+    handed_out = known()
+    if handed_out is not None:
+        handed_out.on_gradient()
+
+
+# -- a block --------------------------------------------------------------------------------------------------------------
+
+
+class Float32Block:
+    """Float32 parameters and buffers in the places of a session's 16-bit ones, for a while.
+
+    Attributes:
+        wide: by the id of each 16-bit tensor, the float32 one in its place.
+    """
+
+    def __init__(self, values: Float32Values, models: Sequence[nn.Module]) -> None:
+        self._values = values
+        self._models = models
+        self.wide: dict[int, torch.Tensor] = {}
+        self._carried: list[_Carried] = []
+        self._places: list[tuple[nn.Module, dict[str, Any], str, torch.Tensor]] = []
+
+    @torch.no_grad()
+    def enter(self) -> None:
+        """Put float32 tensors into all modules."""
+        self._values.apply_writes()
+        modules = list({module: None for model in self._models for module in modules_of(model)})
+        for master in self._values.masters:
+            self._widen(master.weight)
+        for module in modules:
+            own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            found = [(each, name, tensor) for each in own for name, tensor in each.items() if is_16_bit(tensor)]
+            for tensors, name, tensor in found:
+                self._widen(tensor)
+                self._places.append((module, tensors, name, tensor))
+                tensors[name] = self.wide[id(tensor)]
+            if found and isinstance(module, nn.RNNBase):
+                module._init_flat_weights()
+
+    @property
+    def shown(self) -> list[torch.Tensor]:
+        """The float32 tensors, in no order that counts."""
+        return list(self.wide.values())
+
+    def narrow_ones(self) -> dict[int, torch.Tensor]:
+        """Map the id of each float32 tensor to the 16-bit one whose place it is in."""
+        return {id(carried.wide): carried.tensor for carried in self._carried}
+
+    def _widen(self, tensor: torch.Tensor) -> None:
+        if id(tensor) not in self.wide and is_16_bit(tensor):
+            wide = self._values.wide_parameter(tensor)
+            self._carried.append(_Carried(tensor, wide))
+            self.wide[id(tensor)] = wide
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Put the 16-bit tensors back, with all that was done to the float32 ones. May be called again."""
+        replaced: dict[int, torch.Tensor] = {}
+        rnns: dict[nn.Module, None] = {}
+        while self._places:
+            module, tensors, name, tensor = self._places[-1]
+            present, wide = tensors.get(name), self.wide[id(tensor)]
+            if present is wide:
+                tensors[name] = tensor
+            elif isinstance(present, torch.Tensor) and present.shape == tensor.shape and present.is_floating_point():
+                # One that was put there inside counts by its numbers; another shape or dtype stays what it is.
+                replaced[id(tensor)] = present
+                tensors[name] = tensor
+            if isinstance(module, nn.RNNBase):
+                rnns[module] = None
+            self._places.pop()
+        while self._carried:
+            carried = self._carried[-1]
+            present = replaced.get(id(carried.tensor))
+            if present is not None:
+                carried.wide.copy_(present)
+            carried.bring_back(present)
+            self._values.narrow(carried.tensor, carried.wide)
+            self._carried.pop()
+        for rnn in rnns:
+            rnn._init_flat_weights()  # type: ignore[operator]
+
+
+class _Carried:
+    """What is carried between a 16-bit tensor and the float32 one in its place, beside numbers."""
+
+    def __init__(self, tensor: torch.Tensor, wide: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.wide = wide
+        self._is_parameter = isinstance(tensor, nn.Parameter)
+        self._gradient: torch.Tensor | None = None
+        self._version = -1
+        if not self._is_parameter:
+            return
+        wide.requires_grad_(tensor.requires_grad)
+        self._attributes = dict(vars(tensor))
+        vars(wide).update(self._attributes)
+        # One dict for both: hooks that are registered inside stay, and their handles remove them.
+        for name in _HOOKS:
+            setattr(wide, name, getattr(tensor, name))
+        if tensor.grad is not None:
+            wide.grad = self._gradient = tensor.grad.float()
+            self._version = self._gradient._version
+
+    def bring_back(self, replacement: torch.Tensor | None) -> None:
+        """Carry back what was done to the float32 parameter, or to the one that was put in its place."""
+        if not self._is_parameter:
+            return
+        tensor, wide = self.tensor, self.wide
+        source = wide if replacement is None else replacement
+        if source.requires_grad != tensor.requires_grad:
+            tensor.requires_grad_(source.requires_grad)
+        attributes = dict(vars(wide))
+        if list(attributes) != list(self._attributes) or not are_same(
+            list(attributes.values()), list(self._attributes.values())
+        ):
+            vars(tensor).clear()
+            vars(tensor).update(attributes)
+        vars(wide).clear()
+        for name in _HOOKS:
+            hooks = getattr(wide, name)
+            if hooks is not getattr(tensor, name):
+                setattr(tensor, name, hooks)
+            setattr(wide, name, None)
+        gradient = source.grad
+        is_written = gradient is not None and gradient is self._gradient and gradient._version != self._version
+        if gradient is not self._gradient or (is_written and gradient is not tensor.grad):
+            dtype = tensor.grad_dtype or tensor.dtype
+            tensor.grad = None if gradient is None else gradient.to(dtype)
+        wide.grad = None
+
+
+# What torch keeps a parameter's hooks in.
+_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
