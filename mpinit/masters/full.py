@@ -155,13 +155,9 @@ class FullMasters(Masters):
         for master in masters if self._earlier else ():
             self._earlier.pop(id(master), None)
 
-    def show(self, master: Master) -> nn.Parameter:
-        self.follow(master, keeps_bits=True)
-        return master.parameter
-
     @torch.no_grad()
-    def hide(self, master: Master) -> None:
-        """Round the parameter into its weight, where the two differ."""
+    def round(self, master: Master) -> None:
+        """Round a master into its weight, where the two differ."""
         weight, parameter = local(master.weight), local(master.parameter)
         if not (is_read_freely(weight.device) and _is_rounded(weight, parameter)):
             round_into(master.weight, master.parameter, master.clamps)

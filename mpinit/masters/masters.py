@@ -42,6 +42,7 @@ class Master:
         layout: where the weight's memory was when it was last read.
         clamps: whether finite numbers beyond the weight's largest are known to be there; they become that largest.
         gradient: the weight's, while it gets another dtype; an interrupted change can be repeated.
+        optimizers: how many optimizers have the weight in their groups.
         last_seen: by what full masters detect writes to the weight: its fingerprint when this was rounded into it;
             None: it may have been written to.
     """
@@ -53,6 +54,7 @@ class Master:
         "is_sharded",
         "last_seen",
         "layout",
+        "optimizers",
         "original_dtype",
         "parameter",
         "weight",
@@ -64,6 +66,7 @@ class Master:
         self.original_dtype = weight.dtype
         self.dtype = weight.dtype
         self.layout: Layout | None = None
+        self.optimizers = 0
         self.is_sharded = is_sharded(weight)
         self.clamps = False
         self.gradient: torch.Tensor | None = None
@@ -261,14 +264,6 @@ class Masters(ABC):
     @abstractmethod
     def values(self, master: Master) -> torch.Tensor:
         """Compute what a weight means, float32; not to be written to. Changes nothing."""
-
-    @abstractmethod
-    def show(self, master: Master) -> nn.Parameter:
-        """Let a master's parameter hold what its weight means, outside of a step; until :meth:`hide`."""
-
-    @abstractmethod
-    def hide(self, master: Master) -> None:
-        """Set a weight and its master from what the parameter holds, after :meth:`show`."""
 
     @abstractmethod
     def load(self, master: Master, values: torch.Tensor) -> None:

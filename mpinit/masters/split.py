@@ -17,7 +17,6 @@ from ..basics.modules import Names
 from ..distributed.sharding import in_place_of, is_sharded, placed_as, set_data, shard, sharded_as
 from ..torch_internals.columns import addresses_of, are_same, set_memory, strides_of, versions_of
 from ..torch_internals.parameter_data import TENSOR_DETACH
-from ..torch_internals.running import is_read_freely
 from .float_split import add_remainder_, flat, is_dense, take_remainder_
 from .masters import Gradients, Master, MasterBatch, Masters
 
@@ -148,23 +147,9 @@ class SplitMasters(Masters):
         joined: torch.Tensor = weight.to(torch.float32)
         remainder = master.laid_out(weight)
         if self._is_written(master):
-            remainder = remainder.masked_fill(flat(weight) == 0, 0)
+            remainder = remainder.masked_fill(_is_exact(flat(weight)), 0)
         add_remainder_(joined.as_strided((joined.numel(),), (1,)), remainder)
         return sharded_as(joined, master.weight) if master.is_sharded else joined
-
-    def show(self, master: Master) -> nn.Parameter:
-        in_place_of(master.parameter, shard(self.values(master)))
-        return master.parameter
-
-    @torch.no_grad()
-    def hide(self, master: Master) -> None:
-        """Take the parameter's numbers apart, unless they are what they were."""
-        shown = shard(master.parameter)
-        try:
-            if not (is_read_freely(shown.device) and torch.equal(shown, shard(self.values(master)))):
-                self.load(master, sharded_as(shown, master.weight))
-        finally:
-            in_place_of(master.parameter, _placeholder(master.weight))
 
     @torch.no_grad()
     def load(self, master: Master, values: torch.Tensor) -> None:
@@ -255,13 +240,13 @@ class _Bucket(MasterBatch):
 
     @torch.no_grad()
     def follow_writes(self) -> None:
-        """Drop the remainders of numbers that were written as 0, before the optimizer's code or native code steps."""
+        """Drop the remainders of numbers that were written as 0 or inf, before an optimizer or native code steps."""
         self._find_weights()
         touched = self._owner.data_use.touched
         is_touched = bool(touched) and not touched.isdisjoint(map(id, self._weights))
         if is_touched or versions_of(self._shards()) != self._versions:
             for weight, remainder in zip(self._flat, self._parts, strict=True):
-                remainder.masked_fill_(weight == 0, 0)
+                remainder.masked_fill_(_is_exact(weight), 0)
 
     @torch.no_grad()
     def read(self) -> None:
@@ -347,6 +332,11 @@ def _split(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) 
         bits = piece.to(torch.float32, copy=True).view(torch.int32)
         take_remainder_(bits, rest)
         half.copy_(bits)
+
+
+def _is_exact(weight: torch.Tensor) -> torch.Tensor:
+    """Mark the numbers to which a remainder of another number adds more than half a unit in the last place."""
+    return (weight == 0) | weight.isinf()
 
 
 def _check_dense(weight: torch.Tensor) -> None:

@@ -35,9 +35,10 @@ class DeepCopy(_OfModule):
 
     def __call__(self, memo: dict[int, Any]) -> nn.Module:
         owner = self.owner
+        if owner is not None:
+            owner.apply_writes()
         if owner is None or not owner.has_masters():
             return self._as_it_is(memo)
-        owner.apply_writes()
         for _, tensor in named_own_tensors(self.module):
             known = memo.get(id(tensor))
             if is_16_bit(tensor) and not is_sharded(tensor) and (known is None or is_16_bit(known)):

@@ -31,7 +31,7 @@ from ..masters.full import FullMasters
 from ..masters.law import is_rounding, meaning, round_into
 from ..masters.masters import Master, Masters
 from ..torch_internals.columns import are_same, grads_of, set_grads, versions_of
-from ..torch_internals.parameter_data import TENSOR_DATA, record_data_use
+from ..torch_internals.parameter_data import TENSOR_DATA, have_same_bits, record_data_use
 from ..torch_internals.running import call_after_backward, current_pass, is_read_freely
 from .casting import TensorCasts
 from .shared_memory import is_16_bit
@@ -45,6 +45,10 @@ _STALE: Final = (
     "{} of a state dict that model.state_dict() returned {} written to after the weight had moved (by a step, a load "
     "or a write): its other numbers are those of before. Entries are copies: call model.state_dict() anew and write to "
     "that, or write inside `with mpinit.float32_weights(model)`. Nothing was changed, and this write is dropped"
+)
+_KEPT_FROM_BLOCK: Final = (
+    "the parameter {!r} that was kept from inside `with mpinit.float32_weights(...)` was written to after the block: it "
+    "is empty there, and the write is lost. Use the parameter inside of the block, or the model's own after it"
 )
 _TWICE: Final = (
     "{!r} was written to in two state dicts that model.state_dict() returned, differently: write to one of them. "
@@ -69,8 +73,8 @@ class Float32Values:
         # Of state dicts made inside of a block: the user's tensor, its memory, and the 16-bit tensor.
         self._block_entries: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor]] = []
         self._handed_out = HandedOutMasters(masters) if isinstance(masters, FullMasters) else None
-        # Parameters that were in modules inside of a block, by the id of the tensor: used again while they are alive.
-        self._wide: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
+        # Parameters of blocks by the id of their 16-bit tensor: used again while they are alive.
+        self._wide: dict[int, _WideParameter] = {}
 
     # -- reading and loading ------------------------------------------------------------------------------------------
 
@@ -113,6 +117,8 @@ class Float32Values:
             self._handed_out.apply_writes()
         if self._entries:
             self._apply_entries()
+        if self._wide:
+            self._check_wide()
 
     # -- entries of state dicts ---------------------------------------------------------------------------------------
 
@@ -128,7 +134,9 @@ class Float32Values:
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             wide = (saved if values is None else values).detach().to(torch.float32, copy=True)
         agreed = values is not None and self._shares_memory_with_master(tensor, values)
-        self._entries.append(_Entry(weakref.ref(wide), wide.detach(), wide._version, tensor, _clock(tensor), agreed))
+        self._entries.append(
+            _Entry(weakref.ref(wide), wide.detach(), wide._version, tensor, self._clock(tensor), agreed)
+        )
         return wide
 
     def _shares_memory_with_master(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
@@ -139,9 +147,7 @@ class Float32Values:
 
     def record_block_entry(self, wide: torch.Tensor, saved: torch.Tensor) -> None:
         """Record what a state dict saves of a parameter inside of a block, whose memory it shares until the end."""
-        tensor = next((known() for known, now in self._wide.values() if now() is wide), None)
-        if tensor is None and not isinstance(self.masters, FullMasters):
-            tensor = next((master.weight for master in self.masters if master.parameter is wide), None)
+        tensor = next((known.tensor for known in self._wide.values() if known.alive() is wide), None)
         if tensor is not None:
             self._block_entries.append((weakref.ref(saved), saved.detach(), tensor))
 
@@ -160,7 +166,7 @@ class Float32Values:
             yield
         finally:
             for entry in current:
-                entry.clock = _clock(entry.tensor)
+                entry.clock = self._clock(entry.tensor)
 
     @torch.no_grad()
     def _apply_entries(self) -> None:
@@ -168,39 +174,50 @@ class Float32Values:
         for entry in self._entries:
             if entry.values._version != entry.version:
                 written.setdefault(id(entry.tensor), []).append(entry)
-        try:
-            if written:
-                for entries in self._checked(written):
-                    tensor, values = entries[0].tensor, self._merged(entries)
-                    tensor.copy_(values)
-                    self.load(tensor, values)
-                    for entry in entries:
-                        entry.clock = _clock(tensor)
-        finally:
+        if written:
+            self._check_entries(list(written.values()))
             for entries in written.values():
+                tensor, values = entries[0].tensor, self._merged(entries)
+                tensor.copy_(values)
+                self.load(tensor, values)
+                for entry in entries:
+                    entry.version, entry.clock = entry.values._version, self._clock(tensor)
+        self._entries = [entry for entry in self._entries if entry.handed_out() is not None]
+
+    def _check_entries(self, written: Sequence[list["_Entry"]]) -> None:
+        """Refuse stale entries, and two that contradict each other; what was written to these is dropped."""
+        stale = [entry for entries in written for entry in entries if self._has_moved(entry)]
+        for entry in stale:
+            entry.version = entry.values._version
+        if stale:
+            names = list(dict.fromkeys(repr(self._names.of(entry.tensor)) for entry in stale))
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise RuntimeError(_STALE.format(", ".join(names[:3]) + more, "was" if len(names) == 1 else "were"))
+        for entries in written:
+            if self._merged(entries) is None:
                 for entry in entries:
                     entry.version = entry.values._version
-            self._entries = [entry for entry in self._entries if entry.handed_out() is not None]
+                raise RuntimeError(_TWICE.format(self._names.of(entries[0].tensor)))
 
-    def _checked(self, written: dict[int, list["_Entry"]]) -> list[list["_Entry"]]:
-        stale = [entries[0].tensor for entries in written.values() if any(map(self._has_moved, entries))]
-        if stale:
-            names = ", ".join(repr(self._names.of(tensor)) for tensor in stale[:3])
-            more = f" and {len(stale) - 3} more" if len(stale) > 3 else ""
-            raise RuntimeError(_STALE.format(names + more, "was" if len(stale) == 1 else "were"))
-        for entries in written.values():
-            if len(entries) > 1:
-                self._merged(entries)
-        return list(written.values())
+    def _clock(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Read how often a tensor was written to: its versions, and how often its data was found changed."""
+        if tensor.is_inference():
+            return ()
+        use = self.masters.data_use
+        if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
+            if id(tensor) not in use.kept:
+                record_data_use(tensor, use)
+            use.keep(tensor)
+        return tensor._version, shard(tensor)._version, use.moves.get(id(tensor), 0)
 
     def _has_moved(self, entry: "_Entry") -> bool:
-        if _clock(entry.tensor) != entry.clock:
+        if self._clock(entry.tensor) != entry.clock:
             return True
         values = self.of(entry.tensor) if entry.agreed else None
         return values is not None and not self._shares_memory_with_master(entry.tensor, values)
 
-    def _merged(self, entries: Sequence["_Entry"]) -> torch.Tensor:
-        """Merge what was written to several entries of one tensor, element by element."""
+    def _merged(self, entries: Sequence["_Entry"]) -> Any:
+        """Merge what was written to several entries of one tensor; None where two contradict each other."""
         if len(entries) == 1:
             return entries[0].values
         values = self.of(entries[0].tensor)
@@ -210,7 +227,7 @@ class Float32Values:
             now = local(entry.values)
             writes = ~((now == before) | (now.isnan() & before.isnan()))
             if bool((writes & changed & (now != merged)).any()):
-                raise RuntimeError(_TWICE.format(self._names.of(entry.tensor)))
+                return None
             merged, changed = torch.where(writes, now, merged), changed | writes
         result = entries[0].values.clone()
         local(result).copy_(merged)
@@ -240,6 +257,15 @@ class Float32Values:
         if self._handed_out is not None and self._handed_out.masters:
             self._handed_out.remember_all()
 
+    def drop_if_unused(self, masters: Iterable[Master]) -> None:
+        """Free masters of weights that no optimizer has any more and no model: they were replaced by others."""
+        unused = [master for master in masters if master.optimizers == 0]
+        if unused:
+            used = {id(parameter) for model in self._models for parameter in model.parameters()}
+            for master in unused:
+                if id(master.weight) not in used:
+                    self.masters.discard(master)
+
     def close(self) -> None:
         """Release what was handed out: the session ends."""
         if self._handed_out is not None:
@@ -251,19 +277,33 @@ class Float32Values:
     def wide_parameter(self, tensor: torch.Tensor) -> torch.Tensor:
         """Make the float32 parameter or buffer that is in the place of a 16-bit one inside of a block."""
         master = self.masters.of(tensor)
-        if master is not None:
-            return self.masters.show(master)
+        if master is not None and isinstance(self.masters, FullMasters):
+            self.masters.follow(master, keeps_bits=True)
+            return master.parameter
         values = self.of(tensor)
-        numbers = tensor.detach().float() if values is None else values.float().clone()
-        known = self._wide.get(id(tensor), (None, None))
-        wide = known[1]() if known[0] is not None and known[1] is not None and known[0]() is tensor else None
+        numbers = tensor.detach().float() if values is None else values.float()
+        if values is not None and numbers.data_ptr() == values.data_ptr():
+            numbers = numbers.clone()
+        wide = self._wide[id(tensor)].alive() if id(tensor) in self._wide else None
         if wide is None:
-            is_parameter = isinstance(tensor, nn.Parameter)
-            wide = nn.Parameter(numbers, tensor.requires_grad) if is_parameter else numbers
-            self._wide[id(tensor)] = weakref.ref(tensor), weakref.ref(wide)
+            wide = nn.Parameter(numbers, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else numbers
         else:
             TENSOR_DATA.__set__(wide, numbers)
+        self._wide[id(tensor)] = _WideParameter(weakref.ref(wide), tensor)
         return wide
+
+    def narrow(self, tensor: torch.Tensor, wide: torch.Tensor) -> None:
+        """Set a 16-bit tensor from the float32 one that was in its place; that is emptied where it is no master."""
+        master = self.masters.of(tensor)
+        if master is not None and isinstance(self.masters, FullMasters):
+            self.masters.round(master)
+            return
+        before, values = self.of(tensor), wide.detach()
+        if not torch.equal(values, tensor.float() if before is None else before.to(values)):
+            tensor.copy_(values)
+            self.load(tensor, values)
+        TENSOR_DATA.__set__(wide, _emptied(wide))
+        self._wide[id(tensor)].version = wide._version
 
     def end_block(self, wide: Iterable[torch.Tensor]) -> None:
         """End a block: masters that were in it stay live, and its state dicts are copies from here on."""
@@ -273,20 +313,27 @@ class Float32Values:
         self.moved()
         for handed_out, saved, tensor in self._block_entries:
             if handed_out() is not None:
-                self._entries.append(_Entry(handed_out, saved, saved._version, tensor, _clock(tensor), False))
+                self._entries.append(_Entry(handed_out, saved, saved._version, tensor, self._clock(tensor), False))
         self._block_entries = []
 
-    def narrow(self, tensor: torch.Tensor, wide: torch.Tensor) -> None:
-        """Set a 16-bit tensor from the float32 one that was in its place; that is emptied where it is no master."""
-        master = self.masters.of(tensor)
-        if master is not None:
-            self.masters.hide(master)
-            return
-        before, values = self.of(tensor), wide.detach()
-        if not torch.equal(values, tensor.float() if before is None else before.to(values)):
-            tensor.copy_(values)
-            self.load(tensor, values)
-        TENSOR_DATA.__set__(wide, _emptied(wide))
+    def _check_wide(self) -> None:
+        """Refuse writes to parameters that were kept from inside of a block that is over."""
+        self._wide = {key: known for key, known in self._wide.items() if known.alive() is not None}
+        for known in self._wide.values():
+            wide = known.alive()
+            if wide is not None and known.version not in (None, wide._version):
+                known.version = wide._version
+                TENSOR_DATA.__set__(wide, _emptied(wide))
+                raise RuntimeError(_KEPT_FROM_BLOCK.format(self._names.of(known.tensor)))
+
+
+@dataclass(slots=True)
+class _WideParameter:
+    """A float32 parameter or buffer of a block, known weakly; its version when the block ended, None inside."""
+
+    alive: weakref.ref[torch.Tensor]
+    tensor: torch.Tensor
+    version: int | None = None
 
 
 def _emptied(tensor: torch.Tensor) -> torch.Tensor:
@@ -313,13 +360,6 @@ class _Entry:
     tensor: torch.Tensor
     clock: tuple[int, ...]
     agreed: bool
-
-
-def _clock(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Read how often a tensor was written to, its local part too."""
-    if tensor.is_inference():
-        return ()
-    return (tensor._version, tensor._local_tensor._version) if is_sharded(tensor) else (tensor._version,)  # type: ignore[attr-defined]
 
 
 class HandedOutMasters:
@@ -492,8 +532,8 @@ class HandedOutMasters:
         kept = self._table.data_use.kept
         before = kept.get(id(master.weight)), kept.get(id(master.parameter))
         if is_read_freely(weight.device):
-            weight_moved = weight_moved or _differ(weight, before[0])
-            master_moved = master_moved or _differ(parameter, before[1])
+            weight_moved = weight_moved or not (before[0] is None or have_same_bits(weight, before[0]))
+            master_moved = master_moved or not (before[1] is None or have_same_bits(parameter, before[1]))
         elif before[0] is not None and (before[1] is not None or master_moved):
             self._merge(master, weight, parameter, before[0])
             return
@@ -519,16 +559,6 @@ class HandedOutMasters:
         parameter.copy_(torch.where(is_written, meaning(weight, parameter), parameter))
         round_into(master.weight, master.parameter, master.clamps)
         master.last_seen = None
-
-
-def _differ(tensor: torch.Tensor, before: torch.Tensor | None) -> bool:
-    """Return whether a tensor has other bits than a copy of it, if there is one."""
-    if before is None:
-        return False
-    if before.shape != tensor.shape:
-        return True
-    bits = torch.int16 if tensor.element_size() == 2 else torch.int32
-    return not torch.equal(tensor.contiguous().view(bits), before.contiguous().view(bits))
 
 
 def _on_gradient(known: "weakref.ref[HandedOutMasters]", weight: torch.Tensor) -> None:

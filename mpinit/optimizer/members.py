@@ -97,7 +97,12 @@ class Members:
         lists = list({id(params): params for params in self._params}.values())
         weights = list({id(p): p for members in lists for p in members}.values())
         found = [self._master_of(weight) for weight in weights]
-        self.weights[:], self.masters = weights, [master for master in found if master is not None]
+        before, now = self.masters, [master for master in found if master is not None]
+        for master in now:
+            master.optimizers += 1
+        for master in before:
+            master.optimizers -= 1
+        self.weights[:], self.masters = weights, now
         self.inner = [w if m is None else m.parameter for w, m in zip(weights, found, strict=True)]
         self._of_weight = {id(master.weight): master.parameter for master in self.masters}
         self._of_inner = {id(master.parameter): master.weight for master in self.masters}
@@ -110,6 +115,7 @@ class Members:
         ]
         as_stepped: dict[torch.Tensor, torch.dtype] = {master.weight: torch.float32 for master in self.masters}
         self.unsound = stepped_wrongly(holders, self._groups, as_stepped)
+        self.values.drop_if_unused(before)
         self.generation += 1
 
     def _master_of(self, weight: nn.Parameter) -> Master | None:

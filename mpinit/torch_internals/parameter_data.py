@@ -14,6 +14,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from .running import is_read_freely
+
 TENSOR_DATA: Final[Any] = torch.Tensor.data
 TENSOR_DETACH: Final[Any] = torch.Tensor.detach
 
@@ -26,11 +28,13 @@ class DataUse:
         touched: read or replaced: their memory may be written to at any time, unseen.
         replaced: replaced since this set was last emptied: their memory may have another dtype, shape or layout.
         kept: for those that :meth:`keep` was called with, a copy of their numbers, made when ``data`` was touched first.
+        moves: for those, how often :meth:`keep` has found other numbers than the copy's, where reading waits for nothing.
     """
 
     touched: set[int] = field(default_factory=set)
     replaced: set[int] = field(default_factory=set)
     kept: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    moves: dict[int, int] = field(default_factory=dict)
 
     def forget(self, parameter: torch.Tensor) -> None:
         """Drop what is known of a parameter."""
@@ -40,8 +44,10 @@ class DataUse:
 
     def keep(self, parameter: torch.Tensor) -> None:
         """Keep a copy of a parameter's present numbers, if its ``data`` was touched, or as soon as it is."""
-        key = id(parameter)
-        self.kept[key] = _copy_of(parameter) if key in self.touched else None
+        key, before = id(parameter), self.kept.get(id(parameter))
+        self.kept[key] = now = _copy_of(parameter) if key in self.touched else None
+        if now is not None and before is not None and is_read_freely(now.device) and not have_same_bits(now, before):
+            self.moves[key] = self.moves.get(key, 0) + 1
 
     def touch(self, parameter: torch.Tensor) -> None:
         """Record that a parameter's ``data`` is about to be given away."""
@@ -49,6 +55,13 @@ class DataUse:
         if key in self.kept and self.kept[key] is None:
             self.kept[key] = _copy_of(parameter)
         self.touched.add(key)
+
+
+def have_same_bits(these: torch.Tensor, those: torch.Tensor) -> bool:
+    """Compare two tensors bit by bit; waits for their device."""
+    bits = torch.int16 if these.element_size() == 2 else torch.int32
+    is_alike = these.shape == those.shape and these.dtype == those.dtype
+    return is_alike and torch.equal(these.contiguous().view(bits), those.contiguous().view(bits))
 
 
 def _copy_of(parameter: torch.Tensor) -> torch.Tensor:
