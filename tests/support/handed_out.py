@@ -446,8 +446,9 @@ class Training:
         try:
             result = action()
         except RuntimeError as error:
-            refused = self._refused(error, {name for name, each in verdicts.items() if each.may_refuse})
-            state = self._read_after_refusal(refused, verdicts)
+            may_refuse = {name for name, each in verdicts.items() if each.may_refuse}
+            refused = self._refused(error, may_refuse)
+            state = self._read_after_refusal(refused, may_refuse)
             self._judge(pending, verdicts, refused, state)
             result = action()
         else:
@@ -473,15 +474,19 @@ class Training:
                     reference.tensor.copy_(self.weight(reference.name))
         return found
 
-    def _read_after_refusal(self, refused: set[str], verdicts: dict[str, Verdict]) -> dict[str, Tensor]:
-        """Read until nothing is refused any more; names that are refused meanwhile are added to ``refused``."""
-        while True:
+    def _read_after_refusal(self, refused: set[str], may_refuse: set[str]) -> dict[str, Tensor]:
+        """Read until nothing is refused any more: one error may be of one entry, or of several.
+
+        Names of weights that are refused meanwhile are added to ``refused``.
+        """
+        for _ in range(len(self.references) + 1):
             try:
                 state: dict[str, Tensor] = self.model.state_dict()
             except RuntimeError as error:
-                refused |= self._refused(error, {n for n, each in verdicts.items() if each.may_refuse} - refused)
+                refused |= self._refused(error, may_refuse)
             else:
                 return state
+        raise AssertionError("the refusals do not end")
 
     def _judge(
         self,
