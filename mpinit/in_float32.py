@@ -71,6 +71,7 @@ def _of_session(session: Session) -> Iterator[None]:
         try:
             for each in members:
                 each.exchange(weights)
+                each.narrow_states()
         finally:
             try:
                 block.leave()

@@ -228,10 +228,11 @@ class _Batch(MasterBatch):
 
     @torch.no_grad()
     def read(self) -> None:
-        written = self._written()
-        self._owner.forget_earlier([] if written is self._masters else self._masters)
+        written, keeps_bits = self._written(), self._owner.keeps_bits
         for master in written:
-            self._owner.follow(master)
+            self._owner.follow(master, keeps_bits)
+        if not keeps_bits:
+            self._owner.forget_earlier(self._masters)
         self._owner.opened(self)
 
     def _written(self) -> list[Master]:

@@ -121,6 +121,8 @@ class Masters(ABC):
         names: the names of the models' parameters, for messages.
         are_in_model: whether the masters are in the models' modules at the moment: what they hold is true, and not
             what the weights hold.
+        keeps_bits: whether masters that are read now stay what they are, as in a step without effect: low bits of
+            weights that may be put back are kept.
         data_use: of the weights, and of masters that users have.
         steps_in_parts: whether a step is to hold as few float32 masters at a time as possible.
     """
@@ -130,7 +132,7 @@ class Masters(ABC):
     def __init__(self, names: Names | None = None) -> None:
         self.names = names or Names([])
         self._of: dict[int, Master] = {}
-        self.are_in_model = False
+        self.are_in_model = self.keeps_bits = False
         self.data_use = DataUse()
         # Also where a session is dropped without an undo.
         weakref.finalize(self, stop_recording_all, self.data_use).atexit = False

@@ -242,6 +242,8 @@ class _Bucket(MasterBatch):
     def follow_writes(self) -> None:
         """Drop the remainders of numbers that were written as 0 or inf, before an optimizer or native code steps."""
         self._find_weights()
+        if self._owner.keeps_bits:
+            return
         touched = self._owner.data_use.touched
         is_touched = bool(touched) and not touched.isdisjoint(map(id, self._weights))
         if is_touched or versions_of(self._shards()) != self._versions:

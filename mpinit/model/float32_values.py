@@ -162,9 +162,11 @@ class Float32Values:
     def without_moving(self) -> Iterator[None]:
         """Run code of an optimizer's that leaves every weight's numbers as they are; entries stay current."""
         current = [entry for entry in self._entries if not self._has_moved(entry)]
+        before, self.masters.keeps_bits = self.masters.keeps_bits, True
         try:
             yield
         finally:
+            self.masters.keeps_bits = before
             for entry in current:
                 entry.clock = self._clock(entry.tensor)
 

@@ -17,7 +17,7 @@ from ..plan import Masters as Kind
 from ..torch_internals.columns import are_same
 from ..torch_internals.fused_sgd import stepped_wrongly
 from .per_parameter import is_known
-from .state import wrapped_by
+from .state import cast_state, wrapped_by
 
 # What torch keeps there is dealt with by name.
 _KNOWN: Final = frozenset({"param_groups", "state", "defaults"})
@@ -174,6 +174,13 @@ class Members:
                 holder.state.update(entries)
             if not is_known(holder):
                 exchange_beside_groups(holder, others)
+
+    def narrow_states(self) -> None:
+        """Cast states that were loaded for float32 parameters back to the dtype of weights without masters."""
+        for holder in self.holders():
+            for weight, state in holder.state.items():
+                if isinstance(weight, torch.Tensor) and is_lower_precision(weight.dtype) and not self.table.of(weight):
+                    cast_state(state, weight.shape, torch.float32, weight.dtype)
 
 
 def exchange_beside_groups(optimizer: Optimizer, others: Mapping[int, torch.Tensor]) -> None:

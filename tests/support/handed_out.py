@@ -331,7 +331,7 @@ class ByHand:
             store = kind.trained if parameter.requires_grad else kind.frozen
             self.weights[name] = Weight(store, parameter.detach())
             if parameter.requires_grad:
-                self.parameters[name] = nn.Parameter(parameter.detach().to(self._step_dtype))
+                self.parameters[name] = nn.Parameter(parameter.detach().to(self._step_dtype, copy=True))
                 self.gradients[name] = None
         self.optimizer = make(self.parameters.values())
 
