@@ -73,7 +73,7 @@ COMPARISONS: Final = (
     Comparison("split / full masters", "bandwidth_sgd", "o2_split", "o2_bf16", 1.35),
     Comparison("split, int8 states / full masters", "bandwidth_sgd", "o2_int8", "o2_bf16", 4.00),
     *(
-        Comparison(f"{what} / full masters, no compiler", workload, name, "o2_eager", goal)
+        Comparison(f"{what} / full masters, without native code", workload, name, "o2_eager", goal)
         for workload in ("bandwidth_eager", "bandwidth_sgd")
         for what, name, goal in (("split", "o2_split_eager", 2.50), ("split, int8 states", "o2_int8_eager", 10.00))
     ),

@@ -20,9 +20,9 @@ from .tasks import Rule, Task
 
 def torch_optimizer(rule: Rule, params: Iterable[Tensor]) -> torch.optim.Optimizer:
     """The optimizer that a rule means, in the form that it names."""
-    form: dict[str, Any] = {rule.form: True}
-    if rule.name == "adam":
-        return torch.optim.Adam(params, lr=rule.lr, **form)
+    form: dict[str, Any] = {} if rule.form == "default" else {rule.form: True}
+    if rule.name != "sgd":
+        return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[rule.name](params, lr=rule.lr, **form)
     return torch.optim.SGD(params, lr=rule.lr, momentum=rule.momentum, **form)
 
 

@@ -1,8 +1,8 @@
-"""An interpreter that forks itself for each contender: python -m benchmarks.interpreter [--compile] [MODULE ...].
+"""An interpreter that forks itself for each contender: python -m benchmarks.interpreter [--native] [MODULE ...].
 
 A line on stdin is for a contender, a line on stdout its answer. Forking spares each process the seconds of importing
 torch and other modules, and every contender of a round meets the same addresses and hash seed, which differ from round
-to round. With --compile mpinit's kernels are compiled before, as a long training comes to by itself.
+to round. With --native mpinit's native code, where it is built, is loaded before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 from .case import Case, Unavailable
 from .footprint import trim_heap
-from .pieces import compile_kernels
+from .pieces import has_native_code
 from .suite import workloads
 
 Answer = dict[str, Any]
@@ -81,15 +81,15 @@ class Forked:
         self._log.close()
 
 
-def serve(preloaded: Sequence[str], compiles: bool) -> None:
+def serve(preloaded: Sequence[str], native: bool) -> None:
     """Answer until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(1)
     for module in preloaded:
         importlib.import_module(module)
-    if compiles:
-        compile_kernels()
+    if native:
+        has_native_code()
     gc.collect()
     gc.freeze()
     # What a forked process takes of memory freed here would be copied page by page, in small pages.
@@ -162,4 +162,4 @@ def turn(case: Case, loops: int, untimed: int) -> Answer:
 
 if __name__ == "__main__":
     words = sys.argv[1:]
-    serve([word for word in words if word != "--compile"], "--compile" in words)
+    serve([word for word in words if word != "--native"], "--native" in words)

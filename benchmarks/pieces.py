@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -22,13 +22,13 @@ class Work:
 
     Attributes:
         numbers: that it works on.
-        is_compiled: it is made of kernels that have to be compiled first.
+        is_native: native code does it, where that is built.
     """
 
     numbers: int
     timed: Callable[[], Any]
     untimed: Callable[[], Any] = lambda: None
-    is_compiled: bool = False
+    is_native: bool = False
 
 
 def _adam(side: int, form: str) -> Work:
@@ -68,7 +68,7 @@ def _encoding(side: int, name: str, way: str) -> Work:
     values, codes = torch.randn(rows, BLOCK), codec.empty(rows, torch.device("cpu"))
     codec.encode_(values, codes)
     timed = partial(codec.encode_, values, codes) if way == "encoded" else partial(codec.decode_, codes, values)
-    return Work(values.numel(), timed, is_compiled=True)
+    return Work(values.numel(), timed, is_native=True)
 
 
 PIECES: Final[Mapping[str, Callable[[int], Work]]] = {
@@ -84,12 +84,11 @@ PIECES: Final[Mapping[str, Callable[[int], Work]]] = {
 }
 
 
-@cache
-def compile_kernels() -> bool:
-    """Build for the CPU what steps, encodes and decodes, which long trainings come to; whether that was possible."""
-    from mpinit.torch_internals.one_pass import NATIVE
+def has_native_code() -> bool:
+    """Return whether native code, which steps, encodes and decodes on a CPU, is built; load it."""
+    from mpinit.torch_internals.one_pass import native
 
-    return NATIVE.wait() is not None
+    return native() is not None
 
 
 class Piece(Case):
@@ -98,17 +97,17 @@ class Piece(Case):
     Args:
         name: a row of ``PIECES``.
         side: of the square matrices that it works on.
-        compiled: whether it has to be, where a long training comes to that.
+        needs_native: whether native code has to do it, where it can.
     """
 
-    def __init__(self, name: str, side: int, compiled: bool = True) -> None:
-        self.make, self.side, self.compiled = PIECES[name], side, compiled
+    def __init__(self, name: str, side: int, needs_native: bool = True) -> None:
+        self.make, self.side, self.needs_native = PIECES[name], side, needs_native
 
     def prepare(self) -> None:
         torch.manual_seed(0)
         self.work = self.make(self.side)
-        if self.compiled and self.work.is_compiled and not compile_kernels():
-            raise Unavailable("kernels cannot be compiled here")
+        if self.needs_native and self.work.is_native and not has_native_code():
+            raise Unavailable("native code is not built: mpinit build-native")
         self.seconds(3)
 
     def seconds(self, loops: int) -> float:

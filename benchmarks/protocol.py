@@ -67,11 +67,11 @@ class Interpreters:
 
     Args:
         preloaded: modules that they import, besides torch, before they fork.
-        compiles: they compile mpinit's kernels for the CPU, too.
+        native: they load mpinit's native code, too, where it is built.
     """
 
-    def __init__(self, preloaded: Sequence[str], compiles: bool = False) -> None:
-        self._words = ["--compile"] * compiles + [*preloaded]
+    def __init__(self, preloaded: Sequence[str], native: bool = False) -> None:
+        self._words = ["--native"] * native + [*preloaded]
         self._started: dict[int, subprocess.Popen[str]] = {}
 
     def __enter__(self) -> Interpreters:
@@ -118,9 +118,21 @@ def run(
     fresh: bool = False,
 ) -> None:
     """Measure each workload that has no results of these sources yet, and write them as soon as they are there."""
-    compiles = device == "cpu" and effort.size == "full"
-    with Interpreters(effort.preloaded, compiles) as interpreters:
+    needs_native = device == "cpu" and effort.size == "full"
+    if needs_native:
+        build_native()
+    with Interpreters(effort.preloaded, needs_native) as interpreters:
         run_with(interpreters, effort, device, out, names, contenders, fresh)
+
+
+def build_native() -> None:
+    """Build mpinit's native code where that can be done; results say whether it is there."""
+    from mpinit.torch_internals.one_pass_build import build
+
+    try:
+        build()
+    except (OSError, RuntimeError) as error:
+        print(f"without native code: {error}", flush=True)
 
 
 def run_with(
@@ -137,7 +149,7 @@ def run_with(
     efforts = {
         f"effort {name}": value for name, value in asdict(effort).items() if isinstance(value, str | int | float)
     }
-    common = {**machine.describe(device), "source": source, **efforts}
+    common = {**machine.describe(device), "native code": _native_code(), "source": source, **efforts}
     rows = {name: row for name, row in workloads(effort.size).items() if device in row.devices}
     chosen = [name for name in rows if names is None or name in names]
     there = {} if fresh else {name: _begun(out / f"{name}.json", rows[name], source) for name in chosen}
@@ -154,6 +166,14 @@ def run_with(
             measure(results, taking_part[name], effort, device, interpreters, bar, path)
             results.common["finished"] = "yes"
             results.write(path)
+
+
+def _native_code() -> str:
+    try:
+        from mpinit.torch_internals.one_pass import describe_native
+    except ImportError:
+        return "not there"
+    return describe_native()
 
 
 def intention(rows: Mapping[str, Workload], taking_part: Mapping[str, Sequence[str]], effort: Effort) -> str:

@@ -67,12 +67,12 @@ ROSTER: Final[Mapping[str, Row]] = {
         "mpinit O5 split, int8 states, stepped in backward",
         partial(InBackward, opt_level="O5", master_weights="split", optimizer_state="int8"),
     ),
-    "o2_eager": Row("mpinit O5 (O2), no compiler", partial(Mpinit, opt_level="O5", native=False)),
+    "o2_eager": Row("mpinit O5 (O2), without native code", partial(Mpinit, opt_level="O5", native=False)),
     "o2_split_eager": Row(
-        "mpinit O5 split, no compiler", partial(Mpinit, opt_level="O5", master_weights="split", native=False)
+        "mpinit O5 split, without native code", partial(Mpinit, opt_level="O5", master_weights="split", native=False)
     ),
     "o2_int8_eager": Row(
-        "mpinit O5 split, int8 states, no compiler",
+        "mpinit O5 split, int8 states, without native code",
         partial(Mpinit, opt_level="O5", master_weights="split", optimizer_state="int8", native=False),
     ),
     "o3_bf16": Row("mpinit O3", partial(Mpinit, opt_level="O3", cast_model_type=BF16)),

@@ -28,8 +28,8 @@ class Workload:
         contenders: by name, in the order in which they are shown.
         make: (contender, size of run, device) -> what its process measures.
         controls: (one, other): the other's time over the one's has to be 1, or nothing here is worth printing.
-        kind: "training", "pairs", "memory", "pieces", "compiled", "growth", "initialize" or "import": which tables it
-            is for.
+        kind: "training", "pairs", "native", "memory", "pieces", "compiled", "growth", "initialize" or "import": which
+            tables it is for.
         minutes: enough for its rounds on a quiet CPU of two cores. Further ones, for controls that do not hold yet,
             begin only while there is time left of them.
         devices: where it is measured.
@@ -60,6 +60,7 @@ _LAUNCH: Final = (
 _ENCODED: Final = ("o2_bf16", "o2_split", "o2_split_bf16", "o2_int8")
 _ONE_PASS: Final = ("o2_bf16", "o2_split", "o2_int8")
 _EAGER: Final = ("o2_eager", "o2_split_eager", "o2_int8_eager")
+_NATIVE: Final = ("native_sgd", "native_adam", "native_adamw", "native_adamw_fused")
 _PEERS: Final = ("optimi", "torchao", "bitsandbytes", "flashoptim")
 _BANDWIDTH: Final = ("hand_bf16", *_ENCODED, "o3_bf16", *_PEERS, "hand_fp16", "o2_fp16")
 _MEMORY: Final = (
@@ -100,7 +101,7 @@ def _import(name: str, size: str, device: str) -> Case:
 
 
 def _piece(name: str, size: str, device: str) -> Case:
-    return Piece(name.removesuffix(" again"), 128 if size == "quick" else 512, compiled=size != "quick")
+    return Piece(name.removesuffix(" again"), 128 if size == "quick" else 512, needs_native=size != "quick")
 
 
 def _training(
@@ -140,6 +141,9 @@ def workloads(size: str) -> Mapping[str, Workload]:
         "bandwidth_foreach": _steps("bandwidth_foreach", _ENCODED, 0.9),
         "bandwidth_eager": replace(_steps("bandwidth_eager", _EAGER, 0.4), devices=("cpu",)),
         "bandwidth_sgd": replace(_steps("bandwidth_sgd", (*_ONE_PASS, *_EAGER), 0.6), devices=("cpu",)),
+        **{
+            task: replace(_steps(task, (*_ONE_PASS, *_EAGER), 1.5, "native"), devices=("cpu",)) for task in _NATIVE
+        },
         "bandwidth_small": _steps("bandwidth_small", ("hand_bf16", *_ENCODED), 0.5),
         "o1_linear": _steps("o1_linear", _O1, 0.5),
         "pieces": Workload(

@@ -23,7 +23,12 @@ _CHARACTERS: Final = 128
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer's rule, so that each contender can build it its own way; ``form``: "fused" or "foreach"."""
+    """An optimizer's rule, so that each contender can build it its own way.
+
+    Attributes:
+        name: "sgd", "adam" or "adamw".
+        form: "fused", "foreach" or "default", the one that torch chooses.
+    """
 
     name: str
     lr: float
@@ -198,7 +203,7 @@ TASKS: Final[Mapping[str, TaskRow]] = {
         optimizer_only=True,
     ),
     "bandwidth_eager": TaskRow(
-        "bandwidth-bound: the Adam step of 10 M parameters in 40 tensors, no compiler",
+        "bandwidth-bound: the Adam step of 10 M parameters in 40 tensors, without native code",
         {
             "quick": {"tensors": 4, "side": 384},
             "cpu": {"tensors": 40, "side": 512},
@@ -207,6 +212,24 @@ TASKS: Final[Mapping[str, TaskRow]] = {
         _bandwidth,
         optimizer_only=True,
     ),
+    **{
+        f"native_{row}": TaskRow(
+            f"{title}: the step of 20 M parameters in 40 tensors, no network",
+            {
+                "quick": {"tensors": 4, "side": 384},
+                "cpu": {"tensors": 40, "side": 704},
+                "cuda": {"tensors": 40, "side": 704},
+            },
+            partial(_bandwidth, form=form, name=name, momentum=0.9 if name == "sgd" else 0),
+            optimizer_only=True,
+        )
+        for row, title, name, form in (
+            ("sgd", "SGD with momentum", "sgd", "default"),
+            ("adam", "Adam", "adam", "default"),
+            ("adamw", "AdamW", "adamw", "default"),
+            ("adamw_fused", "AdamW, `fused=True`", "adamw", "fused"),
+        )
+    },
     "memory": TaskRow(
         "bytes held for 42 M parameters in 40 tensors with Adam, no network",
         {

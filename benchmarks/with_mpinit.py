@@ -18,7 +18,7 @@ class Mpinit(Contender):
     """``initialize`` once, ``scale_loss`` around backward; leaving that block counts as settling.
 
     Args:
-        native: False: as where there is no compiler, in all of this process.
+        native: False: as where native code is not built, in all of this process.
     """
 
     def __init__(self, task: Task, opt_level: str, native: bool = True, **properties: Any) -> None:
@@ -29,9 +29,9 @@ class Mpinit(Contender):
             raise Unavailable(f"mpinit cannot be imported: {error}") from error
         self.mpinit: Any = mpinit
         if not native:
-            from mpinit.torch_internals.one_pass import NATIVE
+            from mpinit.torch_internals.one_pass import use_native
 
-            NATIVE.may_come = False
+            use_native(None)
         self.scaling: AbstractContextManager[Tensor]
         self.mpinit.initialize(self.model, self.optimizer, opt_level, verbosity=0, **properties)
 

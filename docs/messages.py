@@ -26,7 +26,7 @@ ROOMS: Final[dict[str, tuple[str, ...]]] = {
     "Saving and loading": ("checkpoint", "train_state"),
     "Looking": ("inspect",),
     "In a framework": ("integrations",),
-    "On the command line": ("cli",),
+    "On the command line": ("cli", "torch_internals/one_pass_build"),
     "Under apex's names": ("compat",),
 }
 
@@ -221,9 +221,15 @@ def page() -> str:
         "that are asked about most.\n",
     ]
     for title, rooms in ROOMS.items():
-        rows = [message for message in messages if message.module.split("/")[0] in rooms]
+        rows = [message for message in messages if _place_of(message.module) in rooms]
         parts += [f"## {title}\n", *(f"- {_cell(row)}" for row in sorted(rows, key=lambda row: row.text.lower())), ""]
     return "\n".join(parts)
+
+
+def _place_of(module: str) -> str:
+    """Return what ``ROOMS`` lists a module under: itself, or its folder."""
+    listed = {place for rooms in ROOMS.values() for place in rooms}
+    return module if module in listed else module.split("/")[0]
 
 
 def _cell(message: Message) -> str:

@@ -411,9 +411,8 @@ def _described(session: Session) -> str:
             f"skipped, {counts.consecutive} of them in a row just now"
         )
         known = session.watched(optimizer)
-        one_pass = known.scope.one_pass if isinstance(known, ManagedOptimizer) else None
-        stepped = one_pass.told() if one_pass is not None else None
-        lines += [f"  {stepped}"] if stepped is not None else []
+        native = known.scope.describe_native() if isinstance(known, ManagedOptimizer) else None
+        lines += [f"  native code: {native}"] if native is not None else []
     waiting = session.waiting_weights()
     if waiting:
         are = "waits" if len(waiting) == 1 else "wait"

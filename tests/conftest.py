@@ -17,8 +17,7 @@ import mpinit
 from mpinit import functions, registry
 from mpinit.basics.patching import Undo
 from mpinit.functions import installation
-from mpinit.torch_internals import native_autocast
-from mpinit.torch_internals.one_pass import NativeCode
+from mpinit.torch_internals import native_autocast, one_pass, one_pass_build
 
 hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=2000, deadline=None)
@@ -111,8 +110,9 @@ def start_casts() -> Iterator[StartCasts]:
 
 @pytest.fixture(scope="session")
 def native() -> Any:
-    """The functions of ``one_pass.cpp``, for tests that ask for them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MPINIT_NATIVE", raising=False)
-        module = NativeCode().wait()
-    return module or pytest.skip("no C++ compiler here")
+    """The functions of ``one_pass.cpp``, built as ``mpinit build-native`` does, for tests that ask for them."""
+    try:
+        one_pass_build.build()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    return one_pass.load(one_pass.library())

@@ -14,7 +14,7 @@ from ..distributed.sharding import is_sharded, local
 from ..masters.masters import Masters
 from ..scaling.scaler import LossScaler
 from ..torch_internals.columns import are_plain, grads_of, have_grads
-from ..torch_internals.one_pass import NATIVE
+from ..torch_internals.one_pass import native
 from ..torch_internals.running import computes_at_once, is_read_freely
 
 # By the id of a gradient that another optimizer has unscaled in the same pass.
@@ -353,8 +353,8 @@ def are_finite(gradients: list[torch.Tensor]) -> bool:
     Without native code the sums of gradients are looked at, which are finite only where all numbers are. The reverse is
     not so: then False says nothing.
     """
-    if NATIVE.may_come and (native := NATIVE.get()) is not None and computes_at_once():
-        found = native.are_finite(gradients)
+    if (code := native()) is not None and computes_at_once():
+        found = code.are_finite(gradients)
         if found is not None:
             return bool(found)
     small = [gradient for gradient in gradients if gradient.numel() <= _SMALL]

@@ -332,9 +332,9 @@ class ManagedOptimizer:
             with CastsOff():
                 return self.run(*args, **kwargs)
         if not self.scope.steps_in_parts:
-            if not args and not kwargs and self.scope.is_stepped_in_one_pass():
+            if not args and not kwargs and self.scope.step_natively():
                 return None
-            with self.scope.opened_for_step():
+            with self.scope.open():
                 return self._inner_step(*args, **kwargs)
         result = None
         with self.scope.in_parts() as parts:

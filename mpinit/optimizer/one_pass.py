@@ -1,12 +1,9 @@
-"""Steps of SGD, Adam and AdamW in one pass over memory, masters' rounding included, where that is faster than torch's.
+"""Steps of SGD, Adam and AdamW by native code: one pass over memory, rounding of masters included.
 
-Both give the same bits: native code steps nothing that it was not seen to step so on a sample, in this process. Which
-is faster a clock says: the first steps of each kind and size take turns, on the numbers at hand, and the faster stays.
+torch's operations are the specification: an option is stepped natively once a sample, in this process, had their bits.
 """
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -18,103 +15,59 @@ from ..masters.masters import MasterBatch
 from ..masters.split import SplitMasters
 from ..masters.states import SMALLEST, EncodedStates
 from ..torch_internals.native_autocast import CastsOff
-from ..torch_internals.one_pass import NATIVE
+from ..torch_internals.one_pass import describe_native, native
 from ..torch_internals.running import computes_at_once, is_read_freely
 from ..torch_internals.step_hooks import StepHooks
 from .members import Members
 from .per_parameter import stepped_as
 
-_KINDS: Final = ("Adam", "AdamW", "SGD")
-# Steps of each that are timed before the faster one stays.
-_TURNS: Final = 2
+KINDS: Final = ("Adam", "AdamW", "SGD")
 _Options = tuple[tuple[bool, ...], tuple[float, ...]]
+# By kind, store and options: whether a sample had torch's bits.
+_has_same_bits: Final[dict[Any, bool]] = {}
 
 
-@dataclass
-class Times:
-    """Nanoseconds a number: what steps of one kind and size have taken, by torch's operations and by native code."""
-
-    torch: list[float] = field(default_factory=list)
-    native: list[float] = field(default_factory=list)
-
-    def is_turn_of_native(self) -> bool:
-        """Whether the next step is its; once both had their turns, whether it is the faster one."""
-        if len(self.native) < _TURNS:
-            return len(self.native) < len(self.torch)
-        return len(self.torch) >= _TURNS and min(self.native) <= min(self.torch)
-
-
-# By kind, form, store and size.
-_times: Final[dict[Any, Times]] = {}
-_proved: Final[dict[Any, bool]] = {}
-
-
-class OnePass:
-    """One optimizer's steps in one pass."""
+class NativeSteps:
+    """One optimizer's steps by native code."""
 
     def __init__(self, members: Members, states: EncodedStates | None) -> None:
         self._members = members
         self._smallest = SMALLEST if states is not None else -1
-        self._kind = kind_of(members.optimizer)
-        self._last: Times | None = None
-        # By the id of a list of weights: the times that their step by torch's operations is to be noted in.
-        self._timed: dict[int, tuple[Times, int]] = {}
+        self._kind = native_kind(members.optimizer)
+        # Whether native code did the last step; None before the first.
+        self._did_last: bool | None = None
         self._generation = -1
         self._group_of: dict[int, int] = {}
         # By the id of a list of weights: it, and for each of the optimizer's groups those of its members, with masters.
         self._columns: dict[int, tuple[Any, dict[int, tuple[list[Any], list[Any]]]]] = {}
 
-    def steps(self, weights: Sequence[nn.Parameter], masters: Sequence[MasterBatch]) -> bool:
-        """Step those of some weights that have a gradient; False: nothing was done, and the optimizer has to."""
+    def step(self, weights: Sequence[nn.Parameter], masters: Sequence[MasterBatch]) -> bool:
+        """Step those weights that have a gradient; return False where the optimizer has to, and nothing was done."""
+        self._did_last = self._step(weights, masters)
+        return self._did_last
+
+    def _step(self, weights: Sequence[nn.Parameter], masters: Sequence[MasterBatch]) -> bool:
         state = self._members.optimizer.state
         if not is_read_freely(weights[0].device) or not isinstance(state, dict):
             return False
-        if (native := NATIVE.get()) is None or not computes_at_once():
+        if (code := native()) is None or not computes_at_once():
             return False
-        groups = self._groups_of(native, weights)
+        groups = self._groups_of(code, weights)
         if groups is None:
             return False
-        size = sum(map(nn.Parameter.numel, weights)).bit_length()
-        times = _times.setdefault((self._form(), *(flags for *_, flags, _ in groups), self._smallest, size), Times())
-        is_trial = not times.is_turn_of_native()
-        if is_trial and len(times.torch) == _TURNS:
-            return False
-        begin = time.perf_counter()
-        is_split = isinstance(self._members.table, SplitMasters)
-        numbers = native.step(groups, state, is_split, self._smallest, is_trial)
-        if numbers <= 0:
-            return bool(numbers == 0)
-        if not is_trial:
+        numbers = code.step(groups, state, isinstance(self._members.table, SplitMasters), self._smallest)
+        if numbers > 0:
             for each in masters:
                 each.stepped()
-        spent = time.perf_counter() - begin
-        self._last = times
-        if is_trial:
-            self._timed[id(weights)] = times, numbers
-        elif len(times.native) < _TURNS:
-            times.native.append(spent / numbers * 1e9)
-        return not is_trial
+        return bool(numbers >= 0)
 
-    def note(self, weights: Sequence[nn.Parameter], seconds: float) -> None:
-        """The optimizer has stepped some weights by itself, in this time."""
-        NATIVE.miss(seconds)
-        timed = self._timed.pop(id(weights), None)
-        if timed is not None:
-            timed[0].torch.append(seconds / timed[1] * 1e9)
+    def describe(self) -> str:
+        """Return in one line whether native code is built, and whether the last step was done by it."""
+        was = {None: "", True: ", used", False: ", not used: the last step was one that torch's operations do"}
+        return describe_native() + (was[self._did_last] if native() is not None else "")
 
-    def told(self) -> str | None:
-        """What has stepped it, and why; None where that was not asked."""
-        if (times := self._last) is None or not (times.torch and times.native):
-            return None
-        native, by_torch = min(times.native), min(times.torch)
-        what = "native code in one pass" if times.is_turn_of_native() else "torch's operations"
-        return f"stepped by {what} ({native:.2f} ns a number natively, {by_torch:.2f} by torch's operations)"
-
-    def _form(self) -> tuple[Any, ...]:
-        return self._kind, type(self._members.table), bool(self._members.masters)
-
-    def _groups_of(self, native: Any, weights: Sequence[nn.Parameter]) -> list[Any] | None:
-        """For each of the optimizer's groups those of its members, their masters, and its options.
+    def _groups_of(self, code: Any, weights: Sequence[nn.Parameter]) -> list[Any] | None:
+        """Return the weights, masters and options of each of the optimizer's groups.
 
         None where an option is not among those that native code knows.
         """
@@ -123,11 +76,12 @@ class OnePass:
         columns = self._columns_of(weights)
         if not columns or members.unsound or is_scaled:
             return None
+        is_split = isinstance(members.table, SplitMasters)
         found: list[Any] = []
         for place, own in columns.items():
             group = optimizer.param_groups[place]
             options = _options(self._kind, group)
-            if options is None or not _gives_same_bits(native, self._form(), group, options):
+            if options is None or not _steps_to_same_bits(code, self._kind, is_split, group, options):
                 return None
             found.append((*own, *options))
         return found
@@ -150,14 +104,32 @@ class OnePass:
         return self._columns[id(weights)][1] if self._group_of else {}
 
 
-def kind_of(optimizer: Any) -> str:
-    """Which of torch's optimizers native code would step it as; empty: none, or there is no such code."""
-    kind = stepped_as(optimizer) if NATIVE.may_come else None
-    return kind if kind in _KINDS else ""
+def native_kind(optimizer: Any) -> str:
+    """Return the name of torch's optimizer as which native code can step this one; empty: of none."""
+    kind = stepped_as(optimizer)
+    return kind if kind in KINDS else ""
+
+
+def steps_with_other_bits(code: Any) -> list[str]:
+    """Return which steps of samples, with every kind, form and store, have other bits than torch's."""
+    found = []
+    for kind in KINDS:
+        for form in ("for-loop", "foreach", "fused"):
+            settings: dict[str, Any] = {"foreach": form == "foreach", "fused": form == "fused"}
+            if kind == "SGD":
+                settings["momentum"] = 0.9
+            optimizer = getattr(torch.optim, kind)([nn.Parameter(torch.zeros(1))], lr=0.1, **settings)
+            (group,) = optimizer.param_groups
+            options = _options(kind, group)
+            assert options is not None
+            for is_split in (False, True):
+                if not _steps_to_same_bits(code, kind, is_split, group, options):
+                    found.append(f"{kind} ({form}, {'split' if is_split else 'full'} masters)")
+    return found
 
 
 def _options(kind: str, group: dict[str, Any]) -> _Options | None:
-    """A group's options as flags and numbers, in the order in which native code takes them."""
+    """Return a group's options as flags and numbers, in the order of native code; None where it lacks one."""
     is_adam = kind != "SGD"
     betas = group["betas"] if is_adam else (0.0, 0.0)
     numbers = (
@@ -174,28 +146,37 @@ def _options(kind: str, group: dict[str, Any]) -> _Options | None:
     return (is_adam, bool(group["fused"]), group["maximize"], is_decoupled, nesterov), numbers
 
 
-def _gives_same_bits(native: Any, form: Sequence[Any], group: dict[str, Any], options: _Options) -> bool:
-    """Whether native code steps a sample to the same bits as torch's optimizer, with options like these."""
+def _steps_to_same_bits(code: Any, kind: str, is_split: bool, group: dict[str, Any], options: _Options) -> bool:
+    """Return whether native code steps a sample to the same bits as torch's optimizer, with options like these."""
     flags, (_, decay, momentum, dampening, beta1, *_) = options
-    key = (form, flags, bool(group["foreach"]), decay != 0, momentum != 0, dampening != 0, abs(1 - beta1) < 0.5)
-    if key not in _proved:
-        kind, table, _ = form
-        dtypes = (torch.bfloat16,) if table is SplitMasters else (torch.bfloat16, torch.float16, torch.float32)
+    key = (
+        kind,
+        is_split,
+        flags,
+        bool(group["foreach"]),
+        decay != 0,
+        momentum != 0,
+        dampening != 0,
+        abs(1 - beta1) < 0.5,
+    )
+    if key not in _has_same_bits:
+        dtypes = (torch.bfloat16,) if is_split else (torch.bfloat16, torch.float16, torch.float32)
         with CastsOff(), torch.no_grad():
-            _proved[key] = all(_steps_alike(native, kind, table(), dtype, group, options) for dtype in dtypes)
-        if not _proved[key]:
-            log.info("%s is stepped by torch's operations: native code gives other bits", kind)
-    return _proved[key]
+            _has_same_bits[key] = all(_steps_alike(code, kind, is_split, dtype, group, options) for dtype in dtypes)
+        if not _has_same_bits[key]:
+            log.info("%s is stepped by torch's operations: native code has other bits", kind)
+    return _has_same_bits[key]
 
 
 def _steps_alike(
-    native: Any,
+    code: Any,
     kind: str,
-    table: FullMasters | SplitMasters,
+    is_split: bool,
     dtype: torch.dtype,
     group: dict[str, Any],
     options: _Options,
 ) -> bool:
+    table: FullMasters | SplitMasters = SplitMasters() if is_split else FullMasters()
     weights, masters = [], []
     for size in (*range(1, 18), 300):  # any number that does not fill a vector
         weight = nn.Parameter(torch.linspace(-2, 3, size, dtype=torch.float32, device="cpu").pow(3))
@@ -203,7 +184,7 @@ def _steps_alike(
         master = table.add(weight, dtype)
         if master is not None:
             table.cast(master, dtype, clamps=False)
-        if isinstance(table, SplitMasters):
+        if is_split:
             weight.grad = weight.grad.to(dtype)
         weights.append(weight)
         masters.append(master)
@@ -225,7 +206,7 @@ def _steps_alike(
         with StepHooks(optimizer):
             optimizer.step()
     by_weight = dict(zip(weights, states, strict=True))
-    if native.step([(weights, masters, *options)], by_weight, isinstance(table, SplitMasters), -1, False) <= 0:
+    if code.step([(weights, masters, *options)], by_weight, is_split, -1) <= 0:
         return False
     made: list[torch.Tensor] = []
     expected: list[torch.Tensor] = []

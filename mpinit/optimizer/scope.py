@@ -1,6 +1,5 @@
 """Masters in an optimizer's groups while its own code runs, and only then."""
 
-import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,9 +15,10 @@ from ..distributed.sharding import shard
 from ..masters.masters import IN_FLOAT32, Gradients, MasterBatch
 from ..masters.states import EncodedStates, states_of
 from ..torch_internals.columns import are_same, grads_of, have_grads, set_grads
-from ..torch_internals.running import bucket_bytes_at_most
+from ..torch_internals.one_pass import describe_native, native
+from ..torch_internals.running import bucket_bytes_at_most, is_read_freely
 from .members import Members
-from .one_pass import OnePass, kind_of
+from .one_pass import NativeSteps, native_kind
 from .per_parameter import StepNumbers, kept_states, steps_per_parameter
 
 
@@ -87,7 +87,6 @@ class Scope:
 
     Attributes:
         is_open: whether the groups hold masters at the moment.
-        one_pass: steps without the optimizer's own code, where that gives the same; None: it never does.
     """
 
     def __init__(self, members: Members, states: EncodedStates | None, bucket_bytes: int) -> None:
@@ -95,7 +94,7 @@ class Scope:
         self._members = members
         self._states = states
         self._bucket_bytes = bucket_bytes
-        self.one_pass = OnePass(members, states) if kind_of(members.optimizer) else None
+        self._native_steps = NativeSteps(members, states) if native_kind(members.optimizer) else None
         # Whether masters are put together a part at a time, not all before the first.
         self._reads_parts = members.table.steps_in_parts
         self._key: tuple[int, bool] = (-1, False)
@@ -121,29 +120,28 @@ class Scope:
         finally:
             self._leave()
 
-    def is_stepped_in_one_pass(self) -> bool:
-        """Do a step without :meth:`open` and the optimizer's own code; False: nothing was done."""
-        if self.one_pass is None:
+    def step_natively(self) -> bool:
+        """Do a step by native code, without :meth:`open`; return False where nothing was done."""
+        if self._native_steps is None or native() is None:
             return False
         self._check_not_in_model()
         self._members.sync_groups()
         masters = [part.masters for part in self.parts() if part.masters is not None]
-        return self._is_stepped(self._members.weights, masters)
+        return self._step_weights_natively(self._members.weights, masters)
 
-    def _is_stepped(self, weights: Sequence[Any], masters: Sequence[MasterBatch]) -> bool:
-        is_stepped = self.one_pass is not None and bool(weights) and self.one_pass.steps(weights, masters)
+    def _step_weights_natively(self, weights: Sequence[Any], masters: Sequence[MasterBatch]) -> bool:
+        is_stepped = self._native_steps is not None and bool(weights) and self._native_steps.step(weights, masters)
         if is_stepped:
             self._members.values.moved()
         return is_stepped
 
-    @contextmanager
-    def opened_for_step(self) -> Iterator[None]:
-        """:meth:`open` for a step, whose time is noted."""
-        begin = time.perf_counter()
-        with self.open():
-            yield
-        if self.one_pass is not None:
-            self.one_pass.note(self._members.weights, time.perf_counter() - begin)
+    def describe_native(self) -> str | None:
+        """Return in one line what native code does here; None where it can do nothing."""
+        if not any(is_read_freely(weight.device) for weight in self._members.weights):
+            return None
+        if self._native_steps is not None:
+            return self._native_steps.describe()
+        return None if self._states is None else describe_native()
 
     @contextmanager
     def closed(self) -> Iterator[None]:
@@ -219,7 +217,11 @@ class Scope:
         self._check_not_in_model()
         self._members.sync_groups()
         parts = self.parts()
-        left = [part for part in parts if part.masters is None or not self._is_stepped(part.weights, [part.masters])]
+        left = [
+            part
+            for part in parts
+            if part.masters is None or not self._step_weights_natively(part.weights, [part.masters])
+        ]
         if not any(have_grads(part.weights) for part in left) and len(left) < len(parts):
             yield iter(())
             return
@@ -264,10 +266,7 @@ class Scope:
                     numbers.put_back()
                 if id(part) in hidden:
                     set_grads(part.weights, hidden[id(part)])
-                begin = time.perf_counter()
                 yield from self._step_of(part)
-                if self.one_pass is not None:
-                    self.one_pass.note(part.weights, time.perf_counter() - begin)
                 if id(part) in hidden:
                     hidden[id(part)] = grads_of(part.weights)  # the optimizer may have cleared some
                     set_grads(part.weights, [None] * len(part.weights))

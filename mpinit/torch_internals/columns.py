@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from .one_pass import NATIVE
+from .one_pass import native
 from .parameter_data import TENSOR_DATA
 
 _GRAD_OF: Final = attrgetter("grad")
@@ -45,8 +45,8 @@ class Entries:
 
     def are_as_seen(self) -> bool:
         """Whether they are the same dicts, with the same names and values in the same order."""
-        if (native := NATIVE.get()) is not None:
-            return bool(native.are_as_seen(self._owners, self._name, self._dicts, self._entries))
+        if (code := native()) is not None:
+            return bool(code.are_as_seen(self._owners, self._name, self._dicts, self._entries))
         return are_same(list(map(self._attribute, self._owners)), self._dicts) and are_same(self._held(), self._entries)
 
 
@@ -82,8 +82,8 @@ def strides_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """How often each tensor was written to in ways that torch counts."""
-    native = NATIVE.get()
-    found: list[int] | None = None if native is None else native.versions(tensors)
+    code = native()
+    found: list[int] | None = None if code is None else code.versions(tensors)
     return list(map(_VERSION_OF, tensors)) if found is None else found
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from .one_pass import NATIVE
+from .one_pass import native
 from .parameter_data import TENSOR_DATA
 
 # As many float32 numbers as a bucket of DistributedDataParallel holds: 25 MiB.
@@ -43,9 +43,8 @@ def casts_with_float32_gradients(parameters: list[nn.Parameter], dtype: torch.dt
     a bucket later by at most the time in which the backward pass computes one, and models below that size do not
     overlap the two. None where a parameter is of another class, computed, sparse or of inference mode.
     """
-    native = NATIVE.get()
-    if native is not None:
-        made: list[torch.Tensor | None] = native.casts(parameters, nn.Parameter, dtype, _NUMBERS_AT_A_TIME)
+    if (code := native()) is not None:
+        made: list[torch.Tensor | None] = code.casts(parameters, nn.Parameter, dtype, _NUMBERS_AT_A_TIME)
         return made
     is_ordinary = list(map(_is_ordinary, parameters))
     casts = iter(_casts(list(itertools.compress(parameters, is_ordinary)), dtype))

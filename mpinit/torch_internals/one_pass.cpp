@@ -630,14 +630,13 @@ PyObject* guarded(Function function) {
   }
 }
 
-// step([(weights, masters or None, flags, numbers)], states by weight, are masters split, smallest encoded or -1,
-// is_trial): how many numbers of all groups were stepped, or would be; -1 where torch has to do it, and nothing was
-// changed.
+// step([(weights, masters or None, flags, numbers)], states by weight, are masters split, smallest encoded or -1): how
+// many numbers of all groups were stepped; -1 where torch has to do it, and nothing was changed.
 PyObject* step(PyObject*, PyObject* arguments) {
   PyObject *given, *states;
   long long smallest;
-  int is_split, is_trial;
-  if (!PyArg_ParseTuple(arguments, "O!O!pLp", &PyList_Type, &given, &PyDict_Type, &states, &is_split, &smallest, &is_trial))
+  int is_split;
+  if (!PyArg_ParseTuple(arguments, "O!O!pL", &PyList_Type, &given, &PyDict_Type, &states, &is_split, &smallest))
     return nullptr;
   return guarded([&]() -> PyObject* {
     std::vector<Group> groups(PyList_GET_SIZE(given));
@@ -665,7 +664,6 @@ PyObject* step(PyObject*, PyObject* arguments) {
     const std::vector<Chunk> chunks = chunks_of(groups);
     int64_t numbers = 0;
     for (const Weight& w : all) numbers += w.size;
-    if (is_trial) return PyLong_FromLongLong(numbers);
     for (const Weight& w : all) {
       w.impl->bump_version();
       if (w.master != nullptr) w.master->bump_version();

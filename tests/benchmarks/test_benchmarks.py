@@ -78,13 +78,13 @@ def test_a_contender_without_a_part_says_so() -> None:
 
 @pytest.mark.parametrize("name", pieces.PIECES)
 def test_every_piece_of_a_step_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "compile_kernels", lambda: True)
+    monkeypatch.setattr(pieces, "has_native_code", lambda: True)
     case = pieces.Piece(name, 64)
     case.prepare()
     assert case.seconds(2) > 0 and case.facts(first=True) == {"numbers": pieces.TENSORS * 64**2}
-    monkeypatch.setattr(pieces, "compile_kernels", lambda: False)
-    if case.work.is_compiled:
-        with pytest.raises(Unavailable, match="cannot be compiled"):
+    monkeypatch.setattr(pieces, "has_native_code", lambda: False)
+    if case.work.is_native:
+        with pytest.raises(Unavailable, match="mpinit build-native"):
             case.prepare()
 
 

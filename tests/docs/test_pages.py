@@ -21,6 +21,7 @@ import mpinit
 import mpinit.plan
 from mpinit import cli
 from mpinit.basics import logs
+from mpinit.torch_internals import one_pass
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -65,6 +66,10 @@ def test_a_snippet_runs_and_prints_what_the_page_shows(
     snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
+    # As on a machine where `mpinit build-native` was not run.
+    monkeypatch.delenv("MPINIT_NATIVE")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    monkeypatch.setattr(one_pass, "_module", None)
     torch.manual_seed(0)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     PRELUDES[snippet.page == README].run(namespace)

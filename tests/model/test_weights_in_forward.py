@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 from functools import reduce
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,7 +259,7 @@ def test_a_renamed_parameter_is_cast_there(
     way: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = request.getfixturevalue("native") if way == "native" else None
-    monkeypatch.setattr(columns, "NATIVE", SimpleNamespace(get=lambda: module))
+    monkeypatch.setattr(columns, "native", lambda: module)
     model = nn.PReLU()
     start(model)
     model(torch.ones(1, 4))
@@ -337,7 +336,7 @@ def test_refusals_and_words() -> None:
 def casts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The function, by either."""
     module = request.getfixturevalue("native") if request.param == "native" else None
-    monkeypatch.setattr(float32_gradients, "NATIVE", SimpleNamespace(get=lambda: module))
+    monkeypatch.setattr(float32_gradients, "native", lambda: module)
     return casts_with_float32_gradients
 
 
@@ -431,7 +430,7 @@ def test_a_backward_pass_that_is_compiled(casts: Any) -> None:
 def test_models_train_alike_by_both(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     states = []
     for module in (None, native):
-        monkeypatch.setattr(float32_gradients, "NATIVE", SimpleNamespace(get=lambda module=module: module))
+        monkeypatch.setattr(float32_gradients, "native", lambda module=module: module)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(16, 8), nn.LSTM(8, 8, batch_first=True))
         optimizer = torch.optim.Adam(model.parameters())

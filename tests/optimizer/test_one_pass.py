@@ -1,9 +1,11 @@
-"""Steps in one pass by native code: the bits of torch's own operations, chosen by a clock, and never needed."""
+"""Native code: built by a command, never by a training, and used where a sample has the bits of torch's operations."""
 
 import copy
 import functools
 import logging
-import time
+import os
+import shutil
+import subprocess
 from collections import UserDict
 from collections.abc import Callable
 from functools import partial
@@ -18,8 +20,8 @@ from torch.optim import SGD, AdamW
 
 import mpinit
 from mpinit.masters.codecs import codec
-from mpinit.optimizer import gradients, managed, one_pass
-from mpinit.torch_internals.one_pass import NativeCode
+from mpinit.optimizer import managed, one_pass
+from mpinit.torch_internals import one_pass as native_code
 
 Make = Callable[..., torch.optim.Optimizer]
 # Odd sizes: some fill no vector, one has rows of encoded state that are not full.
@@ -27,20 +29,16 @@ SHAPES = [(97, 131), (5,), (4099,), (1,), (3, 7, 11)]
 
 
 @pytest.fixture(autouse=True)
-def may_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Native code is there for those who ask, and comes where a test lets it."""
-    use(monkeypatch, None, always=False)
+def without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native code is used where a test says so."""
+    use(monkeypatch, None)
 
 
-def use(monkeypatch: pytest.MonkeyPatch, module: Any, always: bool = True) -> None:
-    """Step natively from here on, ``always``: without a look at the clock."""
-    code = SimpleNamespace(get=lambda: module, miss=lambda seconds: None, may_come=True)
-    for owner in (one_pass, gradients, codec):
-        monkeypatch.setattr(owner, "NATIVE", code)
-    for kept in (one_pass._times, one_pass._proved, codec._proved):
-        kept.clear()
-    if always:
-        monkeypatch.setattr(one_pass.Times, "is_turn_of_native", lambda self: True)
+def use(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    """Step by this native code from here on; None: by torch's operations."""
+    monkeypatch.setattr(native_code, "_module", module)
+    for owner in (one_pass, codec):
+        monkeypatch.setattr(owner, "_has_same_bits", {})
 
 
 class Training:
@@ -86,10 +84,13 @@ def two(make: Make = AdamW, state: str = "float32", weights: Any = list, **more:
     return Training(make, state, weights(), **more), Training(make, state, weights(), **more)
 
 
+FUNCTIONS = ("encode", "decode", "round", "are_finite", "versions", "are_as_seen", "casts")
+
+
 def counting(native: Any) -> tuple[Any, list[int]]:
     """Native code, and how many numbers each of its steps was of."""
     calls: list[int] = []
-    counted = SimpleNamespace(**{name: getattr(native, name) for name in ("encode", "decode", "round", "are_finite")})
+    counted = SimpleNamespace(**{name: getattr(native, name) for name in FUNCTIONS})
     counted.step = lambda groups, *rest: calls.append(native.step(groups, *rest)) or calls[-1]
     return counted, calls
 
@@ -173,7 +174,7 @@ def test_what_was_written_to_weights_counts(monkeypatch: pytest.MonkeyPatch, nat
             if seed in (2, 3):
                 write(training.model[0])
         # By torch's operations again, and after a write between the two.
-        use(monkeypatch, None, always=False)
+        use(monkeypatch, None)
         write(training.model[0])
         training.step(6)
     assert_same(*trainings)
@@ -277,7 +278,7 @@ def test_a_step_that_fails_before_it_begins_changes_nothing(monkeypatch: pytest.
             raise MemoryError
         return int(native.step(groups, *more))
 
-    failing = SimpleNamespace(step=fail, encode=native.encode, decode=native.decode)
+    failing = SimpleNamespace(**{name: getattr(native, name) for name in FUNCTIONS}, step=fail)
     use(monkeypatch, failing)
     with pytest.raises(MemoryError):
         training.step(1)
@@ -287,49 +288,31 @@ def test_a_step_that_fails_before_it_begins_changes_nothing(monkeypatch: pytest.
     assert all(weight._version > version for weight, version in zip(training.model, versions, strict=True))
 
 
-def slow_or_fast(seconds: float, change: float = 0.0) -> Any:
-    """Native code that does what torch does to a weight without gradients' moments, and takes its time."""
+def of_other_bits(native: Any) -> Any:
+    """Native code whose step of a weight without moments is a little off."""
 
-    def step(groups: Any, states: Any, is_split: bool, smallest: int, is_trial: bool) -> int:
-        numbers = 0
+    def step(groups: Any, states: Any, is_split: bool, smallest: int) -> int:
         for weights, masters, _, options in groups:
             for weight, master in zip(weights, masters, strict=True):
-                if weight.grad is not None:
-                    numbers += weight.numel()
-                    if not is_trial:
-                        table = one_pass.SplitMasters()
-                        values = table.values(master).add_(weight.grad.float(), alpha=-options[0])
-                        table.load(master, values + change)
-        time.sleep(0 if is_trial else seconds)
-        return numbers
+                table = one_pass.SplitMasters()
+                values = table.values(master).add_(weight.grad.float(), alpha=-options[0])
+                table.load(master, values + 1e-6)
+        return sum(weight.numel() for weights, *_ in groups for weight in weights)
 
-    return SimpleNamespace(step=step, are_finite=lambda tensors: None)
+    return SimpleNamespace(**{name: getattr(native, name) for name in FUNCTIONS}, step=step)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.2], ids=["fast", "slow"])
-def test_the_faster_one_stays(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    training, expected = two(SGD, weights=lambda: [torch.ones(300, 300)])
-    for seed in range(6):
-        expected.step(seed)
-    use(monkeypatch, slow_or_fast(seconds), always=False)
-    note = one_pass.OnePass.note
-    if not seconds:
-        monkeypatch.setattr(one_pass.OnePass, "note", lambda self, weights, spent: note(self, weights, spent + 1))
-    for seed in range(6):
-        training.step(seed)
-    assert_same(expected, training)
-    said = mpinit.describe(training.model)
-    assert ("stepped by torch's operations" if seconds else "stepped by native code in one pass") in said
-
-
-def test_native_code_of_other_bits_is_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_native_code_of_other_bits_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, native: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     training, expected = two(SGD)
-    use(monkeypatch, slow_or_fast(0, change=1e-6))
+    use(monkeypatch, of_other_bits(native))
     with caplog.at_level(logging.INFO, "mpinit"):
         training.step(0)
     expected.step(0)
     assert_same(expected, training)
     assert "other bits" in caplog.text
+    assert "native code: built, not used" in mpinit.describe(training.model)
 
 
 def test_state_in_another_mapping_is_left_to_torch(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
@@ -359,33 +342,111 @@ def test_a_step_that_was_replaced_is_done(monkeypatch: pytest.MonkeyPatch, nativ
     assert torch.allclose(master, torch.full((30, 30), 0.997), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
-def test_without_a_compiler_nothing_is_missing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, compiler: str
+@pytest.mark.parametrize("state", ["float32", "int8"])
+@pytest.mark.parametrize("make", [SGD, AdamW])
+def test_describe_says_whether_it_is_used(monkeypatch: pytest.MonkeyPatch, native: Any, make: Make, state: str) -> None:
+    training = Training(make, state)
+    training.step(0)
+    assert "  native code: switched off by MPINIT_NATIVE=0" in mpinit.describe(training.model).splitlines()
+    use(monkeypatch, native)
+    training.step(1)
+    assert "  native code: built, used" in mpinit.describe(training.model).splitlines()
+
+
+def test_describe_says_nothing_of_it_where_it_does_nothing(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
+    use(monkeypatch, native)
+    for other, state, is_said in ((torch.optim.RMSprop, "float32", False), (torch.optim.RMSprop, "int8", True)):
+        training = Training(other, state)
+        training.step(0)
+        assert ("native code: built" in mpinit.describe(training.model)) is is_said
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where native code is looked for, by a process that has not loaded it."""
+    monkeypatch.delenv("MPINIT_NATIVE", raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    use(monkeypatch, native_code._NOT_TRIED)
+    path = native_code.library()
+    assert path.is_relative_to(tmp_path)
+    return path
+
+
+def put_at(path: Path, native: Any) -> None:
+    """Have the module that the tests' session built where it is looked for."""
+    path.parent.mkdir(parents=True)
+    shutil.copy(native.__spec__.origin, path)
+
+
+def forbid_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **more: Any) -> Any:
+        raise AssertionError(f"a process was started: {arguments}")
+
+    for owner, name in (
+        *((subprocess, "Popen"), (os, "system"), (os, "fork"), (os, "posix_spawn"), (os, "popen")),
+        *((os, "execv"), (os, "execve"), (os, "execvp"), (os, "posix_spawnp")),
+    ):
+        monkeypatch.setattr(owner, name, fail)
+
+
+@pytest.mark.parametrize("state", ["float32", "int8"])
+@pytest.mark.parametrize("masters", ["split", True])
+def test_a_training_starts_no_process_and_builds_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, unloaded: Path, masters: Any, state: str
 ) -> None:
-    monkeypatch.delenv("MPINIT_NATIVE", raising=False)
-    monkeypatch.setenv("CXX", compiler)
-    code = NativeCode(tmp_path)
-    with caplog.at_level(logging.INFO, "mpinit"):
-        assert code.wait() is None and code.wait() is None
-    assert "without native code" in caplog.text
-    assert not list(tmp_path.rglob("*.so"))
+    forbid_processes(monkeypatch)
+    training = Training(AdamW, state, masters=masters)
+    for seed in range(30):
+        training.step(seed)
+    assert native_code.native() is None and not list(tmp_path.iterdir())
+    assert "  native code: not built, `mpinit build-native` builds it" in mpinit.describe(training.model).splitlines()
 
 
-def test_a_variable_switches_it_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_is_loaded_once_and_used_where_it_was_built(
+    monkeypatch: pytest.MonkeyPatch, native: Any, unloaded: Path
+) -> None:
+    put_at(unloaded, native)
+    loads: list[Path] = []
+    load = native_code.load
+    monkeypatch.setattr(native_code, "load", lambda path: loads.append(path) or load(path))
+    forbid_processes(monkeypatch)
+    training, other = two()
+    assert not loads, "before a step"
+    for seed in range(5):
+        training.step(seed)
+    assert loads == [unloaded]
+    assert "  native code: built, used" in mpinit.describe(training.model)
+    use(monkeypatch, None)
+    for seed in range(5):
+        other.step(seed)
+    assert_same(training, other)
+
+
+def test_a_variable_switches_it_off(monkeypatch: pytest.MonkeyPatch, native: Any, unloaded: Path) -> None:
+    put_at(unloaded, native)
     monkeypatch.setenv("MPINIT_NATIVE", "0")
-    code = NativeCode(tmp_path)
-    code.miss(1e6)
-    assert code.wait() is None and not list(tmp_path.iterdir())
+    assert native_code.native() is None
 
 
-@pytest.mark.long
-def test_the_compiler_starts_when_it_pays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("MPINIT_NATIVE", raising=False)
-    monkeypatch.setenv("CXX", "true")
-    code = NativeCode(tmp_path)
-    code.miss(0.9)
-    assert code.get() is None and not list(tmp_path.iterdir())
-    code.miss(0.2)
-    assert len(list(tmp_path.iterdir())) == 1, "its folder"
-    assert code.wait() is None
+def test_a_file_that_cannot_be_loaded_is_named(
+    monkeypatch: pytest.MonkeyPatch, unloaded: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    unloaded.parent.mkdir(parents=True)
+    unloaded.write_bytes(b"no library")
+    training, expected = two()
+    with caplog.at_level(logging.WARNING, "mpinit"):
+        training.step(0)
+        training.step(1)
+    assert caplog.text.count(f"{unloaded} cannot be loaded") == 1
+    assert "native code: built, but cannot be loaded; `mpinit build-native --force`" in mpinit.describe(training.model)
+    use(monkeypatch, None)
+    expected.step(0)
+    expected.step(1)
+    assert_same(training, expected)
+
+
+def test_no_clock_is_read_in_a_step() -> None:
+    package = Path(mpinit.__file__).parent
+    for folder in ("optimizer", "masters", "torch_internals"):
+        for path in (package / folder).rglob("*.py"):
+            assert "perf_counter" not in path.read_text("utf-8"), path

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import torch
 
-from ...torch_internals.one_pass import NATIVE
+from ...torch_internals.one_pass import native
 from ...torch_internals.running import is_read_freely
 
 Codes = tuple[torch.Tensor, ...]
@@ -59,28 +59,30 @@ def _native_for(codec: Codec, values: torch.Tensor) -> Any | None:
     """The functions of ``one_pass.cpp``, where these numbers lie open to them, and they give a codec's own bits."""
     if type(values) is not torch.Tensor or not is_read_freely(values.device):
         return None
-    native = NATIVE.get()
-    return native if native is not None and _gives_same_bits(codec, native) else None
+    code = native()
+    return code if code is not None and encodes_to_same_bits(codec, code) else None
 
 
-_proved: Final[dict[str, bool]] = {}
+# By a codec's name: whether a sample had its bits.
+_has_same_bits: Final[dict[str, bool]] = {}
 
 
-def _gives_same_bits(codec: Codec, native: Any) -> bool:
+def encodes_to_same_bits(codec: Codec, code: Any) -> bool:
+    """Return whether native code encodes and decodes a sample to the bits of torch's operations."""
     name = codec.name
-    if name not in _proved:
+    if name not in _has_same_bits:
         values = torch.linspace(-3, 3, 200 * BLOCK, dtype=torch.float32, device="cpu").pow(7).view(-1, BLOCK)
         values[::3].square_()
         values[1::7, ::5] = 0
         values[5, 7], values[6, 8] = torch.inf, torch.nan
         results = []
-        for way in (None, native):
+        for way in (None, code):
             codes, back = codec.empty(len(values), values.device), torch.empty_like(values)
             codec.encode_by(way, values, codes)
             codec.decode_by(way, codes, back)
             results.append([each.view(torch.uint8) for each in (*codes, back.nan_to_num())])
-        _proved[name] = all(map(torch.equal, *results))
-    return _proved[name]
+        _has_same_bits[name] = all(map(torch.equal, *results))
+    return _has_same_bits[name]
 
 
 # Whole numbers, evenly spread over the lower 20 bits, made of the numbers themselves, their places and a sum over their
