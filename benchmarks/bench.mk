@@ -8,8 +8,9 @@ BENCH_PY := $(if $(VENV),$(VENV),.venv)/bin/python
 BENCH_GPU_PY := $(if $(wildcard $(BENCH_PY)),$(BENCH_PY),python3)
 BENCH_ARGS ?=
 
-.PHONY: bench bench-gpu bench-quick bench-tables bench-peers bench-states
+.PHONY: bench bench-gpu bench-quick bench-native bench-tables bench-peers bench-states
 
+# Builds mpinit's native code for the CPU first, as `mpinit build-native` does.
 bench: $(VENV)/.bench
 	$(BENCH_PY) -m benchmarks run $(BENCH_ARGS)
 	$(BENCH_PY) -m benchmarks tables
@@ -21,6 +22,10 @@ bench-gpu:
 # Tiny sizes: does everything run?
 bench-quick: $(VENV)/.bench
 	$(BENCH_PY) -m benchmarks run --quick --fresh $(BENCH_ARGS)
+
+# Steps with and without native code, for docs/how-to/memory.md.
+bench-native: $(VENV)/.bench
+	$(BENCH_PY) -m benchmarks run --workloads native_sgd native_adam native_adamw native_adamw_fused $(BENCH_ARGS)
 
 # README's and the documentation's tables and plots, from the committed results.
 bench-tables: $(VENV)/.bench

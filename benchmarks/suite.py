@@ -36,6 +36,7 @@ class Workload:
         repeat_s: about how long one timing lasts; 0 for a single timing, without any before it.
         rounds: processes of each contender, where it is another number than everywhere.
         patience: how many times as long as elsewhere the turns of a process may take.
+        by_name: it is measured only where it is named.
     """
 
     title: str
@@ -48,6 +49,7 @@ class Workload:
     repeat_s: float = 0.008
     rounds: int | None = None
     patience: float = 1.0
+    by_name: bool = False
 
 
 _CONTROL: Final = ("fp32", "fp32_again")
@@ -142,7 +144,8 @@ def workloads(size: str) -> Mapping[str, Workload]:
         "bandwidth_eager": replace(_steps("bandwidth_eager", _EAGER, 0.4), devices=("cpu",)),
         "bandwidth_sgd": replace(_steps("bandwidth_sgd", (*_ONE_PASS, *_EAGER), 0.6), devices=("cpu",)),
         **{
-            task: replace(_steps(task, (*_ONE_PASS, *_EAGER), 1.5, "native"), devices=("cpu",)) for task in _NATIVE
+            task: replace(_steps(task, (*_ONE_PASS, *_EAGER), 1.5, "native"), devices=("cpu",), by_name=True)
+            for task in _NATIVE
         },
         "bandwidth_small": _steps("bandwidth_small", ("hand_bf16", *_ENCODED), 0.5),
         "o1_linear": _steps("o1_linear", _O1, 0.5),

@@ -118,6 +118,30 @@ def encoded(found: All) -> str:
     return table(["", "split", 'split, "bfloat16"', 'split, "int8"'], rows) if rows else NOT_THERE
 
 
+_NATIVE: Final = {
+    "full masters": ("o2_eager", "o2_bf16"),
+    "split masters": ("o2_split_eager", "o2_split"),
+    "split masters, int8 states": ("o2_int8_eager", "o2_int8"),
+    "control: float32 over itself": ("fp32_again", "fp32"),
+}
+
+
+def native_code(folders: list[Path]) -> str:
+    """Time of a step without native code over one with it, from the first machine that has measured it."""
+    for folder in folders:
+        found = {name: results for name, results in load(folder).items() if results.workload.kind == "native"}
+        if found:
+            rows = [
+                [
+                    results.workload.title.partition(":")[0],
+                    *(relative(results, *pair) for pair in _NATIVE.values()),
+                ]
+                for results in found.values()
+            ]
+            return f"{table(['', *_NATIVE], rows)}\n\n{where(found)}, one thread."
+    return NOT_THERE
+
+
 def pieces(found: All) -> str:
     """Nanoseconds a number of what a step is made of."""
     results = found.get("pieces")
@@ -292,6 +316,7 @@ def blocks(found: All, folder: Path) -> dict[str, Callable[[], str]]:
         "less_memory": lambda: memory(found, _LESS_MEMORY),
         "encoded": lambda: encoded(found),
         "pieces": lambda: pieces(found),
+        "native_code": lambda: native_code(machines()),
         "pairs": lambda: pairs(found),
         "setting_up": lambda: setting_up(found),
         "compiled": lambda: compiled(found),
@@ -326,6 +351,8 @@ def summary(folder: Path, size: str) -> str:
         parts += [_training_for_the_screen(found, dtype) for dtype in BY_TYPE]
     if "memory" in kinds:
         parts.append(memory(found))
+    if "native" in kinds:
+        parts.append(native_code([folder]))
     if "pieces" in kinds:
         parts.append(pieces(found))
     if "compiled" in kinds:
