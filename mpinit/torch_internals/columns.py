@@ -1,4 +1,4 @@
-"""Attributes of many tensors, read or set at once: on every step, so in the ways that take the least time."""
+"""Attributes of many tensors, read or set in bulk: every step does it, so it is done in C loops, not in Python."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -28,12 +28,12 @@ do_all: Final = deque[Any](maxlen=0).extend
 
 
 def are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
-    """Whether two sequences hold the same objects in the same order."""
+    """Return whether two sequences hold the same objects in the same order."""
     return len(these) == len(those) and all(map(is_, these, those))
 
 
 class Entries:
-    """What dicts hold that are attributes of some objects."""
+    """Keys and values of dicts that are attributes of some objects, as they were when this was made."""
 
     def __init__(self, owners: list[Any], name: str) -> None:
         self._owners, self._name, self._attribute = owners, name, attrgetter(name)
@@ -44,19 +44,19 @@ class Entries:
         return [*chain(*self._dicts), *chain(*map(dict.values, self._dicts))]
 
     def are_as_seen(self) -> bool:
-        """Whether they are the same dicts, with the same names and values in the same order."""
+        """Return whether they are the same dicts, with the same keys and values in the same order."""
         if (code := native()) is not None:
             return bool(code.are_as_seen(self._owners, self._name, self._dicts, self._entries))
         return are_same(list(map(self._attribute, self._owners)), self._dicts) and are_same(self._held(), self._entries)
 
 
 def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Each tensor's ``grad``."""
+    """Return each tensor's ``grad``."""
     return list(map(_GRAD_OF, tensors))
 
 
 def have_grads(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether any of them has a ``grad``; looks no further than the first that has."""
+    """Return whether any tensor has a ``grad``; stop at the first that has."""
     return any(map(is_not, map(_GRAD_OF, tensors), repeat(None)))
 
 
@@ -66,12 +66,12 @@ def set_grads(tensors: Iterable[torch.Tensor], grads: Iterable[torch.Tensor | No
 
 
 def set_memory(tensors: Iterable[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
-    """Give each tensor other memory, of its own shape and dtype."""
+    """Set each tensor's ``data`` to other memory, of its own shape and dtype."""
     do_all(map(_SET_DATA_OF, tensors, parts))
 
 
 def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Where each tensor's numbers begin."""
+    """Return each tensor's ``data_ptr()``."""
     return list(map(_ADDRESS_OF, tensors))
 
 
@@ -81,14 +81,14 @@ def strides_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """How often each tensor was written to in ways that torch counts."""
+    """Return each tensor's version counter."""
     code = native()
     found: list[int] | None = None if code is None else code.versions(tensors)
     return list(map(_VERSION_OF, tensors)) if found is None else found
 
 
 def are_plain(gradients: Sequence[torch.Tensor | None], device: torch.device) -> bool:
-    """Whether all are there, dense, float32 and on one device, as they nearly always are: asked on every step."""
+    """Return whether all gradients are there, dense, float32 and on this device."""
     try:
         are_dense = set(map(_IS_SPARSE, gradients)) == _NO
     except AttributeError:

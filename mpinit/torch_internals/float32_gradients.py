@@ -1,9 +1,9 @@
 """16-bit casts of float32 parameters, made in one call, whose gradients autograd adds up in float32.
 
-``parameter.to(torch.bfloat16)`` gives float32 gradients too, but those of a weight that is used several times in a
+With ``parameter.to(torch.bfloat16)`` gradients are float32 too, but those of a weight that is used several times in a
 graph (in each step of an RNN, in two tied layers) are added up in 16 bit before they are widened. ``grad_dtype`` would
-say otherwise, but can be set on leaves alone. What autograd brings gradients into before it adds them is the type that
-a function's output had when it was recorded: so outputs are recorded as float32 tensors and given 16-bit data then.
+prevent it, but can be set on leaves alone. Autograd adds gradients in the dtype that a function's output had when it
+was recorded: so outputs are recorded as float32 tensors, and their data is set to 16-bit data then.
 
 No upstream report was found. In torch 2.11 to 2.13; it can go when ``grad_dtype`` can be set on the result of ``to``.
 """
@@ -23,7 +23,7 @@ _NUMBERS_AT_A_TIME: Final = 25 * 2**20 // 4
 
 
 class _Recorded(torch.autograd.Function):
-    """Parameters, as new tensors in their own memory; gradients are passed on."""
+    """A function from parameters to new tensors in their memory; it passes gradients on."""
 
     @staticmethod
     def forward(ctx: Any, new: list[torch.Tensor], *parameters: torch.Tensor) -> Any:
@@ -36,7 +36,7 @@ class _Recorded(torch.autograd.Function):
 
 
 def casts_with_float32_gradients(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor | None]:
-    """``[parameter.to(dtype) for parameter in parameters]``, with gradients that are added up in the parameters' type.
+    """Return each ``parameter.to(dtype)``, with gradients that are added up in the parameters' dtype.
 
     All are cast by one kernel, and one node of the graph stands for 25 MiB of parameters: their gradients arrive
     together, when the last of them is there. DistributedDataParallel, whose buckets are as large, so begins to average
@@ -74,7 +74,7 @@ def _casts(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Ten
 
 
 def _groups(parameters: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    """The indices of what takes gradients, as many at a time as one node is to stand for."""
+    """Yield the indices of parameters that require gradients, as many at a time as one node has."""
     group: list[int] = []
     numbers = 0
     for index, parameter in enumerate(parameters):
