@@ -1,7 +1,7 @@
 """The ways to train that need nothing but torch, behind four verbs; every other contender builds on these.
 
-A training step is forward, backward, settle, update. ``settle`` is whatever makes the gradients ready for the
-optimizer (unscaled, checked, on the masters) where the contender does that apart from the update.
+A training step is forward, backward, finish_gradients, update. ``finish_gradients`` makes gradients ready for the
+optimizer (unscaled, checked, on the masters) where the contender does so apart from the update.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Contender:
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def settle(self) -> None:
+    def finish_gradients(self) -> None:
         """Nothing: the gradients are ready."""
 
     def update(self) -> None:
@@ -189,7 +189,7 @@ class HandWritten(SixteenBit):
     def backward(self, loss: Tensor) -> None:
         super().backward(loss * self.check.scale if self.checked else loss)
 
-    def settle(self) -> None:
+    def finish_gradients(self) -> None:
         torch._foreach_copy_([_grad(m) for m in self.masters], [_grad(w) for w in self.weights])
         if self.checked:
             self.check.unscale([_grad(p) for p in self.stepped])

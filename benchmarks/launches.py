@@ -47,7 +47,7 @@ def counted(row: Row, form: str) -> tuple[int, int, int] | None:
         with simulated_device.counted() as found:
             loss = contender.forward(*task.batches[index])
             contender.backward(loss)
-            contender.settle()
+            contender.finish_gradients()
             contender.update()
     if isinstance(contender, Mpinit):
         contender.mpinit.undo(contender.model)

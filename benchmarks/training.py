@@ -56,7 +56,7 @@ class Training(Case):
         self.steps_done += 1
         loss = contender.forward(inputs, target)
         contender.backward(loss)
-        contender.settle()
+        contender.finish_gradients()
         contender.update()
         return loss.detach()
 
@@ -114,7 +114,7 @@ class Holding(Case):
         contender = self.training.contender
         inputs, target = contender.task.batches[0]
         contender.backward(contender.forward(inputs, target))
-        contender.settle()
+        contender.finish_gradients()
         held = footprint.held(contender)
         contender.update()
         return {f"bytes_{kind}": size for kind, size in held.items()}

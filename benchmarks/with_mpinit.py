@@ -15,7 +15,7 @@ from .tasks import Task
 
 
 class Mpinit(Contender):
-    """``initialize`` once, ``scale_loss`` around backward; leaving that block counts as settling.
+    """``initialize`` once, ``scale_loss`` around backward; the end of that block counts as finish_gradients.
 
     Args:
         native: False: as where native code is not built, in all of this process.
@@ -39,7 +39,7 @@ class Mpinit(Contender):
         self.scaling = self.mpinit.scale_loss(loss, self.optimizer)
         self.scaling.__enter__().backward()  # type: ignore[no-untyped-call]
 
-    def settle(self) -> None:
+    def finish_gradients(self) -> None:
         self.scaling.__exit__(None, None, None)
 
 
@@ -65,7 +65,7 @@ class InBackward(Mpinit):
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def settle(self) -> None:
+    def finish_gradients(self) -> None:
         """Nothing: it is stepped."""
 
     def update(self) -> None:
