@@ -11,6 +11,7 @@
 #   make lint       ruff, formatting too          make typecheck  mypy --strict
 #   make check      all of the above but the demo, as continuous integration runs them
 #   make bench      the CPU benchmarks            make bench-gpu  the CUDA ones        make bench-tables  from results
+#   make bench-loops  loops with clipping, schedulers, averages, over the same by hand
 #   make clean      remove .venv, .venv-newest and what runs have left
 
 PYTHON ?= python3

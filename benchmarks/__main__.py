@@ -9,7 +9,7 @@ from pathlib import Path
 
 from . import results, tables
 from .protocol import FULL, QUICK, run
-from .suite import workloads
+from .suite import TARGETS, workloads
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -20,6 +20,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     measure.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
     measure.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     measure.add_argument("--workloads", nargs="+", choices=list(workloads("full")), help="only these")
+    measure.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS[:1], help="without --workloads")
     measure.add_argument("--contenders", nargs="+", help="only these, besides the controls")
     measure.add_argument("--rounds", type=int, help="processes of each contender; figures are shown from 5 on")
     measure.add_argument("--fresh", action="store_true", help="measure again what has results")
@@ -42,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.rounds is not None:
         effort = replace(effort, rounds=options.rounds, most_rounds=options.rounds)
     out = options.out or results.folder(options.device, effort.size)
-    run(effort, options.device, out, options.workloads, options.contenders, options.fresh)
+    chosen = [name for name, row in workloads(effort.size).items() if row.target in options.targets]
+    run(effort, options.device, out, options.workloads or chosen, options.contenders, options.fresh)
     print(tables.summary(out, effort.size))
 
 

@@ -8,11 +8,16 @@ BENCH_PY := $(if $(VENV),$(VENV),.venv)/bin/python
 BENCH_GPU_PY := $(if $(wildcard $(BENCH_PY)),$(BENCH_PY),python3)
 BENCH_ARGS ?=
 
-.PHONY: bench bench-gpu bench-quick bench-native bench-tables bench-peers bench-states
+.PHONY: bench bench-loops bench-gpu bench-quick bench-native bench-tables bench-peers bench-states
 
 # Builds mpinit's native code for the CPU first, as `mpinit build-native` does.
 bench: $(VENV)/.bench
 	$(BENCH_PY) -m benchmarks run $(BENCH_ARGS)
+	$(BENCH_PY) -m benchmarks tables
+
+# Loops with clipping, schedulers, averages and so on, over the same loops written by hand.
+bench-loops: $(VENV)/.bench
+	$(BENCH_PY) -m benchmarks run --targets bench-loops $(BENCH_ARGS)
 	$(BENCH_PY) -m benchmarks tables
 
 bench-gpu:
@@ -21,11 +26,11 @@ bench-gpu:
 
 # Tiny sizes: does everything run?
 bench-quick: $(VENV)/.bench
-	$(BENCH_PY) -m benchmarks run --quick --fresh $(BENCH_ARGS)
+	$(BENCH_PY) -m benchmarks run --quick --fresh --targets bench bench-loops $(BENCH_ARGS)
 
 # Steps with and without native code, for docs/how-to/memory.md.
 bench-native: $(VENV)/.bench
-	$(BENCH_PY) -m benchmarks run --workloads native_sgd native_adam native_adamw native_adamw_fused $(BENCH_ARGS)
+	$(BENCH_PY) -m benchmarks run --targets bench-native $(BENCH_ARGS)
 
 # README's and the documentation's tables and plots, from the committed results.
 bench-tables: $(VENV)/.bench

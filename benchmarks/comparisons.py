@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from .estimate import Estimate, seconds
+from .loop_figures import GOAL
+from .loops import CLIPPING, loop_rows
 from .results import Results
 
 
@@ -19,6 +22,7 @@ class Comparison:
         above, below: contenders; with ``kind`` "time" there is only the first.
         goal: the figure may not exceed it.
         kind: "ratio", or "time" in milliseconds.
+        least: the figure may not be below it.
     """
 
     title: str
@@ -27,11 +31,22 @@ class Comparison:
     below: str
     goal: float
     kind: str = "ratio"
+    least: float = 0.0
 
     @property
     def unit(self) -> str:
         """Behind the figures."""
         return {"ratio": "", "time": " ms"}[self.kind]
+
+    @property
+    def goals(self) -> str:
+        """Return the goal with its unit."""
+        least = f"{self.least:.2f} to " if self.least else ""
+        return f"{least}{self.goal:.2f}{self.unit}"
+
+    def is_met_by(self, figure: float) -> bool:
+        """Return whether a figure meets the goal, in the digits that are shown."""
+        return self.least <= round(figure, 2) <= self.goal
 
     def estimate(self, results: Results) -> Estimate | None:
         """The figure; None where a contender is missing."""
@@ -45,6 +60,18 @@ class Comparison:
 
 def _time(title: str, workload: str, contender: str, goal_ms: float) -> Comparison:
     return Comparison(title, workload, contender, contender, goal_ms, "time")
+
+
+def _clipping() -> Iterator[Comparison]:
+    """Compare the ways to clip with each other, and mpinit's with the loop written by hand."""
+    for workload, row in loop_rows().items():
+        for way in row.level.ours if "clip_model" in row.extras else ():
+            ours, masters, model = (f"{way}+{extra}" for extra in CLIPPING)
+            title = f"{row.level.title}{' split' if way.endswith('split') else ''}, clipping"
+            by_hand = f"{row.level.by_hand}+clip_model"
+            yield Comparison(f"{title}: mpinit's / by hand", workload, ours, by_hand, GOAL)
+            yield Comparison(f"{title}: mpinit's / model.parameters()", workload, ours, model, 1.05, least=0.95)
+            yield Comparison(f"{title}: master_params / model.parameters()", workload, masters, model, 1.05, least=0.95)
 
 
 _NETWORKS: Final = ("bert", "resnet", "wide", "unet", "lstm")
@@ -81,6 +108,7 @@ COMPARISONS: Final = (
     Comparison("compiled O5 / torch.amp, bf16", "compiled", "o2_bf16", "amp_bf16", 1.00),
     Comparison("compiled O1 / torch.amp, fp16", "compiled", "o1_fp16", "amp_fp16", 1.03),
     Comparison("compiled O2 / torch.amp, fp16", "compiled", "o2_fp16", "amp_fp16", 1.00),
+    *_clipping(),
     _time("initialize at O2", "initialize", "o2", 30.0),
     _time("initialize at O1", "initialize", "o1", 30.0),
     _time("import mpinit behind import torch", "import", "mpinit", 200.0),

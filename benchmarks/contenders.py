@@ -27,7 +27,13 @@ def torch_optimizer(rule: Rule, params: Iterable[Tensor]) -> torch.optim.Optimiz
 
 
 class Contender:
-    """Plain training in the model's own dtype."""
+    """Plain training in the model's own dtype.
+
+    Attributes:
+        set_to_none: of ``zero_grad``, after each step.
+    """
+
+    set_to_none: bool = True
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -63,7 +69,10 @@ class Contender:
 
     def update(self) -> None:
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=self.set_to_none)
 
     def states(self) -> Iterable[Any]:
         """What the optimizer keeps of each parameter."""
@@ -137,7 +146,7 @@ class TorchAmp(Contender):
     def update(self) -> None:
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad()
+        self.clear_gradients()
 
 
 class SixteenBit(Contender):
@@ -164,17 +173,20 @@ class HandWritten(SixteenBit):
     """The loop that O2 stands for, as a careful person writes it.
 
     float32 masters, gradients copied to them in one foreach call, unscaled and checked in one pass, a fused step
-    that skips by itself, one foreach copy back. ``checked=False`` leaves scale and check out, as many bfloat16
-    loops do.
+    that skips by itself, one foreach copy back.
+
+    Args:
+        checked: False: without a loss scale and a finite check, as many bfloat16 loops are.
+        scale: a static loss scale; None: a dynamic one in float16, none otherwise.
     """
 
-    def __init__(self, task: Task, dtype: torch.dtype, *, checked: bool = True) -> None:
+    def __init__(self, task: Task, dtype: torch.dtype, *, checked: bool = True, scale: float | None = None) -> None:
         if checked and task.rule.form != "fused":
             raise Unavailable("a step that skips by itself is fused")
         originals = {param: param.detach().clone() for param in task.model.parameters()}
         super().__init__(task, dtype)
         self.checked = checked
-        self.check = Checked(self.device_type, None if dtype is torch.float16 else 1.0)
+        self.check = Checked(self.device_type, scale if dtype is torch.float16 else 1.0)
         pairs: list[tuple[Tensor, Tensor]] = [(p, originals[p]) for p in self.model.parameters() if p.dtype is dtype]
         self.weights = [weight for weight, _ in pairs]
         self.masters = [master for _, master in pairs]
@@ -191,8 +203,23 @@ class HandWritten(SixteenBit):
 
     def finish_gradients(self) -> None:
         torch._foreach_copy_([_grad(m) for m in self.masters], [_grad(w) for w in self.weights])
+        self.unscale()
+
+    def unscale(self) -> None:
+        """Unscale and check the gradients that are stepped, in one pass."""
         if self.checked:
             self.check.unscale([_grad(p) for p in self.stepped])
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Add the weights' gradients to the masters' in float32, and clear them: in place of finish_gradients."""
+        torch._foreach_add_([_grad(m) for m in self.masters], [_grad(w) for w in self.weights])
+        for weight in self.weights:
+            weight.grad = None
+
+    @torch.no_grad()
+    def zero_master_gradients(self) -> None:
+        torch._foreach_zero_([_grad(m) for m in self.masters])
 
     @torch.no_grad()
     def update(self) -> None:
@@ -200,7 +227,13 @@ class HandWritten(SixteenBit):
         torch._foreach_copy_(self.weights, self.masters)
         if self.checked:
             self.check.update()
-        self.model.zero_grad()
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        if self.set_to_none:
+            self.model.zero_grad()
+        else:
+            torch._foreach_zero_([_grad(p) for p in self.model.parameters()])
 
 
 def _grad(param: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ class Peer(SixteenBit):
     """bfloat16 weights and an optimizer from elsewhere that knows how to step them."""
 
     def __init__(self, task: Task, package: str, build: Build) -> None:
+        if task.rule.name not in ("adam", "sgd"):
+            raise Unavailable("measured with Adam and SGD")
         try:
             self.module = importlib.import_module(package)
         except ImportError as error:

@@ -151,7 +151,7 @@ def run_with(
     }
     common = {**machine.describe(device), "native code": _native_code(), "source": source, **efforts}
     rows = {name: row for name, row in workloads(effort.size).items() if device in row.devices}
-    chosen = [name for name, row in rows.items() if (not row.by_name if names is None else name in names)]
+    chosen = [name for name, row in rows.items() if (row.target == "bench" if names is None else name in names)]
     there = {} if fresh else {name: _begun(out / f"{name}.json", rows[name], source) for name in chosen}
     begun = {name: results for name, results in there.items() if results is not None}
     left = [name for name in chosen if name not in begun or begun[name].common["finished"] == "no"]

@@ -21,7 +21,15 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 MISSING: Final = "missing "
 LEAST_PROCESSES: Final = 5
 # What only reads results can change without making them stale.
-_READERS: Final = ("tables.py", "charts.py", "comparisons.py", "growth_figures.py", "states.py", "engines.py")
+_READERS: Final = (
+    "tables.py",
+    "charts.py",
+    "comparisons.py",
+    "growth_figures.py",
+    "loop_figures.py",
+    "states.py",
+    "engines.py",
+)
 
 
 class Results:

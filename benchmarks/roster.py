@@ -85,8 +85,10 @@ ROSTER: Final[Mapping[str, Row]] = {
         "torch.amp, LayerNorm in float32", partial(TorchAmp, dtype=FP16, float32_norms=True), needs_network=True
     ),
     "hand_fp16": Row("hand-written O2", partial(HandWritten, dtype=FP16)),
+    "hand_static": Row("hand-written O2, scale 128", partial(HandWritten, dtype=FP16, scale=128.0)),
     "o1_fp16": Row("mpinit O1", partial(Mpinit, opt_level="O1"), needs_network=True),
     "o2_fp16": Row("mpinit O2", partial(Mpinit, opt_level="O2")),
+    "o2_static": Row("mpinit O2, scale 128", partial(Mpinit, opt_level="O2", loss_scale=128.0)),
     "o3_fp16": Row("mpinit O3", partial(Mpinit, opt_level="O3")),
 }
 CONTROLS: Final = (("fp32", "fp32_again"), ("fp32", "o0"))

@@ -9,6 +9,7 @@ from typing import Final
 
 from .case import Case
 from .growth import AXES, Growth
+from .loops import EXTRAS, LoopRow, LoopTraining, loop_rows
 from .pieces import PIECES, Piece
 from .roster import CONTROLS, ROSTER
 from .setting_up import Import, Initialize
@@ -28,15 +29,15 @@ class Workload:
         contenders: by name, in the order in which they are shown.
         make: (contender, size of run, device) -> what its process measures.
         controls: (one, other): the other's time over the one's has to be 1, or nothing here is worth printing.
-        kind: "training", "pairs", "native", "memory", "pieces", "compiled", "growth", "initialize" or "import": which
-            tables it is for.
+        kind: "training", "pairs", "native", "memory", "pieces", "compiled", "growth", "initialize", "import" or
+            "loops": the tables that show it.
         minutes: enough for its rounds on a quiet CPU of two cores. Further ones, for controls that do not hold yet,
             begin only while there is time left of them.
         devices: where it is measured.
         repeat_s: about how long one timing lasts; 0 for a single timing, without any before it.
         rounds: processes of each contender, where it is another number than everywhere.
         patience: how many times as long as elsewhere the turns of a process may take.
-        by_name: it is measured only where it is named.
+        target: "bench", "bench-loops" or "bench-native": the target of make that measures it.
     """
 
     title: str
@@ -49,9 +50,10 @@ class Workload:
     repeat_s: float = 0.008
     rounds: int | None = None
     patience: float = 1.0
-    by_name: bool = False
+    target: str = "bench"
 
 
+TARGETS: Final = ("bench", "bench-loops", "bench-native")
 _CONTROL: Final = ("fp32", "fp32_again")
 _CONTROLS: Final = (*_CONTROL, "o0")
 _USUAL: Final = ("amp_bf16", "hand_bf16", "o1_bf16", "o2_bf16", "o2_split", "o3_bf16")
@@ -80,6 +82,10 @@ def _numbers(task: str, size: str, device: str) -> Mapping[str, int]:
 
 def _train(task: str, name: str, size: str, device: str) -> Case:
     return Training(task, name, _numbers(task, size, device), device)
+
+
+def _train_loop(task: str, name: str, size: str, device: str) -> Case:
+    return LoopTraining(task, name, _numbers(task, size, device), device)
 
 
 def _hold(task: str, name: str, size: str, device: str) -> Case:
@@ -130,6 +136,17 @@ def _set_up(title: str, layers: int, side: int, minutes: float) -> Workload:
     return Workload(title, names, partial(_initialize, layers, side), control, "initialize", minutes, patience=3)
 
 
+def _loops(row: LoopRow) -> Workload:
+    task = TASKS[row.task]
+    names = (*_CONTROL, *row.level.contenders(row.extras, has_network=not task.optimizer_only))
+    kinds = "clipping" if len(row.extras) > 1 else EXTRAS[row.extras[0]].title
+    minutes = (2.4 if task.optimizer_only else 1.6) if len(row.extras) > 1 else (0.9 if task.optimizer_only else 0.6)
+    return Workload(
+        f"{row.level.title}, {kinds}: {task.title}", names, partial(_train_loop, row.task), CONTROLS[:1], "loops",
+        minutes, target="bench-loops",
+    )  # fmt: skip
+
+
 def workloads(size: str) -> Mapping[str, Workload]:
     """Everything, by name, in the order in which it is measured; ``size`` is "quick" or "full"."""
     return {
@@ -144,7 +161,7 @@ def workloads(size: str) -> Mapping[str, Workload]:
         "bandwidth_eager": replace(_steps("bandwidth_eager", _EAGER, 0.4), devices=("cpu",)),
         "bandwidth_sgd": replace(_steps("bandwidth_sgd", (*_ONE_PASS, *_EAGER), 0.6), devices=("cpu",)),
         **{
-            task: replace(_steps(task, (*_ONE_PASS, *_EAGER), 1.5, "native"), devices=("cpu",), by_name=True)
+            task: replace(_steps(task, (*_ONE_PASS, *_EAGER), 1.5, "native"), devices=("cpu",), target="bench-native")
             for task in _NATIVE
         },
         "bandwidth_small": _steps("bandwidth_small", ("hand_bf16", *_ENCODED), 0.5),
@@ -171,9 +188,12 @@ def workloads(size: str) -> Mapping[str, Workload]:
         # In float16 a CPU takes minutes for a network.
         "wide_fp16": _training("wide", _FP16, 1.0, ("cuda",)),
         "bert_fp16": _training("bert", _FP16, 1.0, ("cuda",)),
+        **{name: _loops(row) for name, row in loop_rows().items()},
     }  # fmt: skip
 
 
 def title_of(contender: str) -> str:
-    """What people read."""
-    return ROSTER[contender].title if contender in ROSTER else contender
+    """Return the title of a contender for people."""
+    way, _, extra = contender.partition("+")
+    title = ROSTER[way].title if way in ROSTER else way
+    return f"{title}, {EXTRAS[extra].title}" if extra in EXTRAS else title

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from . import charts, growth_figures
+from . import charts, growth_figures, loop_figures
 from .comparisons import COMPARISONS, Comparison
 from .estimate import CONTROL_LIMITS, Estimate, seconds
 from .footprint import KINDS
@@ -170,8 +170,14 @@ def _pair(comparison: Comparison, found: All) -> list[str]:
         estimate = comparison.estimate(results)
         measured = "-" if estimate is None else f"{estimate}{comparison.unit}"
         if estimate is not None:
-            verdict = "met" if round(estimate.median, 2) <= comparison.goal else "not met"
-    return [comparison.title, comparison.workload, measured, f"{comparison.goal:.2f}{comparison.unit}", verdict]
+            verdict = "met" if comparison.is_met_by(estimate.median) else "not met"
+    return [comparison.title, comparison.workload, measured, comparison.goals, verdict]
+
+
+def loops(found: All) -> str:
+    """Return the time of loops with extras over the same loop written by hand."""
+    rows = loop_figures.rows(found, NOT_MEASURABLE)
+    return table(loop_figures.HEAD, rows) if rows else NOT_THERE
 
 
 def setting_up(found: All) -> str:
@@ -318,6 +324,7 @@ def blocks(found: All, folder: Path) -> dict[str, Callable[[], str]]:
         "pieces": lambda: pieces(found),
         "native_code": lambda: native_code(machines()),
         "pairs": lambda: pairs(found),
+        "loops": lambda: loops(found),
         "setting_up": lambda: setting_up(found),
         "compiled": lambda: compiled(found),
         "growth": lambda: growth(found, folder),
@@ -361,6 +368,8 @@ def summary(folder: Path, size: str) -> str:
         parts.append(setting_up(found))
     if "growth" in kinds:
         parts.append(growth(found, RESULTS).partition("\n\n!")[0])
+    if "loops" in kinds:
+        parts.append(loops(found))
     return "\n\n".join([*parts, pairs(found), f"results in {folder}"])
 
 

@@ -73,6 +73,7 @@ class TaskRow:
 
 
 _ADAM: Final = Rule("adam", 1e-3)
+_ADAMW: Final = Rule("adamw", 1e-3)
 
 
 def _supervised(
@@ -180,6 +181,25 @@ TASKS: Final[Mapping[str, TaskRow]] = {
             "cuda": {"tensors": 40, "side": 768},
         },
         _bandwidth,
+        optimizer_only=True,
+    ),
+    "launch_adamw": TaskRow(
+        "launch-bound: 40 x [Linear 32, LayerNorm, ReLU], batch 4, AdamW",
+        {
+            "quick": {"blocks": 4, "width": 32, "batch": 4},
+            "cpu": {"blocks": 40, "width": 32, "batch": 4},
+            "cuda": {"blocks": 40, "width": 32, "batch": 4},
+        },
+        partial(_launch, rule=_ADAMW),
+    ),
+    "bandwidth_adamw": TaskRow(
+        "bandwidth-bound: the AdamW step of 16 M parameters in 40 tensors, no network",
+        {
+            "quick": {"tensors": 4, "side": 64},
+            "cpu": {"tensors": 40, "side": 640},
+            "cuda": {"tensors": 40, "side": 640},
+        },
+        partial(_bandwidth, name="adamw"),
         optimizer_only=True,
     ),
     "bandwidth_foreach": TaskRow(

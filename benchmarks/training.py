@@ -12,7 +12,7 @@ import torch
 from . import footprint, tally
 from .case import Case, Facts, Unavailable, clock_for
 from .roster import ROSTER
-from .tasks import TASKS
+from .tasks import TASKS, Batch
 
 ENOUGH_S: Final = 0.5
 # Of a compiled model: until guards and generated code have settled, and the first loss scales, which overflow, are
@@ -28,7 +28,7 @@ class Training(Case):
     def __init__(self, task: str, contender: str, size: Mapping[str, int], device: str, compiled: bool = False) -> None:
         self.task_row, self.row, self.size, self.device = TASKS[task], ROSTER[contender], size, torch.device(device)
         self.clock, self.compiled = clock_for(device), compiled
-        self.steps_done, self.warm_up = 0, 5
+        self.batches_used, self.warm_up = 0, 5
 
     def prepare(self) -> None:
         self.build()
@@ -52,13 +52,17 @@ class Training(Case):
 
     def step(self) -> torch.Tensor:
         contender = self.contender
-        inputs, target = contender.task.batches[self.steps_done % len(contender.task.batches)]
-        self.steps_done += 1
-        loss = contender.forward(inputs, target)
+        loss = contender.forward(*self.next_batch())
         contender.backward(loss)
         contender.finish_gradients()
         contender.update()
         return loss.detach()
+
+    def next_batch(self) -> Batch:
+        """Return the batches of the task in turn."""
+        batches = self.contender.task.batches
+        self.batches_used += 1
+        return batches[(self.batches_used - 1) % len(batches)]
 
     def seconds(self, loops: int) -> float:
         begin = self.clock()

@@ -1,0 +1,44 @@
+"""Figures of loops, from results: every way over the loop written by hand with the same extra."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from .estimate import Estimate
+from .loops import EXTRAS, LoopRow, loop_rows
+from .results import Results
+
+# Of an extra's loop over the same loop written by hand.
+GOAL: Final = 1.05
+HEAD: Final = ["a loop with", "", "level", "torch.amp", "mpinit", "mpinit split", f"at most {GOAL:.2f}"]
+
+
+def rows(found: Mapping[str, Results], not_measurable: str) -> list[list[str]]:
+    """Return a row for each extra, task and level that was measured."""
+    return [
+        _row(extra, row, found[name], not_measurable)
+        for name, row in loop_rows().items()
+        if name in found
+        for extra in row.extras
+    ]
+
+
+def _row(extra: str, row: LoopRow, results: Results, not_measurable: str) -> list[str]:
+    level = row.level
+    counterpart = f"{level.by_hand}+{EXTRAS[extra].counterpart or extra}"
+    full, split = (*level.ours, "")[:2]
+    amp = f"{level.amp}+{EXTRAS[extra].counterpart or extra}"
+    names = [amp, f"{full}+{extra}", f"{split}+{extra}"]
+    estimates = [results.ratio(name, counterpart) for name in names]
+    title = [EXTRAS[extra].title, row.task.partition("_")[0], level.title]
+    if not results.is_measurable():
+        return [*title, *(not_measurable if estimate else "-" for estimate in estimates), ""]
+    return [*title, *(str(estimate or "-") for estimate in estimates), _verdict(estimates[1:])]
+
+
+def _verdict(estimates: list[Estimate | None]) -> str:
+    medians = [estimate.median for estimate in estimates if estimate is not None]
+    if not medians:
+        return ""
+    return "met" if round(max(medians), 2) <= GOAL else "not met"
