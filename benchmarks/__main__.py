@@ -13,7 +13,7 @@ from .suite import TARGETS, workloads
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     measure = commands.add_parser("run", help="measure what has no results yet")

@@ -14,11 +14,11 @@ from .results import Results
 
 @dataclass(frozen=True)
 class Comparison:
-    """One goal.
+    """A goal.
 
     Attributes:
-        title: what is compared.
-        workload: where.
+        title: the pair, for people.
+        workload: by name.
         above, below: contenders; with ``kind`` "time" there is only the first.
         goal: the figure may not exceed it.
         kind: "ratio", or "time" in milliseconds.
@@ -35,7 +35,7 @@ class Comparison:
 
     @property
     def unit(self) -> str:
-        """Behind the figures."""
+        """Return the unit of the figures."""
         return {"ratio": "", "time": " ms"}[self.kind]
 
     @property
@@ -49,7 +49,7 @@ class Comparison:
         return self.least <= round(figure, 2) <= self.goal
 
     def estimate(self, results: Results) -> Estimate | None:
-        """The figure; None where a contender is missing."""
+        """Return the figure; None where a contender is missing."""
         above, below = results.rounds(self.above), results.rounds(self.below)
         if not above or not below:
             return None

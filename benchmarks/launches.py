@@ -1,4 +1,4 @@
-"""What an iteration asks of an accelerator, counted on the simulated one: ``python -m benchmarks.launches``.
+"""Launches, reads and copies of an iteration, counted on the simulated device: ``python -m benchmarks.launches``.
 
 It writes the table between the marks of the page about limits. A launch is an operation on the device, a multi-tensor
 one is one; the batch is there already.
@@ -34,7 +34,7 @@ _MARKED: Final = re.compile(r"(<!-- launches: begin -->\n).*?(<!-- launches: end
 
 
 def counted(row: Row, form: str) -> tuple[int, int, int] | None:
-    """Launches, host reads and copies between devices of a good iteration; None where there is none of that form."""
+    """Count launches, host reads and copies between devices of an iteration; None where the form is unavailable."""
     import simulated_device
 
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def counted(row: Row, form: str) -> tuple[int, int, int] | None:
 
 
 def table() -> str:
-    """Markdown."""
+    """Return the table in Markdown."""
     import simulated_device
 
     simulated_device.start()
@@ -78,7 +78,7 @@ def _what_is_read(scales: bool, reads: list[int]) -> str:
 
 
 def replaced(text: str) -> str:
-    """``text`` with the table made anew."""
+    """Return ``text`` with the table made anew."""
     return _MARKED.sub(lambda mark: f"{mark[1]}\n{table()}\n{mark[2]}", text)
 
 

@@ -16,7 +16,7 @@ Build = Callable[[Any, Rule, list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class Peer(SixteenBit):
-    """bfloat16 weights and an optimizer from elsewhere that knows how to step them."""
+    """bfloat16 weights and an optimizer from elsewhere that steps them."""
 
     def __init__(self, task: Task, package: str, build: Build) -> None:
         if task.rule.name not in ("adam", "sgd"):
@@ -33,7 +33,7 @@ class Peer(SixteenBit):
 
 
 def optimi(module: Any, rule: Rule, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """optimi's optimizers with Kahan summation for the bfloat16 weights."""
+    """Build optimi's optimizers with Kahan summation for the bfloat16 weights."""
     if rule.name == "adam":
         made = module.Adam(params, lr=rule.lr, betas=(0.9, 0.999), eps=1e-8, kahan_sum=True)
     else:
@@ -42,21 +42,21 @@ def optimi(module: Any, rule: Rule, params: list[torch.nn.Parameter]) -> torch.o
 
 
 def torchao_8bit(module: Any, rule: Rule, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """torchao's 8-bit Adam with stochastic rounding."""
+    """Build torchao's 8-bit Adam with stochastic rounding."""
     if rule.name != "adam":
         raise Unavailable("torchao has no SGD")
     return _optimizer(module.AdamW8bit(params, lr=rule.lr, weight_decay=0.0, bf16_stochastic_round=True))
 
 
 def bitsandbytes_8bit(module: Any, rule: Rule, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """bitsandbytes' 8-bit Adam, which rounds to the weights' own type."""
+    """Build bitsandbytes' 8-bit Adam, which rounds to the weights' own type."""
     if rule.name != "adam":
         raise Unavailable("measured with Adam")
     return _optimizer(module.optim.Adam8bit(params, lr=rule.lr))
 
 
 def flashoptim(module: Any, rule: Rule, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """flashoptim with 32-bit masters, kept as weight and correction, and 8-bit states."""
+    """Build flashoptim's optimizers with 32-bit masters, kept as weight and correction, and 8-bit states."""
     if not params[0].is_cuda:
         raise Unavailable("flashoptim's kernels are CUDA's")
     if rule.name == "adam":

@@ -20,7 +20,7 @@ from .suite import Workload
 ROOT: Final = Path(__file__).resolve().parents[1]
 MISSING: Final = "missing "
 LEAST_PROCESSES: Final = 5
-# What only reads results can change without making them stale.
+# Files that only read results can change without making them stale.
 _READERS: Final = (
     "tables.py",
     "charts.py",
@@ -33,7 +33,7 @@ _READERS: Final = (
 
 
 class Results:
-    """The processes of one workload, as they come and as they are read again."""
+    """Processes of one workload, as they are measured and as they are read again."""
 
     def __init__(self, name: str, workload: Workload) -> None:
         self.name, self.workload = name, workload
@@ -42,7 +42,7 @@ class Results:
         self.common: dict[str, Any] = {}
 
     def add(self, contender: str, number: int, answer: Mapping[str, Any]) -> None:
-        """One process has answered; a contender that failed once takes no further part."""
+        """Add the answer of one process; a contender that failed once is left out from then on."""
         for word in ("unavailable", "failed"):
             if word in answer:
                 self.missing[contender] = f"{word}: {answer[word]}"
@@ -50,38 +50,38 @@ class Results:
         self.runs[contender].append({**answer, "round": number})
 
     def rounds(self, contender: str) -> Rounds:
-        """Values by round; none where the contender is missing."""
+        """Return the values by round; none where the contender is missing."""
         if contender in self.missing:
             return {}
         return {run["round"]: run["values"] for run in self.runs.get(contender, [])}
 
     def facts(self, contender: str) -> dict[str, Any]:
-        """What the first process said besides its times."""
+        """Return the facts of the first process."""
         runs = self.runs.get(contender, [])
         return dict(runs[0]["facts"]) if runs and contender not in self.missing else {}
 
     def fact(self, contender: str, name: str) -> list[float]:
-        """One fact of every process."""
+        """Return one fact of every process."""
         return [run["facts"][name] for run in self.runs.get(contender, []) if name in run["facts"]]
 
     def ratio(self, above: str, below: str) -> Estimate | None:
-        """None where either has no part here."""
+        """Return the ratio of times; None where either contender is missing."""
         one, other = self.rounds(above), self.rounds(below)
         return ratio(one, other) if one.keys() & other.keys() else None
 
     def controls(self) -> dict[tuple[str, str], Estimate]:
-        """What should be 1; empty where a control itself is missing, and then nothing holds."""
+        """Return the ratios that have to be 1; a control with a missing contender is left out."""
         found = {(one, other): self.ratio(other, one) for one, other in self.workload.controls}
         return {pair: estimate for pair, estimate in found.items() if estimate is not None}
 
     def is_measurable(self) -> bool:
-        """Whether every control is there, in enough processes, and holds: otherwise no number is shown."""
+        """Return whether every control was measured in enough processes and holds: otherwise no number is shown."""
         controls = self.controls()
         enough = all(len(self.rounds(name)) >= LEAST_PROCESSES for pair in controls for name in pair)
         return enough and len(controls) == len(self.workload.controls) and all(map(holds, controls.values()))
 
     def write(self, path: Path) -> None:
-        """As a pyperf suite."""
+        """Write a pyperf suite."""
         missing = {MISSING + contender: reason for contender, reason in self.missing.items()}
         benchmarks = []
         for contender, runs in self.runs.items():
@@ -100,7 +100,7 @@ def _as_pyperf(run: Mapping[str, Any], common: Mapping[str, Any]) -> pyperf.Run:
 
 
 def read(path: Path, workload: Workload) -> Results:
-    """What :meth:`Results.write` wrote."""
+    """Read a file of :meth:`Results.write`."""
     results = Results(path.stem, workload)
     for benchmark in pyperf.BenchmarkSuite.load(str(path)).get_benchmarks():
         for run in benchmark.get_runs():
@@ -118,18 +118,18 @@ def read(path: Path, workload: Workload) -> Results:
 
 
 def measurable(found: Mapping[str, Results]) -> dict[str, Results]:
-    """Those whose controls hold, so that only figures are shown; all of them where no controls do."""
+    """Return the results whose controls hold; all of them where no controls do."""
     return {name: results for name, results in found.items() if results.is_measurable()} or dict(found)
 
 
 def folder(device: str, size: str) -> Path:
-    """Where this machine's results are: beside the suite, those of a quick run out of the way."""
+    """Return the folder of this machine's results: beside the suite, or in ``runs`` for a quick run."""
     name = machine.slug(f"{device} {machine.name(device)}")
     return ROOT / "runs" / "benchmarks" / name if size == "quick" else Path(__file__).parent / "results" / name
 
 
 def fingerprint() -> str:
-    """Of all that figures depend on here: results of other sources are not gone on with."""
+    """Hash all sources that figures depend on: results of other sources are measured again."""
     digest = hashlib.sha256()
     sources = [*sorted((ROOT / "mpinit").rglob("*.py")), *sorted(Path(__file__).parent.glob("*.py"))]
     for source in sources:

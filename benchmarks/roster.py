@@ -1,4 +1,4 @@
-"""Who takes part: one row per contender."""
+"""Contenders: one row each."""
 
 from __future__ import annotations
 

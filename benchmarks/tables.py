@@ -39,7 +39,7 @@ All = Mapping[str, Results]
 
 
 def load(folder: Path, size: str = "full") -> dict[str, Results]:
-    """The results of one machine, in the suite's order."""
+    """Return the results of one machine, in the suite's order."""
     rows = workloads(size)
     return {
         name: read(folder / f"{name}.json", row) for name, row in rows.items() if (folder / f"{name}.json").exists()
@@ -47,25 +47,25 @@ def load(folder: Path, size: str = "full") -> dict[str, Results]:
 
 
 def machines() -> list[Path]:
-    """The folders of results, CPUs first."""
+    """Return the folders of results, CPUs first."""
     return sorted(
         (path for path in RESULTS.iterdir() if path.is_dir()), key=lambda path: (path.name[:3] != "cpu", path)
     )
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """Markdown."""
+    """Return a table in Markdown."""
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
 
 
 def where(found: All) -> str:
-    """Machine and version, from whatever was measured last."""
+    """Return machine and version of the workload that was measured last."""
     common = max((results.common for results in found.values()), key=lambda common: str(common["date"]))
     return f"{common['machine']}, {common['cores']} cores, torch {common['torch']}"
 
 
 def relative(results: Results, contender: str, reference: str) -> str:
-    """A cell: the ratio with its interval, or why there is none."""
+    """Return a cell: the ratio with its interval, or the reason for its absence."""
     if not results.rounds(contender):
         return "-"
     if not results.is_measurable():
@@ -75,7 +75,7 @@ def relative(results: Results, contender: str, reference: str) -> str:
 
 
 def training(found: All, folder: Path, dtype: str) -> str:
-    """Time of a step over float32's, contender by contender."""
+    """Tabulate the time of a step over float32's."""
     rows = _with_contenders(found, BY_TYPE[dtype], "training")
     if not rows:
         return NOT_THERE
@@ -94,7 +94,7 @@ def _with_contenders(found: All, names: tuple[str, ...], kind: str) -> dict[str,
 
 
 def memory(found: All, names: tuple[str, ...] = ()) -> str:
-    """Bytes per parameter with Adam, held after backward by kind, and the peak of whole steps."""
+    """Tabulate bytes per parameter with Adam, held after backward by kind, and the peak of whole steps."""
     results, rows = found.get("memory"), []
     if results is None:
         return NOT_THERE
@@ -109,7 +109,7 @@ def memory(found: All, names: tuple[str, ...] = ()) -> str:
 
 
 def encoded(found: All) -> str:
-    """Time of a step with split masters and encoded states over full masters and float32 states."""
+    """Tabulate the time of a step with split masters and encoded states over full masters and float32 states."""
     rows = [
         [results.workload.title, *(relative(results, name, "o2_bf16") for name in _ENCODED)]
         for results in found.values()
@@ -143,7 +143,7 @@ def native_code(folders: list[Path]) -> str:
 
 
 def pieces(found: All) -> str:
-    """Nanoseconds a number of what a step is made of."""
+    """Tabulate nanoseconds a number of the pieces of a step."""
     results = found.get("pieces")
     if results is None:
         return NOT_THERE
@@ -157,7 +157,7 @@ def pieces(found: All) -> str:
 
 
 def pairs(found: All) -> str:
-    """What is compared with a goal."""
+    """Tabulate the pairs that have a goal."""
     rows = [_pair(comparison, found) for comparison in COMPARISONS if comparison.workload in found]
     return table(["", "workload", "measured", "goal", ""], rows) if rows else NOT_THERE
 
@@ -175,13 +175,13 @@ def _pair(comparison: Comparison, found: All) -> list[str]:
 
 
 def loops(found: All) -> str:
-    """Return the time of loops with extras over the same loop written by hand."""
+    """Tabulate the time of loops with extras over the same loop written by hand."""
     rows = loop_figures.rows(found, NOT_MEASURABLE)
     return table(loop_figures.HEAD, rows) if rows else NOT_THERE
 
 
 def setting_up(found: All) -> str:
-    """Milliseconds of ``initialize``, and of imports."""
+    """Tabulate milliseconds of ``initialize`` and of imports."""
     rows = []
     for results in found.values():
         if results.workload.kind in ("initialize", "import"):
@@ -199,7 +199,7 @@ def _milliseconds(results: Results, estimate: Estimate) -> str:
 
 
 def compiled(found: All) -> str:
-    """Time over torch.amp's compiled step, and what the compiler did."""
+    """Tabulate time over torch.amp's compiled step, graphs, breaks and recompilations."""
     results, rows = found.get("compiled"), []
     if results is None:
         return NOT_THERE
@@ -215,7 +215,7 @@ def compiled(found: All) -> str:
 
 
 def growth(found: All, folder: Path) -> str:
-    """Slopes, and what one of it costs where there are most."""
+    """Tabulate slopes, and the cost of one at the largest size."""
     rows = []
     for axis in AXES:
         results = found.get(f"grow_{axis}")
@@ -229,7 +229,7 @@ def growth(found: All, folder: Path) -> str:
 
 
 def controls(found: All) -> str:
-    """Every control, and whether it held."""
+    """Tabulate every control, and whether it held."""
     rows = []
     for name, results in found.items():
         number = max((len(runs) for runs in results.runs.values()), default=0)
@@ -241,7 +241,7 @@ def controls(found: All) -> str:
 
 
 def missing(found: All) -> str:
-    """Who took no part, and why; said once where it is the same everywhere."""
+    """Tabulate missing contenders with their reasons, each reason once."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for name, results in found.items():
         for contender, reason in results.missing.items():
@@ -251,7 +251,7 @@ def missing(found: All) -> str:
 
 
 def finetuned(path: Path = FINETUNED) -> str:
-    """What the example that fine-tunes a 16-bit checkpoint has found."""
+    """Tabulate the results of the example that fine-tunes a 16-bit checkpoint."""
     result = json.loads(path.read_text(encoding="utf-8"))
     head = [
         "",
@@ -277,7 +277,7 @@ def finetuned(path: Path = FINETUNED) -> str:
 
 
 def finetuned_in_short() -> str:
-    """The columns of README."""
+    """Tabulate README's columns of the fine-tuning example."""
     rows = []
     for way in json.loads(FINETUNED.read_text(encoding="utf-8"))["ways"]:
         unmoved, size = f"{way['weights that never moved, %']:.1f} %", f"{way['bytes a parameter']:.1f}"
@@ -286,7 +286,7 @@ def finetuned_in_short() -> str:
 
 
 def readme(found: All, folder: Path) -> str:
-    """README's tables."""
+    """Return README's tables."""
     some = measurable({name: found[name] for name in _WORKLOADS_IN_README if name in found})
     rows = _with_contenders(some, _IN_README, "training")
     names = [name for name in _IN_README if any(results.rounds(name) for results in rows.values())]
@@ -312,7 +312,7 @@ def _link(target: Path, page: Path) -> str:
 
 
 def blocks(found: All, folder: Path) -> dict[str, Callable[[], str]]:
-    """By the name of its marks, what stands between them."""
+    """Return the maker of each block by the name of its marks."""
     return {
         "readme": lambda: readme(found, folder),
         "machine": lambda: where(found),
@@ -336,13 +336,13 @@ def blocks(found: All, folder: Path) -> dict[str, Callable[[], str]]:
 
 
 def replaced(text: str, folder: Path) -> str:
-    """``text`` with all that stands between marks made anew."""
+    """Return ``text`` with every block between marks made anew."""
     made = blocks(load(folder), folder)
     return _MARKED.sub(lambda mark: f"{mark[1]}\n{made[mark[2]]()}\n\n{mark[3]}", text)
 
 
 def write() -> None:
-    """Make every table and plot anew, from the first machine's results."""
+    """Write every table and plot anew, from the first machine's results."""
     folder = machines()[0]
     for path in PAGES:
         path.write_text(replaced(path.read_text(encoding="utf-8"), folder), encoding="utf-8")
@@ -350,7 +350,7 @@ def write() -> None:
 
 
 def summary(folder: Path, size: str) -> str:
-    """All tables of a folder, for the screen."""
+    """Return all tables of a folder, for the screen."""
     found = load(folder, size)
     parts = [where(found), controls(found), missing(found), encoded(found)]
     kinds = {results.workload.kind for results in found.values()}

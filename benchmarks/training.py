@@ -1,4 +1,4 @@
-"""Steps of training: a contender on a task, timed, timed with a compiled model, or looked at for its memory."""
+"""Steps of training: a contender on a task, timed, timed with a compiled model, or measured for its memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from .roster import ROSTER
 from .tasks import TASKS, Batch
 
 ENOUGH_S: Final = 0.5
-# Of a compiled model: until guards and generated code have settled, and the first loss scales, which overflow, are
-# behind.
+# Steps of a compiled model until guards and generated code no longer change, and no loss scale overflows any more.
 COMPILED_STEPS: Final = 5
 # Tiny: buffers that stay for the next step would otherwise be there before what is measured.
 REHEARSED: Final = {"tensors": 4, "side": 64}
@@ -40,7 +39,7 @@ class Training(Case):
                 break
 
     def build(self) -> None:
-        """The contender, without a step."""
+        """Build the contender, without a step."""
         if self.row.needs_network and self.task_row.optimizer_only:
             raise Unavailable("it differs in how a network runs, and there is none")
         torch.set_float32_matmul_precision("highest")
@@ -59,7 +58,7 @@ class Training(Case):
         return loss.detach()
 
     def next_batch(self) -> Batch:
-        """Return the batches of the task in turn."""
+        """Return the next batch of the task."""
         batches = self.contender.task.batches
         self.batches_used += 1
         return batches[(self.batches_used - 1) % len(batches)]
@@ -85,12 +84,12 @@ class Training(Case):
         return found
 
     def parameters(self) -> int:
-        """How many numbers are trained."""
+        """Return the number of trained numbers."""
         return sum(p.numel() for p in self.contender.model.parameters())
 
 
 class Holding(Case):
-    """What a training holds: by kind when the optimizer is about to step, and at the peak of whole steps."""
+    """Bytes that a training holds: by kind when the optimizer is about to step, and at the peak of whole steps."""
 
     def __init__(self, task: str, contender: str, size: Mapping[str, int], device: str) -> None:
         self.rehearsal = Training(task, contender, REHEARSED, device)
@@ -98,7 +97,7 @@ class Holding(Case):
 
     def prepare(self) -> None:
         footprint.give_back_what_is_freed()
-        # What takes memory once, such as imports and compilers, is no part of what training holds.
+        # Memory of imports and compilers, needed once, is no part of the training.
         self.rehearsal.prepare()
         del self.rehearsal
         self.before = footprint.held_now(self.device)
@@ -114,7 +113,7 @@ class Holding(Case):
         return {"parameters": self.training.parameters(), **found, **self.bytes_after_backward()}
 
     def bytes_after_backward(self) -> Facts:
-        """Bytes held by kind when the optimizer is about to step, each storage once."""
+        """Return the bytes held by kind when the optimizer is about to step, each storage once."""
         contender = self.training.contender
         inputs, target = contender.task.batches[0]
         contender.backward(contender.forward(inputs, target))
@@ -140,7 +139,7 @@ class CompiledTraining(Case):
         return self.inner.seconds(loops)
 
     def facts(self, first: bool) -> Facts:
-        """Graphs and breaks; what is compiled anew when the loss scale has moved because a step overflowed."""
+        """Count graphs, breaks, and recompilations after overflows that moved the loss scale."""
         task = self.inner.contender.task
         task.batches[:] = [(torch.full_like(inputs, float("inf")), target) for inputs, target in task.batches]
         for _ in range(3):

@@ -66,10 +66,10 @@ class InBackward(Mpinit):
         loss.backward()  # type: ignore[no-untyped-call]
 
     def finish_gradients(self) -> None:
-        """Nothing: it is stepped."""
+        """Do nothing: each parameter was stepped in backward."""
 
     def update(self) -> None:
-        """Nothing: it was stepped in backward."""
+        """Do nothing: each parameter was stepped in backward."""
 
     def states(self) -> Iterable[Any]:
         return chain.from_iterable(optimizer.state.values() for optimizer in self.optimizer)
