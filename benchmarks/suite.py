@@ -76,6 +76,15 @@ _FP16: Final = ("amp_fp16", "hand_fp16", "o1_fp16", "o2_fp16")
 _COMPILED: Final = (*_CONTROL, "amp_bf16", "o1_bf16", "o2_bf16", "amp_fp16", "o1_fp16", "o2_fp16")
 
 
+# By the first extra: minutes of a launch-bound row, and of a bandwidth-bound one.
+_LOOP_MINUTES: Final[Mapping[str, tuple[float, float]]] = {
+    "none": (1.4, 2.2),
+    "accumulation": (0.6, 1.2),
+    "checkpoint": (1.0, 1.2),
+    "checkpoint_10": (1.0, 1.2),
+}
+
+
 def _numbers(task: str, size: str, device: str) -> Mapping[str, int]:
     return TASKS[task].sizes["quick" if size == "quick" else device]
 
@@ -139,11 +148,12 @@ def _set_up(title: str, layers: int, side: int, minutes: float) -> Workload:
 def _loops(row: LoopRow) -> Workload:
     task = TASKS[row.task]
     names = (*_CONTROL, *row.level.contenders(row.extras, has_network=not task.optimizer_only))
-    kinds = "clipping" if len(row.extras) > 1 else EXTRAS[row.extras[0]].title
-    minutes = (2.4 if task.optimizer_only else 1.6) if len(row.extras) > 1 else (0.9 if task.optimizer_only else 0.6)
+    first = row.extras[0]
+    title = "clipping" if first == "none" else EXTRAS[first].title
+    launch_bound, bandwidth_bound = _LOOP_MINUTES.get(first, (0.5, 0.8))
     return Workload(
-        f"{row.level.title}, {kinds}: {task.title}", names, partial(_train_loop, row.task), CONTROLS[:1], "loops",
-        minutes, target="bench-loops",
+        f"{row.level.title}, {title}: {task.title}", names, partial(_train_loop, row.task), CONTROLS[:1], "loops",
+        bandwidth_bound if task.optimizer_only else launch_bound, target="bench-loops",
     )  # fmt: skip
 
 
