@@ -47,7 +47,7 @@ def _split(side: int, way: str) -> Work:
     for master in made:
         masters.cast(master, torch.bfloat16, clamps=False)
     gradients = [torch.randn(side, side, dtype=torch.bfloat16) for _ in weights]
-    opened = masters.opened(made, torch.device("cpu"))
+    opened = masters.batch(made, torch.device("cpu"))
 
     def join() -> None:
         opened.read()

@@ -227,12 +227,16 @@ class _Batch(MasterBatch):
         self._strides: list[tuple[int, ...]] = []
 
     @torch.no_grad()
-    def read(self) -> None:
+    def follow_writes(self) -> None:
         written, keeps_bits = self._written(), self._owner.keeps_bits
         for master in written:
             self._owner.follow(master, keeps_bits)
         if not keeps_bits:
             self._owner.forget_earlier(self._masters)
+
+    @torch.no_grad()
+    def read(self) -> None:
+        self.follow_writes()
         self._owner.opened(self)
 
     def _written(self) -> list[Master]:

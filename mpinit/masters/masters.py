@@ -102,6 +102,10 @@ class MasterBatch(ABC):
         """Record that native code has made masters follow their weights, stepped them and rounded them."""
 
     @abstractmethod
+    def follow_writes(self) -> None:
+        """Let masters follow what was written to their weights since they were rounded into them."""
+
+    @abstractmethod
     def read(self) -> None:
         """Let every parameter hold the meaning of its weight, in float32."""
 

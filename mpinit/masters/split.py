@@ -289,7 +289,10 @@ class _Bucket(MasterBatch):
             return  # an interrupted call may have written a part: doing it twice would take the halves of halves
         try:
             self._gather()
+            before = self._remainder.clone() if self._owner.keeps_bits else None
             take_remainder_(buffer[: self._numel].view(torch.int32), self._remainder)
+            if before is not None:
+                self._restore_written(before)
             if self._halves:
                 torch._foreach_copy_(self._halves, self._bits)
             self._remember()
@@ -300,6 +303,13 @@ class _Bucket(MasterBatch):
         else:
             self._laid_out = None
             self._bits, self._wide, self._values, self._spaces = [], [], [], []
+
+    def _restore_written(self, before: torch.Tensor) -> None:
+        """Restore the remainders of written zeros and infinities, which were read without them."""
+        parts = before.split_with_sizes(self._sizes), self._bits
+        for weight, half, remainder, kept, bits in zip(self._flat, self._halves, self._parts, *parts, strict=True):
+            is_unchanged = _is_exact(weight) & (half == bits)
+            remainder.copy_(torch.where(is_unchanged, kept, remainder))
 
     def stepped(self) -> None:
         self._remember()

@@ -458,6 +458,8 @@ class HandedOutMasters:
     def _apply_gradients(self) -> None:
         mine = grads_of(self._parameters)
         if not self._copies and are_same(mine, self._bound):
+            if not are_same(grads_of(self._weights), self._theirs):
+                self.bind_gradients()
             return
         is_changed = False
         for index, (master, gradient, bound) in enumerate(zip(self.masters, mine, self._bound, strict=True)):
@@ -664,8 +666,8 @@ class _Carried:
         # One dict for both: hooks that are registered inside stay, and their handles remove them.
         for name in _HOOKS:
             setattr(wide, name, getattr(tensor, name))
-        if tensor.grad is not None:
-            wide.grad = self._gradient = tensor.grad.float()
+        self._gradient = wide.grad = None if tensor.grad is None else tensor.grad.float()
+        if self._gradient is not None:
             self._version = self._gradient._version
 
     def bring_back(self, replacement: torch.Tensor | None) -> None:

@@ -73,6 +73,8 @@ class Members:
 
     def sync_groups(self) -> None:
         """Follow changed groups, and weights that have become trainable: those get masters. Cheap where nothing changed."""
+        if self.table.are_in_model:
+            return  # the groups hold the parameters of a float32_weights block
         if not self.are_as_seen() or any(weight.requires_grad for weight in self._frozen):
             self._look()
 

@@ -55,6 +55,9 @@ class NativeSteps:
         groups = self._groups_of(code, weights)
         if groups is None:
             return False
+        if isinstance(self._members.table, SplitMasters):
+            for each in masters:
+                each.follow_writes()
         numbers = code.step(groups, state, isinstance(self._members.table, SplitMasters), self._smallest)
         if numbers > 0:
             for each in masters:

@@ -380,9 +380,20 @@ def test_writes_to_one_element_of_two_state_dicts_are_refused(kind: str, read: s
     with torch.no_grad():
         one["first.weight"][0] = 0.5
         other["first.weight"][:, 0] = -1.0
+    READS[read](training)
+
+
+@kinds_with_copies
+def test_refusal_of_two_writes_to_one_element_names_the_weight(kind: str) -> None:
+    training = trained(kind)
+    one, other = training.model.state_dict(), training.model.state_dict()
+    with torch.no_grad():
+        one["first.weight"][0] = 0.5
+        other["first.weight"][:, 0] = -1.0
+    before = training.weight("first.weight").detach().clone()
     with pytest.raises(RuntimeError, match=r"(?s)(first|tied)\.weight.*state_dict\(\)"):
         training.model.state_dict()
-    READS[read](training)
+    assert torch.equal(training.weight("first.weight"), before)
 
 
 @every_kind
@@ -1297,7 +1308,17 @@ def test_memory_shared_after_initialize_is_refused_by_both_names(kind: str, read
         training.model.last.weight.data = training.model.last.weight.data.clone()
 
 
-@kinds_with_copies
+def test_float32_data_of_a_weight_without_a_master_is_refused_by_name() -> None:
+    training = trained("O3")
+    parameter = training.weight("first.weight")
+    parameter.data = parameter.data.float()
+    with pytest.raises(RuntimeError, match="'first.weight' is float32"):
+        training.model(batch(5))
+    parameter.data = parameter.data.to(torch.bfloat16)
+    training.iterate()
+
+
+@kinds_with_masters
 @pytest.mark.parametrize("read", ["forward", "step"])
 @pytest.mark.parametrize("numbers", ["own", "others"])
 def test_float32_data_of_a_weight_counts_exactly(kind: str, read: str, numbers: str) -> None:

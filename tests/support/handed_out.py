@@ -220,6 +220,7 @@ class Reference:
     Attributes:
         before: its numbers when it was handed out, or when a write to it counted last.
         moves: how often the weight had moved by then.
+        wrote: what a read that is about to begin finds in it: masters are live, and a step moves them.
     """
 
     name: str
@@ -227,6 +228,7 @@ class Reference:
     is_master: bool
     before: Tensor = field(init=False)
     moves: int = field(init=False)
+    wrote: Tensor = field(init=False)
 
     def hand_out(self, weight: Weight) -> None:
         """Remember what is handed out now."""
@@ -442,6 +444,8 @@ class Training:
         """
         pending = {name: found for name in self.names if (found := self.pending(name))}
         verdicts = {name: verdict(self.by_hand.weights[name], found) for name, found in pending.items()}
+        for reference in (each for found in pending.values() for each in found):
+            reference.wrote = reference.tensor.detach().clone()
         refused: set[str] = set()
         try:
             result = action()
@@ -502,7 +506,7 @@ class Training:
                 continue
             assert not verdicts[name].must_refuse, f"a write to {name} was lost, or old numbers came back, silently"
             for reference in found:
-                weight.assign_where(reference.written, reference.tensor.detach())
+                weight.assign_where(reference.wrote != reference.before, reference.wrote)
             for reference in found:
                 reference.hand_out(weight)
 
