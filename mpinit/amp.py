@@ -123,7 +123,6 @@ def scale_loss(
     return session.scaled(loss, many, loss_id, delay_unscale or delay_overflow_check)
 
 
-@checks.ends_at_the_caller
 def _shared(optimizers: Any) -> tuple[Session | None, list[Optimizer]]:
     many = list(dict.fromkeys(checks.as_optimizers(optimizers)))
     return registry.shared_session(many), many
@@ -163,7 +162,6 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     yield from session.managed(optimizer).master_params()
 
 
-@checks.ends_at_the_caller
 def clip_grad_norm_(
     optimizer: Optimizer,
     max_norm: float,
@@ -206,7 +204,6 @@ def clip_grad_norm_(
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
-@checks.ends_at_the_caller
 def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
     """The loss scalers' state, plain values: save it beside the model's and the optimizer's state dicts.
 
@@ -233,7 +230,6 @@ def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
     return {} if session is None else checkpoint.session_state(session)
 
 
-@checks.ends_at_the_caller
 def load_state_dict(state: Mapping[str, Any], optimizer: Optimizer | None = None) -> None:
     """Set the loss scalers from a state of :func:`state_dict` (or of a ``torch.amp.GradScaler``), all of them or none.
 
@@ -263,7 +259,6 @@ def load_state_dict(state: Mapping[str, Any], optimizer: Optimizer | None = None
         checkpoint.load_session_state(session, state)
 
 
-@checks.ends_at_the_caller
 def loss_scale(optimizer: Optimizer, loss_id: int = 0) -> float:
     """The number that :func:`scale_loss` multiplies this optimizer's loss by. A dynamic one is read off the device.
 
@@ -291,7 +286,6 @@ def loss_scale(optimizer: Optimizer, loss_id: int = 0) -> float:
     return 1.0 if session is None else session.scaler(loss_id).loss_scale()
 
 
-@checks.ends_at_the_caller
 def step_was_skipped(optimizer: Optimizer) -> bool:
     """Whether the last ``optimizer.step()`` was skipped because a gradient was inf or nan.
 
@@ -320,7 +314,6 @@ def step_was_skipped(optimizer: Optimizer) -> bool:
     return session is not None and session.watched(optimizer).counter.read().consecutive > 0
 
 
-@checks.ends_at_the_caller
 def step_counts(optimizer: Optimizer) -> tuple[int, int]:
     """How many steps were done and how many were skipped since the optimizer was initialised.
 
@@ -376,7 +369,6 @@ def scheduler_step(scheduler: Any, *args: Any) -> None:
         scheduler.step(*args)
 
 
-@checks.ends_at_the_caller
 def describe(owner: Any) -> str:
     """What a model or optimizer was initialised with and how it fares: properties, steps done and skipped, scales.
 

@@ -2,13 +2,10 @@
 
 import difflib
 import fnmatch
-import functools
 import math
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -17,7 +14,7 @@ from torch.optim import Optimizer
 
 from . import registry
 from .basics.dtypes import is_lower_precision
-from .basics.logs import log, warn_user
+from .basics.logs import warn_user
 from .basics.modules import Walk
 from .basics.tables import counted
 from .basics.wrappers import inside
@@ -32,33 +29,9 @@ from .plan import Masters, Plan
 if TYPE_CHECKING:
     from .settings.properties import Properties
 
-P = ParamSpec("P")
-T = TypeVar("T")
-_PACKAGE: Final = str(Path(__file__).parent)
 # How many names a message lists where none is near.
 _LISTED: Final = 6
 _KINDS: Final[dict[type, str]] = {nn.Module: "a torch.nn.Module", Optimizer: "a torch.optim.Optimizer"}
-
-
-def ends_at_the_caller(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose refusals end their traceback at the line that called it: what they say is what matters.
-
-    A refusal is an error that the package's own code raises, with none of the user's or torch's code in between.
-    """
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except (ValueError, TypeError, RuntimeError) as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            are_ours = all(frame.filename.startswith(_PACKAGE) for frame in frames)
-            if not are_ours or not (frames[-1].line or "").startswith("raise"):
-                raise
-            log.debug("%s() refused what it was given", function.__name__, exc_info=error)
-            raise error.with_traceback(None) from error.__cause__
-
-    return call
 
 
 def as_list(given: Any, kind: type, what: str) -> list[Any]:

@@ -34,7 +34,6 @@ def initialize(
 ) -> tuple[Models, Optimizers]: ...
 
 
-@checks.ends_at_the_caller
 def initialize(models: Any, optimizers: Any = None, opt_level: str = DEFAULT_LEVEL, **keywords: Any) -> Any:
     """Make models and their optimizers train in mixed precision, in place.
 
@@ -121,7 +120,6 @@ def _announce(session: Session, came_in_16_bit: list[str]) -> None:
         log.info("%s: %s came in 16-bit, first %s", session.describe(), counted(len(came_in_16_bit), "weight"), first)
 
 
-@checks.ends_at_the_caller
 def add_optimizers(optimizers: Optimizers) -> Optimizers:
     """Take in optimizers made after :func:`initialize`: masters into them, as ``initialize(model, optimizer)`` does.
 
@@ -173,7 +171,6 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     return optimizers
 
 
-@checks.ends_at_the_caller
 def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> None:
     """Take back what :func:`initialize` did: float32 weights (from the masters, bit for bit), functions, methods.
 

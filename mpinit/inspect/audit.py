@@ -14,7 +14,6 @@ from .. import registry
 from ..basics.dtypes import dtype_name, is_lower_precision, parse_dtype
 from ..basics.tables import plain_table
 from ..basics.wrappers import with_all_inside
-from ..checks import ends_at_the_caller
 from ..distributed.sharding import local
 from ..masters.codecs.encoded import encoded_part
 from ..model.selection import select
@@ -120,7 +119,6 @@ class Audit:
         return "\n".join([*shown, *(["", self.advice] if self.advice else [])])
 
 
-@ends_at_the_caller
 def audit(model: nn.Module, optimizer: Any = None) -> Audit:
     """Say where each number of a training lives, what it takes, and which weights cannot move, without a step.
 

@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import registry
-from ..checks import ends_at_the_caller
 from ..session import Session
 from ..settings.resolve import resolve
 from .copies import at_level, kept_from_running, plain_copy, same_random_numbers
@@ -22,7 +21,6 @@ Loss = Callable[[Any], torch.Tensor]
 _ADVICE: Final = "let loss= use nothing but the output, and forward nothing but the modules of self"
 
 
-@ends_at_the_caller
 def explain(
     model: nn.Module, *args: Any, loss: Loss | None = None, opt_level: str | None = None, **kwargs: Any
 ) -> PrecisionReport:

@@ -10,7 +10,6 @@ from torch import nn
 from .. import registry
 from ..basics.dtypes import cast_within_range, dtype_name
 from ..basics.trees import cast_tree
-from ..checks import ends_at_the_caller
 from ..torch_internals.native_autocast import CastsOff
 from .copies import plain_copy, same_random_numbers
 from .numbers import floating_tensors
@@ -52,7 +51,6 @@ class Fidelity:
         )
 
 
-@ends_at_the_caller
 @torch.no_grad()
 def fidelity(
     model: nn.Module,

@@ -13,13 +13,11 @@ from torch.optim import Optimizer
 
 from .. import registry
 from ..basics.dtypes import dtype_name, is_lower_precision
-from ..checks import ends_at_the_caller
 from ..optimizer.overflow_log import OverflowReport
 from .numbers import TensorStats, floating_tensors, is_finite, sample_of, stats_of
 from .trace import BACKWARD, FORWARD, ModelTrace, Place
 
 
-@ends_at_the_caller
 def overflow_report(optimizer: Optimizer) -> OverflowReport:
     """Why the last step of an optimizer was skipped. Good steps pay nothing for it.
 
@@ -60,7 +58,6 @@ def overflow_report(optimizer: Optimizer) -> OverflowReport:
     return report if is_known else replace(report, loss_id=0)
 
 
-@ends_at_the_caller
 def watch_overflow(model: nn.Module) -> "OverflowWatch":
     """Context manager that looks at every operation for the first that makes inf or nan out of finite numbers.
 

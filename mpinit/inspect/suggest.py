@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from .. import registry
 from ..basics.dtypes import is_lower_precision
 from ..basics.patching import Undo
-from ..checks import ends_at_the_caller
 from ..settings.properties import OPT_LEVELS
 from ..settings.resolve import resolve
 from ..torch_internals.native_autocast import CastsOff
@@ -130,7 +129,6 @@ class Suggestion:
         return "\n".join(lines)
 
 
-@ends_at_the_caller
 def suggest(
     model: nn.Module,
     optimizer: Optimizer,

@@ -207,7 +207,6 @@ WITHOUT_A_TEXT = {
     "settings/properties.py: build: ValueError",
     "settings/resolve.py: _level_of: ValueError",
     "settings/resolve.py: _read_toml: OSError",
-    "checks.py: call: with_traceback",
     "settings/resolve.py: read_settings: ValueError",
 }
 
