@@ -24,7 +24,7 @@ from .model.entry_points import check_argument_names
 from .model.lasting_losses import warn_of_target_networks
 from .model.selection import named_tensors
 from .model.shared_memory import named_own_tensors
-from .plan import Masters, Plan
+from .plan import MasterWeightsMode, Plan
 
 if TYPE_CHECKING:
     from .settings.properties import Properties
@@ -87,7 +87,7 @@ def check(
     walk = Walk(models)
     check_not_wrapped(walk, plan)
     _check_not_lazy(walk)
-    if plan.masters is Masters.IN_MODEL:
+    if plan.masters is MasterWeightsMode.IN_MODEL:
         _check_not_fully_sharded(walk)
     _check_not_shared(walk, plan)
     if any(isinstance(pattern, str) for pattern in props.keep_fp32):
@@ -100,7 +100,7 @@ def check(
     if plan.patch_functions and came_in_16_bit:
         _warn_of_16_bit_weights(came_in_16_bit)
     _check_belonging(walk, optimizers, awaits)
-    if len(models) > 1 and not awaits and plan.masters in (Masters.FULL, Masters.SPLIT):
+    if len(models) > 1 and not awaits and plan.masters in (MasterWeightsMode.FULL, MasterWeightsMode.SPLIT):
         warn_of_target_networks(walk.models, optimizers)
     return came_in_16_bit
 

@@ -24,8 +24,8 @@ KeepPredicate = Callable[[str, torch.nn.Module], bool]
 KeepInputPredicate = Callable[[str, Any], bool]
 
 
-class Masters(enum.Enum):
-    """How float32 masters of 16-bit weights are stored."""
+class MasterWeightsMode(enum.Enum):
+    """The way in which float32 masters of 16-bit weights are stored."""
 
     NONE = enum.auto()
     FULL = enum.auto()
@@ -33,9 +33,9 @@ class Masters(enum.Enum):
     IN_MODEL = enum.auto()
 
 
-_MASTERS: Final[dict[bool | str | None, Masters]] = {
-    **{None: Masters.NONE, False: Masters.NONE, True: Masters.FULL},
-    **{"split": Masters.SPLIT, "model": Masters.IN_MODEL},
+_MASTERS: Final[dict[bool | str | None, MasterWeightsMode]] = {
+    **{None: MasterWeightsMode.NONE, False: MasterWeightsMode.NONE, True: MasterWeightsMode.FULL},
+    **{"split": MasterWeightsMode.SPLIT, "model": MasterWeightsMode.IN_MODEL},
 }
 
 
@@ -99,7 +99,7 @@ class Plan:
     cast_policy: Literal["torch", "apex"]
     cast_scope: Literal["thread", "model"]
     allow_banned: bool
-    masters: Masters
+    masters: MasterWeightsMode
     split_bucket_bytes: int
     optimizer_state: Literal["float32", "bfloat16", "int8"]
     reduces_in_float32: bool
@@ -110,7 +110,7 @@ class Plan:
         """Whether nothing is done to losses, gradients and steps, as at O0."""
         is_scaled = self.scaling.skips or self.scaling.init_scale != 1.0
         has_own = self.optimizer_state != "float32"
-        return self.masters is Masters.NONE and not (is_scaled or has_own or self.patch_functions)
+        return self.masters is MasterWeightsMode.NONE and not (is_scaled or has_own or self.patch_functions)
 
 
 def make_plan(props: "Properties") -> Plan:
@@ -135,7 +135,7 @@ def make_plan(props: "Properties") -> Plan:
         cast_policy=props.cast_policy,
         cast_scope=props.cast_scope,
         allow_banned=props.allow_banned,
-        masters=_MASTERS[props.master_weights] if casts_weights else Masters.NONE,
+        masters=_MASTERS[props.master_weights] if casts_weights else MasterWeightsMode.NONE,
         split_bucket_bytes=props.split_bucket_bytes,
         optimizer_state=props.optimizer_state,
         reduces_in_float32=props.reduce_dtype is torch.float32,

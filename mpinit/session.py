@@ -39,8 +39,7 @@ from .optimizer.scaled_loss import ScaledLoss, Unscaled
 from .optimizer.scope import Scope
 from .optimizer.state import cast_state, cast_states, with_wrapped, wrapped_by
 from .optimizer.step_counts import CountedOptimizer
-from .plan import Masters as MasterKind
-from .plan import Plan
+from .plan import MasterWeightsMode, Plan
 from .scaling.scaler import LossScaler
 from .torch_internals import encoder_fast_path
 from .torch_internals.compiling_with_gradients import hide_gradients
@@ -92,7 +91,7 @@ class Session:
         self.is_live = False
         self.tensor_ids: frozenset[int] = frozenset()
         self.names = Names(self.models)
-        self.masters = (SplitMasters if plan.masters is MasterKind.SPLIT else FullMasters)(self.names)
+        self.masters = (SplitMasters if plan.masters is MasterWeightsMode.SPLIT else FullMasters)(self.names)
         self.values = Float32Values(self.models, self.masters)
         codec: Codec = Minifloat() if plan.optimizer_state == "int8" else BFloat16()
         self._states = None if plan.optimizer_state == "float32" else EncodedStates(codec)
@@ -109,7 +108,7 @@ class Session:
 
     @property
     def _makes_masters(self) -> bool:
-        return self.plan.masters in (MasterKind.FULL, MasterKind.SPLIT)
+        return self.plan.masters in (MasterWeightsMode.FULL, MasterWeightsMode.SPLIT)
 
     # -- set up and undo ----------------------------------------------------------------------------------------
 
@@ -157,7 +156,7 @@ class Session:
         if selected.kept and encoder_fast_path.is_bypassed(selected.kept, self.models):
             encoder_fast_path.keep_off(lambda: True, self._undos)
         if selected.holds_16_bit:
-            float32_state = state_dict.Float32State(self.values, plan.masters is MasterKind.IN_MODEL)
+            float32_state = state_dict.Float32State(self.values, plan.masters is MasterWeightsMode.IN_MODEL)
             push(float32_state.remove)
             float32_state.install(self.models)
             hide_gradients(self, _weights, self._undos)
@@ -166,7 +165,7 @@ class Session:
         push(functools.partial(casting.rebuild_flat_weights, self.models))
         if selected.gathered:
             push(gather_in(self.models, selected.gathered))
-        if plan.masters is not MasterKind.NONE:
+        if plan.masters is not MasterWeightsMode.NONE:
             self._make_masters(targets)
         # Late, because it is what cannot be taken back bit for bit where there are no masters.
         if selected.changes or len(self.masters) > 0:
@@ -196,7 +195,7 @@ class Session:
         if self._makes_masters:
             for weight in trained:
                 self.masters.add(weight, targets.get(weight, weight.dtype))
-        elif self.plan.masters is MasterKind.IN_MODEL:
+        elif self.plan.masters is MasterWeightsMode.IN_MODEL:
             self._widen([weight for weight in trained if is_lower_precision(weight.dtype)])
 
     def _widen(self, weights: Sequence[nn.Parameter]) -> None:

@@ -17,7 +17,7 @@ from ..basics.wrappers import with_all_inside
 from ..distributed.sharding import local
 from ..masters.codecs.encoded import encoded_part
 from ..model.selection import select
-from ..plan import Masters, make_plan
+from ..plan import MasterWeightsMode, make_plan
 from ..session import Session
 from ..settings.resolve import resolve
 from ..torch_internals.native_autocast import CastsOff
@@ -31,9 +31,9 @@ _LEVELS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
     "O5 split": ("O5", {"master_weights": "split"}),
 }
 # Of a trained 16-bit weight: the kind of its master, and the type of its gradient where that is not its own.
-_MASTERS: Final[Mapping[Masters, tuple[str, torch.dtype | None]]] = {
-    Masters.FULL: ("float32", torch.float32),
-    Masters.SPLIT: ("split", None),
+_MASTERS: Final[Mapping[MasterWeightsMode, tuple[str, torch.dtype | None]]] = {
+    MasterWeightsMode.FULL: ("float32", torch.float32),
+    MasterWeightsMode.SPLIT: ("split", None),
 }
 _MASTER_BYTES: Final = {"": 0, "float32": 4, "split": 2}
 # Of each weight a part is stepped, on random gradients of two sizes: so often, and the last steps count.
@@ -159,9 +159,15 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
     foreseen: dict[Any, _Foreseen] = {}
     for each in optimizers:
         foreseen |= _foresee(each, session)
-    kind = Masters.NONE if session is None else session.plan.masters
+    kind = MasterWeightsMode.NONE if session is None else session.plan.masters
     rows = tuple(
-        _row(name, p, p.dtype, kind if session and session.masters.of(p) else Masters.NONE, foreseen.get(p, _UNKNOWN))
+        _row(
+            name,
+            p,
+            p.dtype,
+            kind if session and session.masters.of(p) else MasterWeightsMode.NONE,
+            foreseen.get(p, _UNKNOWN),
+        )
         for name, p in model.named_parameters()
     )
     sizes = {"now": _bytes(rows)}
@@ -171,7 +177,7 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
             targets = select([model], plan).targets
         except ValueError:
             continue  # what initialize would refuse as well
-        is_cast = plan.masters is not Masters.NONE
+        is_cast = plan.masters is not MasterWeightsMode.NONE
         to = {p: targets.get(p, torch.float32 if is_cast else p.dtype) for p in model.parameters()}
         # What is kept now is no measure of what is kept there.
         after = {p: foreseen.get(p, _UNKNOWN)._replace(state=None) for p in to}
@@ -179,7 +185,7 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
     return Audit(rows, sizes, _advice(rows, foreseen, session))
 
 
-def _row(name: str, parameter: Any, weight: torch.dtype, kind: Masters, known: "_Foreseen") -> AuditRow:
+def _row(name: str, parameter: Any, weight: torch.dtype, kind: MasterWeightsMode, known: "_Foreseen") -> AuditRow:
     """A parameter whose weight is in a type, with a kind of masters where that is a 16-bit one."""
     master, gradient = (_MASTERS.get(kind) if is_lower_precision(weight) else None) or ("", weight)
     state = known.slots * (torch.float32 if master else weight).itemsize if known.state is None else known.state

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..basics.modules import modules_of
 from ..basics.patching import UndoStack
-from ..plan import Masters, Plan
+from ..plan import MasterWeightsMode, Plan
 from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
 from ..torch_internals.native_autocast import is_on
 from ..torch_internals.running import is_tracing_symbolically
@@ -191,7 +191,7 @@ def patch_forwards(
 
     kept, cast = boundary(torch.float32), boundary(plan.model_dtype)
     within = {module for model in selection.models for module in modules_of(model)[1:]}
-    casts_weights = plan.masters is Masters.IN_MODEL
+    casts_weights = plan.masters is MasterWeightsMode.IN_MODEL
     scripted = {module for module in within if isinstance(module, torch.jit.ScriptModule)} if casts_weights else set()
     if scripted - selection.float32_modules:
         why = 'master_weights="model" cannot put casts into a torch.jit.ScriptModule'

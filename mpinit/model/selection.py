@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ..basics.dtypes import is_lower_precision
 from ..distributed.sharding import check_groups, gathered_dtypes, is_managed_by_fsdp
-from ..plan import Masters, Plan
+from ..plan import MasterWeightsMode, Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,20 +57,20 @@ def select(models: Sequence[nn.Module], plan: Plan) -> Selection:
         for tensor in tensors:
             if tensor.is_floating_point():
                 targets[tensor] = torch.float32 if kept and tensor in kept else plan.model_dtype
-        if plan.masters is Masters.IN_MODEL:
+        if plan.masters is MasterWeightsMode.IN_MODEL:
             inside = {t for t, dtype in targets.items() if is_lower_precision(dtype) and is_parameter(t)}
             targets = {tensor: dtype for tensor, dtype in targets.items() if tensor not in inside}
     is_sharded_by_fsdp = any(map(is_managed_by_fsdp, walk.names))
     if is_sharded_by_fsdp:
         check_groups(models, targets)
-    gathered = gathered_dtypes(models, targets) if is_sharded_by_fsdp and plan.masters is Masters.FULL else {}
+    gathered = gathered_dtypes(models, targets) if is_sharded_by_fsdp and plan.masters is MasterWeightsMode.FULL else {}
     targets |= dict.fromkeys(gathered, torch.float32)
     dtypes = targets.values() if plan.cast_model else (tensor.dtype for tensor in tensors)
     return Selection(
         tuple(models),
         walk.tops,
         targets,
-        plan.masters is Masters.IN_MODEL or any(map(is_lower_precision, dtypes)),
+        plan.masters is MasterWeightsMode.IN_MODEL or any(map(is_lower_precision, dtypes)),
         frozenset(walk.kept_modules),
         gathered,
         [tensor for tensor, dtype in targets.items() if tensor.dtype != dtype],
@@ -176,7 +176,7 @@ def _parts(models: Sequence[nn.Module], walk: _Walk, plan: Plan) -> dict[nn.Modu
         float32 = module in walk.kept_modules
         is_called = module not in hidden and holds(module, float32) and _has_forward(module)
         # A norm whose weights are float32 outside would give other bits where it is called from there.
-        mixes = _mixes_dtypes_itself(module) and (float32 or plan.masters is not Masters.IN_MODEL)
+        mixes = _mixes_dtypes_itself(module) and (float32 or plan.masters is not MasterWeightsMode.IN_MODEL)
         if module not in roots and (is_called or module in walk.tops) and not mixes:
             parts[module] = torch.float32 if float32 else plan.model_dtype
     return parts

@@ -13,7 +13,7 @@ from ..basics.dtypes import is_lower_precision
 from ..masters.masters import Master
 from ..model.casting import convert
 from ..model.float32_values import Float32Values
-from ..plan import Masters as Kind
+from ..plan import MasterWeightsMode
 from ..torch_internals.columns import are_same
 from ..torch_internals.fused_sgd import stepped_wrongly
 from .per_parameter import is_known
@@ -40,7 +40,7 @@ class Members:
         unsound: groups that must not be stepped by a fused kernel.
     """
 
-    def __init__(self, optimizer: Optimizer, values: Float32Values, kind: Kind) -> None:
+    def __init__(self, optimizer: Optimizer, values: Float32Values, kind: MasterWeightsMode) -> None:
         self.optimizer = optimizer
         self.values = values
         self.table = values.masters
@@ -122,9 +122,9 @@ class Members:
 
     def _master_of(self, weight: nn.Parameter) -> Master | None:
         master = self.table.of(weight)
-        if master is not None or self._kind is Kind.NONE or not weight.requires_grad:
+        if master is not None or self._kind is MasterWeightsMode.NONE or not weight.requires_grad:
             return master
-        if self._kind is Kind.IN_MODEL:
+        if self._kind is MasterWeightsMode.IN_MODEL:
             if is_lower_precision(weight.dtype):
                 convert(weight, torch.float32)
             return None

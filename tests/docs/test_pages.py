@@ -274,8 +274,8 @@ def test_every_room_and_file_exists(path: str) -> None:
 
 
 def test_every_name_exists() -> None:
-    assert {"Masters", "warn_user"} <= set(re.findall(r"`(\w+)`", TEXT))
-    assert mpinit.plan.Masters and logs.warn_user and mpinit.plan.ScalingRule
+    assert {"MasterWeightsMode", "warn_user"} <= set(re.findall(r"`(\w+)`", TEXT))
+    assert mpinit.plan.MasterWeightsMode and logs.warn_user and mpinit.plan.ScalingRule
 
 
 def test_every_room_of_the_house_is_on_the_map() -> None:

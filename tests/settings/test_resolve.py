@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpinit.plan import Masters, Plan, make_plan
+from mpinit.plan import MasterWeightsMode, Plan, make_plan
 from mpinit.settings.properties import OPT_LEVELS, Properties
 from mpinit.settings.resolve import read_config, read_settings, resolve
 from mpinit.settings.spellings import DEFAULT_LEVEL
@@ -193,7 +193,7 @@ def check_invariants(level: str, given_values: dict[str, Any], props: Properties
     plan = make_plan(props)
     assert plan.patch_functions is props.patch_torch_functions
     assert plan.cast_model is (cast is not None)
-    assert (plan.masters is not Masters.NONE) == bool(props.master_weights and cast in (F16, BF16))
+    assert (plan.masters is not MasterWeightsMode.NONE) == bool(props.master_weights and cast in (F16, BF16))
     rule = plan.scaling
     assert 0 < rule.min_scale <= rule.max_scale < float("inf")
     if rule.dynamic:
