@@ -42,8 +42,8 @@ else:
         "watch_overflow": "mpinit.inspect.overflow",
     }
 
+    # Names that release 0.2.0 had, and what replaces each.
     _REMOVED = {
-        "changes": "a copy of 16 bits says the same: `Send what changed` in docs/explanation/train-what-you-serve.md",
         "broadcast_masters": "mpinit.TrainState does it, with StateDictOptions(broadcast_from_rank0=True)",
         "History": "log loss_scale, step_was_skipped and what clip_grad_norm_ returns with the tracker of your run",
         "gradient_histogram": "torch.frexp gives exponents: `Where gradients lie` in docs/explanation/loss-scaling.md",
