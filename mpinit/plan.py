@@ -34,8 +34,11 @@ class MasterWeightsMode(enum.Enum):
 
 
 _MASTERS: Final[dict[bool | str | None, MasterWeightsMode]] = {
-    **{None: MasterWeightsMode.NONE, False: MasterWeightsMode.NONE, True: MasterWeightsMode.FULL},
-    **{"split": MasterWeightsMode.SPLIT, "model": MasterWeightsMode.IN_MODEL},
+    None: MasterWeightsMode.NONE,
+    False: MasterWeightsMode.NONE,
+    True: MasterWeightsMode.FULL,
+    "split": MasterWeightsMode.SPLIT,
+    "model": MasterWeightsMode.IN_MODEL,
 }
 
 

@@ -8,8 +8,12 @@ from ..settings.resolve import read_config, resolve
 from .output import show_json, show_table, show_text
 
 _TABLE: Final = (
-    *("cast_model_type", "patch_torch_functions", "patch_torch_functions_type", "keep_batchnorm_fp32"),
-    *("master_weights", "loss_scale"),
+    "cast_model_type",
+    "patch_torch_functions",
+    "patch_torch_functions_type",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
 )
 _LISTS: Final = ("keep_fp32", "keep_inputs", "entry_points")
 

@@ -190,8 +190,20 @@ _BANNED_ROW: Final = _row(
 )
 
 _IN_PLACE: Final = (
-    *("acos", "asin", "cosh", "exp", "expm1", "log", "log10", "log2", "log1p"),
-    *("reciprocal", "rsqrt", "sinh", "tan", "square"),
+    "acos",
+    "asin",
+    "cosh",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "log1p",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+    "square",
 )
 # In-place functions that exist as methods only.
 _IN_PLACE_METHODS: Final = ("erfinv_", "pow_", "__ipow__", "cumsum_", "cumprod_", "renorm_")

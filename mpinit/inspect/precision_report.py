@@ -23,9 +23,28 @@ from .trace import BACKWARD, FORWARD, ModelTrace, Place
 # Operations that make another view of the same numbers compute nothing.
 _VIEWS: Final = frozenset(
     {
-        *("view", "_unsafe_view", "t", "transpose", "expand", "detach", "alias", "slice", "select", "permute"),
-        *("squeeze", "unsqueeze", "unbind", "split", "split_with_sizes", "chunk", "as_strided", "unfold", "diagonal"),
-        *("_reshape_alias", "view_as_real", "lift_fresh"),
+        "view",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "expand",
+        "detach",
+        "alias",
+        "slice",
+        "select",
+        "permute",
+        "squeeze",
+        "unsqueeze",
+        "unbind",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "as_strided",
+        "unfold",
+        "diagonal",
+        "_reshape_alias",
+        "view_as_real",
+        "lift_fresh",
     }
 )
 _COLUMNS: Final = ("module", "operation", "times", "inputs", "outputs", "cast", "why")

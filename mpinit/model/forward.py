@@ -37,8 +37,16 @@ class PatchedForward:
 
     # Without a __dict__, which functools.wraps would copy into a wrapper of the user's, session and all.
     __slots__ = (
-        *("__weakref__", "boundary", "inner", "is_direct", "is_part", "module", "name", "names"),
-        *("owner", "weights"),
+        "__weakref__",
+        "boundary",
+        "inner",
+        "is_direct",
+        "is_part",
+        "module",
+        "name",
+        "names",
+        "owner",
+        "weights",
     )
 
     def __init__(

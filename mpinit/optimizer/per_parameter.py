@@ -13,8 +13,20 @@ import torch
 from torch.optim import Optimizer
 
 _PER_PARAMETER: Final = (
-    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon"),
-    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+    "SparseAdam",
 )
 # State of theirs that stays float32: copies of weights, whose low bits count like a master's; that of sparse gradients.
 _KEPT: Final = {"ASGD": frozenset({"ax"}), "SparseAdam": frozenset({"exp_avg", "exp_avg_sq"})}

@@ -14,7 +14,14 @@ from .spellings import LARGEST_COUNT, DefaultLevel, parse_bool, parse_whole_numb
 
 # initialize()'s keywords that are no properties: a misspelt one shall find its way home too.
 _OTHER_KEYWORDS: Final = (
-    *("models", "optimizers", "opt_level", "enabled", "await_optimizers", "num_losses", "config", "verbosity"),
+    "models",
+    "optimizers",
+    "opt_level",
+    "enabled",
+    "await_optimizers",
+    "num_losses",
+    "config",
+    "verbosity",
     "process_group",
 )
 

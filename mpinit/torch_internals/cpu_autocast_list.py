@@ -20,12 +20,26 @@ from ..basics.patching import UndoStack
 
 # Kernels that take 16-bit tensors on a CPU: cast by its list, and not by CUDA's.
 RUNS_AS_GIVEN: Final = (
-    *("cat", "stack", "index_copy"),
-    *("adaptive_avg_pool3d", "adaptive_max_pool3d", "max_pool3d", "fractional_max_pool2d", "fractional_max_pool3d"),
-    *("max_unpool2d", "max_unpool3d", "reflection_pad1d", "reflection_pad2d"),
-    *("replication_pad1d", "replication_pad2d", "replication_pad3d"),
-    *("grid_sampler_2d", "_grid_sampler_2d_cpu_fallback", "grid_sampler_3d"),
-    *("trace", "fake_quantize_per_tensor_affine"),
+    "cat",
+    "stack",
+    "index_copy",
+    "adaptive_avg_pool3d",
+    "adaptive_max_pool3d",
+    "max_pool3d",
+    "fractional_max_pool2d",
+    "fractional_max_pool3d",
+    "max_unpool2d",
+    "max_unpool3d",
+    "reflection_pad1d",
+    "reflection_pad2d",
+    "replication_pad1d",
+    "replication_pad2d",
+    "replication_pad3d",
+    "grid_sampler_2d",
+    "_grid_sampler_2d_cpu_fallback",
+    "grid_sampler_3d",
+    "trace",
+    "fake_quantize_per_tensor_affine",
 )
 
 _KEY: Final = "AutocastCPU"

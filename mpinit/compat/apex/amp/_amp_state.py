@@ -8,8 +8,12 @@ from ... import _core
 from .scaler import LossScaler
 
 _OPTIONS = (
-    *("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights"),
-    *("loss_scale", "cast_model_outputs"),
+    "cast_model_type",
+    "patch_torch_functions",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+    "cast_model_outputs",
 )
 
 

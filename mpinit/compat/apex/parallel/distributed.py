@@ -27,8 +27,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """
 
     _IGNORED = (
-        *("shared_param", "allreduce_trigger_params", "retain_allreduce_buffers", "num_allreduce_streams"),
-        *("allreduce_communicators", "gradient_average_split_factor", "gradient_predivide_factor", "prof"),
+        "shared_param",
+        "allreduce_trigger_params",
+        "retain_allreduce_buffers",
+        "num_allreduce_streams",
+        "allreduce_communicators",
+        "gradient_average_split_factor",
+        "gradient_predivide_factor",
+        "prof",
     )
 
     def __init__(
