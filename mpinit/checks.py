@@ -13,17 +13,15 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.optim import Optimizer
 
 from . import registry
-from .basics.dtypes import is_lower_precision
+from .basics.dtypes import LOWER_PRECISION, is_lower_precision
 from .basics.logs import warn_user
-from .basics.modules import Walk
+from .basics.modules import ModelIndex
 from .basics.tables import counted
 from .basics.wrappers import inside
 from .distributed.agreement import groups_of, meshes_of
 from .distributed.sharding import flattened, is_distributed, is_managed_by_fsdp, replaced_since, reshard
 from .model.entry_points import check_argument_names
-from .model.lasting_losses import warn_of_target_networks
-from .model.selection import named_tensors
-from .model.shared_memory import named_own_tensors
+from .model.precision_loss import warn_about_target_networks
 from .plan import MasterWeightsMode, Plan
 
 if TYPE_CHECKING:
@@ -75,34 +73,38 @@ def as_optimizers(given: Any) -> list[Any]:
 
 def check(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: "Properties", plan: Plan, awaits: bool = False
-) -> list[str]:
-    """Raise a ValueError for whatever cannot be initialised; issue the warnings.
+) -> tuple[ModelIndex, list[str]]:
+    """Refuse objects that cannot be initialised; issue the warnings.
 
     Returns:
-        The dotted names of parameters that are 16-bit already.
+        The index of the models, and the dotted names of parameters that are 16-bit already.
+
+    Raises:
+        ValueError: an object that cannot be initialised; the message has the way out.
     """
     for model in models:
         _check_not_prepared(model)
-    reshard(models)  # weights that FSDP has gathered are not those that the checks are about
-    walk = Walk(models)
-    check_not_wrapped(walk, plan)
-    _check_not_lazy(walk)
+    index = ModelIndex(models)
+    if reshard(index.names):
+        index.read_tensors()  # those before were the weights that FSDP had gathered
+    _check_not_wrapped(index, plan)
+    _check_not_lazy(index)
     if plan.masters is MasterWeightsMode.IN_MODEL:
-        _check_not_fully_sharded(walk)
-    _check_not_shared(walk, plan)
+        _check_not_fully_sharded(index)
+    _check_not_shared(index, plan)
     if any(isinstance(pattern, str) for pattern in props.keep_fp32):
-        _check_kept_names(walk, props)
+        _check_kept_names(index, props)
     if props.entry_points or props.keep_inputs:
-        check_argument_names(walk.models, props.entry_points, props.keep_inputs)
-    check_not_left_behind(walk, optimizers)
-    in_16_bit = [(parameter, name) for name, parameter in walk.parameters if is_lower_precision(parameter.dtype)]
-    came_in_16_bit = list(dict(reversed(in_16_bit)).values())[::-1]  # each once, under its first name
-    if plan.patch_functions and came_in_16_bit:
-        _warn_of_16_bit_weights(came_in_16_bit)
-    _check_belonging(walk, optimizers, awaits)
+        check_argument_names(index, props.entry_points, props.keep_inputs)
+    _check_not_replaced(index, optimizers)
+    in_16_bit = [(parameter, name) for name, parameter in index.parameters if parameter.dtype in LOWER_PRECISION]
+    names = list(dict(reversed(in_16_bit)).values())[::-1]  # each parameter once, under its first name
+    if plan.patch_functions and names:
+        _warn_about_16_bit_weights(names)
+    _check_belonging(index, optimizers, awaits)
     if len(models) > 1 and not awaits and plan.masters in (MasterWeightsMode.FULL, MasterWeightsMode.SPLIT):
-        warn_of_target_networks(walk.models, optimizers)
-    return came_in_16_bit
+        warn_about_target_networks(index, optimizers)
+    return index, names
 
 
 def check_free(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -142,8 +144,8 @@ def _check_not_prepared(model: nn.Module) -> None:
         )
 
 
-def _check_not_fully_sharded(walk: Walk) -> None:
-    for name, module in walk.modules:
+def _check_not_fully_sharded(index: ModelIndex) -> None:
+    for name, module in index.named_modules:
         if is_managed_by_fsdp(module):
             raise ValueError(
                 f"fully_shard was called on {name or type(module).__name__!r}: FSDP2 puts the gathered parameters on "
@@ -152,17 +154,17 @@ def _check_not_fully_sharded(walk: Walk) -> None:
             )
 
 
-def _check_not_shared(walk: Walk, plan: Plan) -> None:
-    """Two sessions cannot cast one tensor: the undo of one would break the other."""
+def _check_not_shared(index: ModelIndex, plan: Plan) -> None:
+    """Refuse a tensor that another session has and one of the two casts, because the undo of one would break it."""
     casts = plan.cast_model and is_lower_precision(plan.model_dtype)
     others = [s for s in registry.live() if casts or (s.plan.cast_model and is_lower_precision(s.plan.model_dtype))]
-    given = {id(tensor) for _, tensor in walk.tensors()} if others else set()
+    own_ids = index.tensor_ids() if others else frozenset()
     for session in others:
-        if session.tensor_ids.isdisjoint(given):
+        if session.tensor_ids.isdisjoint(own_ids):
             continue
-        taken = {id(tensor) for _, tensor in Walk(session.models).tensors()}
-        for name, module in walk.modules:
-            if any(id(tensor) in taken for _, tensor in named_own_tensors(module)):
+        shared = ModelIndex(session.models).tensor_ids()
+        for name, module in index.named_modules:
+            if any(id(tensor) in shared for _, tensor in index.own[module]):
                 which = f"{name!r}, a {type(module).__name__}," if name else f"the {type(module).__name__} given"
                 raise ValueError(
                     f"{which} shares tensors with a model of {session.describe()}, and one of the two sessions casts "
@@ -171,19 +173,19 @@ def _check_not_shared(walk: Walk, plan: Plan) -> None:
                 )
 
 
-def _check_not_lazy(walk: Walk) -> None:
-    for name, tensor in walk.tensors():
+def _check_not_lazy(index: ModelIndex) -> None:
+    for name, tensor in (*index.parameters, *index.buffers):
         if isinstance(tensor, UninitializedTensorMixin):
-            model = next(model for model in walk.models if any(tensor is own for _, own in Walk([model]).tensors()))
+            model = next(m for m in index.models if any(tensor is own for _, own in ModelIndex([m]).named_tensors()))
             raise ValueError(
                 f"{name!r} of {type(model).__name__} is not initialised yet (a lazy module): run one forward pass on "
                 "example data first, make the optimizer, then call mpinit.initialize"
             )
 
 
-def _check_kept_names(walk: Walk, props: "Properties") -> None:
-    modules = [name for model in walk.models for name, _ in model.named_modules(remove_duplicate=False) if name]
-    names = [*modules, *dict(named_tensors(walk.models))]
+def _check_kept_names(index: ModelIndex, props: "Properties") -> None:
+    modules = [name for name, _ in index.paths if name]
+    names = [*modules, *dict(index.named_tensors())]
     for pattern in props.keep_fp32:
         if isinstance(pattern, str) and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
@@ -196,7 +198,7 @@ def _check_kept_names(walk: Walk, props: "Properties") -> None:
             )
 
 
-def _warn_of_16_bit_weights(names: list[str]) -> None:
+def _warn_about_16_bit_weights(names: list[str]) -> None:
     warn_user(
         f"{counted(len(names), 'weight is', 'weights are')} 16-bit already ({', '.join(names[:3])} first), but "
         "patched functions (O1) are made for float32 weights: their updates will be lost to rounding. Give the "
@@ -204,10 +206,10 @@ def _warn_of_16_bit_weights(names: list[str]) -> None:
     )
 
 
-def _check_belonging(walk: Walk, optimizers: Sequence[Optimizer], awaits: bool) -> None:
+def _check_belonging(index: ModelIndex, optimizers: Sequence[Optimizer], awaits: bool) -> None:
     """Parameters of a loss are legitimate beside a model's; ones left over from before it was copied are not."""
-    own = {id(parameter) for _, parameter in walk.parameters}
-    shapes = {parameter.shape: name for name, parameter in reversed(walk.parameters)}
+    own = {id(parameter) for _, parameter in index.parameters}
+    shapes = {parameter.shape: name for name, parameter in reversed(index.parameters)}
     stray = {o: given for o in optimizers if (given := [p for group in o.param_groups for p in group["params"]])}
     for optimizer, given in list(stray.items()):
         if not own or any(id(parameter) in own for parameter in given):
@@ -222,7 +224,7 @@ def _check_belonging(walk: Walk, optimizers: Sequence[Optimizer], awaits: bool) 
     if stray and len(stray) == len(optimizers) and not awaits:
         raise ValueError(
             f"none of the parameters of {' and '.join(type(optimizer).__name__ for optimizer in stray)} belongs to "
-            f"the models ({', '.join(type(model).__name__ for model in walk.models)}), which would not be trained: "
+            f"the models ({', '.join(type(model).__name__ for model in index.models)}), which would not be trained: "
             "make the optimizer from model.parameters(). Where it is for a loss with parameters of its own, give the "
             "model's optimizer too, or await_optimizers=True if that comes later"
         )
@@ -233,14 +235,14 @@ _FLATTENS: Final = "FullyShardedDataParallel"
 _WRAPPERS: Final = (_REDUCES, "DataParallel", _FLATTENS)
 
 
-def check_not_wrapped(walk: Walk, plan: Plan) -> None:
+def _check_not_wrapped(index: ModelIndex, plan: Plan) -> None:
     """Refuse what has recorded the parameters' dtypes, around a model or in it.
 
     Parts in DataParallel are refused when it makes its replicas, which it does for several devices only.
     """
     casts = plan.cast_model and is_lower_precision(plan.model_dtype)
     wrappers: dict[type[nn.Module], str | None] = {}
-    for name, module in walk.modules:
+    for name, module in index.named_modules:
         if type(module) not in wrappers:
             wrappers[type(module)] = _wrapper(type(module))
         wrapper = wrappers[type(module)]
@@ -262,16 +264,16 @@ def _wrapper(kind: type[nn.Module]) -> str | None:
     return next((base.__name__ for base in kind.__mro__ if base.__name__ in _WRAPPERS), None)
 
 
-def check_not_left_behind(walk: Walk, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that were made before the model was sharded, or got its memory."""
+def _check_not_replaced(index: ModelIndex, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that were made before the model was sharded, or moved off the meta device by to_empty()."""
     given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    fault = replaced_since(walk.parameters, given)
+    fault = replaced_since(index.parameters, given)
     if fault:
         raise ValueError(fault)
 
 
-def check_process_group(group: Any, models: Sequence[nn.Module], plan: Plan) -> None:
-    """Refuse a group that is none, and shards among which overflow cannot be agreed on without one."""
+def check_process_group(group: Any, index: ModelIndex, plan: Plan) -> None:
+    """Validate ``process_group``; refuse shards among which overflow cannot be agreed on without one."""
     if group is not None:
         if not is_distributed():
             raise ValueError(
@@ -280,7 +282,7 @@ def check_process_group(group: Any, models: Sequence[nn.Module], plan: Plan) -> 
         if not isinstance(group, torch.distributed.ProcessGroup):
             raise TypeError(f"process_group must be a torch.distributed.ProcessGroup of this process, not {group!r}")
     elif plan.scaling.dynamic and is_distributed():
-        meshes = meshes_of(parameter for model in models for parameter in model.parameters())
+        meshes = meshes_of([parameter for _, parameter in index.parameters])
         world = torch.distributed.get_world_size()
         # How many a verdict over the meshes can reach.
         reached = math.prod(map(torch.distributed.get_world_size, groups_of(meshes)))

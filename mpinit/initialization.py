@@ -91,33 +91,30 @@ def initialize(models: Any, optimizers: Any = None, opt_level: str = DEFAULT_LEV
     checks.check_free(model_list, optimizer_list)
     if on:
         plan = make_plan(props)
-        came_in_16_bit = checks.check(model_list, optimizer_list, props, plan, awaits)
-        checks.check_process_group(process_group, model_list, plan)
+        index, names_in_16_bit = checks.check(model_list, optimizer_list, props, plan, awaits)
+        checks.check_process_group(process_group, index, plan)
         request = Request(level, props, plan, losses, verbosity, awaits, process_group)
-        _set_up(model_list, optimizer_list, request, came_in_16_bit)
+        session = Session(model_list, optimizer_list, request)
+        with UndoStack() as failed:
+            session.apply(index, failed)
+            registry.add(session)
+            _announce(session, names_in_16_bit)
+            registry.enable([*model_list, *optimizer_list])
+            session.begin()
     else:
         registry.disable(model_list, optimizer_list)
     return models if optimizers is None else (models, optimizers)
 
 
-def _set_up(models: list[nn.Module], optimizers: list[Optimizer], request: Request, came_in_16_bit: list[str]) -> None:
-    def join(session: Session) -> None:
-        registry.add(session)
-        _announce(session, came_in_16_bit)
-        registry.enable([*models, *optimizers])
-
-    Session(models, optimizers, request).apply(join)
-
-
-def _announce(session: Session, came_in_16_bit: list[str]) -> None:
-    """Log in one line what was set up, and in another which weights came in 16-bit already."""
+def _announce(session: Session, names_in_16_bit: list[str]) -> None:
+    """Log in one line what was set up, and in another which weights were 16-bit already."""
     if session.verbosity < 1:
         return
     words = ", ".join(f"{name}={value}" for name, value in session.settings().items())
     log.info("%s: %s", session.describe(), words)
-    if came_in_16_bit:
-        first = ", ".join(came_in_16_bit[:3])
-        log.info("%s: %s came in 16-bit, first %s", session.describe(), counted(len(came_in_16_bit), "weight"), first)
+    if names_in_16_bit:
+        first = ", ".join(names_in_16_bit[:3])
+        log.info("%s: %s came in 16-bit, first %s", session.describe(), counted(len(names_in_16_bit), "weight"), first)
 
 
 def add_optimizers(optimizers: Optimizers) -> Optimizers:

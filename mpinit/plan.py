@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     # pydantic, which takes long to import, is for those who call initialize.
     from .settings.properties import KeepFloat32, Properties
 
-KeepPredicate = Callable[[str, torch.nn.Module], bool]
 KeepInputPredicate = Callable[[str, Any], bool]
 
 
@@ -40,6 +39,35 @@ _MASTERS: Final[dict[bool | str | None, MasterWeightsMode]] = {
     "split": MasterWeightsMode.SPLIT,
     "model": MasterWeightsMode.IN_MODEL,
 }
+
+
+@dataclass(frozen=True)
+class KeepRule:
+    """The rule by which modules stay float32 in a 16-bit model.
+
+    Attributes:
+        entries: types of modules, patterns of dotted names, or predicates (dotted name, module) -> bool.
+        names: the patterns among these. One that names no module is for parameters and buffers.
+    """
+
+    entries: tuple["KeepFloat32", ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple([entry for entry in self.entries if isinstance(entry, str)])
+
+    def keeps(self, name: str, module: torch.nn.Module) -> bool:
+        """Return whether a module of that dotted name stays float32."""
+        for entry in self.entries:
+            if isinstance(entry, str):
+                is_kept = fnmatch.fnmatchcase(name, entry)
+            elif isinstance(entry, type):
+                is_kept = isinstance(module, entry)
+            else:
+                is_kept = bool(entry(name, module))
+            if is_kept:
+                return True
+        return False
 
 
 @dataclass(frozen=True)
@@ -78,8 +106,7 @@ class Plan:
         model_dtype: what they are cast to (float32 where they are not).
         cast_outputs: whether floating outputs are cast.
         output_dtype: what outputs are cast to.
-        keep_float32: (dotted name, module) -> whether the module stays float32 in a 16-bit model.
-        kept_names: patterns of dotted names among what stays float32: of modules, or else of parameters and buffers.
+        keeps: the rule by which modules stay float32; without entries where no weight is 16-bit.
         keep_inputs: (argument's name, value) -> whether the argument is passed as it is; one that says yes is enough.
         entry_points: dotted names of methods that are called from outside beside forward.
         patch_functions: whether torch functions cast their arguments.
@@ -93,8 +120,7 @@ class Plan:
     model_dtype: torch.dtype
     cast_outputs: bool
     output_dtype: torch.dtype
-    keep_float32: KeepPredicate
-    kept_names: tuple[str, ...]
+    keeps: KeepRule
     keep_inputs: tuple[KeepInputPredicate, ...]
     entry_points: tuple[str, ...]
     patch_functions: bool
@@ -122,15 +148,13 @@ def make_plan(props: "Properties") -> Plan:
     casts_weights = lower is not None and not props.patch_torch_functions
     batchnorm: tuple[KeepFloat32, ...] = (_BatchNorm,) if props.keep_batchnorm_fp32 else ()
     kept = (*props.keep_fp32, *batchnorm) if casts_weights else ()
-    tests = [_one_test(entry) for entry in kept]
     model_only = props.patch_torch_functions and props.cast_scope == "model"
     return Plan(
         cast_model=props.cast_model_type is not None,
         model_dtype=props.cast_model_type or torch.float32,
         cast_outputs=props.cast_model_type is not None or props.cast_model_outputs is not None or model_only,
         output_dtype=props.cast_model_outputs or torch.float32,
-        keep_float32=lambda name, module: any(test(name, module) for test in tests),
-        kept_names=tuple(entry for entry in kept if isinstance(entry, str)),
+        keeps=KeepRule(kept),
         keep_inputs=tuple(partial(_is_named, e) if isinstance(e, str) else e for e in props.keep_inputs),
         entry_points=props.entry_points,
         patch_functions=props.patch_torch_functions,
@@ -169,11 +193,3 @@ def _scaling_rule(props: "Properties") -> ScalingRule:
 def _is_named(pattern: str, name: str, value: Any) -> bool:
     # Compared where that is enough: torch.compile warns of what fnmatch has cached.
     return name == pattern or (not pattern.isidentifier() and fnmatch.fnmatchcase(name, pattern))
-
-
-def _one_test(entry: "KeepFloat32") -> KeepPredicate:
-    if isinstance(entry, str):
-        return lambda name, module: fnmatch.fnmatchcase(name, entry)
-    if isinstance(entry, type):
-        return lambda name, module: isinstance(module, entry)
-    return entry

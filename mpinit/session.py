@@ -5,7 +5,7 @@ The optimizers' methods and the models' forwards keep theirs alive; the registry
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import functions
-from .basics.dtypes import is_lower_precision
-from .basics.modules import Names, modules_of
+from .basics.dtypes import LOWER_PRECISION, is_lower_precision
+from .basics.modules import ModelIndex, Names, modules_of
 from .basics.patching import Undo, UndoStack
 from .basics.wrappers import unwrapped
 from .distributed.sharding import gather_in, is_distributed, reshard
@@ -112,28 +112,24 @@ class Session:
 
     # -- set up and undo ----------------------------------------------------------------------------------------
 
-    def apply(self, join: Callable[["Session"], None]) -> None:
-        """Carry the plan out. If anything raises, everything done so far is undone, newest first."""
-        selected = self.selection = selection.select(self.models, self.plan)
+    def apply(self, index: ModelIndex, failed: UndoStack) -> None:
+        """Carry the plan out. ``failed`` undoes everything done so far, newest first, if anything raises."""
+        selected = self.selection = selection.select(index, self.plan)
         if selected.changes:
-            check_memory(self.models, selected.targets)
+            check_memory(index, selected.targets)
         self._check(self.optimizers)
-        failed = UndoStack()
         if selected.changes or self._makes_masters:
             failed.push(_states_as_they_are(self.optimizers))
         failed.push(self._undos.unwind)
-        try:
-            self._apply()
-            tensors = (t for model in self.models for part in modules_of(model) for t in selection.own_tensors(part))
-            self.tensor_ids = frozenset(map(id, tensors))  # after the casts: they replace buffers
-            join(self)
-            self.is_live = True
-            if selected.changes:
-                self.values.casts.settle()
-        except BaseException:
-            self.is_live = False
-            failed.unwind()
-            raise
+        failed.push(functools.partial(setattr, self, "is_live", False))
+        self._apply(index)
+        self.tensor_ids = index.tensor_ids()  # after the casts, which replace buffers
+
+    def begin(self) -> None:
+        """Mark the session as live after its set-up, and drop what only a failed set-up needs."""
+        self.is_live = True
+        if self.selection.changes:
+            self.values.casts.settle()
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
         """Whether these optimizers can be stepped as the plan says."""
@@ -149,27 +145,27 @@ class Session:
                     "parameter by itself and keeps no copies of weights"
                 )
 
-    def _apply(self) -> None:
+    def _apply(self, index: ModelIndex) -> None:
         plan, push, selected = self.plan, self._undos.push, self.selection
         targets = dict(selected.targets)
-        self.forwards = forward.patch_forwards(selected, plan, self, self.before_forward, self._undos)
-        if selected.kept and encoder_fast_path.is_bypassed(selected.kept, self.models):
+        self.forwards = forward.patch_forwards(index, selected, plan, self, self.before_forward, self._undos)
+        if selected.kept and encoder_fast_path.is_bypassed(selected.kept, index.names):
             encoder_fast_path.keep_off(lambda: True, self._undos)
         if selected.holds_16_bit:
             float32_state = state_dict.Float32State(self.values, plan.masters is MasterWeightsMode.IN_MODEL)
             push(float32_state.remove)
-            float32_state.install(self.models)
+            float32_state.install(self.models, index.names)
             hide_gradients(self, _weights, self._undos)
         if plan.patch_functions:
             push(functions.apply(plan, owner=self))
-        push(functools.partial(casting.rebuild_flat_weights, self.models))
+        push(functools.partial(casting.rebuild_flat_weights_of, self.models))
         if selected.gathered:
-            push(gather_in(self.models, selected.gathered))
+            push(gather_in(index.names, selected.gathered))
         if plan.masters is not MasterWeightsMode.NONE:
-            self._make_masters(targets)
+            self._make_masters(index, targets)
         # Late, because it is what cannot be taken back bit for bit where there are no masters.
         if selected.changes or len(self.masters) > 0:
-            self._cast(targets)
+            self._cast(index, targets)
         self.ranks.reduces_in_float32 = self.plan.reduces_in_float32
         self.ranks.watch(selected.changes, self.values.casts if selected.changes else None, self._words(), self._undos)
         for optimizer in self.optimizers:
@@ -184,13 +180,14 @@ class Session:
         classes = [type(optimizer).__name__ for optimizer in self.optimizers]
         return said | {"num_losses": str(len(self.scalers)), OPTIMIZERS: _said(classes)}
 
-    def _make_masters(self, targets: Mapping[torch.Tensor, torch.dtype]) -> None:
+    def _make_masters(self, index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype]) -> None:
         """Masters of the weights that are trained, before anything is cast."""
         stepped = dict.fromkeys(_parameters_of(with_wrapped(self.optimizers)))
         trained = [parameter for parameter in stepped if parameter.requires_grad]
         if self.awaits:
             known = set(map(id, trained))
-            trained += [p for p in dict.fromkeys(_weights(self)) if p.requires_grad and id(p) not in known]
+            weights = dict.fromkeys([p for _, p in index.parameters])
+            trained += [p for p in weights if p.requires_grad and id(p) not in known]
         self._undos.push(self._give_masters_up)
         if self._makes_masters:
             for weight in trained:
@@ -211,23 +208,23 @@ class Session:
         for weight in weights:
             casting.convert(weight, torch.float32)
 
-    def _cast(self, targets: dict[torch.Tensor, torch.dtype]) -> None:
+    def _cast(self, index: ModelIndex, targets: dict[torch.Tensor, torch.dtype]) -> None:
         mastered: list[torch.Tensor] = [master.weight for master in self.masters]
         ids = set(map(id, mastered))
         others = {tensor: dtype for tensor, dtype in targets.items() if id(tensor) not in ids}
         casts = {tensor: (tensor.dtype, dtype) for tensor, dtype in others.items() if dtype != tensor.dtype}
         cast_states(self.optimizers, casts, self._undos)
-        _widen_states(self.optimizers, {w: w.dtype for w in mastered if is_lower_precision(w.dtype)})
+        _widen_states(self.optimizers, {w: w.dtype for w in mastered if w.dtype in LOWER_PRECISION})
         trained = {p for p in _parameters_of(self.optimizers) if id(p) not in ids and p.requires_grad}
-        self.values.casts = casting.TensorCasts(self.models, others, trained)
+        self.values.casts = casting.TensorCasts(others, trained)
         self._undos.push(self.values.casts.undo)
         to_16_bit = {weight: targets.get(weight, weight.dtype) for weight in mastered}
         beyond = casting.out_of_range(to_16_bit)
-        self.values.casts.apply(beyond)
+        self.values.casts.apply(index, beyond)
         # Without an undo of its own: giving up a master restores its weight.
         for master in self.masters:
             self.masters.cast(master, to_16_bit[master.weight], clamps=bool(beyond) and master.weight in beyond)
-        casting.rebuild_flat_weights(self.models)
+        casting.rebuild_flat_weights(index.names)
 
     def _members_of(self, optimizer: Optimizer) -> Members:
         return Members(optimizer, self.values, self.plan.masters)
@@ -305,7 +302,7 @@ class Session:
             if self.masters.are_in_model:
                 raise RuntimeError(IN_FLOAT32.format("mpinit.undo()"))
             self.values.apply_writes()
-            reshard(self.models)
+            reshard([module for model in self.models for module in modules_of(model)])
             for managed in self._managed.values():
                 managed.gradients.give_up()
             self.values.close()

@@ -1,14 +1,15 @@
 """The modules and tensors of models."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """What ``model.modules()`` gives, in a third of its time: that is a generator for each module and level."""
+    """List ``model.modules()`` in a third of the time, because torch makes a generator for each module."""
     found: dict[nn.Module, None] = {model: None}
     left = [iter(model._modules.values())]
     while left:
@@ -24,32 +25,154 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
+def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """List a module's own parameters and buffers by name, without those of its children."""
+    own: list[tuple[str, torch.Tensor]] = []
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            own.append((name, parameter))
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            own.append((name, buffer))
+    return own
+
+
 def dotted(module_name: str, name: str) -> str:
-    """What a tensor is called in a model whose module of that name has it under ``name``."""
+    """Join a module's dotted name, "" for the model itself, and a name in that module."""
     return f"{module_name}.{name}" if module_name else name
 
 
-class Walk:
-    """What models hold, under dotted names, read once for all that is asked of it before anything is changed.
+class ModelIndex:
+    """The modules and tensors of models, read in one walk for the checks, casts and hooks of one ``initialize``.
 
-    A parameter or buffer that several modules share is there under each of its names.
+    The index is for one call and is dropped at its end, because it would keep replaced parameters alive.
+
+    Attributes:
+        models: the models, in order.
+        named_modules: (dotted name, module) of each model in turn, as ``nn.Module.named_modules`` yields them.
+        names: each module once -> its first dotted name.
+        first_parents: each module -> the module whose child it has that name as; None for a model.
+        parents: each module -> all modules that it is a child of.
+        shares_modules: whether a module has several names.
+        own: each module -> the names and tensors that :func:`own_tensors` lists.
+        parameters, buffers: (dotted name, tensor), once for each module that has the tensor.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self.models = models
-        self.modules = [named for model in models for named in model.named_modules()]
+        self.models = tuple(models)
+        self.named_modules: list[tuple[str, nn.Module]] = []
+        self.names: dict[nn.Module, str] = {}
+        self.first_parents: dict[nn.Module, nn.Module | None] = {}
+        self.parents: dict[nn.Module, list[nn.Module]] = {}
+        self.shares_modules = False
+        for model in self.models:
+            self._walk(model)
+        self.read_tensors()
+
+    def _walk(self, model: nn.Module) -> None:
+        seen: set[nn.Module] = set()
+        left: list[tuple[str, nn.Module, nn.Module | None]] = [("", model, None)]
+        while left:
+            name, module, parent = left.pop()
+            if module in seen:
+                self.shares_modules = True
+                continue
+            seen.add(module)
+            self.named_modules.append((name, module))
+            is_new = module not in self.names
+            if is_new:
+                self.names[module], self.first_parents[module] = name, parent
+            else:
+                self.shares_modules = True  # one model is a part of another, or both have the module
+            children = module._modules
+            if children:
+                prefix = f"{name}." if name else ""
+                # A list, because a ScriptModule's table cannot be reversed.
+                for own, child in reversed(list(children.items())):
+                    if child is not None:
+                        left.append((prefix + own, child, module))
+                        if is_new:
+                            self.parents.setdefault(child, []).append(module)
+
+    def read_tensors(self) -> None:
+        """Read the tensors of the modules, again after FSDP has put other ones there."""
+        self.own: dict[nn.Module, list[tuple[str, torch.Tensor]]] = {}
         self.parameters: list[tuple[str, nn.Parameter]] = []
         self.buffers: list[tuple[str, torch.Tensor]] = []
-        for module_name, module in self.modules:
+        for module_name, module in self.named_modules:
+            self.own[module] = own_tensors(module)
+            prefix = f"{module_name}." if module_name else ""
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    self.parameters.append((dotted(module_name, name), parameter))
+                    self.parameters.append((prefix + name, parameter))
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    self.buffers.append((dotted(module_name, name), buffer))
+                    self.buffers.append((prefix + name, buffer))
 
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        return [*self.parameters, *self.buffers]
+    @cached_property
+    def paths(self) -> list[tuple[str, nn.Module]]:
+        """All dotted names of all modules; a module that is shared has several."""
+        if not self.shares_modules:
+            return self.named_modules
+        return [named for model in self.models for named in model.named_modules(remove_duplicate=False)]
+
+    def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """List every parameter and buffer under each of its dotted names, without the model's number."""
+        return [(dotted(path, name), tensor) for path, module in self.paths for name, tensor in self.own[module]]
+
+    def named_by_model(self, tensors: Iterable[torch.Tensor]) -> list[str]:
+        """List the names of tensors, each once in each model, with the model's number where there are several.
+
+        In each model parameters are listed before buffers.
+        """
+        wanted = set(map(id, tensors))
+        found: list[tuple[dict[int, str], dict[int, str]]] = []
+        for module_name, module in self.named_modules:
+            if not module_name:
+                found.append(({}, {}))
+            tables: tuple[Mapping[str, torch.Tensor | None], ...] = module._parameters, module._buffers
+            for names, own in zip(found[-1], tables, strict=True):
+                for name, tensor in own.items():
+                    if id(tensor) in wanted:
+                        names.setdefault(id(tensor), dotted(module_name, name))
+        several = len(self.models) > 1
+        return [
+            f"models[{number}].{name}" if several else name
+            for number, (parameters, buffers) in enumerate(found)
+            for name in (*parameters.values(), *buffers.values())
+        ]
+
+    def parameters_by_model(self) -> list[list[nn.Parameter]]:
+        """List the parameters of each model, each once, as ``nn.Module.parameters`` yields them."""
+        found: list[dict[nn.Parameter, None]] = []
+        for name, module in self.named_modules:
+            if not name:
+                found.append({})
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    found[-1][parameter] = None
+        return [list(parameters) for parameters in found]
+
+    def places_of_buffers(self) -> dict[torch.Tensor, list[tuple[nn.Module, str]]]:
+        """Find for each buffer every module that has it, and its name there."""
+        places: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
+        for module in self.names:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    places.setdefault(buffer, []).append((module, name))
+        return places
+
+    def replace_buffers(self, casts: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Follow casts that have put other tensors in the places of buffers."""
+        if casts:
+            self.buffers = [(name, casts.get(buffer, buffer)) for name, buffer in self.buffers]
+            self.own = {
+                module: [(name, casts.get(tensor, tensor)) for name, tensor in own] for module, own in self.own.items()
+            }
+
+    def tensor_ids(self) -> frozenset[int]:
+        """Return the ids of all parameters and buffers."""
+        return frozenset([id(tensor) for own in self.own.values() for _, tensor in own])
 
 
 @dataclass(frozen=True)

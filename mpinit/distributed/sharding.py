@@ -4,14 +4,12 @@ Asked without importing torch's distributed packages, which are slow to import.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import nn
-
-from ..basics.modules import modules_of
 
 _CAN_BE_DISTRIBUTED: Final = torch.distributed.is_available()  # as torch was built
 _TENSOR_DETACH: Final[Any] = torch.Tensor.detach
@@ -98,32 +96,39 @@ def placed_as(tensor: Any, like: Any) -> torch.Tensor:
 def set_data(tensor: Any, values: Any) -> None:
     """``tensor.data = values``, whatever class ``tensor`` is of; a sharded tensor's inner part follows."""
     _TENSOR_DATA.__set__(tensor, values)
-    if is_sharded(values):
+    if type(values) is not torch.Tensor and is_sharded(values):
         # torch changes the wrapper only.
         tensor._local_tensor, tensor._spec = values._local_tensor, values._spec
 
 
-def _groups(model: nn.Module) -> Iterator[Any]:
-    """The groups of parameters that FSDP gathers together."""
-    modules = modules_of(model)
+def _groups(modules: Collection[nn.Module]) -> list[Any]:
+    """List the groups of parameters that FSDP gathers together."""
+    groups: list[Any] = []
     if not any(hasattr(kind, "_get_fsdp_state") for kind in {*map(type, modules)}):
-        return
+        return groups
     for module in modules:
         if is_managed_by_fsdp(module):
             state: Any = module._get_fsdp_state()  # type: ignore[operator]
             # torch 2.11 knows one group of a module, or None; from 2.12 on it is a list of any length.
             if hasattr(state, "_fsdp_param_groups"):
-                yield from state._fsdp_param_groups
+                groups += state._fsdp_param_groups
             elif state._fsdp_param_group is not None:
-                yield state._fsdp_param_group
+                groups.append(state._fsdp_param_group)
+    return groups
 
 
-def reshard(models: Iterable[nn.Module]) -> None:
-    """Let FSDP put the shards back on the modules, where a forward left the gathered weights on them, failed or not."""
-    for group in (group for model in models for group in _groups(model)):
-        # After an exception FSDP takes itself to be inside of the forward still, and leaves the weights there.
+def reshard(modules: Collection[nn.Module]) -> bool:
+    """Let FSDP put the shards back on the modules, where a forward has put the gathered weights, failed or not.
+
+    Returns:
+        Whether FSDP manages any of the modules.
+    """
+    groups = _groups(modules)
+    for group in groups:
+        # After an exception FSDP takes itself to be inside of the forward still, and does not reshard.
         group._training_state = type(group._training_state).IDLE
         group.reshard()
+    return bool(groups)
 
 
 def replaced_since(named: Sequence[tuple[str, nn.Parameter]], stepped: Iterable[torch.Tensor]) -> str:
@@ -155,9 +160,9 @@ def replaced_since(named: Sequence[tuple[str, nn.Parameter]], stepped: Iterable[
     )
 
 
-def check_groups(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, torch.dtype]) -> None:
-    """FSDP gathers a group's parameters in one buffer, so that they must have one dtype."""
-    for group in (group for model in models for group in _groups(model)):
+def check_groups(modules: Collection[nn.Module], targets: Mapping[torch.Tensor, torch.dtype]) -> None:
+    """Refuse groups of several dtypes, because FSDP gathers a group's parameters in one buffer."""
+    for group in _groups(modules):
         trained = [entry for entry in group.fsdp_params if entry.sharded_param.requires_grad]
         wanted = [targets.get(entry.sharded_param, entry.sharded_param.dtype) for entry in trained]
         names = [entry._param_fqn or entry._module_info.param_name for entry in trained]
@@ -181,11 +186,11 @@ def check_groups(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, tor
 
 
 def gathered_dtypes(
-    models: Sequence[nn.Module], targets: Mapping[torch.Tensor, torch.dtype]
+    modules: Collection[nn.Module], targets: Mapping[torch.Tensor, torch.dtype]
 ) -> dict[torch.Tensor, torch.dtype]:
-    """Float32 shards that FSDP itself can gather in the type they are to compute in, and that type."""
+    """Find float32 shards that FSDP can gather in the dtype of their forward, and that dtype."""
     found: dict[torch.Tensor, torch.dtype] = {}
-    for group in (group for model in models for group in _groups(model)):
+    for group in _groups(modules):
         parameters = [entry.sharded_param for entry in group.fsdp_params]
         wanted = {targets.get(parameter) for parameter in parameters}
         if len(wanted) == 1 and all(parameter.dtype is torch.float32 for parameter in parameters):
@@ -193,13 +198,13 @@ def gathered_dtypes(
     return found
 
 
-def gather_in(models: Sequence[nn.Module], dtypes: Mapping[torch.Tensor, torch.dtype]) -> Callable[[], None]:
+def gather_in(modules: Collection[nn.Module], dtypes: Mapping[torch.Tensor, torch.dtype]) -> Callable[[], None]:
     """Let FSDP gather float32 shards in 16 bit, and reduce their gradients in float32.
 
     Takes effect with :func:`rebuild_groups`, its undo as well.
     """
     before: list[tuple[Any, Any]] = []
-    for group in (group for model in models for group in _groups(model)):
+    for group in _groups(modules):
         dtype = next(
             (dtypes[entry.sharded_param] for entry in group.fsdp_params if entry.sharded_param in dtypes), None
         )
@@ -218,9 +223,9 @@ def gather_in(models: Sequence[nn.Module], dtypes: Mapping[torch.Tensor, torch.d
     return undo
 
 
-def rebuild_groups(models: Iterable[nn.Module]) -> None:
-    """Let FSDP look at its parameters again after a cast: it holds on to their data and to buffers of their dtype."""
-    for group in (group for model in models for group in _groups(model)):
+def rebuild_groups(modules: Collection[nn.Module]) -> None:
+    """Let FSDP read its parameters again after a cast, because it keeps their data and buffers of their dtype."""
+    for group in _groups(modules):
         for entry in group.fsdp_params:
             entry.reset_sharded_param()
             entry.all_gather_outputs.clear()

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from .. import registry
 from ..basics.dtypes import dtype_name, is_lower_precision, parse_dtype
+from ..basics.modules import ModelIndex
 from ..basics.tables import plain_table
 from ..basics.wrappers import with_all_inside
 from ..distributed.sharding import local
@@ -170,11 +171,11 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
         )
         for name, p in model.named_parameters()
     )
-    sizes = {"now": _bytes(rows)}
+    sizes, index = {"now": _bytes(rows)}, ModelIndex([model])
     for level, (name, words) in _LEVELS.items():
         plan = make_plan(resolve(name, words)[1])
         try:
-            targets = select([model], plan).targets
+            targets = select(index, plan).targets
         except ValueError:
             continue  # what initialize would refuse as well
         is_cast = plan.masters is not MasterWeightsMode.NONE

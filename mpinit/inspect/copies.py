@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from .. import checks, registry
 from ..basics.dtypes import is_lower_precision
-from ..basics.patching import Undo
+from ..basics.modules import ModelIndex
+from ..basics.patching import Undo, UndoStack
 from ..model.forward import take_off_copy
 from ..plan import make_plan
 from ..session import Request, Session
@@ -81,10 +82,12 @@ def at_level(
     plan = make_plan(properties)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if check:
-            checks.check(models, optimizers, properties, plan)
+        index = checks.check(models, optimizers, properties, plan)[0] if check else ModelIndex(models)
         session = Session(models, optimizers, Request(level, properties, plan, verbosity=0))
-        session.apply(registry.add)
+        with UndoStack() as failed:
+            session.apply(index, failed)
+            registry.add(session)
+            session.begin()
     try:
         yield session
     finally:

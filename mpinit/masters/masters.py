@@ -3,12 +3,13 @@
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import ClassVar, Final
 
 import torch
 from torch import nn
 
-from ..basics.dtypes import is_lower_precision
+from ..basics.dtypes import LOWER_PRECISION
 from ..basics.modules import Names
 from ..distributed.sharding import is_distributed, is_sharded, set_data, shard
 from ..torch_internals.parameter_data import DataUse, record_data_use, stop_recording, stop_recording_all
@@ -22,13 +23,13 @@ IN_FLOAT32: Final = (
     "date: move it before or after the with-block"
 )
 _SHARED: Final = (
-    "the weights {!r} and {!r} share memory since mpinit.initialize, and have a float32 master each: a step would round "
-    "both into it, and lose one of the two updates. Tie weights before mpinit.initialize, by making them one parameter "
+    "the weights {!r} and {!r} share memory since mpinit.initialize, and have a float32 master each: a step would "
+    "round both into it, and lose one of the two updates. Tie weights before mpinit.initialize, by making them one parameter "
     "(b.weight = a.weight); to copy numbers call b.weight.copy_(a.weight) under torch.no_grad()"
 )
 _CONVERTED: Final = (
-    "the data of {!r} was replaced by a tensor of {} under DistributedDataParallel, which has recorded the dtype of its "
-    "parameters: copy the numbers instead, inside `with mpinit.float32_weights(model)`, or load them by "
+    "the data of {!r} was replaced by a tensor of {} in a process group, where DistributedDataParallel records the dtype "
+    "of its parameters: copy the numbers instead, inside `with mpinit.float32_weights(model)`, or load them by "
     "model.load_state_dict()"
 )
 
@@ -153,7 +154,7 @@ class Masters(ABC):
 
     def add(self, weight: nn.Parameter, dtype: torch.dtype) -> Master | None:
         """Make the master of a weight that is, or is about to be cast to, ``dtype``; None where it needs none."""
-        if not is_lower_precision(dtype):
+        if dtype not in LOWER_PRECISION:
             return None
         master = self._of[id(weight)] = self._make(weight)
         return master
@@ -197,7 +198,8 @@ class Masters(ABC):
             self._cast(master, dtype)
             master.dtype, master.layout = dtype, layout_of(weight)
             self.set_gradient_dtype(master)
-            weight.grad = self.in_kept_dtype([gradient])[0]
+            if gradient is not None:
+                weight.grad = self.in_kept_dtype([gradient])[0]
         except BaseException:
             weight.grad_dtype = None
             weight.grad = gradient
@@ -239,7 +241,7 @@ class Masters(ABC):
             if here.numel() and not here.is_meta and here.layout is torch.strided
         ]
         found.sort(key=lambda entry: entry[:2])
-        for (_, end, one), (begin, _, other) in zip(found, found[1:], strict=False):
+        for (_, end, one), (begin, _, other) in pairwise(found):
             if begin < end:
                 raise RuntimeError(_SHARED.format(self.names.of(one), self.names.of(other)))
 

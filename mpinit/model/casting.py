@@ -8,11 +8,11 @@ from torch import nn
 
 from ..basics.dtypes import cast_to, cast_within_range, is_lower_precision, may_overflow
 from ..basics.logs import warn_user
-from ..basics.modules import modules_of
+from ..basics.modules import ModelIndex, modules_of
 from ..distributed.sharding import is_sharded, local, rebuild_groups, set_data
 from ..masters.law import restore_unchanged
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH
-from .lasting_losses import warn_of_lasting_losses
+from .precision_loss import warn_about_precision_loss
 from .selection import is_parameter
 
 # Elements of a tensor that are compared at a time.
@@ -42,11 +42,9 @@ class TensorCasts:
 
     def __init__(
         self,
-        models: Sequence[nn.Module],
         targets: Mapping[torch.Tensor, torch.dtype],
         trained: Collection[torch.Tensor],
     ) -> None:
-        self._models = models
         self._targets = {tensor: dtype for tensor, dtype in targets.items() if tensor.dtype != dtype}
         self._trained = set(trained)
         self._out_of_range: set[torch.Tensor] = set()
@@ -59,21 +57,24 @@ class TensorCasts:
         self._restored: dict[torch.Tensor, torch.Tensor] = {}
 
     @torch.no_grad()
-    def apply(self, others_out_of_range: Collection[torch.Tensor] = ()) -> None:
-        """Cast, one tensor at a time, gradients with them. What was done until an exception is :meth:`undo`'s.
+    def apply(self, index: ModelIndex, others_out_of_range: Collection[torch.Tensor] = ()) -> None:
+        """Cast, one tensor at a time, gradients with them, and let the index follow.
+
+        After an exception :meth:`undo` takes back the casts that were made.
 
         The one warning of clamping names ``others_out_of_range``, weights with masters, as well.
         """
         self._out_of_range = out_of_range(self._targets)
         clamped = self._out_of_range | set(others_out_of_range)
-        warn_of_clamping(self._models, clamped)
-        warn_of_lasting_losses(self._models, self._targets, but_for=clamped)
-        places = _places_of_buffers(self._models)
+        warn_about_clamping(index, clamped)
+        warn_about_precision_loss(index, self._targets, but_for=clamped)
+        places = index.places_of_buffers()
         for tensor, dtype in self._targets.items():
             if is_parameter(tensor):
                 self._cast_parameter(tensor, dtype)
             else:
                 self._cast_buffer(tensor, dtype, places.get(tensor, []))
+        index.replace_buffers({entry.original: cast for cast, entry in self._buffers.items()})
 
     def settle(self) -> None:
         """Set-up has succeeded: forget what only a failed one would have needed."""
@@ -253,7 +254,9 @@ def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> set[torch.Tenso
             narrows[types] = may_overflow(*types)
         if not narrows[types]:
             continue
-        part = local(TENSOR_DETACH(tensor))  # a look of our own, of which no watcher has to know
+        part = TENSOR_DETACH(tensor)  # not through a method of a subclass
+        if type(part) is not torch.Tensor:
+            part = local(part)
         if part.numel() and not part.is_meta and part.layout is torch.strided:
             groups.setdefault((part.device, part.dtype, dtype), []).append((tensor, part))
     found = set()
@@ -267,15 +270,11 @@ def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> set[torch.Tenso
     return found
 
 
-def warn_of_clamping(models: Sequence[nn.Module], tensors: Collection[torch.Tensor]) -> None:
-    """One warning that names all ``tensors`` whose values are about to be clamped."""
+def warn_about_clamping(index: ModelIndex, tensors: Collection[torch.Tensor]) -> None:
+    """Warn once, naming all ``tensors`` whose values are about to be clamped."""
     if not tensors:
         return
-    names = []
-    for index, model in enumerate(models):
-        prefix = f"models[{index}]." if len(models) > 1 else ""
-        own = (*model.named_parameters(), *model.named_buffers())
-        names += [prefix + name for name, tensor in own if tensor in tensors]
+    names = index.named_by_model(tensors)
     warn_user(
         f"finite values of {', '.join(names)} are beyond the largest of the narrower type they are cast to: they "
         "become that largest instead of infinite, and mpinit.undo and state_dict() give them back as they were. Where "
@@ -283,20 +282,14 @@ def warn_of_clamping(models: Sequence[nn.Module], tensors: Collection[torch.Tens
     )
 
 
-def _places_of_buffers(models: Sequence[nn.Module]) -> dict[torch.Tensor, list[tuple[nn.Module, str]]]:
-    """Buffer -> every (module, name) that holds it."""
-    places: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
-    for module in dict.fromkeys(module for model in models for module in modules_of(model)):
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                places.setdefault(buffer, []).append((module, name))
-    return places
-
-
-def rebuild_flat_weights(models: Sequence[nn.Module]) -> None:
+def rebuild_flat_weights(modules: Collection[nn.Module]) -> None:
     """Let RNNs, and FSDP, gather their weights anew after a cast."""
-    rebuild_groups(models)
-    for model in models:
-        for module in modules_of(model):
-            if isinstance(module, nn.RNNBase):
-                module.flatten_parameters()
+    rebuild_groups(modules)
+    for module in modules:
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+
+
+def rebuild_flat_weights_of(models: Sequence[nn.Module]) -> None:
+    """Do the same as :func:`rebuild_flat_weights` for all modules that models have by now."""
+    rebuild_flat_weights(dict.fromkeys(module for model in models for module in modules_of(model)))

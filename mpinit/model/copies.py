@@ -11,9 +11,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from ..basics.modules import own_tensors
 from ..distributed.sharding import is_sharded
 from .forward import patched_forward
-from .shared_memory import is_16_bit, named_own_tensors
+from .shared_memory import is_16_bit
 
 
 class _OfModule:
@@ -39,7 +40,7 @@ class DeepCopy(_OfModule):
             owner.apply_writes()
         if owner is None or not owner.has_masters():
             return self._as_it_is(memo)
-        for _, tensor in named_own_tensors(self.module):
+        for _, tensor in own_tensors(self.module):
             known = memo.get(id(tensor))
             if is_16_bit(tensor) and not is_sharded(tensor) and (known is None or is_16_bit(known)):
                 copied_tensor = _float32_copy(tensor, owner.float32_values(tensor))
@@ -81,7 +82,7 @@ class Conversion(_OfModule):
 
 def _check_conversion(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Refuse what would change dtypes under masters' feet, or put other parameters in the place of those they know."""
-    tensors = [tensor for part in module.modules() for _, tensor in named_own_tensors(part)]
+    tensors = [tensor for part in module.modules() for _, tensor in own_tensors(part)]
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     changed = [dtype for dtype in dtypes if _converted(fn, dtype) != dtype]
     if changed:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..basics.modules import ModelIndex
 from ..plan import KeepInputPredicate
 
 
@@ -56,17 +57,15 @@ def _unknown(models: Sequence[nn.Module], owners: Sequence[nn.Module], name: str
     return f"entry_points={name!r} names no method of {kinds}{hint}; give names such as 'encode' or 'part.encode'"
 
 
-def check_argument_names(models: Sequence[nn.Module], names: Sequence[str], patterns: Sequence[Any]) -> None:
-    """Refuse names of arguments that nothing which is called from outside has."""
-    calls: list[Any] = [model.forward for model in models]
-    calls += [getattr(module, name) for module, name in entry_points(models, names)]
+def check_argument_names(index: ModelIndex, names: Sequence[str], patterns: Sequence[Any]) -> None:
+    """Refuse names of arguments that neither a forward nor an entry point has."""
+    calls: list[Any] = [model.forward for model in index.models]
+    calls += [getattr(module, name) for module, name in entry_points(index.models, names)]
     known = [ArgumentNames(call) for call in calls]
     for pattern in (pattern for pattern in patterns if isinstance(pattern, str)):
         if any(one.takes_any or fnmatch.filter(one.all, pattern) for one in known):
             continue
-        if any(
-            fnmatch.filter(ArgumentNames(part.forward).all, pattern) for model in models for part in model.modules()
-        ):
+        if any(fnmatch.filter(ArgumentNames(part.forward).all, pattern) for part in index.names):
             continue
         there_are = dict.fromkeys(name for one in known for name in one.all)
         raise ValueError(

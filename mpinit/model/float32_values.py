@@ -47,8 +47,8 @@ _STALE: Final = (
     "that, or write inside `with mpinit.float32_weights(model)`. Nothing was changed, and this write is dropped"
 )
 _KEPT_FROM_BLOCK: Final = (
-    "the parameter {!r} that was kept from inside `with mpinit.float32_weights(...)` was written to after the block: it "
-    "is empty there, and the write is lost. Use the parameter inside of the block, or the model's own after it"
+    "the parameter {!r} that was kept from inside `with mpinit.float32_weights(...)` was written to after the block: "
+    "it is empty there, and the write is lost. Use the parameter inside of the block, or the model's own after it"
 )
 _TWICE: Final = (
     "{!r} was written to in two state dicts that model.state_dict() returned, differently: write to one of them. "
@@ -66,7 +66,7 @@ class Float32Values:
 
     def __init__(self, models: Sequence[nn.Module], masters: Masters) -> None:
         self.masters = masters
-        self.casts = TensorCasts([], {}, ())
+        self.casts = TensorCasts({}, ())
         self._models = models
         self._names = Names(models)
         self._entries: list[_Entry] = []

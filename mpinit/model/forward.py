@@ -1,7 +1,7 @@
-"""Casts around the forwards of models, of what else is called from outside, and of modules of another type inside.
+"""Casts around the forwards and entry points of models, and around modules inside that compute in another dtype.
 
-What is put on a module are objects of module-level classes that know their module, never closures: a copy or an
-unpickled model then runs its own weights.
+Patches are objects of module-level classes that have their module, never closures: a copy or an unpickled model then
+runs its own weights.
 """
 
 import inspect
@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ..basics.modules import modules_of
+from ..basics.modules import ModelIndex
 from ..basics.patching import UndoStack
 from ..plan import MasterWeightsMode, Plan
 from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
@@ -28,11 +28,11 @@ _ABSENT: Final = object()
 
 
 class PatchedForward:
-    """A module's method with casts around it; its :attr:`run` stands at ``module.forward`` (or another name).
+    """A module's method with casts around it; its :attr:`run` is set as ``module.forward`` (or another name).
 
     Calls of a part (``is_part``) from any forward that computes in the same type are passed on as they are. A model
-    casts its inputs and outputs for all callers but itself. ``weights`` are casts that stand in the places of its
-    float32 parameters while it runs; None where it has its own.
+    casts its inputs and outputs for all callers but itself. ``weights`` replaces its float32 parameters by 16-bit casts
+    while it runs; None if it computes with the parameters themselves.
     """
 
     # Without a __dict__, which functools.wraps would copy into a wrapper of the user's, session and all.
@@ -61,22 +61,25 @@ class PatchedForward:
         self.boundary = boundary
         self.name = name
         self.is_part = is_part
-        # What stood on the instance before this one; None: the class's own.
-        self.inner: Callable[..., Any] | None = _beneath_dead_patches(vars(module).get(name))
+        # The instance's own method before this one; None: the class's.
+        inner: Callable[..., Any] | None = vars(module).get(name)
+        self.inner = None if inner is None else _beneath_dead_patches(inner)
         self.names = ArgumentNames(self._inner()) if boundary.keep_inputs else None
         self.owner: object = None
         self.weights = weights
-        # Whether calls that need no cast go to the class's own forward.
+        # Calls that need no cast go to the class's own forward.
         self.is_direct = is_part and self.inner is None and name == "forward"
 
     @property
     def run(self) -> types.MethodType:
-        """What is called: a method, as torch.compile takes those of all modules of a class for one."""
+        """A new bound method that runs the module with its casts; dynamo shares one graph per class because of that."""
         run = types.FunctionType(_run.__code__, globals(), "run", _run.__defaults__)
-        run.__doc__ = self._inner().__doc__
         if self.inner is None:
-            run.__wrapped__ = getattr(type(self.module), self.name)  # type: ignore[attr-defined]
+            method = getattr(type(self.module), self.name)
+            run.__doc__ = method.__doc__
+            run.__wrapped__ = method  # type: ignore[attr-defined]
         else:
+            run.__doc__ = self.inner.__doc__
             signature = _signature_of(self.inner)
             if signature is not None:
                 run.__signature__ = signature  # type: ignore[attr-defined]
@@ -106,7 +109,7 @@ class PatchedForward:
     def _with_weights(
         self, is_inside: bool, args: tuple[Any, ...], kwargs: dict[str, Any], output_dtype: torch.dtype | None
     ) -> Any:
-        # What torch.fx records are the float32 weights: casts of them it would take for constants.
+        # torch.fx records the float32 weights: it would record casts of them as constants.
         if self.weights is None or self.weights.dtype is not self.boundary.inner_dtype or is_tracing_symbolically():
             return self._run(is_inside, args, kwargs, output_dtype)
         with self.weights.cast_traced() if torch.compiler.is_compiling() else self.weights.cast():
@@ -136,7 +139,7 @@ class PatchedForward:
 
 
 def _run(self: PatchedForward, first: Any = _ABSENT, /, *args: Any, **kwargs: Any) -> Any:
-    # Every module of a model comes through here, with one argument nearly always.
+    # The fast path: every call of a patched module runs this, with one argument nearly always.
     if here.dtype is self.boundary.inner_dtype and (self.weights is None or self.weights.are_in()):
         if self.is_direct and not args and not kwargs and first is not _ABSENT:
             module = self.module
@@ -150,7 +153,7 @@ def _run(self: PatchedForward, first: Any = _ABSENT, /, *args: Any, **kwargs: An
 
 
 def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """A function's signature, with an argument in front of it that a method does not show."""
+    """Return a function's signature behind an argument that ``inspect`` drops for a method."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -159,8 +162,12 @@ def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     return signature.replace(parameters=[first, *signature.parameters.values()])
 
 
+# A patch, the attributes that it has put on its module, and the attributes of these names before.
+_Patched = tuple[PatchedForward, dict[str, Any], dict[str, Any]]
+
+
 def patched_forward(method: Any) -> PatchedForward | None:
-    """What :attr:`PatchedForward.run` is bound to; None of anything else."""
+    """Return the object that :attr:`PatchedForward.run` is bound to; None for any other method."""
     owner = method.__self__ if type(method) is types.MethodType else None
     return owner if isinstance(owner, PatchedForward) else None
 
@@ -183,11 +190,17 @@ def _refuse_replicas(module: nn.Module) -> nn.Module:
 
 
 def patch_forwards(
-    selection: Selection, plan: Plan, owner: object, before_forward: Callable[[], None] | None, undos: UndoStack
+    index: ModelIndex,
+    selection: Selection,
+    plan: Plan,
+    owner: object,
+    before_forward: Callable[[], None] | None,
+    undos: UndoStack,
 ) -> Boundary:
-    """Put casts around the models' forwards and entry points, and around whatever of them can be called by itself.
+    """Put casts around the models' forwards and entry points, and around the parts that can be called by themselves.
 
-    The boundary of what is cast is returned.
+    Returns:
+        The boundary of the modules that are cast.
     """
     casts = ForwardCasts(plan.function_dtype) if plan.patch_functions else NO_CASTS
     output_dtype = plan.output_dtype if plan.cast_outputs else None
@@ -198,7 +211,7 @@ def patch_forwards(
         return made
 
     kept, cast = boundary(torch.float32), boundary(plan.model_dtype)
-    within = {module for model in selection.models for module in modules_of(model)[1:]}
+    within = {module for name, module in index.named_modules if name}
     casts_weights = plan.masters is MasterWeightsMode.IN_MODEL
     scripted = {module for module in within if isinstance(module, torch.jit.ScriptModule)} if casts_weights else set()
     if scripted - selection.float32_modules:
@@ -206,6 +219,8 @@ def patch_forwards(
         raise ValueError(f"{why}, which is a part of the model: use master_weights=True, or name it in keep_fp32")
     undos.push(kept.retire)
     undos.push(cast.retire)
+    patched: list[_Patched] = []
+    undos.push(partial(_revert, patched))
 
     def patch(module: nn.Module, is_kept: bool, name: str, is_part: bool) -> PatchedForward:
         weights = None
@@ -218,8 +233,11 @@ def patch_forwards(
             "__prepare_scriptable__": partial(_refuse_scripting, module),
         }
         attributes = vars(module)
-        before = {name: attributes[name] for name in ours if name in attributes}
-        undos.push(partial(_revert, forward, ours, before))
+        before: dict[str, Any] = {}
+        for own in ours:
+            if own in attributes:
+                before[own] = attributes[own]
+        patched.append((forward, ours, before))
         attributes.update(ours)
         return forward
 
@@ -233,19 +251,23 @@ def patch_forwards(
     return cast
 
 
-def _revert(forward: PatchedForward, ours: dict[str, Any], before: dict[str, Any]) -> None:
-    """Put back what stood in a module before, unless something else has been put there since."""
-    forward.owner = None
-    attributes = vars(forward.module)
-    for name, own in ours.items():
-        if attributes.get(name) is own:
-            del attributes[name]
-            if name in before:
-                attributes[name] = before[name]
+def _revert(patched: list[_Patched]) -> None:
+    """Put back the attributes that modules had before, except where another patch has been added since."""
+    while patched:
+        forward, ours, before = patched[-1]
+        forward.owner = None
+        attributes = vars(forward.module)
+        for name, own in ours.items():
+            if attributes.get(name) is own:
+                if name in before:
+                    attributes[name] = before[name]
+                else:
+                    del attributes[name]
+        patched.pop()
 
 
 def take_off_copy(copied: nn.Module) -> None:
-    """Take the patches off a copy of an initialised model, which belong to no session: it then casts nothing."""
+    """Remove the patches from a copy of an initialised model, which belong to no session: it then casts nothing."""
     for module in copied.modules():
         attributes = vars(module)
         for name, value in list(attributes.items()):
@@ -258,7 +280,7 @@ def take_off_copy(copied: nn.Module) -> None:
 
 
 def _beneath_dead_patches(forward: Any) -> Any:
-    """What a forward's patches run inside that belong to no session: those of a copy, or ones that were undone."""
+    """Return the method inside a forward's patches that belong to no session: those of a copy, or undone ones."""
     patched = patched_forward(forward)
     while patched is not None and not patched.boundary.is_live:
         forward = patched.inner

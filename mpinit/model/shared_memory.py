@@ -1,54 +1,57 @@
 """Memory that a parameter shares with other tensors: a cast gives it memory of its own, and they would part unseen."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
 from torch import nn
 
 from ..basics.dtypes import is_lower_precision
-from ..basics.modules import modules_of
-from ..distributed.sharding import is_sharded, local
+from ..basics.modules import ModelIndex
+from ..distributed.sharding import local
 
 
-def check_memory(models: Sequence[nn.Module], targets: Mapping[torch.Tensor, torch.dtype]) -> None:
+def check_memory(index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype]) -> None:
     """Refuse to cast parameters that are a part of larger memory, or have gradients that are.
 
     Weights of RNNs lie in one tensor, which is made anew after the cast.
     """
-    rnns = (module for model in models for module in modules_of(model) if isinstance(module, nn.RNNBase))
-    gathered = {id(weight) for rnn in rnns for weight in rnn.parameters()}
+    gathered = {id(w) for module in index.names if isinstance(module, nn.RNNBase) for w in module.parameters()}
     seen: dict[int, torch.Tensor] = {}
     for parameter, dtype in targets.items():
-        if type(parameter) is not nn.Parameter or id(parameter) in gathered or not _has_memory(parameter):
+        # Without calls for each tensor: models have thousands.
+        if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided or parameter.is_meta:
             continue
+        if gathered and id(parameter) in gathered:
+            continue
+        memory = parameter.untyped_storage()
         other: torch.Tensor = parameter
-        if parameter.numel():
-            other = seen.setdefault(parameter.untyped_storage().data_ptr(), parameter)
+        count = parameter.numel()
+        if count:
+            other = seen.setdefault(memory.data_ptr(), parameter)
         if dtype == parameter.dtype and other is parameter:
             continue
-        gradient, fault = parameter.grad, None
+        gradient = parameter.grad
         if other is not parameter:
-            fault = f"shares memory with {_name_of(other, models)!r}", _TIE
-        elif _is_part(parameter):
+            fault = f"shares memory with {_name_of(other, index)!r}", _TIE
+        elif memory.nbytes() > count * parameter.element_size():
             fault = "is a part of larger memory", _PART
-        elif gradient is not None and _has_memory(gradient) and _is_part(gradient):
+        elif gradient is not None and _is_part(gradient):
             fault = "has a gradient that is a part of larger memory", _GRADIENT
-        if fault is not None:
-            raise ValueError(_SHARED.format(_name_of(parameter, models), *fault))
+        else:
+            continue
+        raise ValueError(_SHARED.format(_name_of(parameter, index), *fault))
 
 
-def _name_of(parameter: torch.Tensor, models: Iterable[nn.Module]) -> str:
-    return next(name for model in models for name, own in model.named_parameters() if own is parameter)
+def _name_of(parameter: torch.Tensor, index: ModelIndex) -> str:
+    return next(name for name, own in index.parameters if own is parameter)
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
-    plain = type(tensor) in (nn.Parameter, torch.Tensor) and not is_sharded(tensor)
-    return plain and tensor.layout is torch.strided and not tensor.is_meta
-
-
-def _is_part(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+def _is_part(gradient: torch.Tensor) -> bool:
+    """Return whether a gradient lies in memory that is larger than it."""
+    if type(gradient) not in (nn.Parameter, torch.Tensor) or gradient.layout is not torch.strided or gradient.is_meta:
+        return False
+    return gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size()
 
 
 _SHARED: Final = (
@@ -61,12 +64,6 @@ _PART: Final = (
     "parameter.data = parameter.data.clone()"
 )
 _GRADIENT: Final = "Make a buffer for gradients after mpinit.initialize, or set them to None before"
-
-
-def named_own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A module's own parameters and buffers."""
-    for tensors in (module._parameters, module._buffers):
-        yield from ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
 
 
 def is_16_bit(value: Any) -> bool:

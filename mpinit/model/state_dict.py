@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, MutableSet, Sequence
+from collections.abc import Callable, Iterable, MutableSet, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,13 +13,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
 from ..basics.logs import warn_user
-from ..basics.modules import modules_of
+from ..basics.modules import modules_of, own_tensors
 from ..basics.tables import counted
 from ..distributed.sharding import is_sharded
 from . import copies
 from .float32_values import Float32Values
 from .forward_weights import STANDING, parameter_of
-from .shared_memory import is_16_bit, named_own_tensors, same_view, storage_of
+from .shared_memory import is_16_bit, same_view, storage_of
 
 
 class Float32State:
@@ -43,12 +43,12 @@ class Float32State:
         self._arriving: dict[int, tuple[str, dict[str, torch.Tensor]]] = {}
         self._rebuilt: list[str] = []
 
-    def install(self, models: Sequence[nn.Module]) -> None:
+    def install(self, models: Sequence[nn.Module], modules: Iterable[nn.Module]) -> None:
+        """Hook the models and the modules in them."""
         take_in = functools.partial(_take_in_newcomer, weakref.ref(self), self.key)
         self._newcomers = register_module_module_registration_hook(take_in)
         weakref.finalize(self, self._newcomers.remove).atexit = False
-        for model in models:
-            self.take_in(model)
+        self._hook(modules)
 
     def remove(self) -> None:
         """Take the hooks away, however many there are by now."""
@@ -60,8 +60,11 @@ class Float32State:
 
     def take_in(self, tree: nn.Module) -> None:
         """Hook a module and everything below it, where it is not hooked yet."""
+        self._hook(modules_of(tree))
+
+    def _hook(self, modules: Iterable[nn.Module]) -> None:
         # Straight into the dicts: torch's methods make a handle for each hook, which takes many times as long.
-        key, modules = self.key, modules_of(tree)
+        key = self.key
         export, export_rest, settle = (_as_hook(each) for each in (self.export, self.export_rest, self.settle))
         for module in modules:
             hooks = cast(OrderedDict[int, Any], module._state_dict_hooks)
@@ -149,7 +152,7 @@ class Float32State:
             if isinstance(value, torch.Tensor) and value.dtype in LOWER_PRECISION and key.startswith(prefix)
         ]
         if left:
-            tensors = (tensor for part in modules_of(module) for _, tensor in named_own_tensors(part))
+            tensors = (tensor for part in modules_of(module) for _, tensor in own_tensors(part))
             owners = {storage_of(tensor): tensor for tensor in tensors if is_16_bit(tensor)}
             for key in left:
                 saved = state_dict[key]
@@ -173,7 +176,7 @@ class Float32State:
             self.take_in(module)
         arriving = {
             name: state_dict[prefix + name]
-            for name, tensor in named_own_tensors(module)
+            for name, tensor in own_tensors(module)
             if is_lower_precision(tensor.dtype) and isinstance(state_dict.get(prefix + name), torch.Tensor)
         }
         self._arriving[id(module)] = prefix, arriving
@@ -181,7 +184,7 @@ class Float32State:
     def settle(self, module: nn.Module, incompatible_keys: Any) -> None:
         """After loading: hand the values over, for every tensor they fit."""
         prefix, arrived = self._arriving.pop(id(module), ("", {}))
-        tensors = dict(named_own_tensors(module)) if arrived else {}
+        tensors = dict(own_tensors(module)) if arrived else {}
         for name, value in arrived.items():
             tensor = tensors.get(name)
             if tensor is None or self._values is None or tensor.shape != value.shape:
@@ -245,7 +248,7 @@ def _check_way_of_loading(module: nn.Module, metadata: dict[str, Any]) -> None:
     assigns = metadata.get("assign_to_params_buffers")
     if not assigns and not torch.__future__.get_swap_module_params_on_conversion():
         return
-    if any(is_16_bit(tensor) for part in module.modules() for _, tensor in named_own_tensors(part)):
+    if any(is_16_bit(tensor) for part in module.modules() for _, tensor in own_tensors(part)):
         asked, instead = (
             ("load_state_dict(assign=True)", "load with assign=False")
             if assigns

@@ -538,7 +538,7 @@ def _is_zero(rate: Any) -> bool:
 def _methods_of_its_own(optimizer: Optimizer) -> list[str]:
     """Public methods that torch's optimizers do not have: ``eval()`` of schedule-free kinds, a first step of two."""
     known = set(dir(Optimizer))
-    names = dict.fromkeys(name for cls in type(optimizer).__mro__ for name in vars(cls))
+    names = dict.fromkeys([name for cls in type(optimizer).__mro__ for name in vars(cls)])
     return [
         name
         for name in names

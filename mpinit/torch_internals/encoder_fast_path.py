@@ -52,8 +52,7 @@ def keep_off(when: Callable[[], bool], undos: UndoStack) -> None:
     _patch.set_attribute(torch.backends.mha, "get_fastpath_enabled", get_fastpath_enabled)
 
 
-def is_bypassed(modules: Collection[nn.Module], models: Iterable[nn.Module]) -> bool:
-    """Whether one of these modules lies in a layer of the models that the fast path may compute without calling it."""
-    wanted = set(modules)
-    layers = (layer for model in models for layer in model.modules() if isinstance(layer, _FUSED))
-    return bool(wanted) and any(module in wanted for layer in layers for module in layer.modules())
+def is_bypassed(modules: Collection[nn.Module], among: Iterable[nn.Module]) -> bool:
+    """Return whether one of the modules lies in a layer ``among`` others that may compute without calling it."""
+    layers = [layer for layer in among if isinstance(layer, _FUSED)]
+    return any(module in modules for layer in layers for module in layer.modules())

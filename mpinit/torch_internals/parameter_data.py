@@ -27,8 +27,8 @@ class DataUse:
     Attributes:
         touched: read or replaced: their memory may be written to at any time, unseen.
         replaced: replaced since this set was last emptied: their memory may have another dtype, shape or layout.
-        kept: for those that :meth:`keep` was called with, a copy of their numbers, made when ``data`` was touched first.
-        moves: for those, how often :meth:`keep` has found other numbers than the copy's, where reading waits for nothing.
+        kept: for those that :meth:`keep` was called with, a copy of their numbers from when ``data`` was touched first.
+        moves: for those, how often :meth:`keep` has found other numbers than the copy's, where reading does not wait.
     """
 
     touched: set[int] = field(default_factory=set)
@@ -76,7 +76,8 @@ _batches: Final[dict[int, tuple[Sequence[torch.Tensor], DataUse]]] = {}
 
 def record_data_use(parameter: torch.Tensor, use: DataUse) -> None:
     """Record in ``use`` from here on when ``parameter.data`` is read or replaced."""
-    _patch()
+    if not _recorded_in:
+        _patch()
     _recorded_in[id(parameter)] = use
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import mpinit
+from mpinit.basics.modules import ModelIndex
 from mpinit.model.casting import TensorCasts
 
 LEVELS = ["O2", "O3", "O5"]
@@ -167,7 +168,7 @@ class Casts:
         self.model.weight.grad = self.gradient.clone()
         self.before = {name: (id(t), t.clone()) for name, t in self.tensors()}
         targets = dict.fromkeys([t for _, t in self.tensors()], torch.float16)
-        self.casts = TensorCasts([self.model], targets, [self.model.weight])
+        self.casts = TensorCasts(targets, [self.model.weight])
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         return [*self.model.named_parameters(), *self.model.named_buffers()]
@@ -186,7 +187,7 @@ class Casts:
 def test_undo_interrupted_at_any_line_completes_when_called_again(settled: bool) -> None:
     def cast() -> Casts:
         case = Casts()
-        case.casts.apply()
+        case.casts.apply(ModelIndex([case.model]))
         if settled:
             case.casts.settle()
             case.before["weight"] = case.before["weight"][0], case.model.weight.float()

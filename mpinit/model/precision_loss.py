@@ -1,7 +1,7 @@
-"""Tables and counters that a cast to 16 bits spoils for good, and target networks, named before it happens.
+"""Warnings before a cast to 16 bits spoils tables and counters for good, and before target networks stop moving.
 
-Every number loses lower bits in a cast, and a network is used to that. Two kinds of numbers are not, because what is
-computed from them makes the error larger than the type's:
+Every number loses lower bits in a cast, and training tolerates that. In two kinds of numbers it does not, because
+computations with them make the error larger than the dtype's:
 
 - whole numbers beyond those the type counts without gaps (2,048 in float16, 256 in bfloat16), which become their
   neighbours: position ids, counters;
@@ -15,12 +15,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from ..basics.dtypes import dtype_name, is_lower_precision
 from ..basics.logs import warn_user
-from ..basics.modules import dotted
+from ..basics.modules import ModelIndex, dotted
 from ..distributed.sharding import local
 from ..torch_internals.parameter_data import TENSOR_DETACH
 
@@ -30,25 +29,29 @@ _FEWEST_IN_TABLE: Final = 8
 _LEAST_SPAN: Final = 16.0
 
 
-def warn_of_lasting_losses(
-    models: Sequence[nn.Module], targets: Mapping[torch.Tensor, torch.dtype], but_for: Collection[torch.Tensor] = ()
+def warn_about_precision_loss(
+    index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype], but_for: Collection[torch.Tensor] = ()
 ) -> None:
-    """One warning that names every tensor that its cast would spoil, why, and the ``keep_fp32`` entry that keeps it."""
-    found, entries = [], []
-    for model in models:
-        for module_name, module in model.named_modules():
-            # Of parameters the frozen ones: what is learned corrects itself.
-            frozen = {name: p for name, p in module._parameters.items() if p is not None and not p.requires_grad}
-            for name, tensor in {**module._buffers, **frozen}.items():
-                dtype = None if tensor is None or tensor in but_for else targets.get(tensor)
-                reason = None if tensor is None or dtype is None else loss_of(tensor, dtype)
-                if reason is not None:
-                    full_name = dotted(module_name, name)
-                    found.append(f"{full_name} {reason}")
-                    # The module where it holds nothing that is trained, for it then returns 16 bits.
-                    trains = any(parameter.requires_grad for parameter in module.parameters())
-                    is_whole = module_name and not trains and not any(True for _ in module.children())
-                    entries.append(module_name if is_whole else full_name)
+    """Warn once of all tensors that their casts would spoil, with the ``keep_fp32`` entry that keeps each."""
+    found: list[str] = []
+    entries: list[str] = []
+    for module_name, module in index.named_modules:
+        parameters = module._parameters
+        candidates: list[tuple[str, torch.Tensor | None]] = list(module._buffers.items())
+        # Of parameters the frozen ones: those that are trained correct themselves.
+        for name, parameter in parameters.items():
+            if parameter is not None and not parameter.requires_grad:
+                candidates.append((name, parameter))
+        for name, tensor in candidates:
+            dtype = None if tensor is None or tensor in but_for else targets.get(tensor)
+            reason = None if tensor is None or dtype is None else loss_of(tensor, dtype)
+            if reason is not None:
+                full_name = dotted(module_name, name)
+                found.append(f"{full_name} {reason}")
+                # The module, if it holds nothing that is trained, because its output is 16-bit then.
+                trains = any(parameter.requires_grad for parameter in module.parameters())
+                is_whole = module_name and not trains and not any(True for _ in module.children())
+                entries.append(module_name if is_whole else full_name)
     if found:
         listed = ", ".join(map(repr, dict.fromkeys(entries)))
         warn_user(
@@ -58,7 +61,7 @@ def warn_of_lasting_losses(
 
 
 def loss_of(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """What a cast spoils, in words; None where it takes no more than lower bits. One long dimension is looked at."""
+    """Describe the harm of a cast; None if it only rounds. Only tensors of one long dimension are read."""
     part = local(TENSOR_DETACH(tensor))
     is_one_line = 0 < part.numel() == max(part.shape, default=1)
     if not is_lower_precision(dtype) or not is_one_line or part.is_meta or part.layout is not torch.strided:
@@ -79,19 +82,20 @@ def loss_of(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
     return None
 
 
-def warn_of_target_networks(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """One warning that names the models that no optimizer trains, of the class and shapes of one that is trained.
+def warn_about_target_networks(index: ModelIndex, optimizers: Sequence[Optimizer]) -> None:
+    """Warn once of models that no optimizer trains, but that have the class and shapes of one that is trained.
 
     Such a target network follows the other by small updates by hand, which 16-bit weights without masters round away.
     """
     trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    looks = [(type(model), tuple([p.shape for p in model.parameters()])) for model in models]
-    is_trained = [any(id(p) in trained for p in model.parameters()) for model in models]
-    for index, look in enumerate(looks):
-        like = [other for other, same in enumerate(looks) if same == look and is_trained[other]]
-        if like and look[1] and not is_trained[index]:
+    by_model = index.parameters_by_model()
+    kinds = [(type(model), [p.shape for p in own]) for model, own in zip(index.models, by_model, strict=True)]
+    is_trained = [any(id(p) in trained for p in own) for own in by_model]
+    for number, kind in enumerate(kinds):
+        like = [other for other, same in enumerate(kinds) if same == kind and is_trained[other]]
+        if like and kind[1] and not is_trained[number]:
             warn_user(
-                f"models[{index}], a {look[0].__name__}, is like models[{like[0]}], but no optimizer trains it. If it "
+                f"models[{number}], a {kind[0].__name__}, is like models[{like[0]}], but no optimizer trains it. If it "
                 "is a target network that follows the other, its 16-bit weights round small updates away: leave it out "
                 f"of mpinit.initialize (copy.deepcopy(models[{like[0]}]) is float32 after it), or give "
                 'master_weights="model"'

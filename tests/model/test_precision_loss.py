@@ -10,7 +10,7 @@ from models import CASES, Parts, quietly
 from torch import Tensor, nn
 
 import mpinit
-from mpinit.model.lasting_losses import loss_of
+from mpinit.model.precision_loss import loss_of
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 BOTH = (F16, BF16)
