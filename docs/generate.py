@@ -1,4 +1,4 @@
-"""The reference pages that are made from the code: ``python docs/generate.py`` writes them, a test compares.
+"""The pages and the file of types that are made from code: ``python docs/generate.py`` writes them, a test compares.
 
 Functions and classes are listed by group; their text is in the docstrings and set by autodoc. Properties, levels
 and the command line say of themselves what they are.
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import cast_policy
+import keyword_types
 import messages
 
 import mpinit
@@ -199,6 +200,7 @@ MADE: Final = {
     "reference/cli.md": command_line,
     "reference/cast-policy.md": cast_policy.page,
     "reference/all-messages.md": messages.page,
+    "../mpinit/settings/keywords.py": keyword_types.page,
 }
 
 

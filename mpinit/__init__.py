@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .inspect.overflow import watch_overflow as watch_overflow
     from .inspect.suggest import suggest as suggest
 else:
-    # What a training run does without: imported when it is asked for.
+    # Names that a training does not need: imported when they are first read.
     _LATER = {
         "install_as_apex": "mpinit.compat",
         "audit": "mpinit.inspect.audit",
@@ -51,9 +51,10 @@ else:
     }
 
     def __getattr__(name: str) -> object:
-        """Import what a training run needs with the first name that is asked for, and what looks at one by its name.
+        """Import ``mpinit.amp`` with the first public name that is read, and what ``_LATER`` names each by itself.
 
-        Torch alone takes seconds, and the command line needs neither for its help and its version.
+        torch takes a second to import, amp with pydantic another 0.1 s, and the command line needs neither for its
+        help and version. This is the only place that postpones an import for its time.
         """
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")

@@ -1,8 +1,7 @@
 """The functions users call: ``from mpinit import amp`` reads as scripts have always read."""
 
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,20 +25,9 @@ from .initialization import add_optimizers, initialize, undo
 from .optimizer.managed import ManagedOptimizer
 from .optimizer.scaled_loss import ScaledLoss, Unscaled
 from .session import Session
+from .settings.properties import OPT_LEVELS, Properties
 from .torch_internals.native_autocast import disable_casts
 from .train_state import TrainState
-
-if TYPE_CHECKING:
-    from .settings.properties import OPT_LEVELS as OPT_LEVELS
-    from .settings.properties import Properties as Properties
-else:
-
-    def __getattr__(name: str) -> Any:
-        """Import pydantic, which takes longer than all of mpinit, with the first of these two, or with initialize."""
-        if name in ("OPT_LEVELS", "Properties"):
-            return getattr(importlib.import_module("mpinit.settings.properties"), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-
 
 __all__ = [
     "OPT_LEVELS",

@@ -5,7 +5,7 @@ import fnmatch
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -23,9 +23,7 @@ from .distributed.sharding import flattened, is_distributed, is_managed_by_fsdp,
 from .model.entry_points import check_argument_names
 from .model.precision_loss import warn_about_target_networks
 from .plan import MasterWeightsMode, Plan
-
-if TYPE_CHECKING:
-    from .settings.properties import Properties
+from .settings.properties import Properties
 
 # How many names a message lists where none is near.
 _LISTED: Final = 6
@@ -72,7 +70,7 @@ def as_optimizers(given: Any) -> list[Any]:
 
 
 def check(
-    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], props: "Properties", plan: Plan, awaits: bool = False
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: Plan, awaits: bool = False
 ) -> tuple[ModelIndex, list[str]]:
     """Refuse objects that cannot be initialised; issue the warnings.
 
@@ -82,6 +80,7 @@ def check(
     Raises:
         ValueError: an object that cannot be initialised; the message has the way out.
     """
+    props = plan.properties
     for model in models:
         _check_not_prepared(model)
     index = ModelIndex(models)
@@ -99,7 +98,7 @@ def check(
     _check_not_replaced(index, optimizers)
     in_16_bit = [(parameter, name) for name, parameter in index.parameters if parameter.dtype in LOWER_PRECISION]
     names = list(dict(reversed(in_16_bit)).values())[::-1]  # each parameter once, under its first name
-    if plan.patch_functions and names:
+    if props.patch_torch_functions and names:
         _warn_about_16_bit_weights(names)
     _check_belonging(index, optimizers, awaits)
     if len(models) > 1 and not awaits and plan.masters in (MasterWeightsMode.FULL, MasterWeightsMode.SPLIT):
@@ -183,7 +182,7 @@ def _check_not_lazy(index: ModelIndex) -> None:
             )
 
 
-def _check_kept_names(index: ModelIndex, props: "Properties") -> None:
+def _check_kept_names(index: ModelIndex, props: Properties) -> None:
     modules = [name for name, _ in index.paths if name]
     names = [*modules, *dict(index.named_tensors())]
     for pattern in props.keep_fp32:

@@ -1,7 +1,7 @@
 """Sessions begin, grow and end: ``initialize``, ``add_optimizers``, ``undo``."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
+from typing import Any, TypeVar, Unpack, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,10 +12,9 @@ from .basics.patching import UndoStack
 from .basics.tables import counted
 from .plan import make_plan
 from .session import Request, Session
+from .settings.keywords import Keywords, Level
+from .settings.resolve import read_settings, resolve
 from .settings.spellings import DEFAULT_LEVEL
-
-if TYPE_CHECKING:
-    from .settings.keywords import Keywords, Level
 
 # One of them, or a list or tuple: what is given comes back with its type.
 Models = TypeVar("Models", bound=nn.Module | Sequence[nn.Module])
@@ -24,13 +23,13 @@ Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
 
 @overload
 def initialize(
-    models: Models, optimizers: None = None, opt_level: "Level" = "O1", **keywords: Unpack["Keywords"]
+    models: Models, optimizers: None = None, opt_level: Level = "O1", **keywords: Unpack[Keywords]
 ) -> Models: ...
 
 
 @overload
 def initialize(
-    models: Models, optimizers: Optimizers, opt_level: "Level" = "O1", **keywords: Unpack["Keywords"]
+    models: Models, optimizers: Optimizers, opt_level: Level = "O1", **keywords: Unpack[Keywords]
 ) -> tuple[Models, Optimizers]: ...
 
 
@@ -80,21 +79,16 @@ def initialize(models: Any, optimizers: Any = None, opt_level: str = DEFAULT_LEV
         (torch.float16, torch.float32)
         >>> mpinit.undo(model)
     """
-    # Imported here, because pydantic takes longer to import than all of mpinit.
-    from .settings.resolve import read_settings, resolve
-
     model_list = checks.as_list(models, nn.Module, "models")
     optimizer_list = [] if optimizers is None else checks.as_optimizers(optimizers)
     settings, given, from_config = read_settings(keywords)
-    on, awaits, losses, verbosity, process_group = settings.values()
     level, props = resolve(opt_level, given, from_config)
     checks.check_free(model_list, optimizer_list)
-    if on:
+    if settings.enabled:
         plan = make_plan(props)
-        index, names_in_16_bit = checks.check(model_list, optimizer_list, props, plan, awaits)
-        checks.check_process_group(process_group, index, plan)
-        request = Request(level, props, plan, losses, verbosity, awaits, process_group)
-        session = Session(model_list, optimizer_list, request)
+        index, names_in_16_bit = checks.check(model_list, optimizer_list, plan, settings.await_optimizers)
+        checks.check_process_group(settings.process_group, index, plan)
+        session = Session(model_list, optimizer_list, Request(level, plan, settings))
         with UndoStack() as failed:
             session.apply(index, failed)
             registry.add(session)

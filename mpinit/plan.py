@@ -1,7 +1,6 @@
-"""The plan: what will be done to the models, the functions and the optimizers. Inert and printable.
+"""The plan: the decisions about models, functions and optimizers that follow from the properties.
 
-Everything below this layer reads a Plan: it holds no None and one spelling of everything, so no question is asked again
-what was meant.
+Inert and printable. All layers below read a Plan, so that a decision is made once.
 """
 
 import enum
@@ -9,16 +8,13 @@ import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .settings.properties import KeepFloat32, Properties
 from .settings.spellings import SMALLEST_SCALE
-
-if TYPE_CHECKING:
-    # pydantic, which takes long to import, is for those who call initialize.
-    from .settings.properties import KeepFloat32, Properties
 
 KeepInputPredicate = Callable[[str, Any], bool]
 
@@ -50,7 +46,7 @@ class KeepRule:
         names: the patterns among these. One that names no module is for parameters and buffers.
     """
 
-    entries: tuple["KeepFloat32", ...]
+    entries: tuple[KeepFloat32, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,8 +72,8 @@ class ScalingRule:
 
     Attributes:
         dynamic: whether the scale moves at all.
-        skips_nonfinite: whether gradients that hold inf or nan are skipped where the scale is not dynamic, too.
-        may_wait: whether the host may wait for a device to know it there.
+        skips_nonfinite: whether steps with inf or nan among the gradients are skipped also where the scale is static.
+        may_wait: whether that may cost a device sync.
     """
 
     dynamic: bool
@@ -99,78 +95,61 @@ class ScalingRule:
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``initialize`` will do: the properties of the same names as they were given, and beside them
+    """The resolved configuration: the properties as they were given, and the decisions that follow from them.
 
     Attributes:
+        properties: the properties themselves.
         cast_model: whether parameters, buffers and inputs are cast at all.
-        model_dtype: what they are cast to (float32 where they are not).
+        model_dtype: the dtype that they are cast to (float32 where they are not).
         cast_outputs: whether floating outputs are cast.
-        output_dtype: what outputs are cast to.
+        output_dtype: the dtype that outputs are cast to.
         keeps: the rule by which modules stay float32; without entries where no weight is 16-bit.
         keep_inputs: (argument's name, value) -> whether the argument is passed as it is; one that says yes is enough.
-        entry_points: dotted names of methods that are called from outside beside forward.
-        patch_functions: whether torch functions cast their arguments.
-        function_dtype: the 16-bit type they run in.
+        function_dtype: the 16-bit dtype that patched torch functions run in.
         masters: how float32 masters are kept.
-        reduces_in_float32: whether DistributedDataParallel is to reduce 16-bit gradients in float32.
         scaling: the rule the loss scales follow.
     """
 
+    properties: Properties
     cast_model: bool
     model_dtype: torch.dtype
     cast_outputs: bool
     output_dtype: torch.dtype
     keeps: KeepRule
     keep_inputs: tuple[KeepInputPredicate, ...]
-    entry_points: tuple[str, ...]
-    patch_functions: bool
     function_dtype: torch.dtype
-    cast_policy: Literal["torch", "apex"]
-    cast_scope: Literal["thread", "model"]
-    allow_banned: bool
     masters: MasterWeightsMode
-    split_bucket_bytes: int
-    optimizer_state: Literal["float32", "bfloat16", "int8"]
-    reduces_in_float32: bool
     scaling: ScalingRule
 
     @property
     def leaves_steps_alone(self) -> bool:
-        """Whether nothing is done to losses, gradients and steps, as at O0."""
+        """Return whether nothing is done to losses, gradients and steps, as at O0."""
         is_scaled = self.scaling.skips or self.scaling.init_scale != 1.0
-        has_own = self.optimizer_state != "float32"
-        return self.masters is MasterWeightsMode.NONE and not (is_scaled or has_own or self.patch_functions)
+        changes = self.properties.optimizer_state != "float32" or self.properties.patch_torch_functions
+        return self.masters is MasterWeightsMode.NONE and not (is_scaled or changes)
 
 
-def make_plan(props: "Properties") -> Plan:
+def make_plan(props: Properties) -> Plan:
     """Resolve Properties into a Plan."""
     lower = props.lower_precision_type
     casts_weights = lower is not None and not props.patch_torch_functions
     batchnorm: tuple[KeepFloat32, ...] = (_BatchNorm,) if props.keep_batchnorm_fp32 else ()
-    kept = (*props.keep_fp32, *batchnorm) if casts_weights else ()
     model_only = props.patch_torch_functions and props.cast_scope == "model"
     return Plan(
+        properties=props,
         cast_model=props.cast_model_type is not None,
         model_dtype=props.cast_model_type or torch.float32,
         cast_outputs=props.cast_model_type is not None or props.cast_model_outputs is not None or model_only,
         output_dtype=props.cast_model_outputs or torch.float32,
-        keeps=KeepRule(kept),
-        keep_inputs=tuple(partial(_is_named, e) if isinstance(e, str) else e for e in props.keep_inputs),
-        entry_points=props.entry_points,
-        patch_functions=props.patch_torch_functions,
+        keeps=KeepRule((*props.keep_fp32, *batchnorm) if casts_weights else ()),
+        keep_inputs=tuple([partial(_is_named, e) if isinstance(e, str) else e for e in props.keep_inputs]),
         function_dtype=props.patch_torch_functions_type or torch.float16,
-        cast_policy=props.cast_policy,
-        cast_scope=props.cast_scope,
-        allow_banned=props.allow_banned,
         masters=_MASTERS[props.master_weights] if casts_weights else MasterWeightsMode.NONE,
-        split_bucket_bytes=props.split_bucket_bytes,
-        optimizer_state=props.optimizer_state,
-        reduces_in_float32=props.reduce_dtype is torch.float32,
         scaling=_scaling_rule(props),
     )
 
 
-def _scaling_rule(props: "Properties") -> ScalingRule:
+def _scaling_rule(props: Properties) -> ScalingRule:
     dynamic = props.loss_scale == "dynamic"
     low = props.min_loss_scale if props.min_loss_scale is not None else SMALLEST_SCALE
     by_default = props.lower_precision_type is not None
@@ -191,5 +170,5 @@ def _scaling_rule(props: "Properties") -> ScalingRule:
 
 
 def _is_named(pattern: str, name: str, value: Any) -> bool:
-    # Compared where that is enough: torch.compile warns of what fnmatch has cached.
+    # Equality first, because torch.compile warns about functools.lru_cache, which fnmatch uses.
     return name == pattern or (not pattern.isidentifier() and fnmatch.fnmatchcase(name, pattern))

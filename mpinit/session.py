@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -41,12 +41,10 @@ from .optimizer.state import cast_state, cast_states, with_wrapped, wrapped_by
 from .optimizer.step_counts import CountedOptimizer
 from .plan import MasterWeightsMode, Plan
 from .scaling.scaler import LossScaler
+from .settings.resolve import Settings
 from .torch_internals import encoder_fast_path
 from .torch_internals.compiling_with_gradients import hide_gradients
 from .torch_internals.step_hooks import check_steps
-
-if TYPE_CHECKING:
-    from .settings.properties import Properties
 
 _numbers = itertools.count()
 _TOLD: Final = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
@@ -55,15 +53,11 @@ _FLOATS: Final = (torch.float32, torch.float64)
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What ``initialize`` was asked for, in words and as a plan; ``awaits``: whether optimizers come later."""
+    """The arguments of one ``initialize`` beside models and optimizers, resolved."""
 
     opt_level: str
-    properties: "Properties"
     plan: Plan
-    num_losses: int = 1
-    verbosity: int = 1
-    awaits: bool = False
-    process_group: Any = None
+    settings: Settings
 
 
 class Session:
@@ -84,23 +78,24 @@ class Session:
         plan = request.plan
         self.models = list(models)
         self.optimizers = list(optimizers)
-        self.opt_level, self.properties, self.plan = request.opt_level, request.properties, plan
-        self.verbosity, self.awaits = request.verbosity, request.awaits
-        self.scalers = [LossScaler(plan.scaling, loss_id) for loss_id in range(request.num_losses)]
+        self.opt_level, self.properties, self.plan = request.opt_level, plan.properties, plan
+        settings = request.settings
+        self.verbosity, self.awaits = settings.verbosity, settings.await_optimizers
+        self.scalers = [LossScaler(plan.scaling, loss_id) for loss_id in range(settings.num_losses)]
         self.number = next(_numbers)
         self.is_live = False
         self.tensor_ids: frozenset[int] = frozenset()
         self.names = Names(self.models)
         self.masters = (SplitMasters if plan.masters is MasterWeightsMode.SPLIT else FullMasters)(self.names)
         self.values = Float32Values(self.models, self.masters)
-        codec: Codec = Minifloat() if plan.optimizer_state == "int8" else BFloat16()
-        self._states = None if plan.optimizer_state == "float32" else EncodedStates(codec)
+        codec: Codec = Minifloat() if self.properties.optimizer_state == "int8" else BFloat16()
+        self._states = None if self.properties.optimizer_state == "float32" else EncodedStates(codec)
         self._managed: dict[Optimizer, ManagedOptimizer] = {}
         # Those that are left as they are, until more is asked of them; whether the next step is the first after a loss.
         self._counted: dict[Optimizer, CountedOptimizer] = {}
         self._was_scaled = False
         self._members: list[Members] = []
-        self.ranks = Ranks(self.models, self.masters, self.scalers, self._members, request.process_group)
+        self.ranks = Ranks(self.models, self.masters, self.scalers, self._members, settings.process_group)
         self._undos = UndoStack()
         # Of the parameters that no optimizer has, as of some generations of the optimizers' members.
         self._loose: tuple[tuple[int, ...], Gradients | None] = (), None
@@ -156,7 +151,7 @@ class Session:
             push(float32_state.remove)
             float32_state.install(self.models, index.names)
             hide_gradients(self, _weights, self._undos)
-        if plan.patch_functions:
+        if plan.properties.patch_torch_functions:
             push(functions.apply(plan, owner=self))
         push(functools.partial(casting.rebuild_flat_weights_of, self.models))
         if selected.gathered:
@@ -166,7 +161,7 @@ class Session:
         # Late, because it is what cannot be taken back bit for bit where there are no masters.
         if selected.changes or len(self.masters) > 0:
             self._cast(index, targets)
-        self.ranks.reduces_in_float32 = self.plan.reduces_in_float32
+        self.ranks.reduces_in_float32 = self.properties.reduce_dtype is torch.float32
         self.ranks.watch(selected.changes, self.values.casts if selected.changes else None, self._words(), self._undos)
         for optimizer in self.optimizers:
             self._take_in(optimizer, self._undos)
@@ -234,7 +229,7 @@ class Session:
         undos.push(functools.partial(self._forget, optimizer))
         self._members.append(members)
         members.sync_groups()
-        scope = Scope(members, self._states, self.plan.split_bucket_bytes)
+        scope = Scope(members, self._states, self.properties.split_bucket_bytes)
         managed = ManagedOptimizer(optimizer, members, scope, self.plan.scaling, self.ranks)
         self._managed[optimizer] = managed
         managed.install(self._states, undos)

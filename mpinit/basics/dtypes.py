@@ -6,7 +6,7 @@ import torch
 
 LOWER_PRECISION: Final = (torch.float16, torch.bfloat16)
 
-_NAMES: Final[dict[str, torch.dtype]] = {
+NAMES: Final[dict[str, torch.dtype]] = {
     "float16": torch.float16,
     "fp16": torch.float16,
     "half": torch.float16,
@@ -25,13 +25,13 @@ def parse_dtype(value: Any) -> torch.dtype:
         >>> parse_dtype("bf16")
         torch.bfloat16
     """
-    if isinstance(value, torch.dtype) and value in _NAMES.values():
+    if isinstance(value, torch.dtype) and value in NAMES.values():
         return value
     if isinstance(value, str):
-        found = _NAMES.get(value.strip().lower().removeprefix("torch."))
+        found = NAMES.get(value.strip().lower().removeprefix("torch."))
         if found is not None:
             return found
-    raise ValueError(f"{value!r} is not a dtype mpinit works in; give a torch.dtype or one of {', '.join(_NAMES)}")
+    raise ValueError(f"{value!r} is not a dtype mpinit works in; give a torch.dtype or one of {', '.join(NAMES)}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -62,7 +62,7 @@ class Installation:
         token = object()
         with InterruptsHeld(), self._lock:
             undos.push(lambda: self._remove(token))
-            self._sessions[token] = plan.cast_policy == "apex", plan.allow_banned
+            self._sessions[token] = plan.properties.cast_policy == "apex", plan.properties.allow_banned
             self._refresh()
             for where, name in self._bound_before() if len(self._sessions) == 1 else ():
                 log.warning(
@@ -251,7 +251,7 @@ def apply(plan: Plan, owner: object = None) -> Undo:
     casts = ThreadCasts()
     try:
         INSTALLATION.add(plan, undos)
-        if plan.cast_scope == "thread":
+        if plan.properties.cast_scope == "thread":
             undos.push(functools.partial(_end, casts))
             casts.begin(plan.function_dtype)
         return undos.unwind if owner is None else _until_dropped(owner, casts, undos.unwind)

@@ -23,6 +23,7 @@ from ..model.forward import take_off_copy
 from ..plan import make_plan
 from ..session import Request, Session
 from ..settings.properties import Properties
+from ..settings.resolve import Settings
 from ..torch_internals.native_autocast import device_types
 
 
@@ -82,8 +83,8 @@ def at_level(
     plan = make_plan(properties)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        index = checks.check(models, optimizers, properties, plan)[0] if check else ModelIndex(models)
-        session = Session(models, optimizers, Request(level, properties, plan, verbosity=0))
+        index = checks.check(models, optimizers, plan)[0] if check else ModelIndex(models)
+        session = Session(models, optimizers, Request(level, plan, Settings(verbosity=0)))
         with UndoStack() as failed:
             session.apply(index, failed)
             registry.add(session)

@@ -233,7 +233,7 @@ class Recording:
         self._types = {name: type(module).__name__ for name, module in model.named_modules()}
         self._plan = None if session is None else session.plan
         self._kept = () if session is None else tuple(session.selection.float32_modules)
-        is_apex = self._plan is not None and self._plan.cast_policy == "apex"
+        is_apex = self._plan is not None and self._plan.properties.cast_policy == "apex"
         self._policy: dict[str, CastRow] = {row.name: row for row in (APEX_POLICY if is_apex else TORCH_POLICY)}
         # In front, what is outside of all modules.
         self._frames = [_Frame((), False, is_on(), {})]
@@ -250,7 +250,7 @@ class Recording:
     def _module_begins(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         weights = _floating(t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
         is_kept = module in self._kept or (isinstance(module, _NormBase) and _FLOAT32 in weights)
-        begins = len(self._frames) == 1 and self._plan is not None and self._plan.patch_functions
+        begins = len(self._frames) == 1 and self._plan is not None and self._plan.properties.patch_torch_functions
         self._frames.append(_Frame(weights, is_kept, begins or is_on(), {}))
 
     def _module_ends(self, name: str, output: Any) -> None:

@@ -202,7 +202,7 @@ def patch_forwards(
     Returns:
         The boundary of the modules that are cast.
     """
-    casts = ForwardCasts(plan.function_dtype) if plan.patch_functions else NO_CASTS
+    casts = ForwardCasts(plan.function_dtype) if plan.properties.patch_torch_functions else NO_CASTS
     output_dtype = plan.output_dtype if plan.cast_outputs else None
 
     def boundary(dtype: torch.dtype) -> Boundary:
@@ -243,7 +243,8 @@ def patch_forwards(
 
     for module, dtype in selection.parts.items():
         patch(module, dtype is torch.float32, "forward", is_part=True)
-    for module, name in entry_points(selection.models, plan.entry_points) if plan.entry_points else ():
+    names = plan.properties.entry_points
+    for module, name in entry_points(selection.models, names) if names else ():
         patch(module, module in selection.float32_modules, name, is_part=bool(selection.parts))
     for model in selection.models:
         is_part = bool(selection.parts) and model in within

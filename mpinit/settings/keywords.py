@@ -1,4 +1,4 @@
-"""``initialize``'s keywords as a type checker and an editor know them: names, values and what holds without them."""
+"""The keywords of ``initialize`` for type checkers and editors, made by docs/generate.py."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,12 +10,12 @@ from torch import nn
 Level = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
 Dtype = torch.dtype | Literal["float16", "fp16", "half", "bfloat16", "bf16", "float32", "fp32", "float"]
 Config = str | Path | Mapping[str, Any] | None
-_Kept = type[nn.Module] | str | Callable[[str, nn.Module], bool]
-_Inputs = str | Callable[[str, Any], bool]
+_KeepFp32 = type[nn.Module] | str | Callable[[str, nn.Module], bool]
+_KeepInputs = str | Callable[[str, Any], bool]
 
 
 class Keywords(TypedDict, total=False):
-    """All that may be left out: those of ``initialize`` itself, and the fields of :class:`Properties`."""
+    """The optional arguments of ``initialize``: its settings, and the fields of :class:`Properties`."""
 
     enabled: bool
     await_optimizers: bool
@@ -30,8 +30,8 @@ class Keywords(TypedDict, total=False):
     master_weights: bool | Literal["split", "model"] | None
     loss_scale: float | Literal["dynamic"] | None
     cast_model_outputs: Dtype | None
-    keep_fp32: _Kept | Sequence[_Kept] | None
-    keep_inputs: _Inputs | Sequence[_Inputs] | None
+    keep_fp32: _KeepFp32 | Sequence[_KeepFp32] | None
+    keep_inputs: _KeepInputs | Sequence[_KeepInputs] | None
     entry_points: str | Sequence[str] | None
     cast_policy: Literal["torch", "apex"] | None
     cast_scope: Literal["thread", "model"] | None

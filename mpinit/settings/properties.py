@@ -1,6 +1,7 @@
 """The property set a user can ask for: a frozen pydantic model with its cross-field rules and error texts."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -21,6 +22,14 @@ from ..basics.dtypes import dtype_name, is_lower_precision
 from . import spellings
 from .spellings import DEFAULT_INIT_SCALE, DEFAULT_MAX_SCALE
 
+
+@dataclass(frozen=True)
+class AlsoAccepts:
+    """A mark on a property: a type, as source, that its values may be given in beside its own."""
+
+    type: str
+
+
 _DTYPE_SCHEMA = WithJsonSchema(
     {"anyOf": [{"enum": ["float16", "bfloat16", "float32"], "type": "string"}, {"type": "null"}]}
 )
@@ -33,7 +42,7 @@ OptionalDtype = Annotated[
 Boolean = Annotated[bool, BeforeValidator(spellings.parse_bool)]
 OptionalBoolean = Annotated[bool | None, BeforeValidator(spellings.optional(spellings.parse_bool))]
 MasterWeights = Annotated[bool | Literal["split", "model"] | None, BeforeValidator(spellings.parse_master_weights)]
-OptimizerState = Annotated[Literal["float32", "bfloat16", "int8"], BeforeValidator(spellings.parse_optimizer_state)]
+OptimizerState = Annotated[spellings.OptimizerStateName, BeforeValidator(spellings.parse_optimizer_state)]
 LossScale = Annotated[float | Literal["dynamic"], BeforeValidator(spellings.parse_loss_scale)]
 Scale = Annotated[float, BeforeValidator(spellings.parse_scale)]
 OptionalScale = Annotated[float | None, BeforeValidator(spellings.optional(spellings.parse_scale))]
@@ -113,7 +122,7 @@ class Properties(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, ser_json_inf_nan="constants")
 
-    cast_model_type: OptionalDtype = None
+    cast_model_type: Annotated[OptionalDtype, AlsoAccepts("Literal[False]")] = None
     patch_torch_functions: Boolean = False
     patch_torch_functions_type: OptionalDtype = Field(default="float16", validate_default=True)
     keep_batchnorm_fp32: OptionalBoolean = None
@@ -135,7 +144,7 @@ class Properties(BaseModel):
     max_loss_scale: Scale = DEFAULT_MAX_SCALE
     max_consecutive_skips: Count = 64
     skip_nonfinite: OptionalBoolean = None
-    optimizer_state: OptimizerState = "float32"
+    optimizer_state: Annotated[OptimizerState, AlsoAccepts("torch.dtype")] = "float32"
     reduce_dtype: OptionalDtype = None
     split_bucket_bytes: Bytes = 64 * 2**20
 

@@ -3,41 +3,46 @@
 import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from .keywords import Config
 from .properties import OPT_LEVELS, Properties, build, field_names, is_given
 from .spellings import LARGEST_COUNT, DefaultLevel, parse_bool, parse_whole_number
 
-# initialize()'s keywords that are no properties: a misspelt one shall find its way home too.
-_OTHER_KEYWORDS: Final = (
-    "models",
-    "optimizers",
-    "opt_level",
-    "enabled",
-    "await_optimizers",
-    "num_losses",
-    "config",
-    "verbosity",
-    "process_group",
-)
+Config = str | Path | Mapping[str, Any] | None
 
-# Properties of versions before, and what does the same.
+
+@dataclass(frozen=True)
+class Settings:
+    """The keywords of ``initialize`` that are no properties, with their defaults."""
+
+    enabled: bool = True
+    await_optimizers: bool = False
+    num_losses: int = 1
+    config: Config = None
+    verbosity: int = 1
+    process_group: Any = None
+
+
+# All arguments of initialize() that are no properties, which a message about a misspelt one lists too.
+_NO_PROPERTIES: Final = ("models", "optimizers", "opt_level", *[field.name for field in fields(Settings)])
+
+# Properties that release 0.2.0 had, and what replaces each.
 _REMOVED: Final = {
     "compile_step": "torch.compile(optimizer.step) compiles a step",
     "gradient_release": "torch's own hooks step a parameter inside of backward(): docs/explanation/gradient-release.md",
 }
 
-# The settings that are no properties, and their limits. Each loss has a scaler of its own, made at once: a million of
-# them is a slip, and would take for ever.
-_SETTINGS: Final = {"num_losses": (1, 2**16), "verbosity": (-LARGEST_COUNT, LARGEST_COUNT)}
+# The settings that a configuration may hold too, and their limits. Each loss has a scaler, made at once: a million of
+# them is a mistake, and would take minutes.
+_NUMBERS: Final = {"num_losses": (1, 2**16), "verbosity": (-LARGEST_COUNT, LARGEST_COUNT)}
 
 
 class ReadConfig(dict[str, Any]):
-    """What a configuration holds, a dict like any other, and where it was read: a file's path, or "config"."""
+    """The values of a configuration, with the place that messages name: a file's path, or "config"."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         super().__init__(values)
@@ -95,31 +100,40 @@ def _read_toml(path: Path, name: str) -> dict[str, Any]:
         raise ValueError(f"{name} is not TOML: {error}") from None
 
 
-def read_settings(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], ReadConfig]:
-    """Split keywords into the settings that are no properties and the rest; and what the configuration says of these.
+def read_settings(keywords: Mapping[str, Any]) -> tuple[Settings, dict[str, Any], ReadConfig]:
+    """Split keywords into settings and properties.
 
-    The settings, in this order, are ``enabled``, ``await_optimizers``, ``num_losses``, ``verbosity`` and
-    ``process_group``.
+    Returns:
+        The settings, the properties as they were given, and the properties that the configuration holds.
     """
     rest = dict(keywords)
-    from_config = read_config(rest.pop("config", None), tuple(_SETTINGS))
+    config = rest.pop("config", None)
+    from_config = read_config(config, tuple(_NUMBERS))
     enabled, awaits = rest.pop("enabled", True), rest.pop("await_optimizers", False)
     if not isinstance(awaits, bool):
         raise TypeError(f"await_optimizers must be True or False, not {awaits!r}")
     # A command line makes strings of everything.
-    on = parse_bool(enabled) if isinstance(enabled, str) else bool(enabled)
-    settings: dict[str, Any] = {"enabled": on, "await_optimizers": awaits}
-    for name, (smallest, largest) in _SETTINGS.items():
+    enabled = parse_bool(enabled) if isinstance(enabled, str) else bool(enabled)
+    numbers: dict[str, int] = {}
+    for name, (smallest, largest) in _NUMBERS.items():
         source = f"{from_config.source}: " if name in from_config and name not in rest else ""
-        value = settings[name] = rest.pop(name, from_config.pop(name, 1))
+        value = numbers[name] = rest.pop(name, from_config.pop(name, 1))
         if type(value) is int and smallest <= value <= largest:
             continue
         try:
             is_switch = name == "verbosity" and isinstance(value, bool)
-            settings[name] = parse_whole_number(int(value) if is_switch else value, smallest, largest)
+            numbers[name] = parse_whole_number(int(value) if is_switch else value, smallest, largest)
         except ValueError as error:
             raise ValueError(f"{source}{name}={error}") from None
-    return {**settings, "process_group": rest.pop("process_group", None)}, rest, from_config
+    settings = Settings(
+        enabled=enabled,
+        await_optimizers=awaits,
+        num_losses=numbers["num_losses"],
+        config=config,
+        verbosity=numbers["verbosity"],
+        process_group=rest.pop("process_group", None),
+    )
+    return settings, rest, from_config
 
 
 def resolve(opt_level: Any, overrides: Mapping[str, Any], config: Config = None) -> tuple[str, Properties]:
@@ -131,7 +145,7 @@ def resolve(opt_level: Any, overrides: Mapping[str, Any], config: Config = None)
     """
     from_config = read_config(config)
     level = _level_of(opt_level, from_config)
-    check_names(overrides, field_names(), "initialize()", others=_OTHER_KEYWORDS)
+    check_names(overrides, field_names(), "initialize()", others=_NO_PROPERTIES)
     by_keyword = _given(overrides)
     given = _given(from_config) | by_keyword
     sources = {name: from_config.source for name in given if name not in by_keyword}

@@ -6,7 +6,7 @@ Each function here turns every spelling it knows into one value and refuses the 
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import torch
 
@@ -21,7 +21,8 @@ LARGEST_COUNT: Final = 2**31 - 1
 DEFAULT_INIT_SCALE: Final = 2.0**16
 DEFAULT_MAX_SCALE: Final = 2.0**24
 
-OPTIMIZER_STATES: Final = ("float32", "bfloat16", "int8")
+OptimizerStateName = Literal["float32", "bfloat16", "int8"]
+OPTIMIZER_STATES: Final = get_args(OptimizerStateName)
 
 _NOTHING: Final = ("none", "")
 _BOOLEANS: Final = {"true": True, "false": False}
@@ -90,7 +91,7 @@ def parse_optimizer_state(value: Any) -> str:
     name = "int8" if value is torch.int8 or value == "int8" else None
     with contextlib.suppress(ValueError):
         name = name or dtype_name(parse_dtype(value))
-    if name not in OPTIMIZER_STATES:
+    if name is None or name not in OPTIMIZER_STATES:
         raise ValueError(
             f"{value!r} is not an encoding of an optimizer's state; give {', '.join(map(repr, OPTIMIZER_STATES[:-1]))} "
             f"or {OPTIMIZER_STATES[-1]!r}"
