@@ -1,4 +1,4 @@
-"""What ``initialize`` was given, checked before anything is changed."""
+"""Checks of the arguments of ``initialize``, made before anything is changed."""
 
 import difflib
 import fnmatch
@@ -31,7 +31,11 @@ _KINDS: Final[dict[type, str]] = {nn.Module: "a torch.nn.Module", Optimizer: "a 
 
 
 def as_list(given: Any, kind: type, what: str) -> list[Any]:
-    """One object, or a list or tuple of them, as a list."""
+    """Return one object, or a list or tuple of them, as a list.
+
+    Raises:
+        TypeError: an object of another kind; the message names the likely mistake.
+    """
     items = list(given) if isinstance(given, (list, tuple)) else [given]
     for item in items:
         if not isinstance(item, kind):
@@ -41,7 +45,7 @@ def as_list(given: Any, kind: type, what: str) -> list[Any]:
 
 
 def _hint(item: Any, kind: type) -> str:
-    """What was probably meant."""
+    """Describe the likely mistake behind an object of a wrong type."""
     if isinstance(item, type) and issubclass(item, kind):
         return ", not an object of it: make one first"
     if isinstance(item, (Optimizer, nn.Module)):
@@ -57,7 +61,7 @@ def _hint(item: Any, kind: type) -> str:
 
 
 def as_optimizers(given: Any) -> list[Any]:
-    """:func:`as_list` of optimizers, those in wrappers that only hand on to them taken out."""
+    """Return optimizers as :func:`as_list` does, without wrappers that only forward to them."""
     items = [registry.unwrapped(item) for item in (given if isinstance(given, (list, tuple)) else [given])]
     for item in items:
         inner = None if isinstance(item, Optimizer) else inside(item)
@@ -107,7 +111,7 @@ def check(
 
 
 def check_free(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Raise a ValueError where an object is given twice, or is in a session already."""
+    """Refuse an object that is listed twice, or is in a session already."""
     for objects, what in ((models, "models"), (optimizers, "optimizers")):
         for item, times in Counter(objects).most_common(1):
             if times > 1:
@@ -128,7 +132,7 @@ def _check_not_prepared(model: nn.Module) -> None:
             f"the model is a torch.jit.ScriptModule ({kind}), whose forward is compiled and cannot have casts put "
             "around it: call mpinit.initialize on the module that it was made from, and torch.jit.trace that"
         )
-    # What Lightning Fabric's setup and Accelerate's prepare leave behind.
+    # Lightning Fabric's setup and Accelerate's prepare add these.
     if "_forward_module" in model._modules:
         raise ValueError(
             f"the model was wrapped by Lightning Fabric already ({kind}), which casts for itself: call "
@@ -206,7 +210,7 @@ def _warn_about_16_bit_weights(names: list[str]) -> None:
 
 
 def _check_belonging(index: ModelIndex, optimizers: Sequence[Optimizer], awaits: bool) -> None:
-    """Parameters of a loss are legitimate beside a model's; ones left over from before it was copied are not."""
+    """Refuse optimizers over parameters of before the model was copied, but not over parameters of a loss."""
     own = {id(parameter) for _, parameter in index.parameters}
     shapes = {parameter.shape: name for name, parameter in reversed(index.parameters)}
     stray = {o: given for o in optimizers if (given := [p for group in o.param_groups for p in group["params"]])}
@@ -235,7 +239,7 @@ _WRAPPERS: Final = (_REDUCES, "DataParallel", _FLATTENS)
 
 
 def _check_not_wrapped(index: ModelIndex, plan: Plan) -> None:
-    """Refuse what has recorded the parameters' dtypes, around a model or in it.
+    """Refuse wrappers that have recorded the parameters' dtypes, around a model or in it.
 
     Parts in DataParallel are refused when it makes its replicas, which it does for several devices only.
     """
@@ -247,7 +251,7 @@ def _check_not_wrapped(index: ModelIndex, plan: Plan) -> None:
         wrapper = wrappers[type(module)]
         if wrapper is None:
             continue
-        # What torch.compile makes of a module has that inside.
+        # A module of torch.compile has the original as _orig_mod.
         is_root = not name.replace("_orig_mod", "").strip(".")
         what = f"the model{', inside torch.compile,' if name else ''}" if is_root else repr(name)
         if wrapper == _FLATTENS:
@@ -283,7 +287,7 @@ def check_process_group(group: Any, index: ModelIndex, plan: Plan) -> None:
     elif plan.scaling.dynamic and is_distributed():
         meshes = meshes_of([parameter for _, parameter in index.parameters])
         world = torch.distributed.get_world_size()
-        # How many a verdict over the meshes can reach.
+        # The number of ranks that a verdict over the meshes can reach.
         reached = math.prod(map(torch.distributed.get_world_size, groups_of(meshes)))
         if meshes and reached < world:
             raise ValueError(

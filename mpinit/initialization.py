@@ -1,4 +1,4 @@
-"""Sessions begin, grow and end: ``initialize``, ``add_optimizers``, ``undo``."""
+"""The functions that begin, extend and end sessions: ``initialize``, ``add_optimizers``, ``undo``."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar, Unpack, overload

@@ -124,7 +124,7 @@ class Session:
         """Mark the session as live after its set-up, and drop what only a failed set-up needs."""
         self.is_live = True
         if self.selection.changes:
-            self.values.casts.settle()
+            self.values.casts.finish()
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
         """Whether these optimizers can be stepped as the plan says."""
@@ -357,7 +357,7 @@ class Session:
                 self._take_in(optimizer, undos)
                 plain = [p for p in _parameters_of([optimizer]) if p not in came_in]
                 casts: dict[Any, Any] = {
-                    p: (self.values.casts.came_in(p), p.dtype) for p in plain if self.values.casts.came_in(p) != p.dtype
+                    p: (self.values.casts.original_dtype(p), p.dtype) for p in plain if self.values.casts.original_dtype(p) != p.dtype
                 }
                 cast_states([optimizer], casts, undos)
                 _widen_states([optimizer], came_in)
@@ -375,7 +375,7 @@ class Session:
     def settle_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Nothing of :meth:`add_optimizers` is going to be taken back: let go of what that would need."""
         for optimizer in optimizers:
-            self.values.casts.leave_to_optimizers(self.watched(optimizer).parameters())
+            self.values.casts.mark_trained(self.watched(optimizer).parameters())
 
     def waiting_weights(self) -> list[nn.Parameter]:
         """The models' trainable parameters that no optimizer has, where one is expected to come."""
@@ -391,8 +391,8 @@ class Session:
         for master in waiting:
             self.masters.values(master)
             self.masters.discard(master)
-            self.values.casts.take_over(master.weight, master.original_dtype)
-        self.values.casts.leave_to_optimizers([master.weight for master in waiting])
+            self.values.casts.adopt(master.weight, master.original_dtype)
+        self.values.casts.mark_trained([master.weight for master in waiting])
 
     def _check_step(self, optimizer: Optimizer) -> None:
         """Refuse that an optimizer which was never initialised steps 16-bit weights."""

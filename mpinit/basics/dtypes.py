@@ -1,4 +1,4 @@
-"""dtype names and predicates: the one place that knows how a user may spell a dtype."""
+"""Names of dtypes, and casts between them."""
 
 from typing import Any, Final
 
@@ -35,17 +35,17 @@ def parse_dtype(value: Any) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The bare name of a dtype, "float16" for ``torch.float16``: what configuration files and JSON hold."""
+    """Return the name of a dtype as configuration files and JSON have it, "float16" for ``torch.float16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_lower_precision(dtype: torch.dtype) -> bool:
-    """Whether ``dtype`` is one of the two 16-bit floating types."""
+    """Return whether ``dtype`` is one of the two 16-bit floating types."""
     return dtype in LOWER_PRECISION
 
 
 def cast_within_range(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``values.to(dtype)`` in which no finite value becomes infinite: beyond the type's largest it is that."""
+    """Return ``values.to(dtype)``, with the largest number of ``dtype`` for finite values that would overflow."""
     if not may_overflow(values.dtype, dtype):
         return values.to(dtype)
     largest = torch.finfo(dtype).max
@@ -53,17 +53,17 @@ def cast_within_range(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def cast_to(dtype: torch.dtype, clamps: bool, values: torch.Tensor) -> torch.Tensor:
-    """``values`` in another type; ``clamps``: as :func:`cast_within_range` makes them."""
+    """Cast ``values``, by :func:`cast_within_range` if ``clamps`` is true."""
     return cast_within_range(values, dtype) if clamps else values.to(dtype)
 
 
 def may_overflow(given: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether finite values of one floating type may be beyond the largest of another."""
+    """Return whether finite values of one floating dtype may overflow in another."""
     return torch.finfo(given).max > torch.finfo(dtype).max
 
 
 def as_float32(gradient: torch.Tensor) -> torch.Tensor:
-    """A 16-bit gradient in float32; any other as it is. Sparse ones are coalesced after the cast, in float32."""
+    """Cast a 16-bit gradient to float32; return any other as it is. Sparse ones are coalesced after the cast."""
     if gradient.dtype in (torch.float16, torch.bfloat16):
         gradient = gradient.float()
     return gradient.coalesce() if gradient.is_sparse and not gradient.is_coalesced() else gradient

@@ -1,6 +1,6 @@
-"""Sharded parameters: FSDP2's DTensors, whose data is changed in place, and what FSDP remembers of it.
+"""Sharded parameters: access to DTensors, and FSDP2's groups of parameters.
 
-Asked without importing torch's distributed packages, which are slow to import.
+All without importing torch's distributed packages, which are slow to import.
 """
 
 import copy
@@ -21,12 +21,12 @@ is_distributed: Final[Callable[[], bool]] = torch.distributed.is_initialized if 
 
 
 def has_other_processes() -> bool:
-    """Whether this process belongs to a process group of several."""
+    """Return whether this process belongs to a process group of several."""
     return is_distributed() and torch.distributed.get_world_size() > 1
 
 
 def arriving_gradient_dtype() -> torch.dtype | None:
-    """The type in which gradients are to be added up on a 16-bit weight that has a float32 master.
+    """Return the dtype in which autograd accumulates gradients on a 16-bit weight that has a float32 master.
 
     Returns:
         float32; None (any) where ranks may exchange gradients in buckets of the weights' type, which then lie in
@@ -36,12 +36,12 @@ def arriving_gradient_dtype() -> torch.dtype | None:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a DTensor."""
+    """Return whether ``tensor`` is a DTensor."""
     return type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
 
 
 def flattened(what: str) -> str:
-    """Why a model must not be in FullyShardedDataParallel, and what to use."""
+    """Return the error text for a model in FullyShardedDataParallel."""
     return (
         f"{what} is wrapped in FullyShardedDataParallel (FSDP1), which puts flat parameters of its own in the places "
         "of the model's, before or after mpinit.initialize: use FSDP2, torch.distributed.fsdp.fully_shard(model), then "
@@ -50,24 +50,24 @@ def flattened(what: str) -> str:
 
 
 def is_managed_by_fsdp(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on a module."""
+    """Return whether ``fully_shard`` was called on a module."""
     return hasattr(type(module), "_get_fsdp_state")
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """The part of a tensor that is in this process: all of it, unless it is sharded."""
+    """Return the part of a tensor that is in this process: all of it, unless it is sharded."""
     part: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return part
 
 
 def shard(tensor: torch.Tensor) -> torch.Tensor:
-    """:func:`local`, without a graph: the memory itself."""
+    """Return the same part as :func:`local`, detached."""
     part: torch.Tensor = _TENSOR_DETACH(getattr(tensor, "_local_tensor", tensor))
     return part
 
 
 def sharded_as(part: torch.Tensor, like: Any) -> torch.Tensor:
-    """This process's part of a tensor that is sharded as another is; itself, where that is not sharded."""
+    """Wrap this process's part of a tensor like another DTensor; return it as it is if the other is not sharded."""
     if not is_sharded(like):
         return part
     spec = copy.copy(like._spec)
@@ -77,7 +77,7 @@ def sharded_as(part: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def in_place_of(tensor: Any, part: torch.Tensor) -> None:
-    """Give a tensor other memory, of its own shape and dtype, for its part in this process."""
+    """Replace the memory of a tensor's part in this process by other memory of the same shape and dtype."""
     if is_sharded(tensor):
         tensor._local_tensor = part
     else:
@@ -85,7 +85,7 @@ def in_place_of(tensor: Any, part: torch.Tensor) -> None:
 
 
 def placed_as(tensor: Any, like: Any) -> torch.Tensor:
-    """A tensor whose parts are where another's are."""
+    """Redistribute a tensor to the placements of another."""
     if is_sharded(tensor) and tensor.placements != like.placements:
         moved: torch.Tensor = tensor.redistribute(placements=like.placements)
         return moved
@@ -94,7 +94,7 @@ def placed_as(tensor: Any, like: Any) -> torch.Tensor:
 
 
 def set_data(tensor: Any, values: Any) -> None:
-    """``tensor.data = values``, whatever class ``tensor`` is of; a sharded tensor's inner part follows."""
+    """Set ``tensor.data = values`` for any class of tensor, and the inner part of a DTensor with it."""
     _TENSOR_DATA.__set__(tensor, values)
     if type(values) is not torch.Tensor and is_sharded(values):
         # torch changes the wrapper only.
@@ -132,7 +132,7 @@ def reshard(modules: Collection[nn.Module]) -> bool:
 
 
 def replaced_since(named: Sequence[tuple[str, nn.Parameter]], stepped: Iterable[torch.Tensor]) -> str:
-    """What took parameters from the models after an optimizer was made of them, and the way out; "" where nothing did.
+    """Return the error text if parameters were replaced after an optimizer was made from them; "" if none were.
 
     ``fully_shard`` and ``parallelize_module`` put other parameters on the modules, FSDP1 flat ones, and ``to_empty``
     does where it cannot give those that are there memory. Parameters of a loss function, which no model has, are none.

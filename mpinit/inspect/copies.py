@@ -28,7 +28,7 @@ from ..torch_internals.native_autocast import device_types
 
 
 def plain_copy(model: nn.Module, advice: str) -> nn.Module:
-    """A deep copy without what ``initialize`` put on the model."""
+    """Make a deep copy without the patches of ``initialize``."""
     try:
         clone = copy.deepcopy(model)
     except Exception as error:
@@ -41,7 +41,7 @@ def plain_copy(model: nn.Module, advice: str) -> nn.Module:
 
 
 def float32_copy(model: nn.Module) -> nn.Module:
-    """A copy with float32 parameters: the masters' numbers where there are masters."""
+    """Make a copy with float32 parameters: the masters' values where there are masters."""
     clone = plain_copy(model, "give mpinit.suggest a model that can be copied")
     for parameter in clone.parameters():
         parameter.grad = None
@@ -52,7 +52,7 @@ def float32_copy(model: nn.Module) -> nn.Module:
 
 
 def copy_of_optimizer(optimizer: Optimizer, copies: Mapping[Any, Any], with_state: bool = True) -> Optimizer:
-    """The same optimizer over copies of its parameters, without what ``initialize`` put on it."""
+    """Copy an optimizer over copies of its parameters, without the patches of ``initialize``."""
     twin: Optimizer = type(optimizer).__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): twin}
     for weight in (entry for group in optimizer.param_groups for entry in group["params"]):
@@ -79,7 +79,7 @@ def copy_of_optimizer(optimizer: Optimizer, copies: Mapping[Any, Any], with_stat
 def at_level(
     models: list[nn.Module], optimizers: list[Optimizer], level: str, properties: Properties, check: bool = True
 ) -> Iterator[Session]:
-    """Initialise copies of models, and of their optimizers, for the block; what this warns of is left out."""
+    """Initialise copies of models, and of their optimizers, for the block, without warnings."""
     plan = make_plan(properties)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

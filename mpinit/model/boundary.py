@@ -1,8 +1,7 @@
-"""The boundary around an initialised model: arguments and results of a call across it are cast.
+"""The boundary around an initialised model: arguments and results of calls from outside are cast.
 
-Inside a forward everything is in one type already, and a call from one module to the next casts nothing. Which type
-that is, each thread remembers while the forward runs; outside of every forward there is none, and a call is one that
-comes from the user.
+Inside a forward everything is in one dtype, and a call from one module to the next casts nothing. Each thread remembers
+that dtype while the forward runs. Without one, a call comes from the user.
 """
 
 import threading
@@ -22,8 +21,8 @@ from ..torch_internals.running import current_pass, is_tracing_symbolically
 from .entry_points import ArgumentNames
 
 
-class _Here(threading.local):
-    """What runs in this thread.
+class _CurrentForward(threading.local):
+    """The forward that runs in this thread.
 
     Attributes:
         dtype: the type that the innermost running forward computes in; None: no forward of an initialised model runs.
@@ -35,11 +34,11 @@ class _Here(threading.local):
         self.module: nn.Module | None = None
 
 
-here: Final = _Here()
+current_forward: Final = _CurrentForward()
 
 
 class Boundary:
-    """What is done to calls that come into an initialised model from outside; one object serves many modules.
+    """The casts around calls of an initialised model from outside; one object serves many modules.
 
     Attributes:
         before_forward: called first, where the caller is outside of every forward.
@@ -64,13 +63,13 @@ class Boundary:
         self.is_live = True
 
     def retire(self) -> None:
-        """Cast nothing from now on: what a wrapper of the user's still holds becomes transparent."""
+        """Cast nothing from now on, so that a forward that a user's wrapper still has becomes transparent."""
         self.inner_dtype = self.output_dtype = self.casts = self.before_forward = None
         self.cast_inputs = self.is_live = False
 
     @contextmanager
     def in_float32(self) -> Iterator[None]:
-        """Inside the block the modules compute in float32, whose parameters are float32 for as long."""
+        """Let the modules compute in float32 inside the block, where their parameters are float32."""
         narrow, self.inner_dtype = self.inner_dtype, torch.float32
         try:
             yield
@@ -79,7 +78,7 @@ class Boundary:
                 self.inner_dtype = narrow
 
     def mixed_types(self, module: nn.Module, inputs: Any) -> str | None:
-        """Why a forward may have failed: a parameter or an input of another type than the model's; None: neither."""
+        """Return the error text for a failed forward with a parameter or input of another dtype; None without one."""
         inner = self.inner_dtype
         if inner is None or not is_lower_precision(inner):
             return None
@@ -103,7 +102,7 @@ class Boundary:
             f"as arguments, or convert them to {inner} first"
         )
 
-    def cross(
+    def call_with_casts(
         self,
         module: nn.Module,
         function: Callable[..., Any],
@@ -112,10 +111,10 @@ class Boundary:
         kwargs: dict[str, Any],
         output_dtype: torch.dtype | None,
     ) -> Any:
-        """Call ``function`` from the other side; ``names`` are its arguments', None where no input is kept as it is."""
+        """Call ``function`` with inputs and outputs cast. ``names`` are its arguments'; None if all inputs are cast."""
         is_plain = self.cast_inputs and names is None and not torch.compiler.is_compiling()
         if is_plain and len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
-            return self._cross_with_tensor(module, function, args[0], output_dtype)
+            return self._call_with_tensor(module, function, args[0], output_dtype)
         inputs = None
         if self.cast_inputs and self.inner_dtype is not None:
             inputs = TreeCast(self.inner_dtype)
@@ -125,7 +124,7 @@ class Boundary:
             else:
                 args, kwargs = names.cast(args, kwargs, self.keep_inputs, inputs)
         try:
-            output = self.stay(module, function, args, kwargs)
+            output = self.call_inside(module, function, args, kwargs)
         finally:
             if inputs is not None and output_dtype is not None:
                 inputs.write_back(output_dtype)
@@ -133,26 +132,26 @@ class Boundary:
             return output
         return cast_tree(output, output_dtype) if inputs is None else inputs.back(output, output_dtype)
 
-    def stay(
+    def call_inside(
         self, module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call ``function`` from inside: nothing is cast, and what it calls is inside too."""
-        dtype, outer = here.dtype, here.module
-        here.dtype, here.module = self.inner_dtype or dtype, module
+        """Call ``function`` inside the model: neither its arguments nor those of nested calls are cast."""
+        dtype, outer = current_forward.dtype, current_forward.module
+        current_forward.dtype, current_forward.module = self.inner_dtype or dtype, module
         try:
             return function(*args, **kwargs)
         finally:
-            here.dtype, here.module = dtype, outer
+            current_forward.dtype, current_forward.module = dtype, outer
 
-    def _cross_with_tensor(
+    def _call_with_tensor(
         self, module: nn.Module, function: Callable[..., Any], given: torch.Tensor, output_dtype: torch.dtype | None
     ) -> Any:
-        """The same for one tensor, as norms kept in float32 have it many times in a forward: a third of the time."""
+        """Do the same for one tensor in a third of the time; norms kept in float32 are called often."""
         passed = given.to(self.inner_dtype) if given.is_floating_point() else given
         version = passed._version if passed is not given and not passed.is_inference() else None
         stands = version is not None
         try:
-            output = self.stay(module, function, (passed,), {})
+            output = self.call_inside(module, function, (passed,), {})
         finally:
             if stands and passed._version != version:
                 stands = write_elements(given, passed)
@@ -170,15 +169,15 @@ class Boundary:
 
 
 def caller_dtype(inner_dtype: torch.dtype | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The type that the caller of a part computes in; None: outside of every forward.
+    """Return the dtype that the caller of a part computes in; None outside of every forward.
 
-    In a backward pass, where activation checkpointing computes a part again, it is not remembered whether the call
-    comes from inside: it does where an input is 16-bit, or none is floating.
+    In a backward pass, where activation checkpointing computes a part again, no forward is known to run: the call is
+    one from inside if an input is 16-bit, or none is floating.
     """
     if is_tracing_symbolically():
         return inner_dtype
-    if here.dtype is not None or torch.compiler.is_compiling() or current_pass() == -1:
-        return here.dtype
+    if current_forward.dtype is not None or torch.compiler.is_compiling() or current_pass() == -1:
+        return current_forward.dtype
     tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
     dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
     found = next((dtype for dtype in dtypes if is_lower_precision(dtype)), next(iter(dtypes), inner_dtype))

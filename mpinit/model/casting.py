@@ -1,4 +1,4 @@
-"""Casting parameters and buffers, and taking it back to the bit."""
+"""Casts of parameters and buffers, and their undo to the bit."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ _PIECE = 1 << 18
 
 @dataclass(eq=False)
 class _Buffer:
-    """A buffer: the user's tensor, what stands in its place, and where."""
+    """A buffer: the user's tensor, its cast, and the modules that have it."""
 
     original: torch.Tensor
     cast: torch.Tensor
@@ -37,7 +37,7 @@ class TensorCasts:
 
     Where the 16-bit values were not changed, :meth:`undo` gives back the original bits: buffers are the tensors they
     were, and the values of parameters that lose something are kept on the host. Trained parameters change with every
-    step: theirs are kept until :meth:`settle`.
+    step: theirs are kept until :meth:`finish`.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class TensorCasts:
         self._targets = {tensor: dtype for tensor, dtype in targets.items() if tensor.dtype != dtype}
         self._trained = set(trained)
         self._out_of_range: set[torch.Tensor] = set()
-        self._came_in: dict[torch.Tensor, torch.dtype] = {}
-        # What parameters held before they were cast; of sharded ones, in this process.
+        self._original_dtypes: dict[torch.Tensor, torch.dtype] = {}
+        # Values of parameters before they were cast; of sharded ones the part in this process.
         self._originals: dict[torch.Tensor, torch.Tensor] = {}
         # Gradients as they came in, or while their parameter changes its dtype.
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
@@ -76,48 +76,48 @@ class TensorCasts:
                 self._cast_buffer(tensor, dtype, places.get(tensor, []))
         index.replace_buffers({entry.original: cast for cast, entry in self._buffers.items()})
 
-    def settle(self) -> None:
-        """Set-up has succeeded: forget what only a failed one would have needed."""
+    def finish(self) -> None:
+        """Drop the values that only a failed set-up needs."""
         changing = self._trained - self._out_of_range
         kept = {parameter: original for parameter, original in self._originals.items() if parameter not in changing}
         # Both at once: until here an interruption is one of the set-up.
         self._gradients, self._originals = {}, kept
 
     def original_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A tensor's values before it was cast, unchanged since; None where they are what it holds."""
+        """Return a tensor's values in its original dtype, elements written since included; None if it has no others."""
         if tensor in self._buffers:
             return _unchanged_from(self._buffers[tensor], tensor)
         original = self._originals.get(tensor)
-        if original is None or tensor.dtype == self._came_in[tensor]:
+        if original is None or tensor.dtype == self._original_dtypes[tensor]:
             return None
-        return _widened(tensor, self._came_in[tensor], original)
+        return _widened(tensor, self._original_dtypes[tensor], original)
 
     def with_more_bits(self) -> list[torch.Tensor]:
-        """The tensors whose float32 values are kept beside them: buffers, and parameters that are not trained."""
+        """List the tensors with float32 values beside them: buffers, and parameters that are not trained."""
         buffers = [cast for cast, entry in self._buffers.items() if entry.original.dtype is torch.float32]
-        frozen = [p for p, dtype in self._came_in.items() if dtype is torch.float32 and p not in self._trained]
+        frozen = [p for p, dtype in self._original_dtypes.items() if dtype is torch.float32 and p not in self._trained]
         return [t for t in (*buffers, *frozen) if is_lower_precision(t.dtype) and not t.is_meta and not is_sharded(t)]
 
-    def came_in(self, tensor: torch.Tensor) -> torch.dtype:
-        """The dtype of a parameter before it was cast."""
-        return self._came_in.get(tensor, tensor.dtype)
+    def original_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        """Return the dtype of a parameter before it was cast."""
+        return self._original_dtypes.get(tensor, tensor.dtype)
 
-    def leave_to_optimizers(self, parameters: Iterable[torch.Tensor]) -> None:
-        """These parameters are trained from here on: what was cut off of them is of no use any more."""
+    def mark_trained(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Treat parameters as trained from now on, and drop their values of before the cast."""
         for parameter in parameters:
             self._trained.add(parameter)
             if parameter not in self._out_of_range:
                 self._originals.pop(parameter, None)
 
-    def take_over(self, parameter: torch.Tensor, came_in: torch.dtype) -> None:
-        """A parameter has lost its master: :meth:`undo` gives it back the dtype it came in with."""
+    def adopt(self, parameter: torch.Tensor, original_dtype: torch.dtype) -> None:
+        """Let :meth:`undo` restore the dtype of a parameter whose master was discarded."""
         self._trained.add(parameter)
-        self._came_in.setdefault(parameter, came_in)
+        self._original_dtypes.setdefault(parameter, original_dtype)
 
     @torch.no_grad()
     def load(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """``values`` were written to a tensor of their shape: keep what it cannot hold."""
-        if tensor.is_meta or not (tensor in self._buffers or tensor in self._came_in):
+        """Keep the precision of ``values``, which were just copied to a tensor, beyond the tensor's dtype."""
+        if tensor.is_meta or not (tensor in self._buffers or tensor in self._original_dtypes):
             return
         values = values.detach().to(device=tensor.device)
         if out_of_range({values: tensor.dtype}):
@@ -127,11 +127,11 @@ class TensorCasts:
             if not torch.equal(entry.original.to(values), values):
                 entry.original = values.to(entry.original.dtype, copy=True)
         elif tensor not in self._trained:
-            self._keep(tensor, values.to(self._came_in[tensor]), tensor.detach())
+            self._keep(tensor, values.to(self._original_dtypes[tensor]), tensor.detach())
 
     def undo(self) -> None:
-        """Give every tensor the dtype it came in with, and every bit that was not changed. May be called again."""
-        for parameter in reversed(list(self._came_in)):
+        """Restore the dtype of every tensor, and all bits that were not written since. May be called again."""
+        for parameter in reversed(list(self._original_dtypes)):
             self._restore_parameter(parameter)
         for entry in reversed(list(self._buffers.values())):
             self._restore_buffer(entry)
@@ -141,14 +141,14 @@ class TensorCasts:
     def _cast_parameter(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
         values = TENSOR_DETACH(parameter)
         cast = cast_to(dtype, parameter in self._out_of_range, values)
-        self._came_in[parameter] = parameter.dtype
+        self._original_dtypes[parameter] = parameter.dtype
         self._keep(parameter, values, cast)
         if parameter.grad is not None:
             self._gradients[parameter] = parameter.grad
         _replace_data(parameter, cast, self._gradients.get(parameter))
 
     def _keep(self, parameter: torch.Tensor, values: torch.Tensor, cast: torch.Tensor) -> None:
-        """Keep the values of which a cast loses something, in memory that nothing else has from before."""
+        """Keep values that lose bits in a cast, in memory that no other tensor shares."""
         self._originals.pop(parameter, None)
         original = local(values)
         has_numbers = original.layout is torch.strided and not original.is_meta
@@ -158,7 +158,7 @@ class TensorCasts:
 
     @torch.no_grad()
     def _restore_parameter(self, parameter: torch.Tensor) -> None:
-        dtype = self._came_in[parameter]
+        dtype = self._original_dtypes[parameter]
         if parameter.dtype == dtype and parameter not in self._gradients:
             return
         gradient = self._gradients.get(parameter, parameter.grad)
@@ -184,7 +184,7 @@ class TensorCasts:
     def _restore_buffer(self, entry: _Buffer) -> None:
         for module, name in entry.places:
             present = module._buffers.get(name)
-            # What the user put there in the meantime stays, in the dtype that came in.
+            # A buffer that the user has replaced since stays, in the original dtype.
             if present is None or present is entry.original or not present.is_floating_point():
                 continue
             if present.dtype != entry.original.dtype:
@@ -194,7 +194,7 @@ class TensorCasts:
 
 
 def convert(weight: nn.Parameter, dtype: torch.dtype) -> None:
-    """Give a parameter another type, and its gradient with it."""
+    """Change the dtype of a parameter and of its gradient."""
     if weight.dtype != dtype:
         before, gradient = TENSOR_DATA.__get__(weight), weight.grad
         try:
@@ -205,7 +205,7 @@ def convert(weight: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def _replace_data(tensor: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Give a tensor data of another dtype; its gradient has to go along."""
+    """Replace a tensor's data by data of another dtype, and cast its gradient, which torch wants in that dtype."""
     tensor.grad = None
     set_data(tensor, values)
     if gradient is not None:
@@ -213,7 +213,7 @@ def _replace_data(tensor: torch.Tensor, values: torch.Tensor, gradient: torch.Te
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """A tensor in parts along its first dimension, so that temporaries stay small."""
+    """Split a tensor along its first dimension, so that temporaries are small."""
     if tensor.dim() == 0:
         return (tensor,)
     return torch.split(tensor, max(1, len(tensor) * _PIECE // max(1, tensor.numel())))
@@ -230,7 +230,7 @@ def _widened(parameter: torch.Tensor, dtype: torch.dtype, original: torch.Tensor
 
 
 def _unchanged_from(entry: _Buffer, present: torch.Tensor) -> torch.Tensor:
-    """What a buffer holds in the dtype it came in with: the original itself where nothing was changed."""
+    """Return a buffer in its original dtype: the original tensor itself if nothing was written."""
     original = entry.original
     if present.shape != original.shape or present.dtype != entry.cast.dtype:
         return present.detach().to(original.dtype)
@@ -245,7 +245,7 @@ def _unchanged_from(entry: _Buffer, present: torch.Tensor) -> torch.Tensor:
 
 
 def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> set[torch.Tensor]:
-    """The tensors that hold finite values beyond the largest of the type they are to have."""
+    """Find the tensors whose finite values overflow in the dtype that they are cast to."""
     groups: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     narrows: dict[tuple[torch.dtype, torch.dtype], bool] = {}
     for tensor, dtype in targets.items():
@@ -262,7 +262,7 @@ def out_of_range(targets: Mapping[torch.Tensor, torch.dtype]) -> set[torch.Tenso
     found = set()
     for (_, _, dtype), members in groups.items():
         limit = torch.finfo(dtype).max
-        # One call and one wait for many tensors; what is infinite or nan itself has to be looked at more closely.
+        # One call and one device sync for many tensors; a norm that is inf or nan does not decide.
         norms = torch._foreach_norm([part for _, part in members], float("inf"))
         for (tensor, part), norm in zip(members, torch.stack(norms).tolist(), strict=True):
             if not norm <= limit and bool((part.isfinite() & (part.abs() > limit)).any()):

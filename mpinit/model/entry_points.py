@@ -1,4 +1,4 @@
-"""Methods beside forward that are called from outside: found by dotted name, or refused."""
+"""Methods beside forward that users call: found by dotted name, or refused."""
 
 import difflib
 import fnmatch
@@ -75,7 +75,7 @@ def check_argument_names(index: ModelIndex, names: Sequence[str], patterns: Sequ
 
 
 class ArgumentNames:
-    """What a function's arguments are called; positional ones have no names where it has no signature."""
+    """The names of a function's arguments; positional ones have none if it has no signature."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         try:
@@ -97,7 +97,7 @@ class ArgumentNames:
         keep: tuple[KeepInputPredicate, ...],
         cast: Callable[[Any], Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call, cast but for those that one of ``keep`` says yes to."""
+        """Cast the arguments of a call, except those that a predicate of ``keep`` accepts."""
 
         def kept_or_cast(name: str, value: Any) -> Any:
             return value if any(test(name, value) for test in keep) else cast(value)

@@ -19,7 +19,7 @@ from ..plan import MasterWeightsMode, Plan
 from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
 from ..torch_internals.native_autocast import is_on
 from ..torch_internals.running import is_tracing_symbolically
-from .boundary import Boundary, caller_dtype, here
+from .boundary import Boundary, caller_dtype, current_forward
 from .entry_points import ArgumentNames, entry_points
 from .forward_weights import ForwardWeights
 from .selection import Selection
@@ -72,7 +72,7 @@ class PatchedForward:
 
     @property
     def run(self) -> types.MethodType:
-        """A new bound method that runs the module with its casts; dynamo shares one graph per class because of that."""
+        """Return a bound method that runs the module with its casts, so that dynamo shares one graph per class."""
         run = types.FunctionType(_run.__code__, globals(), "run", _run.__defaults__)
         if self.inner is None:
             method = getattr(type(self.module), self.name)
@@ -94,7 +94,7 @@ class PatchedForward:
             caller = caller_dtype(boundary.inner_dtype, args, kwargs)
             output_dtype = caller or output_dtype
         is_inside = caller is boundary.inner_dtype
-        if is_inside or here.dtype is not None or torch.compiler.is_compiling():
+        if is_inside or current_forward.dtype is not None or torch.compiler.is_compiling():
             return self._with_weights(is_inside, args, kwargs, output_dtype)
         if boundary.before_forward is not None:
             boundary.before_forward()
@@ -120,13 +120,13 @@ class PatchedForward:
     ) -> Any:
         run, casts = self._inner(), self.boundary.casts
         if is_inside:
-            return self.boundary.stay(self.module, run, args, kwargs)
+            return self.boundary.call_inside(self.module, run, args, kwargs)
         # Inside of its model a part has the casts that its model has. Without casts of its own a model runs without
         # those of other sessions.
-        is_outermost = here.dtype is None or not self.is_part
+        is_outermost = current_forward.dtype is None or not self.is_part
         if casts is not None and is_outermost and (casts.dtype is not None or is_on() or torch.compiler.is_compiling()):
             run = partial(casts.run, run)
-        return self.boundary.cross(self.module, run, self.names, args, kwargs, output_dtype)
+        return self.boundary.call_with_casts(self.module, run, self.names, args, kwargs, output_dtype)
 
     def _inner(self) -> Callable[..., Any]:
         # Not bound by __get__, which torch.compile of torch 2.11 and 2.12 does not know for methods of torch's modules.
@@ -140,11 +140,11 @@ class PatchedForward:
 
 def _run(self: PatchedForward, first: Any = _ABSENT, /, *args: Any, **kwargs: Any) -> Any:
     # The fast path: every call of a patched module runs this, with one argument nearly always.
-    if here.dtype is self.boundary.inner_dtype and (self.weights is None or self.weights.are_in()):
+    if current_forward.dtype is self.boundary.inner_dtype and (self.weights is None or self.weights.are_in()):
         if self.is_direct and not args and not kwargs and first is not _ABSENT:
             module = self.module
             return type(module).forward(module, first)
-        is_inside = self.is_part or here.module is self.module
+        is_inside = self.is_part or current_forward.module is self.module
     else:
         is_inside = False
     if is_inside:
@@ -173,7 +173,7 @@ def patched_forward(method: Any) -> PatchedForward | None:
 
 
 def _refuse_scripting(module: nn.Module) -> nn.Module:
-    """``__prepare_scriptable__`` for patched modules: torch.jit.script asks for it first of all."""
+    """Refuse torch.jit.script, which calls this as ``__prepare_scriptable__`` first."""
     raise RuntimeError(
         f"torch.jit.script compiles source, and would leave out the casts around {type(module).__name__}."
         "forward, which mpinit.initialize put there: use torch.jit.trace or torch.export.export, which record "
@@ -182,7 +182,7 @@ def _refuse_scripting(module: nn.Module) -> nn.Module:
 
 
 def _refuse_replicas(module: nn.Module) -> nn.Module:
-    """``_replicate_for_data_parallel`` for patched modules: a replica's forward would run the original's weights."""
+    """Refuse DataParallel, which calls this as ``_replicate_for_data_parallel``: replicas would run other weights."""
     raise RuntimeError(
         f"torch.nn.DataParallel makes copies of {type(module).__name__} in every forward, which mpinit.initialize does "
         "not follow: use DistributedDataParallel with a process for each device, or call mpinit.undo on the model first"

@@ -1,4 +1,4 @@
-"""Memory that a parameter shares with other tensors: a cast gives it memory of its own, and they would part unseen."""
+"""Memory that a parameter shares with other tensors; a cast would silently separate them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -67,12 +67,12 @@ _GRADIENT: Final = "Make a buffer for gradients after mpinit.initialize, or set 
 
 
 def is_16_bit(value: Any) -> bool:
-    """Whether ``value`` is a float16 or bfloat16 tensor."""
+    """Return whether ``value`` is a float16 or bfloat16 tensor."""
     return isinstance(value, torch.Tensor) and is_lower_precision(value.dtype)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Which memory a tensor is in; 0 where it has none that could be shared."""
+    """Return the address of a tensor's memory; 0 if it has none that could be shared."""
     part = local(tensor)
     return part.untyped_storage().data_ptr() if part.layout is torch.strided and not part.is_meta else 0
 

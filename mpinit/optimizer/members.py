@@ -136,7 +136,7 @@ class Members:
                 # A forward pass may have saved the weight for its backward pass; its numbers stay what they are.
                 with _unsafe_preserve_version_counter(weight):
                     self.table.load(master, original)
-            self.values.casts.leave_to_optimizers([weight])
+            self.values.casts.mark_trained([weight])
         return master
 
     def inside(self, parameter: Any) -> Any:

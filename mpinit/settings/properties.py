@@ -1,4 +1,7 @@
-"""The property set a user can ask for: a frozen pydantic model with its cross-field rules and error texts."""
+"""The table of properties: a frozen pydantic model with its rules across fields and its error texts.
+
+A property is written here and nowhere else: ``keywords.py`` and the reference page are made from this file.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -56,7 +59,7 @@ EntryPoints = Annotated[tuple[str, ...], BeforeValidator(spellings.parse_entry_p
 
 
 def is_given(name: str, value: Any) -> bool:
-    """Whether ``value`` says anything about the property ``name``.
+    """Return whether ``value`` sets the property ``name``.
 
     None never does. The string "None", which a command line may hand over, says "nothing" to a property that can be
     nothing, and leaves the others as they are.
@@ -66,7 +69,7 @@ def is_given(name: str, value: Any) -> bool:
 
 
 class Properties(BaseModel):
-    """What is asked for, in the user's words: the five properties of the level and everything that refines them.
+    """The properties as they were given: the five of the level and all that refine them.
 
     Frozen; serialises to JSON and back (dtypes by name) unless ``keep_fp32`` or ``keep_inputs`` hold types or
     functions.
@@ -165,7 +168,7 @@ class Properties(BaseModel):
 
     @property
     def lower_precision_type(self) -> torch.dtype | None:
-        """The 16-bit dtype this property set works in, or None if everything is float32."""
+        """The 16-bit dtype of computations; None if everything is float32."""
         if self.patch_torch_functions:
             return self.patch_torch_functions_type
         if self.cast_model_type is not None and is_lower_precision(self.cast_model_type):
@@ -212,15 +215,14 @@ def _check(props: Properties) -> None:
 
 
 def field_names() -> tuple[str, ...]:
-    """Every keyword that is a property, in declaration order."""
+    """Return the names of all properties, in declaration order."""
     return tuple(Properties.model_fields)
 
 
 def build(values: dict[str, Any], sources: Mapping[str, str] | None = None) -> Properties:
     """Validate ``values`` into Properties; pydantic's report becomes one plain ValueError.
 
-    ``sources`` says, for messages, where a value was read: property name -> a file's name, for those read from
-    somewhere.
+    ``sources`` is for messages: property name -> the file that its value was read from.
     """
     try:
         return Properties(**values)

@@ -1,4 +1,4 @@
-"""How a level, a configuration and keywords become one property set: the level < the configuration < keywords."""
+"""Resolution of a level, a configuration and keywords into one property set; later ones override earlier ones."""
 
 import difflib
 import tomllib
@@ -60,7 +60,7 @@ def check_level(opt_level: Any) -> str:
 
 
 def check_names(names: Iterable[Any], allowed: tuple[str, ...], where: str, others: tuple[str, ...] = ()) -> None:
-    """Raise a ValueError for the first unknown name, with what takes its place, or the nearest there is."""
+    """Refuse the first unknown name, and suggest its replacement or the nearest name."""
     for name in names:
         if name in _REMOVED:
             raise ValueError(f"{where}: {name} was removed: {_REMOVED[name]}")

@@ -1,6 +1,6 @@
-"""How a value may be spelt: from Python, a TOML file or a command line, which makes a string of everything.
+"""Parsers of values from Python, a TOML file or a command line, which passes strings only.
 
-Each function here turns every spelling it knows into one value and refuses the rest, saying what it would have taken.
+Each function converts all accepted spellings to one value, and refuses the rest with a list of the accepted ones.
 """
 
 import contextlib
@@ -29,19 +29,19 @@ _BOOLEANS: Final = {"true": True, "false": False}
 
 
 class DefaultLevel(str):
-    """A level that the caller did not choose: a configuration's may stand in for it."""
+    """A level that the caller did not choose, so that a configuration may replace it."""
 
 
 DEFAULT_LEVEL: Final = DefaultLevel("O1")
 
 
 def is_nothing(value: Any) -> bool:
-    """Whether ``value`` is None, or what a command line makes of it."""
+    """Return whether ``value`` is None, or the string that a command line passes for it."""
     return value is None or (isinstance(value, str) and value.strip().lower() in _NOTHING)
 
 
 def parse_bool(value: Any) -> bool:
-    """Read a boolean, or the string a command line makes of one: "True", "false"."""
+    """Parse a boolean, or the string that a command line passes for one: "True", "false"."""
     if isinstance(value, str) and value.strip().lower() in _BOOLEANS:
         return _BOOLEANS[value.strip().lower()]
     if isinstance(value, bool):
@@ -50,7 +50,7 @@ def parse_bool(value: Any) -> bool:
 
 
 def parse_whole_number(value: Any, smallest: int = 0, largest: int = LARGEST_COUNT) -> int:
-    """Read a whole number, in any type that says one exactly; a boolean is none."""
+    """Parse a whole number of any type that has one exactly; a boolean is refused."""
     try:
         number = int(value)
         # Compared as they are: through a float a large number would be another.
@@ -65,19 +65,19 @@ def parse_whole_number(value: Any, smallest: int = 0, largest: int = LARGEST_COU
 
 
 def parse_optional_dtype(value: Any) -> torch.dtype | None:
-    """Read a floating dtype, or nothing (None, False)."""
+    """Parse a floating dtype, or nothing (None, False)."""
     if is_nothing(value) or value is False or (isinstance(value, str) and value.strip().lower() == "false"):
         return None
     return parse_dtype(value)
 
 
 def optional(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """What reads as another function does, or nothing."""
+    """Return a parser that accepts nothing (None) beside the values of another."""
     return lambda value: None if is_nothing(value) else parse(value)
 
 
 def parse_master_weights(value: Any) -> Any:
-    """Read True, False, nothing, "split" or "model"."""
+    """Parse True, False, nothing, "split" or "model"."""
     if isinstance(value, str) and value in ("split", "model"):
         return value
     try:
@@ -87,7 +87,7 @@ def parse_master_weights(value: Any) -> Any:
 
 
 def parse_optimizer_state(value: Any) -> str:
-    """Read the name of an encoding of optimizers' states."""
+    """Parse the name of an encoding of optimizers' states."""
     name = "int8" if value is torch.int8 or value == "int8" else None
     with contextlib.suppress(ValueError):
         name = name or dtype_name(parse_dtype(value))
@@ -100,7 +100,7 @@ def parse_optimizer_state(value: Any) -> str:
 
 
 def parse_loss_scale(value: Any) -> Any:
-    """Read "dynamic", or a number above 0."""
+    """Parse "dynamic", or a number above 0."""
     if isinstance(value, str) and value == "dynamic":
         return value
     try:
@@ -125,7 +125,7 @@ def check_scale(scale: float) -> float:
 
 
 def parse_scale(value: Any) -> Any:
-    """Read a number above 0."""
+    """Parse a number above 0."""
     if is_nothing(value):
         raise ValueError(f"{value!r} is not a number; give one above 0, or leave it out for the default")
     if isinstance(value, str) and value == "dynamic":
@@ -134,17 +134,17 @@ def parse_scale(value: Any) -> Any:
 
 
 def _several(value: Any) -> tuple[Any, ...]:
-    """The entries of a list, of one entry without a list, or of nothing."""
+    """Return the entries of a list, of one entry without a list, or of nothing."""
     if is_nothing(value):
         return ()
     return tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
 
 
 def parse_keep_fp32(value: Any) -> Any:
-    """Read modules' types, names or predicates, one or several."""
+    """Parse modules' types, names or predicates, one or several."""
     entries = _several(value)
     for entry in entries:
-        # What pydantic's union would take for a predicate: any class and any module can be called.
+        # pydantic's union would accept these as predicates, because any class and any module can be called.
         if isinstance(entry, torch.nn.Module):
             raise ValueError(
                 f"a module itself ({type(entry).__name__}) cannot be an entry; give its dotted name, such as 'head', "
@@ -160,7 +160,7 @@ def parse_keep_fp32(value: Any) -> Any:
 
 
 def parse_keep_inputs(value: Any) -> Any:
-    """Read names of arguments or predicates, one or several."""
+    """Parse names of arguments or predicates, one or several."""
     entries = _several(value)
     for entry in entries:
         if not (isinstance(entry, str) or (callable(entry) and not isinstance(entry, (type, torch.nn.Module)))):
@@ -172,7 +172,7 @@ def parse_keep_inputs(value: Any) -> Any:
 
 
 def parse_entry_points(value: Any) -> Any:
-    """Read names of methods, one or several."""
+    """Parse names of methods, one or several."""
     entries = _several(value)
     for entry in entries:
         if not isinstance(entry, str) or not all(part.isidentifier() or part.isdigit() for part in entry.split(".")):

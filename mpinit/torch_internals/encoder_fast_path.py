@@ -1,4 +1,4 @@
-"""torch's fast path for nn.TransformerEncoderLayer and nn.MultiheadAttention, and how to keep it off.
+"""A switch for torch's fast path of nn.TransformerEncoderLayer and nn.MultiheadAttention.
 
 In evaluation without gradients torch computes a whole encoder layer in one kernel, in one type, from the weights of
 the modules inside, whose own ``forward`` is not called. Casts around those forwards, and modules in another type than

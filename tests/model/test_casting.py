@@ -183,18 +183,18 @@ class Casts:
 
 
 @pytest.mark.filterwarnings("ignore:finite values")
-@pytest.mark.parametrize("settled", [False, True])
-def test_undo_interrupted_at_any_line_completes_when_called_again(settled: bool) -> None:
+@pytest.mark.parametrize("finished", [False, True])
+def test_undo_interrupted_at_any_line_completes_when_called_again(finished: bool) -> None:
     def cast() -> Casts:
         case = Casts()
         case.casts.apply(ModelIndex([case.model]))
-        if settled:
-            case.casts.settle()
+        if finished:
+            case.casts.finish()
             case.before["weight"] = case.before["weight"][0], case.model.weight.float()
         return case
 
     def gradient(given: Tensor) -> Tensor:
-        return given.half().float() if settled else given
+        return given.half().float() if finished else given
 
     for where in places(cast().casts.undo, "model/", "masters/", "distributed/"):
         case = cast()
