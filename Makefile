@@ -8,6 +8,7 @@
 #   make nightly    the long randomised runs that the test suite leaves out
 #   make docs       the site, into runs/site/
 #   make package    build, check and try the wheel and the source archive, in runs/package/
+#   make lines      count lines, Python and C++; there is no limit
 #   make lint       ruff, formatting too          make typecheck  mypy --strict
 #   make check      all of the above but the demo, as continuous integration runs them
 #   make bench      the CPU benchmarks            make bench-gpu  the CUDA ones        make bench-tables  from results
@@ -37,7 +38,7 @@ NEWEST_TESTS := $(addprefix tests/,optimizer masters scaling grad_scaler model c
 	distributed/test_fsdp.py distributed/test_ddp.py distributed/test_agreement.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-newest nightly docs package lint typecheck examples check clean
+.PHONY: help demo test test-long test-newest nightly docs package lines lint typecheck examples check clean
 
 help:
 	@sed -n '/^#  /s/^# *//p' Makefile
@@ -88,6 +89,10 @@ docs: $(VENV)/.dev
 
 package: $(VENV)/.dev
 	$(PY) .ci/package.py runs/package
+
+lines:
+	@for folder in mpinit tests; do for kind in py cpp; do \
+		printf "%7d lines of %s in $$folder\n" $$(find $$folder -name "*.$$kind" -exec cat {} + | wc -l) $$kind; done; done
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

@@ -45,7 +45,7 @@ def classes() -> Iterator[type]:
 
 
 def count_lines() -> dict[str, int]:
-    """Count the lines of the package and the tests; ``python tests/promises/test_house.py`` prints them."""
+    """Count the lines of the package and the tests; ``make lines`` prints them."""
     return {
         f"{folder}, {language}": sum(len(p.read_text("utf-8").splitlines()) for p in (ROOT / folder).rglob(pattern))
         for folder in ("mpinit", "tests")
@@ -466,8 +466,3 @@ def test_a_state_dict_makes_few_calls_a_tensor(keywords: dict[str, Any]) -> None
         tensors.append(len(model.state_dict()))
         calls.append(len(calls_made(model.state_dict)))
     assert (calls[1] - calls[0]) / (tensors[1] - tensors[0]) <= 10
-
-
-if __name__ == "__main__":
-    for what, count in count_lines().items():
-        print(f"{count:>7,} lines of {what}")
