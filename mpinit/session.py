@@ -125,6 +125,7 @@ class Session:
         self.is_live = True
         if self.selection.changes:
             self.values.casts.finish()
+        self.selection = self.selection.without_tensors()
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
         """Whether these optimizers can be stepped as the plan says."""
@@ -357,7 +358,9 @@ class Session:
                 self._take_in(optimizer, undos)
                 plain = [p for p in _parameters_of([optimizer]) if p not in came_in]
                 casts: dict[Any, Any] = {
-                    p: (self.values.casts.original_dtype(p), p.dtype) for p in plain if self.values.casts.original_dtype(p) != p.dtype
+                    p: (self.values.casts.original_dtype(p), p.dtype)
+                    for p in plain
+                    if self.values.casts.original_dtype(p) != p.dtype
                 }
                 cast_states([optimizer], casts, undos)
                 _widen_states([optimizer], came_in)

@@ -264,7 +264,10 @@ class _Batch(MasterBatch):
         assert self._small_before is not None
         sizes = [master.weight.numel() for master in self._small]
         sizes.append(len(weights) - sum(sizes))
-        parts = weights.view(torch.int16).split(sizes), self._small_before.view(torch.int16).split(sizes)
+        parts = (
+            weights.view(torch.int16).split_with_sizes(sizes),
+            self._small_before.view(torch.int16).split_with_sizes(sizes),
+        )
         handed_out = self._owner.handed_out
         return [
             master
@@ -333,7 +336,7 @@ def _is_rounded(weight: torch.Tensor, values: torch.Tensor) -> bool:
     if values.numel() <= _PIECE or values.stride() != weight.stride() or not is_dense(weight):
         pieces: Iterable[tuple[torch.Tensor, torch.Tensor]] = ((weight, values),)
     else:
-        pieces = zip(flat(weight).split(_PIECE), flat(values).split(_PIECE), strict=True)
+        pieces = zip(torch.split(flat(weight), _PIECE), torch.split(flat(values), _PIECE), strict=True)
     return all(torch.equal(wide.to(narrow.dtype), narrow) for narrow, wide in pieces)
 
 

@@ -24,12 +24,12 @@ IN_FLOAT32: Final = (
 )
 _SHARED: Final = (
     "the weights {!r} and {!r} share memory since mpinit.initialize, and have a float32 master each: a step would "
-    "round both into it, and lose one of the two updates. Tie weights before mpinit.initialize, by making them one parameter "
+    "round both into it, and lose one of the two updates. Tie weights before mpinit.initialize, as one parameter "
     "(b.weight = a.weight); to copy numbers call b.weight.copy_(a.weight) under torch.no_grad()"
 )
 _CONVERTED: Final = (
-    "the data of {!r} was replaced by a tensor of {} in a process group, where DistributedDataParallel records the dtype "
-    "of its parameters: copy the numbers instead, inside `with mpinit.float32_weights(model)`, or load them by "
+    "the data of {!r} was replaced by a tensor of {} in a process group, where DistributedDataParallel records the "
+    "dtype of its parameters: copy the numbers instead, inside `with mpinit.float32_weights(model)`, or load them by "
     "model.load_state_dict()"
 )
 

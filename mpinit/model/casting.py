@@ -1,10 +1,12 @@
 """Casts of parameters and buffers, and their undo to the bit."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..basics.dtypes import cast_to, cast_within_range, is_lower_precision, may_overflow
 from ..basics.logs import warn_user
@@ -46,11 +48,12 @@ class TensorCasts:
         trained: Collection[torch.Tensor],
     ) -> None:
         self._targets = {tensor: dtype for tensor, dtype in targets.items() if tensor.dtype != dtype}
-        self._trained = set(trained)
-        self._out_of_range: set[torch.Tensor] = set()
-        self._original_dtypes: dict[torch.Tensor, torch.dtype] = {}
+        # By the ids of parameters, weakly: one that is replaced in the models is freed.
+        self._trained: MutableMapping[torch.Tensor, Any] = WeakIdKeyDictionary(dict=dict.fromkeys(trained))
+        self._out_of_range: MutableMapping[torch.Tensor, Any] = WeakIdKeyDictionary()
+        self._original_dtypes: MutableMapping[torch.Tensor, torch.dtype] = WeakIdKeyDictionary()
         # Values of parameters before they were cast; of sharded ones the part in this process.
-        self._originals: dict[torch.Tensor, torch.Tensor] = {}
+        self._originals: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
         # Gradients as they came in, or while their parameter changes its dtype.
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._buffers: dict[torch.Tensor, _Buffer] = {}
@@ -64,8 +67,9 @@ class TensorCasts:
 
         The one warning of clamping names ``others_out_of_range``, weights with masters, as well.
         """
-        self._out_of_range = out_of_range(self._targets)
-        clamped = self._out_of_range | set(others_out_of_range)
+        clamped = out_of_range(self._targets)
+        self._out_of_range.update(dict.fromkeys(clamped))
+        clamped |= set(others_out_of_range)
         warn_about_clamping(index, clamped)
         warn_about_precision_loss(index, self._targets, but_for=clamped)
         places = index.places_of_buffers()
@@ -78,8 +82,11 @@ class TensorCasts:
 
     def finish(self) -> None:
         """Drop the values that only a failed set-up needs."""
-        changing = self._trained - self._out_of_range
-        kept = {parameter: original for parameter, original in self._originals.items() if parameter not in changing}
+        kept: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
+        for parameter, original in self._originals.items():
+            if parameter not in self._trained or parameter in self._out_of_range:
+                kept[parameter] = original
+        self._targets = {}
         # Both at once: until here an interruption is one of the set-up.
         self._gradients, self._originals = {}, kept
 
@@ -88,9 +95,9 @@ class TensorCasts:
         if tensor in self._buffers:
             return _unchanged_from(self._buffers[tensor], tensor)
         original = self._originals.get(tensor)
-        if original is None or tensor.dtype == self._original_dtypes[tensor]:
+        if original is None or tensor.dtype == original.dtype:
             return None
-        return _widened(tensor, self._original_dtypes[tensor], original)
+        return _widened(tensor, original.dtype, original)
 
     def with_more_bits(self) -> list[torch.Tensor]:
         """List the tensors with float32 values beside them: buffers, and parameters that are not trained."""
@@ -105,19 +112,19 @@ class TensorCasts:
     def mark_trained(self, parameters: Iterable[torch.Tensor]) -> None:
         """Treat parameters as trained from now on, and drop their values of before the cast."""
         for parameter in parameters:
-            self._trained.add(parameter)
+            self._trained[parameter] = None
             if parameter not in self._out_of_range:
                 self._originals.pop(parameter, None)
 
     def adopt(self, parameter: torch.Tensor, original_dtype: torch.dtype) -> None:
         """Let :meth:`undo` restore the dtype of a parameter whose master was discarded."""
-        self._trained.add(parameter)
+        self._trained[parameter] = None
         self._original_dtypes.setdefault(parameter, original_dtype)
 
     @torch.no_grad()
     def load(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
         """Keep the precision of ``values``, which were just copied to a tensor, beyond the tensor's dtype."""
-        if tensor.is_meta or not (tensor in self._buffers or tensor in self._original_dtypes):
+        if tensor.is_meta or not (tensor in self._buffers or isinstance(tensor, nn.Parameter)):
             return
         values = values.detach().to(device=tensor.device)
         if out_of_range({values: tensor.dtype}):
@@ -127,7 +134,10 @@ class TensorCasts:
             if not torch.equal(entry.original.to(values), values):
                 entry.original = values.to(entry.original.dtype, copy=True)
         elif tensor not in self._trained:
-            self._keep(tensor, values.to(self._original_dtypes[tensor]), tensor.detach())
+            # A parameter that came in 16 bits may get a master with the next step, which then starts from all bits.
+            original = self._original_dtypes.setdefault(tensor, tensor.dtype)
+            kept = torch.float32 if is_lower_precision(original) and tensor.requires_grad else original
+            self._keep(tensor, values.to(kept), tensor.detach())
 
     def undo(self) -> None:
         """Restore the dtype of every tensor, and all bits that were not written since. May be called again."""

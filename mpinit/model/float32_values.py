@@ -401,7 +401,7 @@ class HandedOutMasters:
             on_gradient = partial(_on_gradient, weakref.ref(self))
             for master in asked:
                 if id(master) not in self._hooks and master.weight.requires_grad:
-                    self._hooks[id(master)] = master.weight.register_post_accumulate_grad_hook(on_gradient)
+                    self._hooks[id(master)] = master.weight.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
         if new:
             self._arrange([*self.masters, *new])
         elif not are_same(self._theirs, grads_of(self._weights)):
@@ -571,7 +571,7 @@ def _on_gradient(known: "weakref.ref[HandedOutMasters]", weight: torch.Tensor) -
         handed_out.on_gradient()
 
 
-# -- a block --------------------------------------------------------------------------------------------------------------
+# -- a block --------------------------------------------------------------------------------------------------------
 
 
 class Float32Block:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..basics.modules import ModelIndex
 from ..basics.patching import UndoStack
@@ -205,9 +206,12 @@ def patch_forwards(
     casts = ForwardCasts(plan.function_dtype) if plan.properties.patch_torch_functions else NO_CASTS
     output_dtype = plan.output_dtype if plan.cast_outputs else None
 
+    # Weakly, by their ids: parameters that are replaced in the models are freed.
+    targets: WeakIdKeyDictionary = WeakIdKeyDictionary(dict=selection.targets)
+
     def boundary(dtype: torch.dtype) -> Boundary:
         made = Boundary(dtype, plan.cast_model, output_dtype, casts, plan.keep_inputs)
-        made.before_forward, made.targets = before_forward, selection.targets
+        made.before_forward, made.targets = before_forward, targets
         return made
 
     kept, cast = boundary(torch.float32), boundary(plan.model_dtype)
@@ -249,7 +253,25 @@ def patch_forwards(
     for model in selection.models:
         is_part = bool(selection.parts) and model in within
         patch(model, model in selection.kept, "forward", is_part).owner = owner
+        undos.push(model.register_forward_pre_hook(_RefuseShallowCopies(model), prepend=True).remove)
     return cast
+
+
+class _RefuseShallowCopies:
+    """A forward pre-hook of a model: a copy by ``copy.copy`` has it, too, and is refused.
+
+    Such a copy shares the model's parameters, and its patched forward would run the model in its place.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        if module is not self.module:
+            raise RuntimeError(
+                f"this {type(module).__name__} is a shallow copy (copy.copy) of an initialised model, whose forward "
+                "would run the model itself: use copy.deepcopy(model) for a float32 copy, or the model"
+            )
 
 
 def _revert(patched: list[_Patched]) -> None:

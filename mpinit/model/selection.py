@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -41,6 +41,10 @@ class Selection:
     gathered: Mapping[torch.Tensor, torch.dtype]
     changes: Sequence[torch.Tensor]
     parts: Mapping[nn.Module, torch.dtype]
+
+    def without_tensors(self) -> "Selection":
+        """Drop the tensors, which may be replaced in the models: the set-up is over."""
+        return replace(self, targets={}, gathered={}, changes=())
 
 
 def select(index: ModelIndex, plan: Plan) -> Selection:

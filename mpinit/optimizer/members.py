@@ -72,7 +72,7 @@ class Members:
         return list({id(p): p for group in groups for p in group["params"]}.values())
 
     def sync_groups(self) -> None:
-        """Follow changed groups, and make masters of weights that have become trainable; cheap where nothing changed."""
+        """Follow changed groups, and make masters of newly trainable weights; cheap where nothing changed."""
         if self.table.are_in_model:
             return  # the groups hold the parameters of a float32_weights block
         if not self.are_as_seen() or any(weight.requires_grad for weight in self._frozen):

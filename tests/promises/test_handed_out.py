@@ -1312,7 +1312,7 @@ def test_float32_data_of_a_weight_without_a_master_is_refused_by_name() -> None:
     training = trained("O3")
     parameter = training.weight("first.weight")
     parameter.data = parameter.data.float()
-    with pytest.raises(RuntimeError, match="'first.weight' is float32"):
+    with pytest.raises(RuntimeError, match=r"'first\.weight' is float32"):
         training.model(batch(5))
     parameter.data = parameter.data.to(torch.bfloat16)
     training.iterate()
