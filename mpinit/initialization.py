@@ -89,12 +89,16 @@ def initialize(models: Any, optimizers: Any = None, opt_level: str = DEFAULT_LEV
         index, names_in_16_bit = checks.check(model_list, optimizer_list, plan, settings.await_optimizers)
         checks.check_process_group(settings.process_group, index, plan)
         session = Session(model_list, optimizer_list, Request(level, plan, settings))
-        with UndoStack() as failed:
+        failed = UndoStack()
+        try:
             session.apply(index, failed)
             registry.add(session)
             _announce(session, names_in_16_bit)
             registry.enable([*model_list, *optimizer_list])
             session.begin()
+        except BaseException:
+            failed.unwind()
+            raise
     else:
         registry.disable(model_list, optimizer_list)
     return models if optimizers is None else (models, optimizers)
