@@ -22,7 +22,6 @@ from .functions.registration import (
 from .grad_scaler import GradScaler
 from .in_float32 import float32_weights
 from .initialization import add_optimizers, initialize, undo
-from .optimizer.managed import ManagedOptimizer
 from .optimizer.scaled_loss import ScaledLoss, Unscaled
 from .session import Session
 from .settings.properties import OPT_LEVELS, Properties
@@ -299,7 +298,7 @@ def step_was_skipped(optimizer: Optimizer) -> bool:
         >>> mpinit.undo(model)
     """
     session = registry.session_meant(optimizer)
-    return session is not None and session.watched(optimizer).counter.read().consecutive > 0
+    return session is not None and session.managed(optimizer).skips.counter.read().consecutive > 0
 
 
 def step_counts(optimizer: Optimizer) -> tuple[int, int]:
@@ -328,7 +327,7 @@ def step_counts(optimizer: Optimizer) -> tuple[int, int]:
     session = registry.session_meant(optimizer)
     if session is None:
         return 0, 0
-    counts = session.watched(optimizer).counter.read()
+    counts = session.managed(optimizer).skips.counter.read()
     return counts.good, counts.skipped
 
 
@@ -385,14 +384,15 @@ def describe(owner: Any) -> str:
 def _described(session: Session) -> str:
     lines = [session.describe(), *(f"  {name} = {value}" for name, value in session.settings().items())]
     for index, optimizer in enumerate(session.optimizers):
-        counts = session.watched(optimizer).counter.read()
+        managed = session.managed(optimizer)
+        counts = managed.skips.counter.read()
         lines.append(
             f"optimizer {index}, {type(optimizer).__name__}: {counted(counts.good, 'step')} done, {counts.skipped} "
             f"skipped, {counts.consecutive} of them in a row just now"
         )
-        known = session.watched(optimizer)
-        native = known.scope.describe_native() if isinstance(known, ManagedOptimizer) else None
-        lines += [f"  native code: {native}"] if native is not None else []
+        one_pass = managed.scope.one_pass
+        stepped = one_pass.told() if one_pass is not None else None
+        lines += [f"  {stepped}"] if stepped is not None else []
     waiting = session.waiting_weights()
     if waiting:
         are = "waits" if len(waiting) == 1 else "wait"

@@ -145,7 +145,7 @@ class GradScaler:
         if self._stages.get(inner) is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         # A backward pass after unscale_ may have left gradients again.
-        if inner not in self._checked or session.managed(inner).gradients.scaled_by is not None:
+        if inner not in self._checked or session.managed(inner).gradients.state.is_scaled:
             self._unscale(session, inner)
         if inner not in self._checked:
             raise AssertionError("No inf checks were recorded for this optimizer.")
@@ -171,7 +171,7 @@ class GradScaler:
                 raise AssertionError("No inf checks were recorded prior to update.")
             scaler.update()
         elif scaler.rule.dynamic:
-            scaler.noted = None
+            scaler.found_inf = None
             scaler.set_scale(float(new_scale))
         elif float(new_scale) != scaler.loss_scale():
             log.info("update(%s): the loss scale is static, and stays %s", float(new_scale), scaler.loss_scale())

@@ -5,7 +5,8 @@ The optimizers' methods and the models' forwards keep theirs alive; the registry
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,17 +30,17 @@ from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
 from .model.float32_values import Float32Values
 from .model.shared_memory import check_memory
+from .optimizer.gradient_state import loss_reached_none
 from .optimizer.gradients import Gradients
-from .optimizer.managed import ManagedOptimizer, makes_state
-from .optimizer.members import Members, check_steps_its_groups
+from .optimizer.managed import ManagedOptimizer, Shared, count_by_hooks, patch
+from .optimizer.members import Members, Names, check_steps_its_groups
 from .optimizer.overflow_log import OverflowLog
 from .optimizer.per_parameter import steps_per_parameter
 from .optimizer.ranks import OPTIMIZERS, Ranks
 from .optimizer.scaled_loss import ScaledLoss, Unscaled
-from .optimizer.scope import Scope
 from .optimizer.state import cast_state, cast_states, with_wrapped, wrapped_by
-from .optimizer.step_counts import CountedOptimizer
-from .plan import MasterWeightsMode, Plan
+from .plan import Masters as MasterKind
+from .plan import Plan
 from .scaling.scaler import LossScaler
 from .settings.resolve import Settings
 from .torch_internals import encoder_fast_path
@@ -48,6 +49,9 @@ from .torch_internals.step_hooks import check_steps
 
 _numbers = itertools.count()
 _TOLD: Final = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+# For steps that are not patched, which ask nothing of it.
+_NO_CASTS: Final = casting.TensorCasts([], {}, ())
+_IS_PATCHED: Final = operator.attrgetter("is_patched")
 _FLOATS: Final = (torch.float32, torch.float64)
 
 
@@ -91,14 +95,12 @@ class Session:
         codec: Codec = Minifloat() if self.properties.optimizer_state == "int8" else BFloat16()
         self._states = None if self.properties.optimizer_state == "float32" else EncodedStates(codec)
         self._managed: dict[Optimizer, ManagedOptimizer] = {}
-        # Those that are left as they are, until more is asked of them; whether the next step is the first after a loss.
-        self._counted: dict[Optimizer, CountedOptimizer] = {}
-        self._was_scaled = False
         self._members: list[Members] = []
         self.ranks = Ranks(self.models, self.masters, self.scalers, self._members, settings.process_group)
         self._undos = UndoStack()
-        # Of the parameters that no optimizer has, as of some generations of the optimizers' members.
-        self._loose: tuple[tuple[int, ...], Gradients | None] = (), None
+        # The gradients of parameters that no optimizer has, for some generations of the optimizers' members.
+        self._unowned: tuple[tuple[int, ...], Gradients | None] = (), None
+        self._float32_state: state_dict.Float32State | None = None
         self._is_ending = False
 
     @property
@@ -165,7 +167,7 @@ class Session:
         self.ranks.reduces_in_float32 = self.properties.reduce_dtype is torch.float32
         self.ranks.watch(selected.changes, self.values.casts if selected.changes else None, self._words(), self._undos)
         for optimizer in self.optimizers:
-            self._take_in(optimizer, self._undos)
+            self._add(optimizer, self._undos)
         if self._makes_masters:
             check_steps(self, Session._check_step, self._undos)
         push(self._give_masters_up)  # first to be undone: weights may have got masters later
@@ -222,65 +224,34 @@ class Session:
             self.masters.cast(master, to_16_bit[master.weight], clamps=bool(beyond) and master.weight in beyond)
         casting.rebuild_flat_weights(index.names)
 
-    def _members_of(self, optimizer: Optimizer) -> Members:
-        return Members(optimizer, self.values, self.plan.masters)
-
-    def _manage(self, optimizer: Optimizer, undos: UndoStack) -> None:
-        members = self._members_of(optimizer)
+    def _add(self, optimizer: Optimizer, undos: UndoStack) -> None:
         undos.push(functools.partial(self._forget, optimizer))
-        self._members.append(members)
-        members.sync_groups()
-        scope = Scope(members, self._states, self.properties.split_bucket_bytes)
-        managed = ManagedOptimizer(optimizer, members, scope, self.plan.scaling, self.ranks)
-        self._managed[optimizer] = managed
-        managed.install(self._states, undos)
-        if self._loose[1] is not None:
-            managed.gradients.take_over(self._loose[1])
-
-    def _take_in(self, optimizer: Optimizer, undos: UndoStack) -> None:
-        # Steps of torch's own are known to run an optimizer's hooks, and once.
+        # Only of torch's own optimizers it is known that a step runs their hooks, and once.
         is_known = type(optimizer).__module__.startswith("torch.optim.")
-        leaves_alone = self.plan.leaves_steps_alone and not self.selection.holds_16_bit
-        take_in = self._count if is_known and leaves_alone else self._manage
-        take_in(optimizer, undos)
+        is_patched = not (is_known and self.plan.leaves_steps_alone) or self.selection.holds_16_bit
+        casts = self._casts if is_patched else _NO_CASTS
+        shared = Shared(self.plan, self.masters, casts, self.names, self.ranks, self._states, self._members)
+        managed = self._managed[optimizer] = ManagedOptimizer(optimizer, shared)
+        if is_patched:
+            self._patch(managed, undos)
+        else:
+            count_by_hooks(managed, undos)
 
-    def _count(self, optimizer: Optimizer, undos: UndoStack) -> None:
-        """Count the steps of an optimizer, and do nothing else; :meth:`managed` does the rest once it is asked for."""
-        undos.push(functools.partial(self._forget, optimizer))
-        counted = self._counted[optimizer] = CountedOptimizer(optimizer)
-        begun: list[Any] = []
+    def _patch(self, managed: ManagedOptimizer, undos: UndoStack) -> None:
+        managed.members.refresh()
+        patch(managed, self._states, undos)
+        if self._unowned[1] is not None:
+            managed.gradients.adopt(self._unowned[1])
 
-        def before(optimizer: Any, *_: Any) -> None:
-            begun.clear()
-            if optimizer in self._counted and (optimizer.state or not makes_state(optimizer)):
-                self._before_counted_step(optimizer)
-                begun.append(optimizer)
-
-        def after(*_: Any) -> None:
-            if begun:
-                begun.clear()
-                counted.counter.count(skipped=False)
-
-        undos.push(optimizer.register_step_pre_hook(before).remove)
-        undos.push(optimizer.register_step_post_hook(after).remove)
-
-    def _before_counted_step(self, optimizer: Optimizer) -> None:
-        if self.masters.are_in_model:
-            raise RuntimeError(IN_FLOAT32.format(f"{type(optimizer).__name__}.step()"))
-        if self._was_scaled:
-            self._was_scaled = False
-            if all(parameter.grad is None for parameter in _parameters_of([optimizer])):
-                self.managed(optimizer).notice_no_gradient()
-        if self.ranks.to_be_checked or is_distributed():
-            self._see_counted()
-            self.ranks.before_step()
-
-    def _see_counted(self) -> None:
-        known = {members.optimizer for members in self._members}
-        self._members += [self._members_of(optimizer) for optimizer in self._counted if optimizer not in known]
+    def patch_steps(self) -> None:
+        """Patch optimizers that were left as they are, because losses of theirs are going to be scaled."""
+        for managed in self._managed.values():
+            if not managed.is_patched:
+                with UndoStack() as undos:
+                    self._patch(managed, undos)
+                self._undos.push(undos.unwind)
 
     def _forget(self, optimizer: Optimizer) -> None:
-        self._counted.pop(optimizer, None)
         self._managed.pop(optimizer, None)
         self._members[:] = [members for members in self._members if members.optimizer is not optimizer]
 
@@ -300,8 +271,8 @@ class Session:
             self.values.apply_writes()
             reshard([module for model in self.models for module in modules_of(model)])
             for managed in self._managed.values():
-                managed.gradients.give_up()
-            self.values.close()
+                managed.checks.close_exposed()
+                managed.gradients.end()
             self._is_ending = True
         dtypes: dict[torch.Tensor, torch.dtype] = {weight: weight.dtype for weight in _weights(self)}
         try:
@@ -329,7 +300,8 @@ class Session:
                 for master in self.masters:
                     self.masters.set_gradient_dtype(master)
         if is_among_others or self.ranks.to_be_checked:
-            self._see_counted()
+            for managed in self._managed.values():
+                managed.list_members()
             self.ranks.before_forward()
         self.values.apply_writes()
 
@@ -355,7 +327,7 @@ class Session:
                 }
                 failed.push(_states_as_they_are([optimizer]))
                 failed.push(undos.unwind)
-                self._take_in(optimizer, undos)
+                self._add(optimizer, undos)
                 plain = [p for p in _parameters_of([optimizer]) if p not in came_in]
                 casts: dict[Any, Any] = {
                     p: (self.values.casts.original_dtype(p), p.dtype)
@@ -378,11 +350,11 @@ class Session:
     def settle_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Nothing of :meth:`add_optimizers` is going to be taken back: let go of what that would need."""
         for optimizer in optimizers:
-            self.values.casts.mark_trained(self.watched(optimizer).parameters())
+            self._casts.leave_to_optimizers(self.managed(optimizer).parameters())
 
     def waiting_weights(self) -> list[nn.Parameter]:
         """The models' trainable parameters that no optimizer has, where one is expected to come."""
-        stepped = {id(p) for p in _parameters_of([*self._managed, *self._counted])}
+        stepped = {id(p) for p in _parameters_of([*self._managed])}
         weights = dict.fromkeys(_weights(self)) if self.awaits else ()
         return [weight for weight in weights if weight.requires_grad and id(weight) not in stepped]
 
@@ -418,29 +390,18 @@ class Session:
         for managed in self._managed.values():
             if managed.scope.is_open:
                 raise RuntimeError(f"{what} was called inside of optimizer.step(): move it before or after the step")
-            managed.gradients.check_closed(what, "move it before or after the with-block")
+            managed.gradients.check_unscaled(what, "move it before or after the with-block")
+            managed.checks.close_exposed()
+        if self._unowned[1] is not None:
+            self._unowned[1].check_unscaled(what, "move it before or after the with-block")
 
     # -- looking things up --------------------------------------------------------------------------------------
 
     def managed(self, optimizer: Optimizer) -> ManagedOptimizer:
-        """What is kept for one of the session's optimizers, or for the one in a wrapper."""
-        known = self.watched(optimizer)
-        if isinstance(known, CountedOptimizer):
-            self._forget(known.optimizer)
-            with UndoStack() as undos:
-                self._manage(known.optimizer, undos)
-            self._undos.push(undos.unwind)
-            managed = self._managed[known.optimizer]
-            managed.counter = known.counter
-            return managed
-        return known
-
-    def watched(self, optimizer: Optimizer) -> ManagedOptimizer | CountedOptimizer:
-        """What counts an optimizer's steps; nothing is done to it because of that."""
-        known = self._managed.get(optimizer) or self._counted.get(optimizer)
+        """Return what is kept for one of the session's optimizers, or for the one in a wrapper."""
+        known = self._managed.get(optimizer)
         if known is None:
-            own = unwrapped(optimizer, lambda each: each in self._managed or each in self._counted)
-            known = self._managed.get(own) or self._counted.get(own)
+            known = self._managed.get(unwrapped(optimizer, self._managed.__contains__))
         if known is None:
             raise TypeError(
                 f"{type(optimizer).__name__} is no optimizer of {self.describe()}: give the optimizer that "
@@ -453,58 +414,59 @@ class Session:
         return list(self._members)
 
     def overflow_log(self, optimizer: Optimizer) -> OverflowLog:
-        """What is known of an optimizer's last overflow."""
-        known = self.watched(optimizer)
-        if isinstance(known, ManagedOptimizer):
-            return known.overflow_log
-        members = self._members_of(known.optimizer)
-        return OverflowLog(members)
+        """Return the record of an optimizer's last overflow."""
+        managed = self.managed(optimizer)
+        if not managed.is_patched:
+            managed.members.refresh()
+        return managed.skips.log
 
     def scaled(
         self, loss: torch.Tensor, optimizers: Sequence[Optimizer], loss_id: int, delay: bool
     ) -> ScaledLoss | Unscaled:
-        """The context of a backward pass of ``loss``."""
+        """Return the context of a backward pass of ``loss``."""
         if self.awaits and not self.optimizers:
             raise RuntimeError(f"{self.describe()} awaits its optimizers: call mpinit.add_optimizers(optimizer) first")
         scaler = self.scaler(loss_id)
-        if self._counted and self._counted.keys() >= set(optimizers):
+        own = list(map(self.managed, optimizers))
+        if self._managed and not any(map(_IS_PATCHED, own or self._managed.values())):
             if self.masters.are_in_model:
                 raise RuntimeError(IN_FLOAT32.format("mpinit.scale_loss"))
-            self._was_scaled = "step" in self.ranks.to_be_checked
+            # The first step warns where the loss has reached no parameter.
+            for managed in own if "step" in self.ranks.to_be_checked else ():
+                managed.gradients.apply(loss_reached_none, scaler)
             return Unscaled(loss if loss.dtype in _FLOATS else loss.float())
-        mine = [self.managed(optimizer) for optimizer in optimizers]
-        others = [] if scaler.is_identity else self._other_gradients(mine)
-        return ScaledLoss(loss, scaler, mine, others, delay)
+        others = [] if scaler.is_identity else self._other_gradients(own)
+        return ScaledLoss(loss, scaler, own, others, delay)
 
-    def _other_gradients(self, mine: Sequence[ManagedOptimizer]) -> list[Gradients]:
-        """What a loss may reach beside the parameters of some optimizers."""
-        (known, loose), key = self._loose, tuple([members.generation for members in self._members])
-        if loose is None or known != key:
+    def _other_gradients(self, own: Sequence[ManagedOptimizer]) -> list[Gradients]:
+        """Return the gradients that a loss may reach beside those of some optimizers."""
+        (known, unowned), key = self._unowned, tuple([members.generation for members in self._members])
+        if unowned is None or known != key:
             stepped = {id(weight) for members in self._members for weight in members.weights}
             weights = [p for p in dict.fromkeys(_weights(self)) if id(p) not in stepped]
-            before, loose = loose, Gradients(weights, self.masters)
+            before, unowned = unowned, Gradients(weights, self.masters)
             if before is not None:
-                loose.take_over(before)
-            self._loose = key, loose
-        others = [managed.gradients for managed in self._managed.values() if managed not in mine]
-        return [*others, loose] if loose.weights else others
+                unowned.adopt(before)
+            self._unowned = key, unowned
+        others = [managed.gradients for managed in self._managed.values() if managed not in own]
+        return [*others, unowned] if unowned.weights else others
 
     def scaled_output(self, output: torch.Tensor, loss_id: int) -> torch.Tensor:
-        """``output`` times the scale of a loss; gradients of its backward pass stay scaled until they are unscaled."""
+        """Return ``output`` times a loss scale; gradients of its backward pass stay scaled until :meth:`unscale`."""
         scaler = self.scaler(loss_id)
         scaled = scaler.scale(output)
         if scaled.requires_grad and not scaler.is_identity:
             for managed in self._managed.values():
-                managed.expect_scaled(scaler)
+                managed.checks.expect_scaled(scaler)
         return scaled
 
     def unscale(self, optimizer: Optimizer, loss_id: int) -> bool:
-        """Unscale and check an optimizer's gradients; whether it has any."""
-        mine = self.managed(optimizer)
-        others = [each.gradients for each in self._managed.values() if each is not mine]
+        """Unscale and check an optimizer's gradients, and return whether there are any."""
+        own = self.managed(optimizer)
+        others = [each.gradients for each in self._managed.values() if each is not own]
         # A weight may have several optimizers: its gradient is unscaled once.
-        done = {id(g) for gradients in others if gradients.scaled_by is None for g in gradients.present()}
-        return mine.unscale(self.scaler(loss_id), done)
+        done = {id(g) for gradients in others if not gradients.state.is_scaled for g in gradients.present()}
+        return own.checks.unscale(self.scaler(loss_id), done)
 
     def scaler(self, loss_id: int) -> LossScaler:
         if not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):

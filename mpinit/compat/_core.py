@@ -27,17 +27,18 @@ def share_scalers(session: Any, others: Sequence[Any]) -> None:
     """Let other sessions scale by the scalers of this one."""
     for other in others:
         other.scalers[:] = session.scalers
-        _look_at_steps(other)
+        _patch_steps(other)
 
 
 def share_overflow(optimizers: Sequence[Optimizer]) -> None:
     """Let an overflow that was found in the gradients of one optimizer count for all of them."""
-    found = [registry.session_of(optimizer).managed(optimizer).gradients.found_inf for optimizer in optimizers]
-    known = [each for each in found if each is not None]
+    managed = [registry.session_of(optimizer).managed(optimizer).gradients for optimizer in optimizers]
+    known = [(each, each.state.found_inf) for each in managed if each.state.found_inf is not None]
     if known:
-        highest = torch.stack([each.to(known[0].device) for each in known]).max()
-        for each in known:
-            each.copy_(highest)
+        device = known[0][1].device
+        highest = torch.stack([found_inf.to(device) for _, found_inf in known]).max()
+        for gradients, found_inf in known:
+            gradients.share(highest.to(found_inf.device))
 
 
 def change_rule(scaler: Scaler, **numbers: Any) -> None:
@@ -45,10 +46,9 @@ def change_rule(scaler: Scaler, **numbers: Any) -> None:
     scaler.rule = dataclasses.replace(scaler.rule, **numbers)
     for session in live_sessions():
         if scaler in session.scalers:
-            _look_at_steps(session)
+            _patch_steps(session)
 
 
-def _look_at_steps(session: Any) -> None:
-    """Losses may be scaled now at a level that leaves optimizers as they are."""
-    for optimizer in session.optimizers:
-        session.managed(optimizer)
+def _patch_steps(session: Any) -> None:
+    """Patch steps where losses may be scaled from here on, at a level that does not scale them."""
+    session.patch_steps()

@@ -1,11 +1,11 @@
-"""An optimizer's gradients from one step to the next: whether they are scaled at the moment, and sound."""
+"""The gradients of some parameters, and their state from one step to the next."""
 
 import functools
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Concatenate, Final, ParamSpec
 
 import torch
 from torch import nn
@@ -16,145 +16,125 @@ from ..scaling.scaler import LossScaler
 from ..torch_internals.columns import are_plain, grads_of, have_grads
 from ..torch_internals.one_pass import native
 from ..torch_internals.running import computes_at_once, is_read_freely
+from . import gradient_state as states
+from .gradient_state import EMPTY, GradientState, Marks, Phase
 
-# By the id of a gradient that another optimizer has unscaled in the same pass.
+# The ids of gradients that were scaled or unscaled already in the same pass, for another optimizer of theirs.
 Done = set[int]
+P = ParamSpec("P")
 
-# Numbers of a gradient up to which a copy costs less time than one more call.
+# Elements of a gradient up to which copying it into a flat buffer is cheaper than one more kernel call.
 _SMALL: Final = 1 << 14
 
 
 class Gradients:
     """The gradients of some parameters, which are ``weight.grad`` and nowhere else.
 
-    They are scaled between :meth:`scale` and :meth:`unscale`, unscaled otherwise.
-
     Attributes:
-        weights: the parameters, as they are by now: an optimizer's members, or those that no optimizer has.
-        found_inf: what the checks of gradients since they were last cleared found: 0-dimensional, above 0 for inf or
-            nan; None where none was made.
-        is_agreed: whether that is what all ranks together found.
-        scaled_by: what the gradients are scaled by now; None where they are not.
-        was_reached: whether a scaled backward pass has left any since they were last cleared.
+        weights: the parameters of an optimizer, or those that no optimizer has. The list stays one object.
+        state: whether the gradients are scaled, checked and used.
     """
 
     def __init__(self, weights: Sequence[nn.Parameter], masters: Masters) -> None:
         self.weights = weights
-        self.found_inf: torch.Tensor | None = None
-        self.is_agreed = False
-        self.scaled_by: LossScaler | None = None
-        self.was_reached = self._was_scaled = self._was_stepped = False
-        self._used: weakref.ref[torch.Tensor] | None = None
+        self.state = EMPTY
         self._masters = masters
-        self._block: weakref.ref[object] | None = None
-        self._inverse: torch.Tensor | None = None
-        # Of an overflow found before the block that is open: whether the gradients were finite again, clipped, say.
-        self._is_hidden: torch.Tensor | None = None
-        self._was_skipped_for = self._was_found_at_step = False
+        self._inverse_scale: torch.Tensor | None = None
 
     def present(self) -> list[torch.Tensor]:
+        """Return the gradients that are there."""
         return [gradient for gradient in grads_of(self.weights) if gradient is not None]
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a ``scale_loss`` block is open; one that was dropped without having ended is not."""
-        return self._block is not None and self._block() is not None
+    def apply(
+        self, event: Callable[Concatenate[GradientState, P], GradientState], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Replace the state by that after an event of :data:`gradient_state.TABLE`."""
+        self.state = event(self.state, *args, **kwargs)
 
     # -- around a backward pass -----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def scale(self, block: object, scaler: LossScaler, done: Done) -> bool:
-        """A block begins in which a scaled loss adds to the gradients: what is there is scaled, too.
+    def scale(self, block: object | None, scaler: LossScaler, done: Done, is_own: bool = True) -> bool:
+        """Multiply the gradients that are there by the scale, so that those of a scaled loss can be added.
+
+        Args:
+            block: the ``scale_loss`` block that unscales them; None: a GradScaler does.
+            is_own: whether the loss is one of this optimizer's, not of another that may reach its parameters.
 
         Returns:
-            Whether there are none yet.
+            Whether there is no gradient yet.
         """
-        self._block = weakref.ref(block)
-        self._was_scaled, self._was_stepped = True, False
+        state = self.state
         is_empty = not have_grads(self.weights)
         if is_empty:
-            self.was_reached = False
-            self.forget_overflow()
+            state = EMPTY
         if scaler.is_identity:
+            self.state = state
             return is_empty
-        self.scaled_by = scaler
+        found_inf = hidden = None
+        if not is_empty and not (is_own and state.phase in (Phase.USED, Phase.SKIPPED)):
+            found_inf, hidden = _remaining_overflow(state, self.present())
+        if block is None:
+            self.state = states.scaled_by_grad_scaler(state, scaler, found_inf, hidden)
+        else:
+            self.state = states.block_opened(state, scaler, block, found_inf, hidden)
         if not is_empty:
-            left = self.present()
-            self._look_for_overflow(left)
-            self._was_skipped_for = False
-            with self._dropped_if_it_fails():
-                factor = scaler.scale_now()
-                self._multiply([gradient for gradient in left if id(gradient) not in done], factor)
+            with self._dropped_on_error():
+                gradients = [gradient for gradient in self.present() if id(gradient) not in done]
+                _multiply(self.weights, gradients, scaler.scale_now())
             done.update(map(id, self.present()))
         return is_empty
 
-    def scale_until_unscaled(self, scaler: LossScaler) -> None:
-        """:meth:`scale` without a block: a GradScaler says when it is over."""
-        self.scale(self, scaler, set())
-        self._block = None
-
-    def _multiply(self, gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
-        narrow = [w for w in self.weights if w.grad is not None and w.grad_dtype is None and w.grad.dtype != w.dtype]
-        unscale_(gradients, factor)
-        for weight in narrow:
-            # Ranks add up what lies here in the weight's own type.
-            if weight.grad is not None and not is_sharded(weight):
-                weight.grad = weight.grad.to(weight.dtype)
-
-    def _look_for_overflow(self, left: Sequence[torch.Tensor]) -> None:
-        """Gradients may have been cleared to 0, and an overflow with them; clipped ones were not.
-
-        Where a step was skipped for it, it counts for as long as it is there.
-        """
-        found_inf = self.found_inf
-        if found_inf is None or (is_read_freely(found_inf.device) and found_inf.item() == 0):
-            return
-        magnitude = largest(left, found_inf.device)
-        self._is_hidden = magnitude.isfinite()
-        remains = ~self._is_hidden if self._was_skipped_for else magnitude != 0
-        self.found_inf = torch.minimum(found_inf, remains.float())
-
     @torch.no_grad()
-    def unscale(self, scaler: LossScaler, done: Done) -> torch.Tensor | None:
-        """The backward pass is over: unscale the gradients, and check them where the scale is dynamic.
+    def unscale(self, scaler: LossScaler, done: Done, is_block: bool = True) -> torch.Tensor | None:
+        """Unscale the gradients after a backward pass, and check them where steps are skipped.
+
+        Args:
+            is_block: whether a ``scale_loss`` block ends; else a GradScaler unscales them.
 
         Returns:
-            What the check found beside earlier overflows; None where there is nothing to find.
+            Whether this pass overflowed, 0-dimensional; None without gradients or a check.
         """
-        self._block = self.scaled_by = None
-        self._was_scaled, self._was_stepped = True, False
-        self.was_reached |= have_grads(self.weights)
+        state = self.state
+        unscaled = states.block_closed if is_block else states.unscaled_by_grad_scaler
+        has_gradients = have_grads(self.weights)
         if scaler.is_identity:
+            if has_gradients or state.phase is not Phase.USED:
+                self.state = unscaled(state, scaler, has_gradients=has_gradients)
             return None
-        with self._dropped_if_it_fails():
-            return self._unscale(scaler, done)
+        with self._dropped_on_error():
+            found_inf = self._unscale(scaler, done)
+            before, hidden = state.found_inf, state.hidden
+            if before is not None and hidden is not None and found_inf is not None:
+                # An overflow that was visible at the start of the block is checked again, unless cleared in it.
+                before = before * hidden
+            known = any_of([before, found_inf])
+            marks = _marks(known, self.weights) if has_gradients else ()
+            self.state = unscaled(state, scaler, known, marks, has_gradients)
+        if state.found_inf is None or found_inf is None:
+            return found_inf
+        # An overflow from before is in the sums, and not an overflow of this loss.
+        return found_inf * (state.found_inf == 0)
 
     def _unscale(self, scaler: LossScaler, done: Done) -> torch.Tensor | None:
-        fresh = self._held()
+        fresh = _in_kept_dtype(self.weights, self._masters)
         both = [gradient for gradient in fresh if id(gradient) in done] if done else []
         fresh = [gradient for gradient in fresh if id(gradient) not in done] if done else fresh
         done.update(map(id, fresh))
-        self._inverse = scaler.inverse_scale()
-        if not (scaler.rule.dynamic or scaler.rule.skips_nonfinite):
-            unscale_(fresh, self._inverse)
+        self._inverse_scale = inverse = scaler.inverse_scale()
+        rule = scaler.rule
+        if not (rule.dynamic or rule.skips_nonfinite):
+            unscale_(fresh, inverse)
             return None
-        found_inf = unscale_and_check_(fresh, self._inverse)
+        found_inf = unscale_and_check_(fresh, inverse)
         if both:
-            # Unscaled together with others that are not this optimizer's, and checked once more for it alone.
-            found_inf = any_of([found_inf, unscale_and_check_(both, torch.ones_like(self._inverse))])
-        before, is_hidden, self._is_hidden = self.found_inf, self._is_hidden, None
-        if before is not None and is_hidden is not None and found_inf is not None:
-            # What gradients showed when the block began they show now, unless they were cleared in it.
-            self.found_inf = before * is_hidden
-        self.note(found_inf)
-        if before is None or found_inf is None:
-            return found_inf
-        # What overflowed before is in the sums, and none of this loss's fault.
-        return found_inf * (before == 0)
+            # These were unscaled with another optimizer's, whose other gradients are not this one's.
+            found_inf = any_of([found_inf, unscale_and_check_(both, torch.ones_like(inverse))])
+        return found_inf
 
     @contextmanager
-    def _dropped_if_it_fails(self) -> Iterator[None]:
-        """Gradients of which some are scaled and others are not are of no use."""
+    def _dropped_on_error(self) -> Iterator[None]:
+        """Clear gradients where an error leaves some of them scaled and others not."""
         try:
             yield
         except BaseException:
@@ -162,147 +142,207 @@ class Gradients:
             raise
 
     def drop(self) -> None:
+        """Clear all gradients."""
         for weight in self.weights:
             weight.grad = None
-        self._block = self.scaled_by = None
-        self.forget_overflow()
-
-    def _held(self) -> list[torch.Tensor]:
-        """The gradients in the type in which they are kept, from here on on the weights."""
-        arrived = grads_of(self.weights)
-        if are_plain(arrived, self.weights[0].device if self.weights else torch.device("cpu")):
-            return [gradient for gradient in arrived if gradient is not None]
-        held = self._masters.in_kept_dtype(arrived)
-        for weight, before, now in zip(self.weights, arrived, held, strict=True):
-            if now is not None and now is not before and weight.grad_dtype in (None, now.dtype):
-                weight.grad = now
-        return self.present()
+        self.state = states.dropped(self.state)
 
     def last_scale(self) -> float | None:
-        """What the gradients that were checked last had been scaled by. Waits for the device."""
-        return None if self._inverse is None else 1.0 / float(self._inverse)
+        """Return the scale of the gradients that were unscaled last; reading it is a device sync."""
+        return None if self._inverse_scale is None else 1.0 / float(self._inverse_scale)
 
-    # -- overflow -------------------------------------------------------------------------------------------------
+    # -- at a step ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update_state(self) -> None:
+        """Compare the last check with the gradients that are there by now, without a device sync.
+
+        Without ``state.checked`` there was no overflow.
+
+        An overflow is forgotten where there is no gradient any more. Where a step was skipped for it already, or none
+        of the checked tensors is a gradient any more, the gradients that are there are checked instead.
+        """
+        state = self.state
+        found_inf = state.found_inf
+        if found_inf is None or (is_read_freely(found_inf.device) and found_inf.item() == 0):
+            return
+        if not have_grads(self.weights):
+            self.state = states.cleared(state)
+        elif state.phase is Phase.SKIPPED or _are_new(self.state.checked, self.weights):
+            now = _check_plain(self.present(), found_inf.device)
+            self.state = states.checked(state, torch.minimum(found_inf, now))
 
     @torch.no_grad()
     def check(self) -> None:
-        """Look at gradients that no backward pass has checked, as those of a plain ``backward()``; a step begins."""
-        if self.found_inf is None or self._was_found_at_step:
-            left = [gradient.coalesce() if gradient.is_sparse else gradient for gradient in self.present()]
-            if left and is_read_freely(left[0].device) and are_plain(left, left[0].device) and are_finite(left):
-                self.found_inf = torch.zeros((), dtype=torch.float32, device=left[0].device)
-            else:
-                # Times 1, because torch's own check multiplies.
-                self.found_inf = (
-                    unscale_and_check_(left, torch.ones((), dtype=torch.float32, device=left[0].device))
-                    if left
-                    else None
-                )
-            self.is_agreed, self._was_found_at_step = False, True
+        """Check gradients that no backward pass has checked, as those of a plain ``backward()``."""
+        if self.state.found_inf is not None:
+            return
+        left = [gradient.coalesce() if gradient.is_sparse else gradient for gradient in self.present()]
+        if not left:
+            return
+        device = left[0].device
+        if is_read_freely(device) and are_plain(left, device) and are_finite(left):
+            found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        else:
+            found_inf = _check_plain(left, device)
+        self.state = states.checked(self.state, found_inf)
 
-    def note(self, found_inf: torch.Tensor | None) -> None:
-        if self._was_found_at_step:
-            self.found_inf, self._was_found_at_step = None, False
-        self.found_inf = any_of([self.found_inf, found_inf])
-        self.is_agreed = False
-
-    def agree(self, found_inf: torch.Tensor) -> None:
-        """Take what all ranks together found."""
-        self.found_inf, self.is_agreed = found_inf, True
-
-    def forget_overflow(self) -> None:
-        """The gradients that overflowed are gone."""
-        self.found_inf, self.is_agreed, self._was_skipped_for = None, False, False
-        self._was_found_at_step = False
-
-    def forget_skipped_overflow(self) -> None:
-        """A loss of this optimizer's is about to be scaled, whose fault is what overflows from here on."""
-        if self._was_skipped_for:
-            self.forget_overflow()
+    def share(self, found_inf: torch.Tensor) -> None:
+        """Let an overflow in the gradients of other optimizers count for these, too."""
+        self.state = states.checked(self.state, found_inf)._replace(checked=_marks(found_inf, self.weights))
 
     @torch.no_grad()
     def overflowed(self) -> bool:
-        """Whether the gradients that are there overflowed. Waits for the device."""
-        if self.found_inf is None or self.found_inf.item() == 0:
+        """Return whether the gradients that are there overflowed; reading that is a device sync."""
+        state = self.state
+        if state.found_inf is None or state.found_inf.item() == 0:
             return False
-        if self.is_agreed:
+        if state.agreed:
             return True
         left = self.present()
-        # Cleared since, or set to 0: only looked at where there was an overflow.
-        if not left or largest(left, self.found_inf.device).item() == 0 or self._are_others(left):
-            self.forget_overflow()
+        if not left or largest(left, state.found_inf.device).item() == 0:
+            # Cleared, or set to 0.
+            self.state = states.cleared(state)
             return False
         return True
 
-    @torch.no_grad()
-    def take_over(self, loose: "Gradients") -> None:
-        """These were among the gradients of parameters that no optimizer has, until now."""
-        self._was_scaled = loose._was_scaled
-        left = self._held()
-        if loose.found_inf is not None and left:
-            self.note(unscale_and_check_(left, torch.ones_like(loose.found_inf)))
+    def stepped(self, in_kernel: bool = False) -> None:
+        """Mark the gradients as used by a step; ``in_kernel``: by one whose kernel was to skip on an overflow."""
+        self.state = states.stepped(self.state, _used(self.state, self.weights, in_kernel), in_kernel)
 
-    def _are_others(self, left: list[torch.Tensor]) -> bool:
-        """Whether a step was skipped since, and these are finite: a plain backward pass has left them."""
-        if not self._was_skipped_for:
-            return False
-        found_inf = unscale_and_check_(left, torch.ones((), dtype=torch.float32, device=left[0].device))
-        return found_inf is None or found_inf.item() == 0
-
-    def stepped(self) -> None:
-        """A step has used the gradients, or was skipped because of them; another one may use them again."""
-        left = next((weight.grad for weight in self.weights if weight.grad is not None), None)
-        self._used = None if left is None else weakref.ref(left)
-        self._was_stepped = self._was_skipped_for = True
+    def skipped(self) -> None:
+        """Mark the gradients as those that a step was skipped for."""
+        self.state = states.skipped(self.state, _used(self.state, self.weights, keeps_check=True))
 
     def came_through_scaling(self) -> bool:
-        """Whether the gradients that are there have been unscaled, and are not new since the last step."""
-        if not self._was_stepped:
-            return self._was_scaled
-        used = None if self._used is None else self._used()
-        return self._was_scaled and used is not None and any(used is weight.grad for weight in self.weights)
+        """Return whether a scaled loss has left the gradients that are there, and no other has since the last step."""
+        phase = self.state.phase
+        if phase is Phase.USED or phase is Phase.SKIPPED:
+            return self.state.scaler is not None and not _are_new(self.state.checked, self.weights)
+        return phase is Phase.UNSCALED
 
-    # -- refusing -------------------------------------------------------------------------------------------------
+    # -- refusals -------------------------------------------------------------------------------------------------
 
-    def check_closed(self, what: str, instead: str) -> None:
-        """Refuse what must not happen while gradients are scaled."""
-        if self.is_open and self.scaled_by is not None:
-            raise RuntimeError(
-                f"{what} was called inside `with mpinit.scale_loss(...)`, where the gradients are still scaled: "
-                f"{instead}"
-            )
-        if self.scaled_by is None:
+    def check_unscaled(self, what: str, instead: str) -> None:
+        """Refuse to use gradients that are scaled.
+
+        Raises:
+            RuntimeError: they are, and ``instead`` is what to do.
+        """
+        if self.state.phase is not Phase.SCALED:
             return
-        if not self.present():
-            self.scaled_by = None
-        elif self._block is not None:
-            # A block that was dropped without having ended.
-            self.unscale(self.scaled_by, set())
-        else:
-            raise RuntimeError(
-                f"{what} was called, but the gradients are still scaled, by a GradScaler: call scaler.step(optimizer), "
-                "or scaler.unscale_(optimizer) first"
-            )
+        self.end_abandoned()
+        states.read(self.state, what, instead, have_grads(self.weights))
 
-    def give_up(self) -> None:
-        """The session ends: gradients that are still scaled are unscaled."""
-        if self.scaled_by is not None:
-            self.unscale(self.scaled_by, set())
+    def end_abandoned(self) -> None:
+        """Unscale the gradients of a ``scale_loss`` block that was dropped without being left."""
+        if self.state.is_abandoned:
+            self.end()
+
+    @torch.no_grad()
+    def adopt(self, unowned: "Gradients") -> None:
+        """Continue the state of gradients that no optimizer had so far."""
+        left = _in_kept_dtype(self.weights, self._masters)
+        found_inf = unowned.state.found_inf
+        if found_inf is not None and left:
+            found_inf = _check_plain(left, found_inf.device)
+        self.state = states.adopted(unowned.state, found_inf, bool(left))
+
+    def end(self) -> None:
+        """Unscale gradients that are still scaled, because the session ends."""
+        if self.state.phase is Phase.SCALED and self.state.scaler is not None:
+            self.unscale(self.state.scaler, set())
 
 
-def any_of(checks: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """Whether any of several checks found inf or nan; None where none was made."""
-    made = [check for check in checks if check is not None]
-    return functools.reduce(torch.maximum, made) if made else None
+# -- gradients of some weights -----------------------------------------------------------------------------------------
+
+
+def _multiply(weights: Sequence[nn.Parameter], gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+    narrow = [w for w in weights if w.grad is not None and w.grad_dtype is None and w.grad.dtype != w.dtype]
+    unscale_(gradients, factor)
+    for weight in narrow:
+        # DDP reduces gradients in the weight's own dtype.
+        if weight.grad is not None and not is_sharded(weight):
+            weight.grad = weight.grad.to(weight.dtype)
+
+
+def _in_kept_dtype(weights: Sequence[nn.Parameter], masters: Masters) -> list[torch.Tensor]:
+    """Convert gradients to the dtype that weights keep them in, and return them."""
+    arrived = grads_of(weights)
+    if are_plain(arrived, weights[0].device if weights else torch.device("cpu")):
+        return [gradient for gradient in arrived if gradient is not None]
+    kept = masters.held(arrived)
+    for weight, before, now in zip(weights, arrived, kept, strict=True):
+        if now is not None and now is not before and weight.grad_dtype in (None, now.dtype):
+            weight.grad = now
+    return [gradient for gradient in grads_of(weights) if gradient is not None]
+
+
+def _remaining_overflow(
+    state: GradientState, gradients: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return what an earlier check found that still applies, and whether gradients have hidden it since.
+
+    An overflow is gone where gradients were cleared to 0. It stays where they were clipped to finite numbers,
+    unless a step was skipped for it.
+    """
+    found_inf = state.found_inf
+    if found_inf is None or (is_read_freely(found_inf.device) and found_inf.item() == 0):
+        return found_inf, None
+    magnitude = largest(gradients, found_inf.device)
+    is_finite = magnitude.isfinite()
+    remains = ~is_finite if state.phase in (Phase.USED, Phase.SKIPPED) else magnitude != 0
+    return torch.minimum(found_inf, remains.float()), is_finite
+
+
+def _marks(found_inf: torch.Tensor | None, weights: Sequence[nn.Parameter]) -> Marks:
+    """Return marks of the gradients that may have overflowed; none where none has, known without a device sync."""
+    if found_inf is None or (is_read_freely(found_inf.device) and found_inf.item() == 0):
+        return ()
+    return tuple(weakref.ref(gradient) for gradient in grads_of(weights) if gradient is not None)
+
+
+def _are_new(marks: Marks, weights: Sequence[nn.Parameter]) -> bool:
+    """Return whether none of the tensors that were checked, or used by a step, is a gradient any more."""
+    if not marks:
+        return False
+    first = marks[0]()
+    if first is not None and any(weight.grad is first for weight in weights):
+        return False
+    known = {id(gradient) for mark in marks if (gradient := mark()) is not None}
+    return known.isdisjoint(map(id, grads_of(weights)))
+
+
+def _used(state: GradientState, weights: Sequence[nn.Parameter], keeps_check: bool) -> Marks:
+    """Return marks of the gradients that a step was called for, which are those of the last check if it is kept."""
+    for weight in weights:
+        if weight.grad is not None:
+            return state.checked if keeps_check and state.checked else (weakref.ref(weight.grad),)
+    return ()
+
+
+def _check_plain(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    dense = [gradient.coalesce() if gradient.is_sparse else gradient for gradient in gradients]
+    # torch's check multiplies: by 1.
+    found_inf = unscale_and_check_(dense, torch.ones((), dtype=torch.float32, device=device))
+    assert found_inf is not None
+    return found_inf
 
 
 # -- lists of gradients ------------------------------------------------------------------------------------------------
 
 
-def dense_view(gradient: torch.Tensor) -> torch.Tensor:
-    """The real, dense tensor that holds a gradient's numbers, sharing its memory.
+def any_of(checks: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return whether any of several checks found inf or nan; None without a check."""
+    made = [check for check in checks if check is not None]
+    return functools.reduce(torch.maximum, made) if made else None
 
-    A sparse gradient gives its values (it must be coalesced), a complex one its real view, a DTensor its local part.
+
+def dense_view(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the real, dense tensor of a gradient's numbers, in the same memory.
+
+    It is the values of a sparse gradient, which must be coalesced, the real view of a complex one, and the local part
+    of a DTensor.
     """
     gradient = local(gradient)
     if gradient.is_sparse:
@@ -311,7 +351,7 @@ def dense_view(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def unscale_and_check_(gradients: list[torch.Tensor], inverse_scale: torch.Tensor) -> torch.Tensor | None:
-    """Multiply every gradient in place by ``inverse_scale`` and look for inf and nan, in one pass over memory.
+    """Multiply every gradient in place by ``inverse_scale``, and find inf and nan, in one pass over memory.
 
     Returns:
         A 0-dimensional float32 tensor on ``inverse_scale``'s device, 1 where anything was inf or nan and 0
@@ -341,17 +381,17 @@ def _unscale_and_check_any_(gradients: Iterable[torch.Tensor], inverse_scale: to
 
 
 def _unscale_double_(tensors: list[torch.Tensor], inverse_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
-    """float64 gradients by hand: the fused check takes them through float32 and would call large numbers inf."""
+    """Unscale and check float64 gradients: torch's check would convert large ones to inf in float32."""
     torch._foreach_mul_(tensors, inverse_scale.double())
     for tensor in tensors:
         found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(tensor)).any().float()))
 
 
 def are_finite(gradients: list[torch.Tensor]) -> bool:
-    """Whether numbers are finite, by a pass over memory that only reads; waits for the device.
+    """Return whether all numbers are finite; False may be wrong. Reading it is a device sync.
 
-    Without native code the sums of gradients are looked at, which are finite only where all numbers are. The reverse is
-    not so: then False says nothing.
+    Without native code only the sums of gradients are checked: finite ones are sums of finite numbers, and an infinite
+    sum may be one of finite numbers, too.
     """
     if (code := native()) is not None and computes_at_once():
         found = code.are_finite(gradients)
@@ -365,7 +405,7 @@ def are_finite(gradients: list[torch.Tensor]) -> bool:
 
 
 def largest(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The largest magnitude in the gradients: 0-dimensional float32, nan where one is; of shards, in this process."""
+    """Return the largest magnitude, 0-dimensional float32; nan where there is a nan. Of shards, in this process."""
     dense = [dense_view(gradient) for gradient in gradients]
     return _combine([(each.abs().max() if each.numel() else each.sum()).float() for each in dense], device)
 
@@ -378,7 +418,7 @@ def _combine(found: Sequence[torch.Tensor], device: torch.device) -> torch.Tenso
 
 
 def unscale_(gradients: Sequence[torch.Tensor], inverse_scale: torch.Tensor) -> None:
-    """Multiply every gradient in place by ``inverse_scale``, without looking at it."""
+    """Multiply every gradient in place by ``inverse_scale``, without a check."""
     if are_plain(gradients, inverse_scale.device):
         torch._foreach_mul_(list(gradients), inverse_scale)
         return

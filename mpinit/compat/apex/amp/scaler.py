@@ -65,7 +65,7 @@ class LossScaler:
 
     @property
     def _has_overflow(self) -> bool:
-        return self._overflowed or self.core.noted_overflow
+        return self._overflowed or self.core.has_overflow
 
     @_has_overflow.setter
     def _has_overflow(self, value: bool) -> None:
@@ -85,9 +85,9 @@ class LossScaler:
         Returns:
             Whether an overflow was found, so that the step is to be skipped.
         """
-        self.core.note(torch.tensor(float(self._overflowed), dtype=torch.float32, device="cpu"))
+        self.core.record_found_inf(torch.tensor(float(self._overflowed), dtype=torch.float32, device="cpu"))
         # Not told from the scale going down: at its lower limit it does not.
-        overflowed = self.core.noted_overflow
+        overflowed = self.core.has_overflow
         self.core.update()
         self._overflowed = False
         return overflowed

@@ -1,0 +1,164 @@
+"""Steps of an optimizer that are done and skipped: counted, warned of, and refused after too many in a row."""
+
+import functools
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+
+from ..basics.logs import warn_user
+from ..masters.full import FullMasters
+from ..plan import ScalingRule
+from ..scaling.scaler import LossScaler
+from ..torch_internals.running import is_capturing, is_read_freely
+from .gradients import Gradients
+from .members import Members
+from .overflow_log import OverflowLog, OverflowReport
+
+# Steps from one search for infinite float16 weights to the next: each reads all weights.
+_CLAMP_CHECK_INTERVAL: Final = 1000
+_SKIPS_TO_WARN_OF: Final = 3
+
+
+class StepCounts(NamedTuple):
+    """The numbers of steps done, of steps skipped, and of steps skipped since the last one that was done."""
+
+    good: int
+    skipped: int
+    consecutive: int
+
+
+_NONE: Final = StepCounts(0, 0, 0)
+
+
+@dataclass(eq=False)
+class StepCounter:
+    """A counter on the host, and on the device where a kernel decides whether to skip."""
+
+    _counted: StepCounts = _NONE
+    _on_device: torch.Tensor | None = None
+    _since_reading: int = 0
+
+    def read(self) -> StepCounts:
+        """Return the counts; those of steps that a kernel may have skipped are read from the device."""
+        if self._on_device is not None:
+            good, skipped, consecutive = (int(number) for number in self._on_device.tolist())
+            before = self._counted
+            run = consecutive + (0 if good else before.consecutive)
+            self._counted = StepCounts(before.good + good, before.skipped + skipped, run)
+            self._on_device.zero_()
+        return self._counted
+
+    def count(self, skipped: bool) -> None:
+        """Count one step."""
+        good, all_skipped, consecutive = self.read()
+        self._counted = StepCounts(good + (not skipped), all_skipped + skipped, consecutive + 1 if skipped else 0)
+
+    def count_on_device(self, found_inf: torch.Tensor) -> None:
+        """Count one step that a kernel does or skips; a captured CUDA graph counts its replays, too."""
+        if self._on_device is None:
+            self._on_device = torch.zeros(3, dtype=torch.float32, device=found_inf.device)
+        skipped = (found_inf > 0).float()
+        self._on_device[0].add_(1 - skipped)
+        self._on_device[1].add_(skipped)
+        self._on_device[2].add_(skipped).mul_(skipped)
+        self._since_reading += 1
+
+    def is_due(self, limit: int) -> bool:
+        """Return whether ``limit`` steps were counted on the device since this was last true."""
+        if self._since_reading < limit:
+            return False
+        self._since_reading = 0
+        return True
+
+
+class Skips:
+    """The record of an optimizer's steps.
+
+    Attributes:
+        counter: of steps done and skipped.
+    """
+
+    def __init__(self, members: Members, gradients: Gradients, rule: ScalingRule) -> None:
+        self.counter = StepCounter()
+        self._members = members
+        self._gradients = gradients
+        self._rule = rule
+        self._since_clamp_check = 0
+
+    @functools.cached_property
+    def log(self) -> OverflowLog:
+        """The record of the last overflow."""
+        return OverflowLog(self._members)
+
+    def record_overflow(self, loss: torch.Tensor, scaler: LossScaler) -> str | None:
+        """Log which gradients overflowed in a backward pass, and describe the worst; before the scale is updated."""
+        worst = self.log.write(scaler, scaler.loss_scale(), loss).gradients
+        return f"{worst[0].name}, {worst[0].share:.0%} of it inf or nan" if worst else None
+
+    def count_done(self) -> None:
+        """Count a step that was done."""
+        self.counter.count(skipped=False)
+        self._since_clamp_check += 1
+        if self._since_clamp_check == _CLAMP_CHECK_INTERVAL:
+            self._clamp_weights()
+
+    def count_in_kernel(self, found_inf: torch.Tensor) -> None:
+        """Count a step that a kernel has done, or skipped by ``found_inf``."""
+        self.counter.count_on_device(found_inf)
+        # Reading the counters is a device sync: one in as many steps as may be skipped in a row.
+        if not is_capturing() and self.counter.is_due(self._rule.max_consecutive_skips):
+            self._raise_after_too_many()
+
+    def skip(self) -> None:
+        """Count a step that is not done, and log its overflow.
+
+        Raises:
+            RuntimeError: too many steps in a row were skipped.
+        """
+        found_inf = self._gradients.state.found_inf
+        # With a dynamic scale, and without a device sync, record_overflow() has logged it.
+        if found_inf is not None and not (self._rule.dynamic and is_read_freely(found_inf.device)):
+            self._log_now()
+        self.counter.count(skipped=True)
+        self._clamp_weights()
+        self._raise_after_too_many()
+        if not self._rule.dynamic and self.counter.read().consecutive == _SKIPS_TO_WARN_OF:
+            last = self.log.last
+            warn_user(
+                f"{_SKIPS_TO_WARN_OF} steps in a row were skipped because gradients were inf or nan: the data, or a "
+                f"training that diverges. {'' if last is None else last.advice}; skip_nonfinite=False lets them in"
+            )
+
+    def _log_now(self) -> OverflowReport:
+        return self.log.write(self._gradients.state.scaler, self._gradients.last_scale(), None)
+
+    def _raise_after_too_many(self) -> None:
+        limit = self._rule.max_consecutive_skips
+        if self.counter.read().consecutive < limit:
+            return
+        record = self.log.last or self._log_now()
+        names = ", ".join(record.parameters[:3]) or "gradients cleared since"
+        at = "" if record.scale is None else f", at a loss scale of {record.scale:g}"
+        raise RuntimeError(
+            f"{limit} steps in a row were skipped because gradients were inf or nan, in {names}{at}: "
+            "lowering the loss scale does not help, so the forward or the loss itself gives inf or nan. "
+            f"{record.advice}; max_consecutive_skips moves the limit"
+        )
+
+    def _clamp_weights(self) -> None:
+        """Replace infinite float16 weights, whose masters are finite, by the largest float16 number, and warn once.
+
+        They are searched for after an overflow, which they cause, and every :data:`_CLAMP_CHECK_INTERVAL` steps.
+        """
+        self._since_clamp_check = 0
+        table = self._members.table
+        if not isinstance(table, FullMasters):
+            return
+        names = [self._members.names.of(master.weight) for master in self._members.masters if table.clamp(master)]
+        if names:
+            warn_user(
+                f"{', '.join(names)} grew beyond the largest float16 number, 65504, and became infinite in the model, "
+                "not in the float32 masters: from here on the model holds that largest instead. Use bfloat16 "
+                f"(opt_level='O5'), or give keep_fp32=[{', '.join(map(repr, names))}]"
+            )

@@ -1,0 +1,263 @@
+"""A step: the checks of gradients before it, and the optimizer's own step on float32 masters."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch.optim import Optimizer
+
+from ..basics.logs import warn_user
+from ..basics.patching import UndoStack
+from ..distributed.sharding import is_distributed
+from ..plan import ScalingRule
+from ..scaling.scaler import LossScaler
+from ..torch_internals.columns import grads_of
+from ..torch_internals.compiling_with_gradients import follow_dynamo
+from ..torch_internals.fused_sgd import unfused
+from ..torch_internals.native_autocast import CastsOff, is_on
+from ..torch_internals.running import is_read_freely
+from .exposed import ExposedMasters
+from .gradient_state import SCALE, UNSCALE, Phase, check_of_grad_scaler, unread
+from .gradients import Done, Gradients, largest
+from .members import Members
+from .ranks import Ranks
+from .scope import Scope
+
+STEP: Final = "optimizer.step()"
+
+
+class GradientChecks:
+    """The checks of one optimizer's gradients, around backward passes and before a step uses them.
+
+    Attributes:
+        exposed: the masters that ``master_params`` has yielded since the last step.
+        skips: whether steps are skipped whose gradients hold inf or nan.
+    """
+
+    def __init__(self, members: Members, gradients: Gradients, rule: ScalingRule, ranks: Ranks) -> None:
+        self.exposed = ExposedMasters(members)
+        self.skips = rule.skips
+        self._members = members
+        self._gradients = gradients
+        self._rule = rule
+        self._ranks = ranks
+        self._due: dict[LossScaler, None] = {}
+        self._warned: set[str] = set()
+
+    def settle_exposed(self) -> None:
+        """Apply user writes to exposed masters."""
+        if self._members.table.exposed:
+            self.exposed.settle()
+
+    def close_exposed(self) -> None:
+        """Apply user writes to exposed masters for the last time before a step."""
+        if self._members.table.exposed:
+            self.exposed.close()
+
+    # -- around backward passes -----------------------------------------------------------------------------------
+
+    def before_backward(self) -> None:
+        """Prepare for the backward pass of a scaled loss."""
+        self._members.refresh()
+        self.settle_exposed()
+        follow_dynamo()
+
+    def after_backward(self) -> None:
+        """Include parameters that came into the groups during a backward pass, whose gradients are still scaled."""
+        if not self._members.are_as_seen():
+            self._members.refresh()
+            self.settle_exposed()
+
+    def unscale(self, scaler: LossScaler, done: Done) -> bool:
+        """Unscale and check the gradients that backward passes of a GradScaler's losses have left.
+
+        Returns:
+            Whether there are any.
+        """
+        check_of_grad_scaler(self._gradients.state, scaler, UNSCALE, type(self._members.optimizer).__name__)
+        self._members.refresh()
+        self.settle_exposed()
+        present = bool(self._gradients.present())
+        found_inf = self._gradients.unscale(scaler, done, is_block=False)
+        if found_inf is not None:
+            scaler.record_found_inf(found_inf)
+        return present
+
+    def expect_scaled(self, scaler: LossScaler) -> None:
+        """Scale gradients with a GradScaler's loss: those of its backward pass stay scaled until :meth:`unscale`."""
+        gradients = self._gradients
+        gradients.end_abandoned()
+        if gradients.state.is_scaled and gradients.state.scaler is scaler and not gradients.state.is_open:
+            return
+        if gradients.present() or gradients.state.is_open:
+            check_of_grad_scaler(gradients.state, scaler, SCALE, type(self._members.optimizer).__name__)
+        self._members.refresh()
+        self.settle_exposed()
+        gradients.scale(None, scaler, set())
+
+    # -- before a step --------------------------------------------------------------------------------------------
+
+    def prepare(self, what: str = STEP) -> None:
+        """Refuse or warn of gradients that a step should not use, and decide with all ranks whether they overflowed.
+
+        Args:
+            what: the step, or a half of one, for messages.
+        """
+        self._members.refresh()
+        self.check_gradients(what)
+        self.close_exposed()
+        self.agree()
+        # LR schedulers warn where no step came before them: a skipped one did.
+        self._members.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def prepare_state_only(self) -> None:
+        """Refuse scaled gradients before a step that only creates the optimizer's state."""
+        self._gradients.check_unscaled(STEP, "move it after the with-block")
+        self.close_exposed()
+
+    def update_scale_later(self, scaler: LossScaler) -> None:
+        """Update a loss scale at the next step."""
+        self._due[scaler] = None
+
+    def agree(self) -> None:
+        """Decide with all ranks whether gradients overflowed, once a step, and update the scales that are due."""
+        if self._gradients.state.agreed:
+            return
+        self._check_again()
+        due, self._due = list(self._due), {}
+        if self._ranks.to_be_checked or is_distributed():
+            self._ranks.before_step()
+            self._ranks.agree(self._gradients, due)
+        else:
+            for scaler in due:
+                scaler.update()
+
+    def agree_on_evaluation(self) -> None:
+        """Decide with all ranks whether the gradients of one evaluation of a closure overflowed."""
+        self.check_gradients(STEP)
+        self._check_again()
+        due, self._due = list(self._due), {}
+        self._ranks.agree(self._gradients, due)
+
+    def _check_again(self) -> None:
+        """Check gradients that no backward pass has checked: new ones after an overflow, and with a static scale."""
+        if self._gradients.state.checked:
+            self._gradients.update_state()
+        rule = self._rule
+        # torch.amp.GradScaler passes its own found_inf to a fused step.
+        is_checked = getattr(self._members.optimizer, "found_inf", None) is not None
+        if self.skips and not rule.dynamic and not is_checked:
+            first = next((weight for weight in self._members.weights if weight.grad is not None), None)
+            if first is None:
+                return
+            if rule.may_wait or is_read_freely(first.device) or self._has_skipping_kernel():
+                self._gradients.check()
+            else:
+                self._gradients.apply(unread)
+
+    def skips_in_kernel(self) -> bool:
+        """Return whether a kernel can skip the step by itself, so that the host needs no device sync."""
+        found_inf = self._gradients.state.found_inf
+        return found_inf is not None and not is_read_freely(found_inf.device) and self._has_skipping_kernel()
+
+    def _has_skipping_kernel(self) -> bool:
+        optimizer: Any = self._members.optimizer
+        fused = all(group.get("fused") for group in optimizer.param_groups)
+        return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+    # -- refusals and warnings ------------------------------------------------------------------------------------
+
+    def check_gradients(self, what: str) -> None:
+        """Refuse gradients that are scaled; warn of those that were never scaled, or of none."""
+        gradients = self._gradients
+        gradients.check_unscaled(what, "move it after the with-block")
+        if gradients.came_through_scaling():
+            return
+        if not gradients.present():
+            if gradients.state.phase is Phase.EMPTY and gradients.state.scaler is not None and what == STEP:
+                self.warn_no_gradient()
+            return
+        is_scaled = self._rule.dynamic or self._rule.init_scale != 1.0
+        if is_scaled and "unscaled" not in self._warned:
+            self._warned.add("unscaled")
+            warn_user(
+                f"{what} uses gradients that did not come through mpinit.scale_loss: they were not scaled "
+                "(small ones may have become 0 in 16 bit) and not checked. Use "
+                "`with mpinit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`; where a "
+                "torch.amp.GradScaler scales them, give mpinit.initialize loss_scale=1.0"
+            )
+
+    def warn_no_gradient(self) -> None:
+        """Warn once that a loss was scaled, and no parameter has a gradient."""
+        if "none" not in self._warned and any(weight.requires_grad for weight in self._members.weights):
+            self._warned.add("none")
+            self._ranks.check_present()
+            warn_user(
+                "optimizer.step() does nothing: a loss was scaled, and none of its parameters has a gradient. "
+                "They are not those that the model computes with (was it copied, or wrapped in something that replaces "
+                "them, after the optimizer was made?), or the loss makes no use of any"
+            )
+
+
+class OwnStep:
+    """The ``step`` that an optimizer had when it was initialised.
+
+    Attributes:
+        inner: that method.
+        scope: the float32 masters that it runs on.
+    """
+
+    def __init__(self, optimizer: Optimizer, members: Members, scope: Scope) -> None:
+        self.inner: Callable[..., Any] = optimizer.step
+        self.scope = scope
+        self._members = members
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Step without a closure, as a whole, a bucket of parameters at a time, or in native code."""
+        if is_on():
+            with CastsOff():
+                return self.run(*args, **kwargs)
+        scope = self.scope
+        if not scope.steps_in_parts:
+            if not args and not kwargs and scope.is_stepped_in_one_pass():
+                return None
+            with scope.opened_for_step():
+                return self.call(*args, **kwargs)
+        result = None
+        with scope.in_parts() as parts:
+            for _ in parts:
+                result = self.call(*args, **kwargs)
+        return result
+
+    def run_in_kernel(self, found_inf: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run a fused step whose kernel skips where ``found_inf`` is above 0."""
+        undos = UndoStack()
+        try:
+            undos.set_attribute(self._members.optimizer, "found_inf", found_inf)
+            undos.set_attribute(self._members.optimizer, "grad_scale", None)
+            return self.run(*args, **kwargs)
+        finally:
+            undos.unwind()
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method itself, which needs :attr:`scope` to be open."""
+        if not self._members.unsound:
+            return self.inner(*args, **kwargs)
+        with unfused(self._members.unsound):
+            return self.inner(*args, **kwargs)
+
+
+def creates_state_only(optimizer: Optimizer) -> bool:
+    """Return whether the next step only creates the optimizer's state, as torch's checkpoints call it for.
+
+    Its learning rates and gradients are 0. It is not counted, and other ranks may not do it.
+    """
+    if optimizer.state or not all(_is_zero(group.get("lr")) for group in optimizer.param_groups):
+        return False
+    held = grads_of(parameter for group in optimizer.param_groups for parameter in group["params"])
+    gradients = [gradient for gradient in held if gradient is not None]
+    return bool(gradients) and largest(gradients, gradients[0].device).item() == 0
+
+
+def _is_zero(rate: Any) -> bool:
+    return not (isinstance(rate, torch.Tensor) and not is_read_freely(rate.device)) and bool(rate == 0)
