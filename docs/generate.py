@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import cast_policy
-import keyword_types
+import gradient_states
 import messages
 
 import mpinit
@@ -199,6 +199,7 @@ MADE: Final = {
     "reference/properties.md": properties,
     "reference/cli.md": command_line,
     "reference/cast-policy.md": cast_policy.page,
+    "reference/gradient-states.md": gradient_states.page,
     "reference/all-messages.md": messages.page,
     "../mpinit/settings/keywords.py": keyword_types.page,
 }
