@@ -163,8 +163,8 @@ class GradScaler:
             AssertionError: no gradients were unscaled since the last update.
             ValueError: ``new_scale`` is 0, negative, inf or nan.
         """
-        _, scaler = self._live("update")
-        if scaler is None:
+        session, scaler = self._live("update")
+        if session is None or scaler is None:
             return
         if new_scale is None:
             if not self._checked:
@@ -175,6 +175,7 @@ class GradScaler:
             scaler.set_scale(float(new_scale))
         elif float(new_scale) != scaler.loss_scale():
             log.info("update(%s): the loss scale is static, and stays %s", float(new_scale), scaler.loss_scale())
+        session.forget_unreached()
         self._stages.clear()
         self._checked.clear()
 

@@ -30,7 +30,7 @@ from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
 from .model.float32_values import Float32Values
 from .model.shared_memory import check_memory
-from .optimizer.gradient_state import loss_reached_none
+from .optimizer.gradient_state import cleared, loss_reached_none
 from .optimizer.gradients import Gradients
 from .optimizer.managed import ManagedOptimizer, Shared, count_by_hooks, patch
 from .optimizer.members import Members, Names, check_steps_its_groups
@@ -243,6 +243,9 @@ class Session:
         if self._unowned[1] is not None:
             managed.gradients.adopt(self._unowned[1])
 
+    def _patched(self) -> list[ManagedOptimizer]:
+        return [managed for managed in self._managed.values() if managed.is_patched]
+
     def patch_steps(self) -> None:
         """Patch optimizers that were left as they are, because losses of theirs are going to be scaled."""
         for managed in self._managed.values():
@@ -268,9 +271,9 @@ class Session:
         if not self._is_ending:
             if self.masters.are_in_model:
                 raise RuntimeError(IN_FLOAT32.format("mpinit.undo()"))
-            self.values.apply_writes()
-            reshard([module for model in self.models for module in modules_of(model)])
-            for managed in self._managed.values():
+            self.take_writes()
+            reshard(self.models)
+            for managed in self._patched():
                 managed.checks.close_exposed()
                 managed.gradients.end()
             self._is_ending = True
@@ -386,8 +389,7 @@ class Session:
         """Refuse what must not happen in the middle of a backward pass or a step, or while weights are float32."""
         if self.masters.are_in_model:
             raise RuntimeError(IN_FLOAT32.format(what))
-        self.values.apply_writes()
-        for managed in self._managed.values():
+        for managed in self._patched():
             if managed.scope.is_open:
                 raise RuntimeError(f"{what} was called inside of optimizer.step(): move it before or after the step")
             managed.gradients.check_unscaled(what, "move it before or after the with-block")
@@ -456,7 +458,7 @@ class Session:
         scaler = self.scaler(loss_id)
         scaled = scaler.scale(output)
         if scaled.requires_grad and not scaler.is_identity:
-            for managed in self._managed.values():
+            for managed in self._patched():
                 managed.checks.expect_scaled(scaler)
         return scaled
 
@@ -467,6 +469,13 @@ class Session:
         # A weight may have several optimizers: its gradient is unscaled once.
         done = {id(g) for gradients in others if not gradients.state.is_scaled for g in gradients.present()}
         return own.checks.unscale(self.scaler(loss_id), done)
+
+    def forget_unreached(self) -> None:
+        """Forget that gradients were to be scaled by a GradScaler, where its losses have left none."""
+        for managed in self._patched():
+            gradients = managed.gradients
+            if gradients.state.is_scaled and not gradients.state.is_open and not gradients.present():
+                gradients.apply(cleared)
 
     def scaler(self, loss_id: int) -> LossScaler:
         if not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):

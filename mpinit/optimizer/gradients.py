@@ -181,11 +181,12 @@ class Gradients:
         if not left:
             return
         device = left[0].device
-        if is_read_freely(device) and are_plain(left, device) and are_finite(left):
-            found_inf = torch.zeros((), dtype=torch.float32, device=device)
-        else:
-            found_inf = _check_plain(left, device)
-        self.state = states.checked(self.state, found_inf)
+        is_read = is_read_freely(device)
+        if is_read and are_plain(left, device) and are_finite(left):
+            return
+        found_inf = _check_plain(left, device)
+        if not is_read or found_inf.item() > 0:
+            self.state = states.checked(self.state, found_inf)
 
     def share(self, found_inf: torch.Tensor) -> None:
         """Let an overflow in the gradients of other optimizers count for these, too."""

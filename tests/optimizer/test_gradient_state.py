@@ -296,6 +296,20 @@ def test_a_query_before_the_backward_pass_of_a_grad_scaler_changes_nothing() -> 
         optimizer.step()
 
 
+def test_gradients_that_no_loss_of_a_grad_scaler_reached_are_not_scaled_after_its_update() -> None:
+    models = [mlp(0), mlp(1)]
+    optimizers = [SGD(model.parameters(), lr=0.1) for model in models]
+    mpinit.initialize(models, optimizers, opt_level="O2", loss_scale=8.0, verbosity=0)
+    scaler = mpinit.GradScaler(optimizers)
+    scaler.scale(mse(models[0], BATCH)).backward()
+    scaler.step(optimizers[0])
+    scaler.update()
+    mse(models[1], BATCH).backward()
+    with pytest.warns(UserWarning, match="did not come through"):
+        optimizers[1].step()
+    assert mpinit.step_counts(optimizers[1]) == (1, 0)
+
+
 def test_a_grad_scaler_inside_a_block_is_refused() -> None:
     model, optimizer = started()
     scaler = mpinit.GradScaler(optimizer)
