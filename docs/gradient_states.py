@@ -74,12 +74,12 @@ An overflow belongs to the tensors that were checked. At a step:
   DistributedDataParallel with `gradient_as_bucket_view=True` may keep the same tensors, too.
 - Gradients that are replaced (`parameter.grad = ...`) are new ones: finite, they are used.
 
-A block that was dropped without being left (a generator that was closed) is left before the next event.
+A block that was dropped without an exit is ended before the next event.
 """
 
 
 def cell(state: GradientState, event: str) -> str:
-    """What an event makes of a state: the name of a phase, or of an error."""
+    """Return the phase after an event, or the name of the error."""
     function = TABLE[event]
     names = list(inspect.signature(function).parameters)[1:]
     try:
@@ -89,7 +89,7 @@ def cell(state: GradientState, event: str) -> str:
 
 
 def named(message: str) -> str:
-    """The name of an error, by its message."""
+    """Return the name of an error with a message."""
     for name, template in ERRORS.items():
         if all(part in message for part in template.split("{}")):
             return name
@@ -97,7 +97,7 @@ def named(message: str) -> str:
 
 
 def page() -> str:
-    """The page."""
+    """Return the page."""
     parts = [_INTRODUCTION, "| phase | meaning |\n|---|---|"]
     parts[-1] += "".join(f"\n| {phase.name} | {phase.value} |" for phase in Phase) + "\n"
     parts.append("## The table\n\nA row an event, a column a phase: the phase after it, or the error.\n")

@@ -15,7 +15,7 @@ from .checkpoint import in_words_of_ours, warn_of_no_start
 from .scaling.scaler import LossScaler, check_state
 from .session import Session
 
-# The numbers that move a scale, and what torch's own has where nothing else is said.
+# The numbers by which a scale is updated, with torch's defaults.
 _USUAL: Final[dict[str, Any]] = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 # What torch's constructor calls otherwise than initialize does.
 _OURS: Final = {"init_scale": "init_loss_scale"}
@@ -144,7 +144,7 @@ class GradScaler:
         inner = _member(session, optimizer)
         if self._stages.get(inner) is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        # A backward pass after unscale_ may have left gradients again.
+        # There may have been a backward pass after unscale_.
         if inner not in self._checked or session.managed(inner).gradients.state.is_scaled:
             self._unscale(session, inner)
         if inner not in self._checked:
@@ -182,36 +182,36 @@ class GradScaler:
     # -- asking and setting -------------------------------------------------------------------------------------
 
     def is_enabled(self) -> bool:
-        """Whether there is a session: not where it is disabled."""
+        """Return whether losses are scaled by a session; False where mpinit is disabled."""
         return self._session is not None
 
     def get_scale(self) -> float:
-        """The scale in force; 1.0 where disabled. Waits for the device."""
+        """Return the scale, 1.0 where disabled; reading it is a device sync."""
         _, scaler = self._live()
         return 1.0 if scaler is None else scaler.loss_scale()
 
     def get_growth_factor(self) -> float:
-        """What the scale is multiplied by after ``get_growth_interval()`` good updates in a row."""
+        """Return the factor of the scale after ``get_growth_interval()`` good updates in a row."""
         return float(self._numbers()["growth_factor"])
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied by after good updates: a finite number above 0."""
+        """Set the factor of the scale after good updates, a finite number above 0."""
         self._set(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
-        """What the scale is multiplied by on overflow."""
+        """Return the factor of the scale after an overflow."""
         return float(self._numbers()["backoff_factor"])
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied by on overflow: a finite number above 0."""
+        """Set the factor of the scale after an overflow, a finite number above 0."""
         self._set(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
-        """After how many good updates in a row the scale grows."""
+        """Return the number of good updates in a row after which the scale grows."""
         return int(self._numbers()["growth_interval"])
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set after how many good updates in a row the scale grows: a whole number above 0."""
+        """Set the number of good updates in a row after which the scale grows, a whole number above 0."""
         self._set(growth_interval=new_interval)
 
     def state_dict(self) -> dict[str, Any]:
@@ -226,10 +226,10 @@ class GradScaler:
         return state | ({"scales": False} if scaler.is_identity else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state of :meth:`state_dict`, or of torch's own, all of it or nothing.
+        """Load a state of :meth:`state_dict`, or of torch's own, all of it or nothing.
 
-        A static scale stays what it is; a dynamic one goes on from the saved one, within its limits, or stays, with a
-        warning, where the state was saved without scaling.
+        A static scale is kept. A dynamic one becomes the saved one, within its limits. It is kept, with a warning,
+        where the state was saved without scaling.
 
         Raises:
             RuntimeError: the state is empty, as that of a disabled scaler is.
@@ -290,7 +290,7 @@ class GradScaler:
 
 
 def _instead(owners: Any, given: Mapping[str, Any]) -> str:
-    """What to write for what torch's own GradScaler takes."""
+    """Return the error text for the arguments of torch's own GradScaler, with what to write instead."""
     numbers = {_OURS.get(name, name): value for name, value in given.items() if name != "device"}
     unknown = [name for name in numbers if name not in (*_OURS.values(), *_USUAL)]
     if unknown:

@@ -96,7 +96,7 @@ class SamSteps:
     """Steps of a sharpness-aware optimizer, called as two halves: an overflow in either half skips both.
 
     The first half moves the weights to where the loss is sharpest, and the second moves them back and steps. Skipping
-    one of them alone would leave the weights moved, or infinite.
+    one of them alone would keep the weights moved, or make them infinite.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The state of an optimizer's gradients as one value, and the table of events that replace it by another.
 
 Every function of :data:`TABLE` is pure: it returns the state after an event, or raises. Whether there is a gradient is
-asked of the tensors, so no state holds it.
+asked of the tensors, and is part of no state.
 """
 
 import enum
@@ -44,9 +44,9 @@ UNSCALE: Final = "unscale_() of a GradScaler"
 class Phase(enum.Enum):
     """A phase of gradients between one step and the next."""
 
-    EMPTY = "no scaled loss has left gradients: there are none, or plain backward passes left them"
+    EMPTY = "there are no gradients of a scaled loss: none at all, or those of plain backward passes"
     SCALED = "gradients are multiplied by the loss scale, in a `scale_loss` block or by a `GradScaler`"
-    UNSCALED = "a scaled loss has left gradients, which are unscaled, checked, and not used yet"
+    UNSCALED = "the gradients of a scaled loss are unscaled, checked, and not used yet"
     USED = "a step has used the gradients"
     SKIPPED = "a step was skipped because of the gradients"
 
@@ -86,7 +86,7 @@ class GradientState(NamedTuple):
 
     @property
     def is_abandoned(self) -> bool:
-        """Return whether a ``scale_loss`` block was dropped without being left, as by a generator that was closed."""
+        """Return whether a ``scale_loss`` block was dropped without an exit, as by a call of ``__enter__`` alone."""
         return self.block is not None and self.block() is None
 
 
@@ -248,8 +248,8 @@ def dropped(state: GradientState) -> GradientState:
 # Every event with the function that returns the state after it.
 TABLE: Final[dict[str, Callable[..., GradientState]]] = {
     "`scale_loss` is entered": block_opened,
-    "`scale_loss` is left": block_closed,
-    "a loss has reached none": loss_reached_none,
+    "`scale_loss` is exited": block_closed,
+    "a loss has reached no parameter": loss_reached_none,
     "`GradScaler.scale`": scaled_by_grad_scaler,
     "`GradScaler.unscale_`": unscaled_by_grad_scaler,
     "a step, `master_params` or the like reads them": read,

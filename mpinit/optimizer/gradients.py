@@ -134,7 +134,7 @@ class Gradients:
 
     @contextmanager
     def _dropped_on_error(self) -> Iterator[None]:
-        """Clear gradients where an error leaves some of them scaled and others not."""
+        """Clear all gradients on an error, because some of them may be scaled and others not."""
         try:
             yield
         except BaseException:
@@ -177,14 +177,14 @@ class Gradients:
         """Check gradients that no backward pass has checked, as those of a plain ``backward()``."""
         if self.state.found_inf is not None:
             return
-        left = [gradient.coalesce() if gradient.is_sparse else gradient for gradient in self.present()]
-        if not left:
+        present = [gradient.coalesce() if gradient.is_sparse else gradient for gradient in self.present()]
+        if not present:
             return
-        device = left[0].device
+        device = present[0].device
         is_read = is_read_freely(device)
-        if is_read and are_plain(left, device) and are_finite(left):
+        if is_read and are_plain(present, device) and are_finite(present):
             return
-        found_inf = _check_plain(left, device)
+        found_inf = _check_plain(present, device)
         if not is_read or found_inf.item() > 0:
             self.state = states.checked(self.state, found_inf)
 
@@ -200,8 +200,8 @@ class Gradients:
             return False
         if state.agreed:
             return True
-        left = self.present()
-        if not left or largest(left, state.found_inf.device).item() == 0:
+        present = self.present()
+        if not present or largest(present, state.found_inf.device).item() == 0:
             # Cleared, or set to 0.
             self.state = states.cleared(state)
             return False
@@ -216,7 +216,7 @@ class Gradients:
         self.state = states.skipped(self.state, _used(self.state, self.weights, keeps_check=True))
 
     def came_through_scaling(self) -> bool:
-        """Return whether a scaled loss has left the gradients that are there, and no other has since the last step."""
+        """Return whether the gradients are those of a scaled loss, and no others since the last step."""
         phase = self.state.phase
         if phase is Phase.USED or phase is Phase.SKIPPED:
             return self.state.scaler is not None and not _are_new(self.state.checked, self.weights)
@@ -236,18 +236,18 @@ class Gradients:
         states.read(self.state, what, instead, have_grads(self.weights))
 
     def end_abandoned(self) -> None:
-        """Unscale the gradients of a ``scale_loss`` block that was dropped without being left."""
+        """Unscale the gradients of a ``scale_loss`` block that was dropped without an exit."""
         if self.state.is_abandoned:
             self.end()
 
     @torch.no_grad()
     def adopt(self, unowned: "Gradients") -> None:
         """Continue the state of gradients that no optimizer had so far."""
-        left = _in_kept_dtype(self.weights, self._masters)
+        present = _in_kept_dtype(self.weights, self._masters)
         found_inf = unowned.state.found_inf
-        if found_inf is not None and left:
-            found_inf = _check_plain(left, found_inf.device)
-        self.state = states.adopted(unowned.state, found_inf, bool(left))
+        if found_inf is not None and present:
+            found_inf = _check_plain(present, found_inf.device)
+        self.state = states.adopted(unowned.state, found_inf, bool(present))
 
     def end(self) -> None:
         """Unscale gradients that are still scaled, because the session ends."""

@@ -205,7 +205,7 @@ class ManagedOptimizer:
             renew_casts()
 
     def after_unscaling(self, loss: torch.Tensor, scaler: LossScaler, overflowed: bool) -> str | None:
-        """Record what a backward pass has left, before the scale is updated.
+        """Record the result of a backward pass, before the scale is updated.
 
         Returns:
             A description of the gradient with the largest share of inf and nan; None without an overflow.
@@ -320,7 +320,7 @@ def _own_methods(optimizer: Optimizer) -> list[str]:
 
 
 def count_by_hooks(managed: ManagedOptimizer, undos: UndoStack) -> None:
-    """Count the steps of an optimizer by torch's hooks, and leave all its methods as they are."""
+    """Count the steps of an optimizer by torch's hooks, and change none of its methods."""
     begun: list[Any] = []
     shared = managed.shared
 

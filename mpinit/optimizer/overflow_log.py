@@ -17,7 +17,7 @@ _SHOWN: Final = 20
 
 @dataclass(frozen=True)
 class BadGradient:
-    """A parameter whose gradient holds inf or nan.
+    """A parameter whose gradient contains inf or nan.
 
     Attributes:
         name: its dotted name.
@@ -46,7 +46,7 @@ class OverflowReport:
         loss_id: of the loss that overflowed; None where it is unknown.
         scale: the loss scale of its backward pass; None where it is unknown.
         loss: the loss, unscaled; None where reading it would have been a device sync.
-        gradients: the parameters whose gradients hold inf or nan, the largest share first.
+        gradients: the parameters whose gradients contain inf or nan, the largest share first.
         first_module: the dotted name of the module among these whose backward pass was first; None for parameters
             outside of any module.
         advice: where the overflow began, as far as gradients show it, and what to do next.
@@ -89,7 +89,7 @@ def _advice(loss: float | None, module: str | None) -> str:
             "`with mpinit.watch_overflow(model) as watch` around one batch names the module"
         )
     if module is None:
-        return "The gradients have been cleared since: look at mpinit.overflow_report(optimizer) before zero_grad()"
+        return "The gradients have been cleared since: call mpinit.overflow_report(optimizer) before zero_grad()"
     where = f"module {module!r}" if module else "the model's own parameters"
     entry = f"keep_fp32=[{module!r}]" if module else "keep_fp32"
     return (

@@ -48,7 +48,7 @@ class ScaledLoss:
         for gradients in (*self._own, *self._others):
             if gradients.state.block is not None and gradients.state.is_open:
                 for each in (*self._own, *self._others):
-                    each.drop()  # the other block may have been interrupted while it was left
+                    each.drop()  # the exit of the other block may have been interrupted
                 raise RuntimeError(NESTED_BLOCK)
             gradients.check_unscaled("mpinit.scale_loss", "move it after the with-block")
         for optimizer in self._optimizers:

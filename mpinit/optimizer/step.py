@@ -31,7 +31,7 @@ class GradientChecks:
 
     Attributes:
         exposed: the masters that ``master_params`` has yielded since the last step.
-        skips: whether steps are skipped whose gradients hold inf or nan.
+        skips: whether steps are skipped whose gradients contain inf or nan.
     """
 
     def __init__(self, members: Members, gradients: Gradients, rule: ScalingRule, ranks: Ranks) -> None:
@@ -69,7 +69,7 @@ class GradientChecks:
             self.settle_exposed()
 
     def unscale(self, scaler: LossScaler, done: Done) -> bool:
-        """Unscale and check the gradients that backward passes of a GradScaler's losses have left.
+        """Unscale and check the gradients of a GradScaler's losses.
 
         Returns:
             Whether there are any.
@@ -254,8 +254,8 @@ def creates_state_only(optimizer: Optimizer) -> bool:
     """
     if optimizer.state or not all(_is_zero(group.get("lr")) for group in optimizer.param_groups):
         return False
-    held = grads_of(parameter for group in optimizer.param_groups for parameter in group["params"])
-    gradients = [gradient for gradient in held if gradient is not None]
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    gradients = [gradient for gradient in grads_of(parameters) if gradient is not None]
     return bool(gradients) and largest(gradients, gradients[0].device).item() == 0
 
 

@@ -29,7 +29,7 @@ class LossScaler:
     def __init__(self, rule: ScalingRule, loss_id: int = 0) -> None:
         self._rule = rule
         self.loss_id = loss_id
-        # The scale, good updates since it last changed, and overflows left until it backs off: 0 once exhausted, until
+        # The scale, good updates since it last changed, and overflows until it backs off: 0 once exhausted, until
         # it grows. On the CPU whatever the default device is, because a tensor on the meta device has no value.
         self._state = (
             torch.tensor(rule.init_scale, dtype=torch.float32, device="cpu"),

@@ -30,8 +30,8 @@ IN, BY, NEST, OF = (
 # In the order of: EMPTY; SCALED in a block, by a GradScaler, by another one; UNSCALED; USED; SKIPPED.
 EXPECTED: dict[str, list[str]] = {
     "`scale_loss` is entered": [S, NEST, BY, BY, S, S, S],
-    "`scale_loss` is left": [U, U, U, U, U, U, U],
-    "a loss has reached none": [E, S, S, S, U, D, K],
+    "`scale_loss` is exited": [U, U, U, U, U, U, U],
+    "a loss has reached no parameter": [E, S, S, S, U, D, K],
     "`GradScaler.scale`": [S, IN, S, OF, S, S, S],
     "`GradScaler.unscale_`": [U, IN, U, OF, U, U, U],
     "a step, `master_params` or the like reads them": [E, IN, BY, BY, U, D, K],
@@ -78,7 +78,7 @@ class World:
         block.__enter__().backward()
         self.block = block
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         block, self.block = self.block, None
         block.__exit__(None, None, None)
 
@@ -121,7 +121,7 @@ REACHED: dict[str, Callable[[World], None]] = {
 INSIDE, SCALER, NESTED = "inside `with mpinit.scale_loss", "still scaled, by a GradScaler", "inside another block"
 CALLED: dict[str, tuple[Callable[[World], None], list[str]]] = {
     "scale_loss": (World.enter, [S, NESTED, SCALER, S, S, S]),
-    "leave": (World.leave, ["", U, "", "", "", ""]),
+    "exit": (World.exit, ["", U, "", "", "", ""]),
     "GradScaler.scale": (World.scale, [S, INSIDE, S, S, S, S]),
     "GradScaler.unscale_": (World.unscale, [E, INSIDE, U, U, U, U]),
     "step": (World.step, [E, INSIDE, SCALER, D, D, K]),
@@ -332,7 +332,7 @@ def test_an_abandoned_block_is_left() -> None:
     same(masters(optimizer), masters(by_itself))
 
 
-# -- where steps are left as they are ----------------------------------------------------------------------------------
+# -- where steps are not patched --------------------------------------------------------------------------------------
 
 
 def test_queries_at_o0_change_nothing() -> None:
