@@ -185,7 +185,12 @@ def clip_grad_norm_(
         tensor(1.)
         >>> mpinit.undo(model)
     """
-    parameters = list(master_params(optimizer))
+    session = registry.of(optimizer)
+    if session is None:
+        parameters = list(master_params(optimizer))
+    else:
+        # ``weight.grad`` is what a step uses: masters are not needed.
+        parameters = session.managed(optimizer).gradients_to_clip()
     if process_group is not None or any(map(is_sharded, parameters)):
         return norms.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, process_group)
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -390,9 +395,8 @@ def _described(session: Session) -> str:
             f"optimizer {index}, {type(optimizer).__name__}: {counted(counts.good, 'step')} done, {counts.skipped} "
             f"skipped, {counts.consecutive} of them in a row just now"
         )
-        one_pass = managed.scope.one_pass
-        stepped = one_pass.told() if one_pass is not None else None
-        lines += [f"  {stepped}"] if stepped is not None else []
+        native = managed.scope.describe_native() if managed.is_patched else None
+        lines += [f"  native code: {native}"] if native is not None else []
     waiting = session.waiting_weights()
     if waiting:
         are = "waits" if len(waiting) == 1 else "wait"

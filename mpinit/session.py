@@ -6,7 +6,7 @@ The optimizers' methods and the models' forwards keep theirs alive; the registry
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,14 +33,13 @@ from .model.shared_memory import check_memory
 from .optimizer.gradient_state import cleared, loss_reached_none
 from .optimizer.gradients import Gradients
 from .optimizer.managed import ManagedOptimizer, Shared, count_by_hooks, patch
-from .optimizer.members import Members, Names, check_steps_its_groups
+from .optimizer.members import Members, check_steps_its_groups
 from .optimizer.overflow_log import OverflowLog
 from .optimizer.per_parameter import steps_per_parameter
 from .optimizer.ranks import OPTIMIZERS, Ranks
 from .optimizer.scaled_loss import ScaledLoss, Unscaled
 from .optimizer.state import cast_state, cast_states, with_wrapped, wrapped_by
-from .plan import Masters as MasterKind
-from .plan import Plan
+from .plan import MasterWeightsMode, Plan
 from .scaling.scaler import LossScaler
 from .settings.resolve import Settings
 from .torch_internals import encoder_fast_path
@@ -49,8 +48,6 @@ from .torch_internals.step_hooks import check_steps
 
 _numbers = itertools.count()
 _TOLD: Final = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
-# For steps that are not patched, which ask nothing of it.
-_NO_CASTS: Final = casting.TensorCasts([], {}, ())
 _IS_PATCHED: Final = operator.attrgetter("is_patched")
 _FLOATS: Final = (torch.float32, torch.float64)
 
@@ -100,7 +97,6 @@ class Session:
         self._undos = UndoStack()
         # The gradients of parameters that no optimizer has, for some generations of the optimizers' members.
         self._unowned: tuple[tuple[int, ...], Gradients | None] = (), None
-        self._float32_state: state_dict.Float32State | None = None
         self._is_ending = False
 
     @property
@@ -229,8 +225,7 @@ class Session:
         # Only of torch's own optimizers it is known that a step runs their hooks, and once.
         is_known = type(optimizer).__module__.startswith("torch.optim.")
         is_patched = not (is_known and self.plan.leaves_steps_alone) or self.selection.holds_16_bit
-        casts = self._casts if is_patched else _NO_CASTS
-        shared = Shared(self.plan, self.masters, casts, self.names, self.ranks, self._states, self._members)
+        shared = Shared(self.plan, self.values, self.ranks, self._states, self._members)
         managed = self._managed[optimizer] = ManagedOptimizer(optimizer, shared)
         if is_patched:
             self._patch(managed, undos)
@@ -238,7 +233,7 @@ class Session:
             count_by_hooks(managed, undos)
 
     def _patch(self, managed: ManagedOptimizer, undos: UndoStack) -> None:
-        managed.members.refresh()
+        managed.members.sync_groups()
         patch(managed, self._states, undos)
         if self._unowned[1] is not None:
             managed.gradients.adopt(self._unowned[1])
@@ -271,11 +266,11 @@ class Session:
         if not self._is_ending:
             if self.masters.are_in_model:
                 raise RuntimeError(IN_FLOAT32.format("mpinit.undo()"))
-            self.take_writes()
-            reshard(self.models)
+            self.values.apply_writes()
+            reshard([module for model in self.models for module in modules_of(model)])
             for managed in self._patched():
-                managed.checks.close_exposed()
                 managed.gradients.end()
+            self.values.close()
             self._is_ending = True
         dtypes: dict[torch.Tensor, torch.dtype] = {weight: weight.dtype for weight in _weights(self)}
         try:
@@ -353,7 +348,7 @@ class Session:
     def settle_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Nothing of :meth:`add_optimizers` is going to be taken back: let go of what that would need."""
         for optimizer in optimizers:
-            self._casts.leave_to_optimizers(self.managed(optimizer).parameters())
+            self.values.casts.mark_trained(self.managed(optimizer).parameters())
 
     def waiting_weights(self) -> list[nn.Parameter]:
         """The models' trainable parameters that no optimizer has, where one is expected to come."""
@@ -389,11 +384,11 @@ class Session:
         """Refuse what must not happen in the middle of a backward pass or a step, or while weights are float32."""
         if self.masters.are_in_model:
             raise RuntimeError(IN_FLOAT32.format(what))
+        self.values.apply_writes()
         for managed in self._patched():
             if managed.scope.is_open:
                 raise RuntimeError(f"{what} was called inside of optimizer.step(): move it before or after the step")
             managed.gradients.check_unscaled(what, "move it before or after the with-block")
-            managed.checks.close_exposed()
         if self._unowned[1] is not None:
             self._unowned[1].check_unscaled(what, "move it before or after the with-block")
 
@@ -417,10 +412,7 @@ class Session:
 
     def overflow_log(self, optimizer: Optimizer) -> OverflowLog:
         """Return the record of an optimizer's last overflow."""
-        managed = self.managed(optimizer)
-        if not managed.is_patched:
-            managed.members.refresh()
-        return managed.skips.log
+        return self.managed(optimizer).skips.log
 
     def scaled(
         self, loss: torch.Tensor, optimizers: Sequence[Optimizer], loss_id: int, delay: bool

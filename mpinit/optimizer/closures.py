@@ -52,7 +52,7 @@ class ClosureSteps:
                     # torch's optimizers evaluate the loss once, before anything else.
                     with torch.enable_grad():
                         result = evaluate()
-                    self._members.refresh()
+                    self._members.sync_groups()
                     self._own.run(*args, **kwargs)
                 else:
                     with self._own.scope.open():

@@ -254,6 +254,10 @@ class Gradients:
         if self.state.phase is Phase.SCALED and self.state.scaler is not None:
             self.unscale(self.state.scaler, set())
 
+    def keep_in_dtype(self) -> None:
+        """Convert the gradients to the dtype that a step uses."""
+        _in_kept_dtype(self.weights, self._masters)
+
 
 # -- gradients of some weights -----------------------------------------------------------------------------------------
 
@@ -272,7 +276,7 @@ def _in_kept_dtype(weights: Sequence[nn.Parameter], masters: Masters) -> list[to
     arrived = grads_of(weights)
     if are_plain(arrived, weights[0].device if weights else torch.device("cpu")):
         return [gradient for gradient in arrived if gradient is not None]
-    kept = masters.held(arrived)
+    kept = masters.in_kept_dtype(arrived)
     for weight, before, now in zip(weights, arrived, kept, strict=True):
         if now is not None and now is not before and weight.grad_dtype in (None, now.dtype):
             weight.grad = now

@@ -5,8 +5,9 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -14,9 +15,9 @@ from torch.optim import Optimizer
 
 from ..basics.patching import UndoStack
 from ..distributed.sharding import is_distributed
-from ..masters.masters import IN_FLOAT32, Masters
+from ..masters.masters import IN_FLOAT32
 from ..masters.states import EncodedStates, decode, shown
-from ..model.casting import TensorCasts
+from ..model.float32_values import Float32Values
 from ..model.forward_weights import STANDING, renew_casts
 from ..plan import Plan
 from ..scaling.scaler import LossScaler
@@ -25,11 +26,13 @@ from ..torch_internals.step_hooks import StepHooks, has_step_hooks
 from .closures import FIRST, SECOND, Closure, ClosureSteps, SamSteps
 from .gradient_state import Phase, agreed, cleared, loss_reached_none
 from .gradients import Gradients
-from .members import Members, Names
+from .members import Members
 from .ranks import Ranks
 from .scope import Scope
 from .skipping import Skips
 from .step import GradientChecks, OwnStep, creates_state_only
+
+_LOAD: Final = "load_state_dict"
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +44,7 @@ class Shared:
     """
 
     plan: Plan
-    masters: Masters
-    casts: TensorCasts
-    names: Names
+    values: Float32Values
     ranks: Ranks
     states: EncodedStates | None
     members: list[Members]
@@ -80,7 +81,7 @@ class ManagedOptimizer:
     def members(self) -> Members:
         """The parameters in its groups."""
         shared = self.shared
-        return Members(self.optimizer, shared.masters, shared.casts, shared.names, shared.plan.masters)
+        return Members(self.optimizer, shared.values, shared.plan.masters)
 
     def list_members(self) -> None:
         """Add its parameters to those of the session, which ranks compare."""
@@ -90,7 +91,7 @@ class ManagedOptimizer:
     @functools.cached_property
     def scope(self) -> Scope:
         """The float32 masters that are in its groups while its own code runs."""
-        return Scope(self.members, self.shared.states, self.shared.plan.split_bucket_bytes)
+        return Scope(self.members, self.shared.states, self.shared.plan.properties.split_bucket_bytes)
 
     @functools.cached_property
     def gradients(self) -> Gradients:
@@ -147,25 +148,27 @@ class ManagedOptimizer:
         decision = self.decide(closure)
         if decision is Decision.SKIP:
             return self._skip()
+        if decision is Decision.STATE_ONLY:
+            with self.members.values.without_moving():
+                return self._with_hooks(decision, (closure, *args), kwargs)
         if decision is Decision.OWN:
             return self.own.inner(*(args if closure is None else (closure, *args)), **kwargs)
-        if has_step_hooks(self.optimizer):
-            # Hooks are the user's code: they run once around a step of several parts, with the weights in the groups.
-            hooks = StepHooks(self.optimizer)
-            args, kwargs = hooks.before((closure, *args), kwargs)
-            with hooks:
-                self.members.refresh()
-                result = self._run(decision, *args, **kwargs)
-            hooks.after(args, kwargs)
-        else:
-            result = self._run(decision, closure, *args, **kwargs)
-        if decision is not Decision.STATE_ONLY:
-            if decision is Decision.IN_KERNEL:
-                self.gradients.stepped(in_kernel=True)
-            else:
-                self.gradients.stepped()
-            if STANDING:
-                renew_casts()
+        result = self._with_hooks(decision, (closure, *args), kwargs)
+        self.gradients.stepped(in_kernel=decision is Decision.IN_KERNEL)
+        if STANDING:
+            renew_casts()
+        return result
+
+    def _with_hooks(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not has_step_hooks(self.optimizer):
+            return self._run(decision, *args, **kwargs)
+        # Hooks are the user's code: they run once around a step of several parts, with the weights in the groups.
+        hooks = StepHooks(self.optimizer)
+        args, kwargs = hooks.before(args, kwargs)
+        with hooks:
+            self.members.sync_groups()
+            result = self._run(decision, *args, **kwargs)
+        hooks.after(args, kwargs)
         return result
 
     def _run(self, decision: Decision, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +192,7 @@ class ManagedOptimizer:
         """
         if not self.is_patched:
             return False
-        self.members.refresh()
+        self.members.sync_groups()
         self.checks.agree()
         if self.checks.skips_in_kernel() or not self.gradients.overflowed():
             self.gradients.apply(agreed, self.gradients.state.found_inf)
@@ -218,13 +221,23 @@ class ManagedOptimizer:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the model's parameters in its groups, each once, in their order."""
-        self.members.refresh()
-        return self.members.weights
+        return self.members.parameters()
 
     def master_params(self) -> Iterator[nn.Parameter]:
         """Yield the groups' members in float32, with their unscaled gradients; see :func:`mpinit.master_params`."""
         self.gradients.check_unscaled("mpinit.master_params()", "move it after the with-block")
-        yield from self.checks.exposed.give_out() if self.is_patched else self.parameters()
+        values = self.members.values
+        values.apply_writes()
+        yield from values.hand_out(self.members.parameters())
+
+    def gradients_to_clip(self) -> list[nn.Parameter]:
+        """Return the parameters whose ``grad`` the next step uses, unscaled and in the dtype that it is kept in."""
+        self.gradients.check_unscaled("mpinit.clip_grad_norm_()", "move it after the with-block")
+        self.members.values.apply_writes()
+        if self.is_patched:
+            self.members.sync_groups()
+            self.gradients.keep_in_dtype()
+        return self.members.parameters()
 
 
 # -- the methods that are put on it -----------------------------------------------------------------------------------
@@ -248,7 +261,7 @@ def patch(managed: ManagedOptimizer, states: EncodedStates | None, undos: UndoSt
     if hasattr(inner, "_wrapped_by_lr_sched"):
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     step.is_managed = True  # type: ignore[attr-defined]
-    names = ["load_state_dict", *_own_methods(optimizer)]
+    names = [_LOAD, *_own_methods(optimizer)]
     methods: list[Any] = [step, *(_on_masters(managed, name) for name in names)]
     undos.push(functools.partial(_end, managed))
     if states is not None:
@@ -293,13 +306,12 @@ def _on_masters(managed: ManagedOptimizer, name: str) -> Callable[..., Any]:
         if is_half:
             half = managed.sam.first if name == FIRST else managed.sam.second
             return half(inner, *args, **kwargs)
-        managed.checks.settle_exposed()
-        try:
-            with CastsOff(), managed.scope.open():
-                return inner(*args, **kwargs)
-        finally:
-            if managed.members.table.exposed:
-                managed.checks.exposed.bind()
+        values = managed.members.values
+        if name == _LOAD and values.masters.are_in_model:
+            return inner(*args, **kwargs)  # the groups hold float32 parameters
+        values.apply_writes()
+        with CastsOff(), values.without_moving() if name == _LOAD else nullcontext(), managed.scope.open():
+            return inner(*args, **kwargs)
 
     method.__name__ = name
     return method
@@ -328,7 +340,7 @@ def count_by_hooks(managed: ManagedOptimizer, undos: UndoStack) -> None:
         begun.clear()
         if managed.is_patched or (not optimizer.state and creates_state_only(optimizer)):
             return
-        if shared.masters.are_in_model:
+        if shared.values.masters.are_in_model:
             raise RuntimeError(IN_FLOAT32.format(f"{type(optimizer).__name__}.step()"))
         if managed.gradients.state.scaler is not None:
             managed.gradients.apply(cleared)

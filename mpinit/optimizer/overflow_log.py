@@ -117,7 +117,7 @@ class OverflowLog:
         """Return a report of the gradients as they are now, which is a device sync."""
         order = {} if loss is None else order_of_leaves(loss)
         found = []
-        for index, weight in enumerate(self._members.weights):
+        for index, weight in enumerate(self._members.parameters()):
             bad = None if weight.grad is None else _bad_gradient(self._members.names.of(weight), weight.grad)
             if bad is not None:
                 # Without a graph: a model's last parameters come first in its backward pass.

@@ -82,6 +82,8 @@ class ScaledLoss:
                 optimizer.checks.after_backward()
         finally:
             found = self._unscale([*self._own, *self._others], done)
+            for optimizer in self._optimizers:
+                optimizer.members.values.bind_gradients()
         if exc_type is None:
             self._finish(found)
 

@@ -16,7 +16,6 @@ from ..torch_internals.compiling_with_gradients import follow_dynamo
 from ..torch_internals.fused_sgd import unfused
 from ..torch_internals.native_autocast import CastsOff, is_on
 from ..torch_internals.running import is_read_freely
-from .exposed import ExposedMasters
 from .gradient_state import SCALE, UNSCALE, Phase, check_of_grad_scaler, unread
 from .gradients import Done, Gradients, largest
 from .members import Members
@@ -30,12 +29,10 @@ class GradientChecks:
     """The checks of one optimizer's gradients, around backward passes and before a step uses them.
 
     Attributes:
-        exposed: the masters that ``master_params`` has yielded since the last step.
         skips: whether steps are skipped whose gradients contain inf or nan.
     """
 
     def __init__(self, members: Members, gradients: Gradients, rule: ScalingRule, ranks: Ranks) -> None:
-        self.exposed = ExposedMasters(members)
         self.skips = rule.skips
         self._members = members
         self._gradients = gradients
@@ -44,29 +41,19 @@ class GradientChecks:
         self._due: dict[LossScaler, None] = {}
         self._warned: set[str] = set()
 
-    def settle_exposed(self) -> None:
-        """Apply user writes to exposed masters."""
-        if self._members.table.exposed:
-            self.exposed.settle()
-
-    def close_exposed(self) -> None:
-        """Apply user writes to exposed masters for the last time before a step."""
-        if self._members.table.exposed:
-            self.exposed.close()
-
     # -- around backward passes -----------------------------------------------------------------------------------
 
     def before_backward(self) -> None:
         """Prepare for the backward pass of a scaled loss."""
-        self._members.refresh()
-        self.settle_exposed()
+        self._members.sync_groups()
+        self._members.values.apply_writes()
         follow_dynamo()
 
     def after_backward(self) -> None:
         """Include parameters that came into the groups during a backward pass, whose gradients are still scaled."""
         if not self._members.are_as_seen():
-            self._members.refresh()
-            self.settle_exposed()
+            self._members.sync_groups()
+            self._members.values.apply_writes()
 
     def unscale(self, scaler: LossScaler, done: Done) -> bool:
         """Unscale and check the gradients of a GradScaler's losses.
@@ -75,8 +62,8 @@ class GradientChecks:
             Whether there are any.
         """
         check_of_grad_scaler(self._gradients.state, scaler, UNSCALE, type(self._members.optimizer).__name__)
-        self._members.refresh()
-        self.settle_exposed()
+        self._members.sync_groups()
+        self._members.values.apply_writes()
         present = bool(self._gradients.present())
         found_inf = self._gradients.unscale(scaler, done, is_block=False)
         if found_inf is not None:
@@ -91,8 +78,8 @@ class GradientChecks:
             return
         if gradients.present() or gradients.state.is_open:
             check_of_grad_scaler(gradients.state, scaler, SCALE, type(self._members.optimizer).__name__)
-        self._members.refresh()
-        self.settle_exposed()
+        self._members.sync_groups()
+        self._members.values.apply_writes()
         gradients.scale(None, scaler, set())
 
     # -- before a step --------------------------------------------------------------------------------------------
@@ -103,9 +90,9 @@ class GradientChecks:
         Args:
             what: the step, or a half of one, for messages.
         """
-        self._members.refresh()
+        self._members.sync_groups()
         self.check_gradients(what)
-        self.close_exposed()
+        self._members.values.apply_writes()
         self.agree()
         # LR schedulers warn where no step came before them: a skipped one did.
         self._members.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -113,7 +100,7 @@ class GradientChecks:
     def prepare_state_only(self) -> None:
         """Refuse scaled gradients before a step that only creates the optimizer's state."""
         self._gradients.check_unscaled(STEP, "move it after the with-block")
-        self.close_exposed()
+        self._members.values.apply_writes()
 
     def update_scale_later(self, scaler: LossScaler) -> None:
         """Update a loss scale at the next step."""
@@ -219,9 +206,9 @@ class OwnStep:
                 return self.run(*args, **kwargs)
         scope = self.scope
         if not scope.steps_in_parts:
-            if not args and not kwargs and scope.is_stepped_in_one_pass():
+            if not args and not kwargs and scope.step_natively():
                 return None
-            with scope.opened_for_step():
+            with scope.open():
                 return self.call(*args, **kwargs)
         result = None
         with scope.in_parts() as parts:

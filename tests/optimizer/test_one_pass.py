@@ -20,8 +20,7 @@ from torch.optim import SGD, AdamW
 
 import mpinit
 from mpinit.masters.codecs import codec
-from mpinit.optimizer import gradients, one_pass, skipping
-from mpinit.torch_internals.one_pass import NativeCode
+from mpinit.optimizer import one_pass, skipping
 
 Make = Callable[..., torch.optim.Optimizer]
 # Odd sizes: some fill no vector, one has rows of encoded state that are not full.
