@@ -186,11 +186,8 @@ def clip_grad_norm_(
         >>> mpinit.undo(model)
     """
     session = registry.of(optimizer)
-    if session is None:
-        parameters = list(master_params(optimizer))
-    else:
-        # ``weight.grad`` is what a step uses: masters are not needed.
-        parameters = session.managed(optimizer).gradients_to_clip()
+    # ``weight.grad`` is what a step uses: masters are not needed.
+    parameters = list(master_params(optimizer)) if session is None else session.managed(optimizer).gradients_to_clip()
     if process_group is not None or any(map(is_sharded, parameters)):
         return norms.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, process_group)
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)

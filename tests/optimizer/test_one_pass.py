@@ -21,6 +21,7 @@ from torch.optim import SGD, AdamW
 import mpinit
 from mpinit.masters.codecs import codec
 from mpinit.optimizer import one_pass, skipping
+from mpinit.torch_internals import one_pass as native_code
 
 Make = Callable[..., torch.optim.Optimizer]
 # Odd sizes: some fill no vector, one has rows of encoded state that are not full.
