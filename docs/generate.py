@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import cast_policy
 import gradient_states
+import keyword_types
 import messages
 
 import mpinit

@@ -21,6 +21,7 @@ from ..basics.dtypes import as_float32, cast_to
 from ..basics.modules import Names
 from ..distributed.sharding import arriving_gradient_dtype, is_sharded, local, set_data, sharded_as
 from ..torch_internals.columns import addresses_of, strides_of, versions_of
+from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH
 from ..torch_internals.running import is_read_freely
 from .float_split import flat, is_dense
@@ -127,6 +128,29 @@ class FullMasters(Masters):
             return False
         master.last_seen = now
         return True
+
+    @torch.no_grad()
+    def agreeing(self) -> set[int]:
+        """Return the ids of masters whose weights are known to be their roundings; small ones are compared together."""
+        free = {device for device in {master.weight.device for master in self} if is_read_freely(device)}
+        small: list[Master] = []
+        others: list[Master] = []
+        for master in self._of.values():
+            weight, parameter = master.weight, master.parameter
+            is_small = weight.numel() <= _SMALL and weight.device in free and not master.is_sharded
+            is_flat = weight.dtype is master.dtype and weight.is_contiguous() and parameter.is_contiguous()
+            (small if is_small and is_flat and weight.shape == parameter.shape else others).append(master)
+        found: set[int] = set()
+        for dtype in {master.dtype for master in small}:
+            members = [master for master in small if master.dtype is dtype]
+            with CastsOff():  # which cat() obeys
+                weights = torch.cat([TENSOR_DETACH(master.weight).view(-1) for master in members])
+                values = torch.cat([TENSOR_DETACH(master.parameter).view(-1) for master in members])
+            if torch.equal(values.to(dtype), weights):
+                found.update(map(id, members))
+            else:
+                others += members
+        return found | {id(master) for master in others if self._agrees(master)}
 
     @torch.no_grad()
     def follow(self, master: Master, keeps_bits: bool = False) -> None:

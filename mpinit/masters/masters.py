@@ -76,7 +76,7 @@ class Master:
 
 def layout_of(weight: torch.Tensor) -> Layout:
     """Read where a weight's numbers in this process are, and how they are to be read."""
-    here = shard(weight)
+    here = getattr(weight, "_local_tensor", weight)
     address = 0 if here.is_meta or here.layout is not torch.strided else here.data_ptr()
     return address, here.stride(), here.shape, here.dtype, here.device
 

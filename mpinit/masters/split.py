@@ -91,10 +91,6 @@ class SplitMasters(Masters):
     def _forget(self, master: Master) -> None:
         self.versions.pop(id(master), None)
 
-    def _is_written(self, master: Master) -> bool:
-        is_touched = id(master.weight) in self.data_use.touched
-        return is_touched or self.versions.get(id(master)) != shard(master.weight)._version
-
     def _cast(self, master: Master, dtype: torch.dtype) -> None:
         assert isinstance(master, SplitMaster)
         incoming = shard(master.weight)
@@ -145,8 +141,11 @@ class SplitMasters(Masters):
         assert isinstance(master, SplitMaster)
         weight = shard(master.weight) if master.is_sharded else TENSOR_DETACH(master.weight)
         joined: torch.Tensor = weight.to(torch.float32)
-        remainder = master.laid_out(weight)
-        if self._is_written(master):
+        remainder = master.remainder
+        is_there = remainder is not None and weight.data_ptr() == master.address and weight.stride() == master.strides
+        if remainder is None or not is_there or master.parameter.shape != master.weight.shape:
+            remainder = master.laid_out(weight)
+        if self.versions.get(id(master)) != weight._version or id(master.weight) in self.data_use.touched:
             remainder = remainder.masked_fill(_is_exact(flat(weight)), 0)
         add_remainder_(joined.as_strided((joined.numel(),), (1,)), remainder)
         return sharded_as(joined, master.weight) if master.is_sharded else joined

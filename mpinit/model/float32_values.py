@@ -70,6 +70,8 @@ class Float32Values:
         self._models = models
         self._names = Names(models)
         self._entries: list[_Entry] = []
+        # Ids of masters whose weights were their roundings when the state dict at hand began.
+        self._agreeing: set[int] = set()
         # Of state dicts made inside of a block: the user's tensor, its memory, and the 16-bit tensor.
         self._block_entries: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor]] = []
         self._handed_out = HandedOutMasters(masters) if isinstance(masters, FullMasters) else None
@@ -129,15 +131,26 @@ class Float32Values:
             tensor: the parameter or buffer.
             saved: what torch would save of it.
         """
-        values = self.of(tensor)
+        master = self.masters.of(tensor)
+        agreed = id(master) in self._agreeing
+        if master is None:
+            values = self.casts.original_values(tensor)
+        else:
+            values = master.parameter if agreed else self.masters.values(master)
         # An entry is an ordinary tensor also inside of torch.inference_mode(), where torch would count no writes.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             wide = (saved if values is None else values).detach().to(torch.float32, copy=True)
-        agreed = values is not None and self._shares_memory_with_master(tensor, values)
         self._entries.append(
-            _Entry(weakref.ref(wide), wide.detach(), wide._version, tensor, self._clock(tensor), agreed)
+            _Entry(
+                weakref.ref(wide), wide.detach(), wide._version, tensor, self._clock(tensor, master is not None), agreed
+            )
         )
         return wide
+
+    def prepare_entries(self) -> None:
+        """Prepare for the entries of one state dict: in bulk."""
+        self.apply_writes()
+        self._agreeing = self.masters.agreeing() if isinstance(self.masters, FullMasters) else set()
 
     def _shares_memory_with_master(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
         master = self.masters.of(tensor)
@@ -201,16 +214,19 @@ class Float32Values:
                     entry.version = entry.values._version
                 raise RuntimeError(_TWICE.format(self._names.of(entries[0].tensor)))
 
-    def _clock(self, tensor: torch.Tensor) -> tuple[int, ...]:
+    def _clock(self, tensor: torch.Tensor, is_recorded: bool = False) -> tuple[int, ...]:
         """Read how often a tensor was written to: its versions, and how often its data was found changed."""
         if tensor.is_inference():
             return ()
-        use = self.masters.data_use
-        if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
-            if id(tensor) not in use.kept:
-                record_data_use(tensor, use)
+        use, key = self.masters.data_use, id(tensor)
+        if key in use.touched:
             use.keep(tensor)
-        return tensor._version, shard(tensor)._version, use.moves.get(id(tensor), 0)
+        elif key not in use.kept and isinstance(tensor, nn.Parameter) and not tensor.is_meta:
+            use.kept[key] = None
+            if not is_recorded:
+                record_data_use(tensor, use)
+        part = getattr(tensor, "_local_tensor", tensor)
+        return tensor._version, part._version, use.moves.get(key, 0)
 
     def _has_moved(self, entry: "_Entry") -> bool:
         if self._clock(entry.tensor) != entry.clock:

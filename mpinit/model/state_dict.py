@@ -107,10 +107,10 @@ class Float32State:
 
     def _begin(self, state_dict: dict[str, Any]) -> None:
         """Prepare for the first module of a state dict."""
-        if self._destination is None or self._destination() is not state_dict:
-            self.apply_writes()
-            self._destination = _reference(state_dict)
-            self._made = {}
+        if self._values is not None:
+            self._values.prepare_entries()
+        self._destination = _reference(state_dict)
+        self._made = {}
 
     def _entry(self, tensor: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
         """Make a float32 copy of a tensor, one for all of its names, as they share memory in torch's state dict."""
@@ -127,7 +127,8 @@ class Float32State:
 
     def export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """After ``state_dict()`` of one module: replace its own 16-bit entries by float32 ones."""
-        self._begin(state_dict)
+        if self._destination is None or self._destination() is not state_dict:
+            self._begin(state_dict)
         is_in_block = self._values is not None and self._values.masters.are_in_model
         # Without calls for what can be seen here: a state dict of a large model passes some 100,000 tensors.
         for tensors in (module._parameters, module._buffers):

@@ -293,7 +293,7 @@ class Run:
         held, number = self.weight(name).detach(), self.by_hand[name]
         if self.splits(name):
             low = self.remainders.setdefault(name, remainder(number.detach()))
-            low = torch.where(held == 0, low.clamp(min=0), low)
+            low = torch.where((held == 0) | held.isinf(), 0, low)
             number.copy_((held.float().view(torch.int32) + low).view(torch.float32))
         elif name in self.mastered:
             first, after = self.firsts.get(name, (number, number))
