@@ -434,6 +434,8 @@ class Session:
 
     def _other_gradients(self, own: Sequence[ManagedOptimizer]) -> list[Gradients]:
         """Return the gradients that a loss may reach beside those of some optimizers."""
+        for members in self._members:
+            members.sync_groups()
         (known, unowned), key = self._unowned, tuple([members.generation for members in self._members])
         if unowned is None or known != key:
             stepped = {id(weight) for members in self._members for weight in members.weights}
