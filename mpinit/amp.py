@@ -116,11 +116,12 @@ def _shared(optimizers: Any) -> tuple[Session | None, list[Optimizer]]:
 
 
 def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    """The parameters that ``optimizer.step()`` will update, in float32, with the gradients that it will use.
+    """Yield the parameters that ``optimizer.step()`` updates, in float32, with the gradients that it uses.
 
     Between steps an optimizer's groups hold the model's own parameters, and their ``grad`` is what a step uses, so that
-    clipping over these does as well. Until the next step a master that is written to is rounded into its weight, and a
-    gradient that is replaced on one of the two counts for both.
+    clipping over these does as well. The masters are the same objects in every iteration: a list of them can be kept.
+    After each backward pass a master's ``grad`` is its weight's. A master that is written to is rounded into its weight
+    before anything reads that, and a gradient that is replaced on one of the two counts for both.
 
     Args:
         optimizer: an initialised optimizer (or, where disabled, any).

@@ -11,15 +11,17 @@ from .session import Session
 
 @contextmanager
 def float32_weights(owners: Any) -> Iterator[None]:
-    """While the block runs, the models of a session have float32 parameters and buffers: what their 16-bit ones mean.
+    """Give the models of a session float32 parameters and buffers while the block runs: what their 16-bit ones mean.
 
     They read and write as float32, with every bit of the masters, at every level, and forwards compute in float32: for
-    averages (``EMAModel(model.parameters())``, ``copy_``, ``lerp_``), surgery, exports and evaluation. At the end what
-    was written is rounded into the 16-bit weights, also after an exception. May be nested. Where weights are float32
-    anyway nothing is done (O0, O1; ``master_weights="model"``, where forwards inside compute in float32).
+    averages (``EMAModel(model.parameters())``, ``copy_``, ``lerp_``), surgery, exports and evaluation. The optimizers'
+    groups hold them, too. At the end numbers are rounded into the 16-bit weights, also after an exception, and
+    gradients, ``requires_grad``, hooks, Python attributes and groups are carried back. May be nested. Where weights are
+    float32 anyway nothing is done (O0, O1; ``master_weights="model"``, where forwards inside compute in float32).
 
-    Parameters are other objects inside: take them from the model in the block, not before. Takes 4 bytes a parameter
-    where there are no full masters.
+    Parameters are other objects inside: read them from the model in the block, not before. One that is kept after the
+    block is the live master with full masters, and elsewhere empty (all nan): a write to it raises an error with the
+    next use of the model. Needs 4 bytes per parameter where there are no full masters.
 
     Args:
         owners: an initialised model or optimizer, or a list or tuple of them.

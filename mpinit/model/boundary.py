@@ -42,7 +42,7 @@ class Boundary:
 
     Attributes:
         before_forward: called first, where the caller is outside of every forward.
-        targets: tensors of the models -> the type that they were given.
+        targets: ids of the models' tensors -> the dtype that they were cast to.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Boundary:
         self.casts: ForwardCasts | None = casts
         self.keep_inputs = keep_inputs
         self.before_forward: Callable[[], None] | None = None
-        self.targets: Mapping[torch.Tensor, torch.dtype] = {}
+        self.targets: Mapping[int, torch.dtype] = {}
         self.is_live = True
 
     def retire(self) -> None:
@@ -83,7 +83,7 @@ class Boundary:
         if inner is None or not is_lower_precision(inner):
             return None
         for name, parameter in module.named_parameters():
-            expected = self.targets.get(parameter, inner)
+            expected = self.targets.get(id(parameter), inner)
             if parameter.is_floating_point() and parameter.dtype is not expected:
                 return (
                     f"{name!r} is {dtype_name(parameter.dtype)} in {type(module).__name__}, which mpinit.initialize "

@@ -1,12 +1,10 @@
 """Casts of parameters and buffers, and their undo to the bit."""
 
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..basics.dtypes import cast_to, cast_within_range, is_lower_precision, may_overflow
 from ..basics.logs import warn_user
@@ -48,12 +46,11 @@ class TensorCasts:
         trained: Collection[torch.Tensor],
     ) -> None:
         self._targets = {tensor: dtype for tensor, dtype in targets.items() if tensor.dtype != dtype}
-        # By the ids of parameters, weakly: one that is replaced in the models is freed.
-        self._trained: MutableMapping[torch.Tensor, Any] = WeakIdKeyDictionary(dict=dict.fromkeys(trained))
-        self._out_of_range: MutableMapping[torch.Tensor, Any] = WeakIdKeyDictionary()
-        self._original_dtypes: MutableMapping[torch.Tensor, torch.dtype] = WeakIdKeyDictionary()
+        self._trained = set(trained)
+        self._out_of_range: set[torch.Tensor] = set()
+        self._original_dtypes: dict[torch.Tensor, torch.dtype] = {}
         # Values of parameters before they were cast; of sharded ones the part in this process.
-        self._originals: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
+        self._originals: dict[torch.Tensor, torch.Tensor] = {}
         # Gradients as they came in, or while their parameter changes its dtype.
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._buffers: dict[torch.Tensor, _Buffer] = {}
@@ -67,9 +64,8 @@ class TensorCasts:
 
         The one warning of clamping names ``others_out_of_range``, weights with masters, as well.
         """
-        clamped = out_of_range(self._targets)
-        self._out_of_range.update(dict.fromkeys(clamped))
-        clamped |= set(others_out_of_range)
+        self._out_of_range = out_of_range(self._targets)
+        clamped = self._out_of_range | set(others_out_of_range)
         warn_about_clamping(index, clamped)
         warn_about_precision_loss(index, self._targets, but_for=clamped)
         places = index.places_of_buffers()
@@ -82,10 +78,8 @@ class TensorCasts:
 
     def finish(self) -> None:
         """Drop the values that only a failed set-up needs."""
-        kept: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
-        for parameter, original in self._originals.items():
-            if parameter not in self._trained or parameter in self._out_of_range:
-                kept[parameter] = original
+        changing = self._trained - self._out_of_range
+        kept = {parameter: original for parameter, original in self._originals.items() if parameter not in changing}
         self._targets = {}
         # Both at once: until here an interruption is one of the set-up.
         self._gradients, self._originals = {}, kept
@@ -112,13 +106,13 @@ class TensorCasts:
     def mark_trained(self, parameters: Iterable[torch.Tensor]) -> None:
         """Treat parameters as trained from now on, and drop their values of before the cast."""
         for parameter in parameters:
-            self._trained[parameter] = None
+            self._trained.add(parameter)
             if parameter not in self._out_of_range:
                 self._originals.pop(parameter, None)
 
     def adopt(self, parameter: torch.Tensor, original_dtype: torch.dtype) -> None:
         """Let :meth:`undo` restore the dtype of a parameter whose master was discarded."""
-        self._trained[parameter] = None
+        self._trained.add(parameter)
         self._original_dtypes.setdefault(parameter, original_dtype)
 
     @torch.no_grad()

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..basics.modules import ModelIndex
 from ..basics.patching import UndoStack
@@ -206,8 +205,8 @@ def patch_forwards(
     casts = ForwardCasts(plan.function_dtype) if plan.properties.patch_torch_functions else NO_CASTS
     output_dtype = plan.output_dtype if plan.cast_outputs else None
 
-    # Weakly, by their ids: parameters that are replaced in the models are freed.
-    targets: WeakIdKeyDictionary = WeakIdKeyDictionary(dict=selection.targets)
+    # By their ids: parameters that are replaced in the models are freed.
+    targets = {id(tensor): dtype for tensor, dtype in selection.targets.items()}
 
     def boundary(dtype: torch.dtype) -> Boundary:
         made = Boundary(dtype, plan.cast_model, output_dtype, casts, plan.keep_inputs)

@@ -1,12 +1,11 @@
 """An optimizer's state: moved between a weight and its master, and cast with a parameter."""
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..basics.patching import UndoStack
 from ..distributed.sharding import local
@@ -61,12 +60,8 @@ def cast_state(state: Any, shape: torch.Size | None, old: torch.dtype, new: torc
 
 def cast_states(optimizers: Sequence[Optimizer], casts: Casts, undos: UndoStack) -> None:
     """Cast the state of parameters that are cast without a master."""
-    # Weakly, by their ids: a parameter that is replaced in the models is freed.
-    casts = WeakIdKeyDictionary(dict=dict(casts))
     for optimizer in with_wrapped(optimizers):
-        known: Collection[torch.Tensor] = WeakIdKeyDictionary(
-            dict=dict.fromkeys(parameter for parameter in optimizer.state if parameter in casts)
-        )
+        known = {parameter for parameter in optimizer.state if parameter in casts}
         undos.push(functools.partial(_cast_newer_states, optimizer, casts, known))
         for parameter in known:
             old, new = casts[parameter]
@@ -75,7 +70,7 @@ def cast_states(optimizers: Sequence[Optimizer], casts: Casts, undos: UndoStack)
             cast_state(state, None, old, new)
 
 
-def _cast_newer_states(optimizer: Optimizer, casts: Casts, known: Collection[torch.Tensor]) -> None:
+def _cast_newer_states(optimizer: Optimizer, casts: Casts, known: set[torch.Tensor]) -> None:
     for parameter, state in optimizer.state.items():
         if parameter in casts and parameter not in known:
             old, new = casts[parameter]
