@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -32,7 +31,7 @@ from ..masters.law import is_rounding, meaning, round_into
 from ..masters.masters import Master, Masters
 from ..torch_internals.columns import are_same, grads_of, set_grads, versions_of
 from ..torch_internals.parameter_data import TENSOR_DATA, have_same_bits, record_data_use
-from ..torch_internals.running import call_after_backward, current_pass, is_read_freely
+from ..torch_internals.running import call_after_backward, current_graph_task, is_read_freely
 from .casting import TensorCasts
 from .shared_memory import is_16_bit
 
@@ -75,6 +74,8 @@ class Float32Values:
         # Of state dicts made inside of a block: the user's tensor, its memory, and the 16-bit tensor.
         self._block_entries: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor]] = []
         self._handed_out = HandedOutMasters(masters) if isinstance(masters, FullMasters) else None
+        # What was asked for last, its masters, what was handed out, and how many masters there were.
+        self._last_handed_out: tuple[list[nn.Parameter], list[Master], list[nn.Parameter], int] = [], [], [], 0
         # Parameters of blocks by the id of their 16-bit tensor: used again while they are alive.
         self._wide: dict[int, _WideParameter] = {}
 
@@ -104,8 +105,21 @@ class Float32Values:
             self._handed_out.remember(master)
         return True
 
-    def apply_writes(self) -> None:
+    def apply_gradients(self) -> None:
+        """Apply what was done to the ``grad`` of handed-out masters, before a scaled loss adds to gradients.
+
+        Raises:
+            RuntimeError: a weight and its master got other gradients.
+        """
+        handed_out = self._handed_out
+        if handed_out is not None and handed_out.masters and not self.masters.are_in_model:
+            handed_out.apply_gradients()
+
+    def apply_writes(self, with_gradients: bool = True) -> None:
         """Apply all that was written through handed-out tensors; cheap where nothing was handed out.
+
+        Args:
+            with_gradients: whether gradients are going to be used. Default True.
 
         Raises:
             RuntimeError: a weight and its master, or two entries, were written to differently; an entry was written to
@@ -117,6 +131,8 @@ class Float32Values:
             self.masters.follow_replaced_memory()
         if self._handed_out is not None and self._handed_out.masters:
             self._handed_out.apply_writes()
+            if with_gradients:
+                self._handed_out.apply_gradients()
         if self._entries:
             self._apply_entries()
         if self._wide:
@@ -149,7 +165,7 @@ class Float32Values:
 
     def prepare_entries(self) -> None:
         """Prepare for the entries of one state dict: in bulk."""
-        self.apply_writes()
+        self.apply_writes(with_gradients=False)
         self._agreeing = self.masters.agreeing() if isinstance(self.masters, FullMasters) else set()
 
     def _shares_memory_with_master(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
@@ -187,7 +203,11 @@ class Float32Values:
     def _apply_entries(self) -> None:
         written: dict[int, list[_Entry]] = {}
         for entry in self._entries:
-            if entry.values._version != entry.version:
+            if entry.values._version == entry.version:
+                continue
+            if self._has_moved(entry) and self._holds_present_numbers(entry):
+                entry.version, entry.clock = entry.values._version, self._clock(entry.tensor)
+            else:
                 written.setdefault(id(entry.tensor), []).append(entry)
         if written:
             self._check_entries(list(written.values()))
@@ -234,6 +254,12 @@ class Float32Values:
         values = self.of(entry.tensor) if entry.agreed else None
         return values is not None and not self._shares_memory_with_master(entry.tensor, values)
 
+    def _holds_present_numbers(self, entry: "_Entry") -> bool:
+        """Return whether an entry has the numbers that its tensor means now: nothing is lost, and nothing comes back."""
+        values = self.of(entry.tensor)
+        present = local(entry.tensor.float() if values is None else values)
+        return present.shape == entry.values.shape and torch.equal(present, local(entry.values))
+
     def _merged(self, entries: Sequence["_Entry"]) -> Any:
         """Merge what was written to several entries of one tensor; None where two contradict each other."""
         if len(entries) == 1:
@@ -259,11 +285,17 @@ class Float32Values:
         From here on they follow their weights, and what is written to them counts.
         """
         asked = list(weights)
-        if self._handed_out is None:
+        if self._handed_out is None or len(self.masters) == 0:
             return asked
-        found = [self.masters.of(weight) for weight in asked]
-        self._handed_out.add([master for master in found if master is not None])
-        return [w if m is None else m.parameter for w, m in zip(asked, found, strict=True)]
+        last, masters, given, count = self._last_handed_out
+        if count != len(self.masters) or not are_same(asked, last):
+            found = [self.masters.of(weight) for weight in asked]
+            masters = [master for master in found if master is not None]
+            given = [w if m is None else m.parameter for w, m in zip(asked, found, strict=True)]
+            self._last_handed_out = asked, masters, given, len(self.masters)
+        self._handed_out.add(masters)
+        self._handed_out.bind_gradients()
+        return list(given)
 
     def bind_gradients(self) -> None:
         """Set the ``grad`` of handed-out masters to their weights'; after a backward pass."""
@@ -279,6 +311,7 @@ class Float32Values:
         """Free masters of weights that no optimizer has any more and no model: they were replaced by others."""
         unused = [master for master in masters if master.optimizers == 0]
         if unused:
+            self._last_handed_out = [], [], [], 0
             used = {id(parameter) for model in self._models for parameter in model.parameters()}
             for master in unused:
                 if id(master.weight) not in used:
@@ -401,12 +434,12 @@ class HandedOutMasters:
         self._bound: list[torch.Tensor | None] = []
         self._theirs: list[torch.Tensor | None] = []
         self._copies: dict[int, int] = {}
-        self._pass = -1
+        self._on_gradient = _OnGradient(weakref.ref(self))
 
     def add(self, masters: Iterable[Master]) -> None:
         """Hand out masters, those that are handed out already among them."""
         asked = list(masters)
-        new = [master for master in asked if id(master) not in self._index]
+        new = [] if are_same(asked, self.masters) else [each for each in asked if id(each) not in self._index]
         for master in new:
             self._table.follow(master, keeps_bits=True)
             self._table.handed_out.add(id(master))
@@ -414,14 +447,12 @@ class HandedOutMasters:
             self._table.data_use.keep(master.weight)
             self._table.data_use.keep(master.parameter)
         if len(self._hooks) < len(self._index) + len(new):
-            on_gradient = partial(_on_gradient, weakref.ref(self))
             for master in asked:
-                if id(master) not in self._hooks and master.weight.requires_grad:
-                    self._hooks[id(master)] = master.weight.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+                weight: Any = master.weight
+                if id(master) not in self._hooks and weight.requires_grad:
+                    self._hooks[id(master)] = weight.register_post_accumulate_grad_hook(self._on_gradient)
         if new:
             self._arrange([*self.masters, *new])
-        elif not are_same(self._theirs, grads_of(self._weights)):
-            self.bind_gradients()
 
     def _arrange(self, masters: list[Master]) -> None:
         self.masters = masters
@@ -449,20 +480,21 @@ class HandedOutMasters:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def on_gradient(self) -> None:
-        """Bind gradients at the end of the backward pass that has just accumulated one."""
-        if self._pass != (now := current_pass()):
-            self._pass = now
-            call_after_backward(self._bind_after_backward)
-
-    def _bind_after_backward(self) -> None:
+    def bind_after_backward(self) -> None:
+        """Bind gradients at the end of a backward pass."""
         if not (self._table.are_in_model or self._table.is_open):
             self.bind_gradients()
 
     @torch.no_grad()
-    def bind_gradients(self) -> None:
-        """Set each master's ``grad`` to its weight's, or to a float32 copy of that where it has another dtype."""
+    def bind_gradients(self, anew: bool = False) -> None:
+        """Set each master's ``grad`` to its weight's, or to a float32 copy of that where it has another dtype.
+
+        Args:
+            anew: also where the weights' gradients are those that were bound last. Default False.
+        """
         theirs = grads_of(self._weights)
+        if not anew and are_same(theirs, self._theirs):
+            return
         bound, self._copies = theirs, {}
         if not _FLOAT32.issuperset({gradient.dtype for gradient in theirs if gradient is not None}):
             bound = [None if gradient is None else gradient.float() for gradient in theirs]
@@ -471,11 +503,16 @@ class HandedOutMasters:
         set_grads(self._parameters, bound)
         self._bound, self._theirs = bound, theirs
 
-    def _apply_gradients(self) -> None:
+    def apply_gradients(self) -> None:
+        """Let weights have the gradients that their masters were given, and the reverse.
+
+        Raises:
+            RuntimeError: a weight and its master got other gradients.
+        """
+        if len(self._table.handed_out) != len(self.masters):
+            self._drop_discarded()
         mine = grads_of(self._parameters)
         if not self._copies and are_same(mine, self._bound):
-            if not are_same(grads_of(self._weights), self._theirs):
-                self.bind_gradients()
             return
         is_changed = False
         for index, (master, gradient, bound) in enumerate(zip(self.masters, mine, self._bound, strict=True)):
@@ -486,7 +523,7 @@ class HandedOutMasters:
             is_changed = True
             self._apply_gradient(master, gradient, self._theirs[index])
         if is_changed:
-            self.bind_gradients()
+            self.bind_gradients(anew=True)
 
     def _apply_gradient(self, master: Master, mine: torch.Tensor | None, before: torch.Tensor | None) -> None:
         theirs = master.weight.grad
@@ -508,7 +545,7 @@ class HandedOutMasters:
             for tensor in (master.weight, master.parameter):
                 if id(tensor) in use.touched:
                     use.keep(tensor)
-        self.bind_gradients()
+        self.bind_gradients(anew=True)
 
     def _versions_now(self) -> tuple[list[int], list[int]]:
         weights: list[Any] = self._weights
@@ -544,7 +581,6 @@ class HandedOutMasters:
                 if weight_moved or master_moved or is_touched:
                     self._apply(master, weight_moved, master_moved)
                     self.remember(master)
-        self._apply_gradients()
 
     @torch.no_grad()
     def _apply(self, master: Master, weight_moved: bool, master_moved: bool) -> None:
@@ -581,10 +617,21 @@ class HandedOutMasters:
         master.last_seen = None
 
 
-def _on_gradient(known: "weakref.ref[HandedOutMasters]", weight: torch.Tensor) -> None:
-    handed_out = known()
-    if handed_out is not None:
-        handed_out.on_gradient()
+class _OnGradient:
+    """A post-accumulate-grad hook of all weights: the first one of a backward pass binds gradients at its end."""
+
+    __slots__ = ("_known", "_pass")
+
+    def __init__(self, known: "weakref.ref[HandedOutMasters]") -> None:
+        self._known = known
+        self._pass = -1
+
+    def __call__(self, _: torch.Tensor) -> None:
+        if self._pass != (now := current_graph_task()):
+            self._pass = now
+            handed_out = self._known()
+            if handed_out is not None:
+                call_after_backward(handed_out.bind_after_backward)
 
 
 # -- a block --------------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ class Float32State:
     def apply_writes(self) -> None:
         """Apply what was written through tensors that were handed out."""
         if self._values is not None:
-            self._values.apply_writes()
+            self._values.apply_writes(with_gradients=False)
 
     def float32_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Read the float32 values of a 16-bit tensor; None where those are its own, or it is not 16-bit."""

@@ -46,7 +46,7 @@ class GradientChecks:
     def before_backward(self) -> None:
         """Prepare for the backward pass of a scaled loss."""
         self._members.sync_groups()
-        self._members.values.apply_writes()
+        self._members.values.apply_gradients()
         follow_dynamo()
 
     def after_backward(self) -> None:
@@ -63,7 +63,7 @@ class GradientChecks:
         """
         check_of_grad_scaler(self._gradients.state, scaler, UNSCALE, type(self._members.optimizer).__name__)
         self._members.sync_groups()
-        self._members.values.apply_writes()
+        self._members.values.apply_gradients()
         present = bool(self._gradients.present())
         found_inf = self._gradients.unscale(scaler, done, is_block=False)
         if found_inf is not None:
@@ -79,7 +79,7 @@ class GradientChecks:
         if gradients.present() or gradients.state.is_open:
             check_of_grad_scaler(gradients.state, scaler, SCALE, type(self._members.optimizer).__name__)
         self._members.sync_groups()
-        self._members.values.apply_writes()
+        self._members.values.apply_gradients()
         gradients.scale(None, scaler, set())
 
     # -- before a step --------------------------------------------------------------------------------------------

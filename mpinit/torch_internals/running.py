@@ -23,6 +23,10 @@ def current_pass() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+# The number of the backward pass that this thread is inside of, -1 outside: asked for each gradient.
+current_graph_task: Final[Callable[[], int]] = torch._C._current_graph_task_id
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call a function when the backward pass that runs in this thread is over, and DDP has averaged its gradients.
 
