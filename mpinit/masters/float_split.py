@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from ..torch_internals.running import is_read_freely, works_within_a_cache
+from ..torch_internals.running import reads_without_sync, works_within_a_cache
 
 _HALF: Final = 0x8000
 _MAGNITUDE: Final = 0x7FFFFFFF
@@ -44,7 +44,7 @@ def add_remainder_(values: torch.Tensor, remainder: torch.Tensor) -> None:
     parts = _chunks(values, remainder) if values.numel() > _CHUNK else ((values, remainder),)
     for part, rest in parts:
         bits = part.view(torch.int32)
-        if is_read_freely(part.device):
+        if reads_without_sync(part.device):
             bits.add_(rest)
             # Elements that do not belong together join to nan. A sum costs less than a test of each of them.
             if bool(part.sum().isfinite()):

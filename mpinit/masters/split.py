@@ -15,7 +15,7 @@ from torch import nn
 from ..basics.dtypes import as_float32, is_lower_precision
 from ..basics.modules import Names
 from ..distributed.sharding import in_place_of, is_sharded, placed_as, set_data, shard, sharded_as
-from ..torch_internals.columns import addresses_of, are_same, set_memory, strides_of, versions_of
+from ..torch_internals.bulk import are_same, data_ptrs, set_memory, strides_of, versions_of
 from ..torch_internals.parameter_data import TENSOR_DETACH
 from .float_split import add_remainder_, flat, is_dense, take_remainder_
 from .masters import Gradients, Master, MasterBatch, Masters
@@ -201,7 +201,7 @@ class _Bucket(MasterBatch):
     def _find_weights(self) -> None:
         """Look up where the weights and remainders are; they may have moved since the last step."""
         shards = self._shards()
-        addresses, strides = addresses_of(shards), strides_of(shards)
+        addresses, strides = data_ptrs(shards), strides_of(shards)
         if (addresses, strides) == (self._addresses, self._strides) and self._holds_remainders():
             return
         self._owner.follow_replaced_memory(self._masters)
@@ -209,7 +209,7 @@ class _Bucket(MasterBatch):
         self._sizes = [each.numel() for each in shards]
         self._numel = sum(self._sizes)
         self._placeholders = list(map(_placeholder, self._weights))
-        addresses, strides = addresses_of(shards), strides_of(shards)
+        addresses, strides = data_ptrs(shards), strides_of(shards)
         parts = [master.laid_out(shard(master.weight)) for master in self._masters]
         self._remainder = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int16, device=self._device)
         self._parts = list(self._remainder.split_with_sizes(self._sizes))
@@ -327,7 +327,7 @@ class _Bucket(MasterBatch):
     def _gather(self) -> None:
         """An optimizer may have given a master memory of its own, by ``p.data = ...``: what that holds counts."""
         held = list(map(shard, self._parameters)) if self._are_sharded else self._parameters
-        if addresses_of(held) == addresses_of(self._values):
+        if data_ptrs(held) == data_ptrs(self._values):
             return
         for value, laid_out in zip(held, self._values, strict=True):
             if value.data_ptr() != laid_out.data_ptr():

@@ -30,9 +30,9 @@ from ..distributed.sharding import is_sharded, local, shard
 from ..masters.full import FullMasters
 from ..masters.law import is_rounding, meaning, round_into
 from ..masters.masters import Master, Masters
-from ..torch_internals.columns import are_same, grads_of, set_grads, versions_of
+from ..torch_internals.bulk import are_same, grads_of, set_grads, versions_of
 from ..torch_internals.parameter_data import TENSOR_DATA, have_same_bits, record_data_use
-from ..torch_internals.running import call_after_backward, current_pass, is_read_freely
+from ..torch_internals.running import call_after_backward, current_pass, reads_without_sync
 from .casting import TensorCasts
 from .shared_memory import is_16_bit
 
@@ -551,7 +551,7 @@ class HandedOutMasters:
         weight, parameter = shard(master.weight), shard(master.parameter)
         kept = self._table.data_use.kept
         before = kept.get(id(master.weight)), kept.get(id(master.parameter))
-        if is_read_freely(weight.device):
+        if reads_without_sync(weight.device):
             weight_moved = weight_moved or not (before[0] is None or have_same_bits(weight, before[0]))
             master_moved = master_moved or not (before[1] is None or have_same_bits(parameter, before[1]))
         elif before[0] is not None and (before[1] is not None or master_moved):

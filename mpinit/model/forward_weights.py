@@ -19,10 +19,10 @@ from torch.compiler import is_compiling
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ..torch_internals.columns import Entries, versions_of
+from ..torch_internals.bulk import Entries, versions_of
 from ..torch_internals.float32_gradients import casts_with_float32_gradients
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, DataUse, record_batch, stop_batch
-from ..torch_internals.running import computes_at_once
+from ..torch_internals.running import is_eager
 
 _COMPUTING: Final = (WeightNorm, SpectralNorm)
 _FLAT_WEIGHTS: Final = ("_flat_weights", "_flat_weight_refs")
@@ -264,7 +264,7 @@ def _casts_of(standing: Sequence[_Standing]) -> list[list[torch.Tensor]]:
 
 
 def _casts(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
-    if not computes_at_once():
+    if not is_eager():
         return [parameter.to(dtype) for parameter in parameters]
     # With a graph always: a forward in another thread may train with what stands in the model.
     with torch.inference_mode(False), torch.enable_grad():

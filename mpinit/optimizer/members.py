@@ -14,7 +14,7 @@ from ..masters.masters import Master
 from ..model.casting import convert
 from ..model.float32_values import Float32Values
 from ..plan import MasterWeightsMode
-from ..torch_internals.columns import are_same
+from ..torch_internals.bulk import are_same
 from ..torch_internals.fused_sgd import stepped_wrongly
 from .per_parameter import is_known
 from .state import cast_state, wrapped_by

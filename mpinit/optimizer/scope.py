@@ -14,9 +14,9 @@ from ..basics.patching import UndoStack
 from ..distributed.sharding import shard
 from ..masters.masters import IN_FLOAT32, Gradients, MasterBatch
 from ..masters.states import EncodedStates, states_of
-from ..torch_internals.columns import are_same, grads_of, have_grads, set_grads
+from ..torch_internals.bulk import are_same, grads_of, have_grads, set_grads
 from ..torch_internals.one_pass import describe_native, native
-from ..torch_internals.running import bucket_bytes_at_most, is_read_freely
+from ..torch_internals.running import bucket_bytes_at_most, reads_without_sync
 from .members import Members
 from .one_pass import NativeSteps, native_kind
 from .per_parameter import StepNumbers, kept_states, steps_per_parameter
@@ -137,7 +137,7 @@ class Scope:
 
     def describe_native(self) -> str | None:
         """Return in one line what native code does here; None where it can do nothing."""
-        if not any(is_read_freely(weight.device) for weight in self._members.weights):
+        if not any(reads_without_sync(weight.device) for weight in self._members.weights):
             return None
         if self._native_steps is not None:
             return self._native_steps.describe()

@@ -138,7 +138,7 @@ def test_every_nan_stays_one(mantissas: list[int], is_negative: bool) -> None:
 def test_a_written_weight_counts_whatever_its_remainder_was(device: str, rests: list[int]) -> None:
     rest = torch.tensor(rests, dtype=torch.int16)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(float_split, "is_read_freely", lambda _: device == "read freely")
+        patched.setattr(float_split, "reads_without_sync", lambda _: device == "read freely")
         for written in (0.0, -0.0, 0.3, -7e30, float("inf"), -float("inf"), float("nan")):
             weight = torch.full(rest.shape, written, dtype=torch.bfloat16)
             assert torch.equal(

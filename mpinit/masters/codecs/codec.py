@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 
 from ...torch_internals.one_pass import native
-from ...torch_internals.running import is_read_freely
+from ...torch_internals.running import reads_without_sync
 
 Codes = tuple[torch.Tensor, ...]
 
@@ -57,7 +57,7 @@ def in_rows(values: torch.Tensor) -> torch.Tensor:
 
 def _native_for(codec: Codec, values: torch.Tensor) -> Any | None:
     """The functions of ``one_pass.cpp``, where these numbers lie open to them, and they give a codec's own bits."""
-    if type(values) is not torch.Tensor or not is_read_freely(values.device):
+    if type(values) is not torch.Tensor or not reads_without_sync(values.device):
         return None
     code = native()
     return code if code is not None and encodes_to_same_bits(codec, code) else None
