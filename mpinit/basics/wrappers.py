@@ -26,7 +26,7 @@ def unwrapped(given: Any, is_known: Callable[[Any], bool]) -> Any:
     for _ in range(_DEEPEST):
         if is_known(present):
             return present
-        inner = inside(present)
+        inner = wrapped_in(present)
         if inner is None:
             break
         if hands_on is present and _shows(present, inner):
@@ -35,7 +35,7 @@ def unwrapped(given: Any, is_known: Callable[[Any], bool]) -> Any:
     return hands_on
 
 
-def inside(wrapper: Any) -> Any:
+def wrapped_in(wrapper: Any) -> Any:
     """The optimizer or model that a wrapper documents, or None."""
     if isinstance(wrapper, nn.Module):
         names, kind = _MODELS, nn.Module
@@ -45,13 +45,13 @@ def inside(wrapper: Any) -> Any:
     return next((each for each in found if isinstance(each, kind) and each is not wrapper), None)
 
 
-def with_all_inside(model: nn.Module) -> Iterator[nn.Module]:
+def iter_unwrapped(model: nn.Module) -> Iterator[nn.Module]:
     """A model, and where it is nothing but a wrapper the one inside of it, and so on."""
     present: Any = model
     while present is not None:
         yield present
         is_wrapper = len(present._modules) == 1 and not present._parameters and not present._buffers
-        present = inside(present) if is_wrapper else None
+        present = wrapped_in(present) if is_wrapper else None
 
 
 def _shows(wrapper: Any, inner: Any) -> bool:

@@ -11,7 +11,7 @@ from .sharding import is_sharded
 Group = Any
 _NAMED: Final = 5
 # How long ranks that have just reduced gradients together wait for one another's word.
-_PATIENCE: Final = timedelta(seconds=8)
+_TIMEOUT: Final = timedelta(seconds=8)
 
 
 def meshes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
@@ -76,12 +76,12 @@ def agree(verdicts: torch.Tensor, groups: Iterable[Group]) -> torch.Tensor:
     return agreed
 
 
-def say_same(words: str, group: Group) -> bool:
+def ranks_agree(words: str, group: Group) -> bool:
     """Whether every rank of a group says the same, sooner or later; in no collective, which others may not join."""
     store, distributed = group.get_group_store(), torch.distributed
     store.set(f"{words} {distributed.get_rank(group)}", "")
     try:
-        store.wait([f"{words} {rank}" for rank in range(distributed.get_world_size(group))], _PATIENCE)
+        store.wait([f"{words} {rank}" for rank in range(distributed.get_world_size(group))], _TIMEOUT)
     except distributed.DistStoreError:
         return False
     return True

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..basics.dtypes import is_lower_precision
 from .agreement import Group, device_for
-from .sharding import is_sharded, local, placed_as
+from .sharding import is_sharded, local, redistribute_like
 
 
 @torch.no_grad()
@@ -64,7 +64,7 @@ def total_norm(parameters: Sequence[nn.Parameter], norm_type: float, process_gro
     for parameter in parameters:
         powers = parts.setdefault(_spread_of(parameter), [])
         if parameter.grad is not None:
-            norm = _norm(local(placed_as(parameter.grad, parameter)), order).to(zero)
+            norm = _norm(local(redistribute_like(parameter.grad, parameter)), order).to(zero)
             powers.append(norm if is_max else norm.pow(order))
     powers = [reduced(own, [mesh.get_group(dim) for dim in dims]) for (mesh, dims), own in parts.items()]
     power = reduced(powers, [] if process_group is None else [process_group])

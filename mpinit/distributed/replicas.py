@@ -123,21 +123,21 @@ def after_join(wrapper: Any, afterwards: Callable[[Any, int], None]) -> None:
     wrapper._sync_final_model = FinalSync(wrapper, afterwards)
 
 
-def no_longer_after_join(wrapper: Any) -> None:
+def remove_after_join(wrapper: Any) -> None:
     """Take back what :func:`after_join` did."""
     if isinstance(vars(wrapper).get("_sync_final_model"), FinalSync):
         del wrapper._sync_final_model
 
 
-def outdate(wrapper: Any) -> None:
+def refuse_training(wrapper: Any) -> None:
     """Refuse to train with a DistributedDataParallel whose parameters have another dtype than it was made for.
 
     torch drops its hooks without a word then, and no gradient is reduced. Evaluation goes on.
     """
-    wrapper.register_forward_pre_hook(_refuse_training)
+    wrapper.register_forward_pre_hook(_check_is_evaluated)
 
 
-def _refuse_training(wrapper: nn.Module, args: Any) -> None:
+def _check_is_evaluated(wrapper: nn.Module, args: Any) -> None:
     if torch.is_grad_enabled() and wrapper.training:
         name = type(wrapper).__name__
         raise RuntimeError(

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..basics.dtypes import as_float32, is_lower_precision
 from ..basics.modules import Names
-from ..distributed.sharding import in_place_of, is_sharded, placed_as, set_data, shard, sharded_as
+from ..distributed.sharding import is_sharded, redistribute_like, set_data, set_local_data, shard, sharded_as
 from ..torch_internals.bulk import are_same, data_ptrs, set_memory, strides_of, versions_of
 from ..torch_internals.parameter_data import TENSOR_DETACH
 from .float_split import add_remainder_, flat, is_dense, take_remainder_
@@ -266,7 +266,7 @@ class _Bucket(MasterBatch):
         arrived = list(gradients)
         if self._are_sharded:
             arrived = [
-                None if g is None else shard(placed_as(g, weight))
+                None if g is None else shard(redistribute_like(g, weight))
                 for g, weight in zip(gradients, self._weights, strict=True)
             ]
         lowered = [g is not None and is_lower_precision(g.dtype) and not g.is_sparse for g in arrived]
@@ -320,7 +320,7 @@ class _Bucket(MasterBatch):
     def _show(self, values: list[torch.Tensor]) -> None:
         if self._are_sharded:
             for parameter, part in zip(self._parameters, values, strict=True):
-                in_place_of(parameter, part)
+                set_local_data(parameter, part)
         else:
             set_memory(self._parameters, values)
 

@@ -37,7 +37,7 @@ class Members:
         inner: what stands for each of them while the optimizer's own code runs: its master, or itself.
         masters: the masters among these.
         generation: goes up whenever the members change.
-        unsound: groups that must not be stepped by a fused kernel.
+        groups_without_fused: groups that must not be stepped by a fused kernel.
     """
 
     def __init__(self, optimizer: Optimizer, values: Float32Values, kind: MasterWeightsMode) -> None:
@@ -49,7 +49,7 @@ class Members:
         self.inner: list[nn.Parameter] = []
         self.masters: list[Master] = []
         self.generation = 0
-        self.unsound: list[dict[str, Any]] = []
+        self.groups_without_fused: list[dict[str, Any]] = []
         self._kind = kind
         self._lists: list[tuple[list[Any], list[Any], list[Any]]] = []
         self._private: list[Optimizer] = []
@@ -76,7 +76,7 @@ class Members:
         if self.table.are_in_model:
             return  # the groups hold the parameters of a float32_weights block
         if not self.are_as_seen() or any(weight.requires_grad for weight in self._frozen):
-            self._look()
+            self._read_groups()
 
     def are_as_seen(self) -> bool:
         """Whether the groups hold the same parameters as at the last look."""
@@ -92,7 +92,7 @@ class Members:
     def _groups_of(holders: Sequence[Optimizer]) -> list[dict[str, Any]]:
         return [group for each in holders for group in each.param_groups]
 
-    def _look(self) -> None:
+    def _read_groups(self) -> None:
         holders = self.holders()
         self._groups, self._is_alone = self._groups_of(holders), len(holders) == 1
         self._params = [group["params"] for group in self._groups]
@@ -108,7 +108,7 @@ class Members:
         self.inner = [w if m is None else m.parameter for w, m in zip(weights, found, strict=True)]
         self._of_weight = {id(master.weight): master.parameter for master in self.masters}
         self._of_inner = {id(master.parameter): master.weight for master in self.masters}
-        self._lists = [(each, list(each), list(map(self.inside, each))) for each in lists]
+        self._lists = [(each, list(each), list(map(self.master_for, each))) for each in lists]
         self._private = holders if self.masters and not all(map(is_known, holders)) else []
         self._frozen = [
             weight
@@ -116,7 +116,7 @@ class Members:
             if master is None and not weight.requires_grad and is_lower_precision(weight.dtype)
         ]
         as_stepped: dict[torch.Tensor, torch.dtype] = {master.weight: torch.float32 for master in self.masters}
-        self.unsound = stepped_wrongly(holders, self._groups, as_stepped)
+        self.groups_without_fused = stepped_wrongly(holders, self._groups, as_stepped)
         self.values.drop_if_unused(before)
         self.generation += 1
 
@@ -139,21 +139,21 @@ class Members:
             self.values.casts.mark_trained([weight])
         return master
 
-    def inside(self, parameter: Any) -> Any:
+    def master_for(self, parameter: Any) -> Any:
         """What stands for a member while the optimizer's own code runs; anything else is itself."""
         return self._of_weight.get(id(parameter), parameter)
 
-    def outside(self, parameter: Any) -> Any:
+    def weight_for(self, parameter: Any) -> Any:
         return self._of_inner.get(id(parameter), parameter)
 
-    def show_masters(self) -> None:
+    def swap_in_masters(self) -> None:
         """Put masters into all lists, which stay the objects they are."""
         for each, _, inner in self._lists:
             each[:] = inner
         for holder in self._private:
             exchange_beside_groups(holder, self._of_weight)
 
-    def show_weights(self) -> None:
+    def swap_in_weights(self) -> None:
         """Put the weights back, also into groups that the optimizer's code has made or changed."""
         known = {id(each): (weights, inner) for each, weights, inner in self._lists}
         lists = [each for each, _, _ in self._lists]
@@ -161,7 +161,7 @@ class Members:
             lists += [group["params"] for group in holder.param_groups if id(group["params"]) not in known]
         for each in lists:
             weights, inner = known.get(id(each), ([], None))
-            each[:] = weights if inner is not None and are_same(each, inner) else list(map(self.outside, each))
+            each[:] = weights if inner is not None and are_same(each, inner) else list(map(self.weight_for, each))
         for holder in self._private:
             exchange_beside_groups(holder, self._of_inner)
 

@@ -77,7 +77,7 @@ class NativeSteps:
         members, optimizer = self._members, self._members.optimizer
         is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
         columns = self._columns_of(weights)
-        if not columns or members.unsound or is_scaled:
+        if not columns or members.groups_without_fused or is_scaled:
             return None
         is_split = isinstance(members.table, SplitMasters)
         found: list[Any] = []

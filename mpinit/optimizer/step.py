@@ -228,9 +228,9 @@ class OwnStep:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method itself, which needs :attr:`scope` to be open."""
-        if not self._members.unsound:
+        if not self._members.groups_without_fused:
             return self.inner(*args, **kwargs)
-        with unfused(self._members.unsound):
+        with unfused(self._members.groups_without_fused):
             return self.inner(*args, **kwargs)
 
 
