@@ -36,25 +36,25 @@ class _Layout:
         found = _to_be_cast(modules, dtype)
         self.owners = [module for module in modules if module._parameters]
         self.slots = [(parameters, name) for parameters, name, _ in found]
-        self.outside = [parameter for *_, parameter in found]
+        self.parameters = [parameter for *_, parameter in found]
         self.rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
-        self.has_tied = len(set(map(id, self.outside))) < len(found)
+        self.has_tied = len(set(map(id, self.parameters))) < len(found)
         self._seen = Entries(modules, "_modules"), Entries(modules, "_parameters")
         self._tensors = [p for module in modules for p in module._parameters.values() if p is not None]
         self._dtypes = [tensor.dtype for tensor in self._tensors]
 
-    def stands(self) -> bool:
+    def is_current(self) -> bool:
         """Whether no module or parameter came, went or was exchanged."""
         return all(map(Entries.are_as_seen, self._seen)) and [each.dtype for each in self._tensors] == self._dtypes
 
 
-class _Standing:
+class _ActiveCasts:
     """The casts that stand in the modules which one forward has entered.
 
     Attributes:
         entered: all of these modules.
         slots: the places that casts stand in: a module's ``_parameters``, and a name there.
-        outside, inside: for each slot the parameter, and its cast.
+        parameters, casts: for each slot the parameter, and its cast.
     """
 
     def __init__(self, layout: _Layout, dtype: torch.dtype) -> None:
@@ -63,15 +63,15 @@ class _Standing:
         self.modules = layout.owners
         self.rnns = layout.rnns
         self.slots = layout.slots
-        self.outside = layout.outside
+        self.parameters = layout.parameters
         self.has_tied = layout.has_tied
-        self.inside: list[torch.Tensor] = []
+        self.casts: list[torch.Tensor] = []
         self._flat: dict[nn.RNNBase, dict[str, Any]] = {}
         self._data_use = DataUse()
         self._versions: tuple[list[int], list[int]] = [], []
 
-    def put_in(self, casts: list[torch.Tensor]) -> None:
-        self.inside = casts
+    def swap_in(self, casts: list[torch.Tensor]) -> None:
+        self.casts = casts
         self._remember()
         for (parameters, name), cast in zip(self.slots, casts, strict=True):
             parameters[name] = cast
@@ -82,25 +82,25 @@ class _Standing:
 
     def _remember(self) -> None:
         stop_batch(self._data_use)
-        self._data_use = record_batch(self.inside)
-        self._versions = _versions(self.inside), _versions(self.outside)
+        self._data_use = record_batch(self.casts)
+        self._versions = _versions(self.casts), _versions(self.parameters)
 
-    def bring_back(self) -> None:
+    def write_back(self) -> None:
         """Write to the parameters what was written to their casts; one that was written itself counts as it is."""
         before, before_outside = self._versions
-        now, touched = _versions(self.inside), self._data_use.touched
+        now, touched = _versions(self.casts), self._data_use.touched
         if now == before and not touched:
             return
-        now_outside = _versions(self.outside)
-        for index, (parameter, cast) in enumerate(zip(self.outside, self.inside, strict=True)):
+        now_outside = _versions(self.parameters)
+        for index, (parameter, cast) in enumerate(zip(self.parameters, self.casts, strict=True)):
             was_written = now[index] != before[index] or id(cast) in touched
             if was_written and now_outside[index] == before_outside[index]:
                 _write_back(parameter, cast)
 
-    def take_out(self) -> None:
+    def swap_out(self) -> None:
         stop_batch(self._data_use)
         # Without casts where making them has failed.
-        for (parameters, name), parameter, cast in zip(self.slots, self.outside, self.inside, strict=False):
+        for (parameters, name), parameter, cast in zip(self.slots, self.parameters, self.casts, strict=False):
             present = parameters.get(name)
             if present is cast:
                 parameters[name] = parameter
@@ -115,13 +115,13 @@ class _Thread(threading.local):
     """The modules that this thread's forwards have entered."""
 
     def __init__(self) -> None:
-        self.inside: set[nn.Module] = set()
+        self.entered: set[nn.Module] = set()
 
 
 # A handler of a signal that saves a checkpoint may come while its own thread holds the lock.
 _lock: Final = threading.RLock()
 # Of forwards that run, in all threads.
-STANDING: Final[dict[nn.Module, _Standing]] = {}
+ACTIVE_CASTS: Final[dict[nn.Module, _ActiveCasts]] = {}
 _thread: Final = _Thread()
 
 
@@ -139,7 +139,7 @@ class ForwardWeights:
     def are_in(self) -> bool:
         """Whether this thread's forwards have put casts in the places of the module's parameters."""
         # Compiled code looks at the parameters themselves, in cast_traced, and finds nothing to cast.
-        return not is_compiling() and self.module in _thread.inside
+        return not is_compiling() and self.module in _thread.entered
 
     @contextmanager
     def cast(self) -> Iterator[None]:
@@ -149,32 +149,32 @@ class ForwardWeights:
             RuntimeError: a forward of the module, or of what is below it, runs in another thread.
         """
         computed: dict[str, torch.Tensor] = {}
-        standing: _Standing | None = None
+        active: _ActiveCasts | None = None
         try:
             with _lock:  # what is found is not another thread's casts, unless that is refused
-                standing = self._standing()
-                if not STANDING.keys().isdisjoint(standing.modules):
+                active = self._new_casts()
+                if not ACTIVE_CASTS.keys().isdisjoint(active.modules):
                     raise RuntimeError(_IN_ANOTHER_THREAD.format(type(self.module).__name__))
-                _thread.inside.update(standing.entered)
-                STANDING.update(dict.fromkeys(standing.modules, standing))
-            standing.put_in(_casts_of([standing])[0] if standing.has_tied else _casts(standing.outside, self.dtype))
+                _thread.entered.update(active.entered)
+                ACTIVE_CASTS.update(dict.fromkeys(active.modules, active))
+            active.swap_in(_casts_of([active])[0] if active.has_tied else _casts(active.parameters, self.dtype))
             if self.module._forward_pre_hooks:
                 self._cast_computed(computed)
             yield
         finally:
             for name, values in computed.items():
                 setattr(self.module, name, values)
-            if standing is not None:
-                _leave(standing)
+            if active is not None:
+                _end(active)
 
-    def _standing(self) -> _Standing:
+    def _new_casts(self) -> _ActiveCasts:
         """What this forward is to enter: all that this thread's forwards have not."""
-        inside, layout = _thread.inside, self._layout
-        if layout is None or not layout.stands():
+        entered, layout = _thread.entered, self._layout
+        if layout is None or not layout.is_current():
             layout = self._layout = _Layout(self._modules(), self.dtype)
-        if not inside.isdisjoint(layout.modules):
-            layout = _Layout([module for module in layout.modules if module not in inside], self.dtype)
-        return _Standing(layout, self.dtype)
+        if not entered.isdisjoint(layout.modules):
+            layout = _Layout([module for module in layout.modules if module not in entered], self.dtype)
+        return _ActiveCasts(layout, self.dtype)
 
     def _modules(self) -> list[nn.Module]:
         """The module and what is below it, but for what stays float32: found anew, for modules may have joined."""
@@ -214,29 +214,29 @@ class ForwardWeights:
         return None, {"module": self.module, "dtype": self.dtype, "_kept": kept, "_layout": None}
 
 
-def _leave(standing: _Standing) -> None:
-    _thread.inside.difference_update(standing.entered)
+def _end(active: _ActiveCasts) -> None:
+    _thread.entered.difference_update(active.entered)
     try:
-        standing.bring_back()
+        active.write_back()
     finally:
         try:
-            standing.take_out()
+            active.swap_out()
         finally:
             with _lock:
-                for module in standing.modules:
-                    if STANDING.get(module) is standing:  # not where it was refused
-                        del STANDING[module]
+                for module in active.modules:
+                    if ACTIVE_CASTS.get(module) is active:  # not where it was refused
+                        del ACTIVE_CASTS[module]
 
 
 def renew_casts() -> None:
     """Cast what stands in forwards of this thread anew: parameters were written, by an optimizer's step inside, say."""
-    standing = dict.fromkeys(STANDING[module] for module in _thread.inside if module in STANDING)
-    for dtype in dict.fromkeys(each.dtype for each in standing):
-        members = [each for each in standing if each.dtype is dtype]
+    active = dict.fromkeys(ACTIVE_CASTS[module] for module in _thread.entered if module in ACTIVE_CASTS)
+    for dtype in dict.fromkeys(each.dtype for each in active):
+        members = [each for each in active if each.dtype is dtype]
         for each in members:
-            each.bring_back()
+            each.write_back()
         for each, casts in zip(members, _casts_of(members), strict=True):
-            each.put_in(casts)
+            each.swap_in(casts)
 
 
 _IN_ANOTHER_THREAD: Final = (
@@ -256,11 +256,11 @@ def _to_be_cast(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[tuple[
     ]
 
 
-def _casts_of(standing: Sequence[_Standing]) -> list[list[torch.Tensor]]:
+def _casts_of(active: Sequence[_ActiveCasts]) -> list[list[torch.Tensor]]:
     """Casts for each; a parameter that stands in several places has one."""
-    parameters = {id(parameter): parameter for each in standing for parameter in each.outside}
-    casts = dict(zip(parameters, _casts(list(parameters.values()), standing[0].dtype), strict=True))
-    return [[casts[id(parameter)] for parameter in each.outside] for each in standing]
+    parameters = {id(parameter): parameter for each in active for parameter in each.parameters}
+    casts = dict(zip(parameters, _casts(list(parameters.values()), active[0].dtype), strict=True))
+    return [[casts[id(parameter)] for parameter in each.parameters] for each in active]
 
 
 def _casts(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -278,8 +278,8 @@ def parameter_of(cast: torch.Tensor) -> torch.Tensor | None:
     """The parameter in whose place a cast stands now; None of anything else."""
     with _lock:
         # Not strict: of a forward that is about to make its casts there are none yet.
-        pairs = [zip(each.inside, each.outside, strict=False) for each in dict.fromkeys(STANDING.values())]
-        return next((parameter for inside, parameter in itertools.chain(*pairs) if inside is cast), None)
+        pairs = [zip(each.casts, each.parameters, strict=False) for each in dict.fromkeys(ACTIVE_CASTS.values())]
+        return next((parameter for active, parameter in itertools.chain(*pairs) if active is cast), None)
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -7,7 +7,17 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 
-from .native_autocast import State, Thread, flags, is_on, open_autocast_blocks, present_state, put_back, this, traced
+from .native_autocast import (
+    State,
+    Thread,
+    flags,
+    is_on,
+    open_autocast_blocks,
+    present_state,
+    put_back,
+    thread_state,
+    traced,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,7 +50,7 @@ class ForwardCasts:
         return (ForwardCasts, (self.dtype,))
 
     def __enter__(self) -> None:
-        thread, state, dtype = this.thread, present_state(), self.dtype
+        thread, state, dtype = thread_state.value, present_state(), self.dtype
         before, caching = state
         if dtype is None:
             depth = open_autocast_blocks()
@@ -62,7 +72,7 @@ class ForwardCasts:
         thread.forwards.append((state, depth - 1, depth))
 
     def __exit__(self, *_: object) -> None:
-        thread = this.thread
+        thread = thread_state.value
         state = thread.forwards.pop()[0]
         if self.dtype is not None:
             depth = torch.autocast_decrement_nesting()
@@ -112,7 +122,7 @@ def _traced_forward(dtype: torch.dtype | None) -> contextlib.AbstractContextMana
     caching, on = torch.is_autocast_cache_enabled(), flags()
     if dtype is not None:
         return traced({device: caching or on[device] for device in on}, dtype, caching=False)
-    if caching and not this.thread.forwards:
+    if caching and not thread_state.value.forwards:
         return contextlib.nullcontext()
     return traced(dict.fromkeys(on, False), None, caching=True)
 

@@ -79,14 +79,14 @@ class Thread:
             put_back(self.base)
 
 
-class _This(threading.local):
-    """What the calling thread has, at ``this.thread``."""
+class _ThreadState(threading.local):
+    """What the calling thread has, at ``thread_state.value``."""
 
     def __init__(self) -> None:
-        self.thread = Thread()
+        self.value = Thread()
 
 
-this: Final = _This()
+thread_state: Final = _ThreadState()
 
 
 def present_state() -> State:
@@ -122,7 +122,7 @@ class ThreadCasts:
 
     def __init__(self) -> None:
         self.thread_id = threading.get_ident()
-        self._thread = this.thread
+        self._thread = thread_state.value
         self._has_ended = False
 
     def begin(self, dtype: torch.dtype) -> None:
@@ -139,7 +139,7 @@ class ThreadCasts:
             return True
         self._thread.asked.pop(self, None)
         self._thread.has_ended = True
-        is_here = self._thread is this.thread
+        is_here = self._thread is thread_state.value
         if is_here:
             self._thread.follow_ended()
         self._has_ended = True
@@ -169,8 +169,8 @@ class CastsAs:
         state, caching = self._before.pop()
         set_flags(state)
         torch.set_autocast_cache_enabled(caching)
-        if this.thread.has_ended:
-            this.thread.follow_ended()
+        if thread_state.value.has_ended:
+            thread_state.value.follow_ended()
 
 
 class CastsOff(CastsAs):

@@ -173,7 +173,7 @@ def test_a_state_dict_saved_in_a_forward_is_not_rounded() -> None:
     assert equal_tensors(model.saved, dict(model.state_dict()))
 
 
-@pytest.mark.parametrize("moment", ["ForwardWeights._standing", "_casts"])
+@pytest.mark.parametrize("moment", ["ForwardWeights._new_casts", "_casts"])
 def test_a_checkpoint_saved_by_a_signal_handler_while_a_forward_begins(
     moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
