@@ -52,7 +52,7 @@ class DataUse:
             self.moves[key] = self.moves.get(key, 0) + 1
 
     def touch(self, parameter: torch.Tensor) -> None:
-        """Record that a parameter's ``data`` is about to be given away."""
+        """Record that a parameter's ``data`` is about to be returned to a caller."""
         key = id(parameter)
         if key in self.kept and self.kept[key] is None:
             self.kept[key] = _copy_of(parameter)
