@@ -216,7 +216,7 @@ class FullMasters(Masters):
 
     @property
     def is_open(self) -> bool:
-        """Whether a step holds masters at the moment."""
+        """Return whether the groups of an optimizer hold masters, in a step or the like."""
         return bool(self._open)
 
     def opened(self, batch: "_Batch") -> None:

@@ -220,7 +220,7 @@ class _Bucket(MasterBatch):
         self._addresses, self._strides, self._laid_out = addresses, strides, None
 
     def _holds_remainders(self) -> bool:
-        """Whether the remainders are parts of this bucket's tensor: two optimizers may step one weight."""
+        """Return whether the remainders are parts of this bucket's tensor: two optimizers may step one weight."""
         return are_same([master.remainder for master in self._masters], self._parts)
 
     def _lay_out(self, buffer: torch.Tensor) -> None:
@@ -325,7 +325,7 @@ class _Bucket(MasterBatch):
             set_memory(self._parameters, values)
 
     def _gather(self) -> None:
-        """An optimizer may have given a master memory of its own, by ``p.data = ...``: what that holds counts."""
+        """Copy masters whose memory an optimizer has replaced, by ``p.data = ...``, into the bucket."""
         held = list(map(shard, self._parameters)) if self._are_sharded else self._parameters
         if data_ptrs(held) == data_ptrs(self._values):
             return
@@ -359,5 +359,5 @@ def _check_dense(weight: torch.Tensor) -> None:
 
 
 def _placeholder(weight: Any) -> torch.Tensor:
-    """What this process's part of a master is between steps: its shape and dtype, all nan, and no memory."""
+    """Make the local part of a master between steps: its shape and dtype, all nan, without memory."""
     return torch.full((), torch.nan, dtype=torch.float32, device=weight.device).expand(shard(weight).shape)

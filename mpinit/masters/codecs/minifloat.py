@@ -120,7 +120,7 @@ def _decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> 
 
 
 def _has(rows: torch.Tensor) -> bool:
-    """Whether any of some rows is so, where asking costs no wait for a device; True elsewhere."""
+    """Return whether any row is True; also True where reading it would be a device sync."""
     return not reads_without_sync(rows.device) or bool(rows.any())
 
 
