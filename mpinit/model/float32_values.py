@@ -666,7 +666,7 @@ class Float32Block:
 
 
 class _Carried:
-    """What is carried between a 16-bit tensor and the float32 one in its place, beside numbers."""
+    """Attributes beside numbers that are carried between a 16-bit tensor and the float32 one of a block."""
 
     def __init__(self, tensor: torch.Tensor, wide: torch.Tensor) -> None:
         self.tensor = tensor

@@ -1,9 +1,8 @@
 """Float32 parameters that are 16-bit inside forwards: ``master_weights="model"``.
 
-While a forward runs, casts stand in the places of the parameters, in ``module._parameters``, as the tensors do that are
-given to ``torch.func.functional_call``: whatever reads ``module.weight`` inside gets 16 bit, and whatever does outside
-float32. A cast is an ordinary differentiable one, so gradients arrive on the parameters in float32. Every outermost
-forward makes its casts anew, as autocast does.
+While a forward runs, casts replace the parameters in ``module._parameters``, as ``torch.func.functional_call`` replaces
+them: ``module.weight`` is 16-bit inside, and float32 outside. A cast is an ordinary differentiable operation, so
+gradients arrive on the parameters in float32. Every outermost forward makes its casts anew, as autocast does.
 """
 
 import itertools
@@ -29,7 +28,7 @@ _FLAT_WEIGHTS: Final = ("_flat_weights", "_flat_weight_refs")
 
 
 class _Layout:
-    """The modules below one, and their parameters of another type: used while they are what they were."""
+    """The modules below one, and their parameters of another dtype; used as long as neither changes."""
 
     def __init__(self, modules: list[nn.Module], dtype: torch.dtype) -> None:
         self.modules = modules
@@ -44,16 +43,16 @@ class _Layout:
         self._dtypes = [tensor.dtype for tensor in self._tensors]
 
     def is_current(self) -> bool:
-        """Whether no module or parameter came, went or was exchanged."""
+        """Return whether no module or parameter was added, removed or replaced."""
         return all(map(Entries.are_as_seen, self._seen)) and [each.dtype for each in self._tensors] == self._dtypes
 
 
 class _ActiveCasts:
-    """The casts that stand in the modules which one forward has entered.
+    """The casts in the modules that one forward has entered.
 
     Attributes:
         entered: all of these modules.
-        slots: the places that casts stand in: a module's ``_parameters``, and a name there.
+        slots: for each cast a module's ``_parameters``, and the name there.
         parameters, casts: for each slot the parameter, and its cast.
     """
 
@@ -86,7 +85,7 @@ class _ActiveCasts:
         self._versions = _versions(self.casts), _versions(self.parameters)
 
     def write_back(self) -> None:
-        """Write to the parameters what was written to their casts; one that was written itself counts as it is."""
+        """Copy in-place writes to casts into their parameters, unless a parameter was written to itself."""
         before, before_outside = self._versions
         now, touched = _versions(self.casts), self._data_use.touched
         if now == before and not touched:
@@ -99,13 +98,13 @@ class _ActiveCasts:
 
     def swap_out(self) -> None:
         stop_batch(self._data_use)
-        # Without casts where making them has failed.
+        # Not strict: there are no casts where making them has failed.
         for (parameters, name), parameter, cast in zip(self.slots, self.parameters, self.casts, strict=False):
             present = parameters.get(name)
             if present is cast:
                 parameters[name] = parameter
             elif present is not None and present.dtype is self.dtype and present.is_leaf:
-                # Another parameter, made of 16-bit numbers: the truth is float32.
+                # A parameter that the forward has made of a cast: parameters of this store are float32.
                 TENSOR_DATA.__set__(present, TENSOR_DATA.__get__(present).float())
         for module, flat in self._flat.items():
             vars(module).update(flat)
@@ -118,7 +117,7 @@ class _Thread(threading.local):
         self.entered: set[nn.Module] = set()
 
 
-# A handler of a signal that saves a checkpoint may come while its own thread holds the lock.
+# Reentrant: a signal handler that saves a checkpoint may run while its own thread holds the lock.
 _lock: Final = threading.RLock()
 # Of forwards that run, in all threads.
 ACTIVE_CASTS: Final[dict[nn.Module, _ActiveCasts]] = {}
@@ -126,7 +125,7 @@ _thread: Final = _Thread()
 
 
 class ForwardWeights:
-    """A module's parameters and those of everything below it but ``kept`` modules, together in or out."""
+    """The casts of a module's parameters, and of those below it without ``kept`` modules."""
 
     __slots__ = ("_kept", "_layout", "dtype", "module")
 
@@ -137,13 +136,13 @@ class ForwardWeights:
         self._layout: _Layout | None = None
 
     def are_in(self) -> bool:
-        """Whether this thread's forwards have put casts in the places of the module's parameters."""
-        # Compiled code looks at the parameters themselves, in cast_traced, and finds nothing to cast.
+        """Return whether a forward of this thread has replaced the module's parameters by casts."""
+        # Compiled code reads the dtypes in cast_traced, and finds nothing to cast.
         return not is_compiling() and self.module in _thread.entered
 
     @contextmanager
     def cast(self) -> Iterator[None]:
-        """Inside the block casts stand in the places of the parameters.
+        """Replace the parameters by casts inside the block.
 
         Raises:
             RuntimeError: a forward of the module, or of what is below it, runs in another thread.
@@ -151,7 +150,7 @@ class ForwardWeights:
         computed: dict[str, torch.Tensor] = {}
         active: _ActiveCasts | None = None
         try:
-            with _lock:  # what is found is not another thread's casts, unless that is refused
+            with _lock:  # parameters that are found are not another thread's casts, or that is refused below
                 active = self._new_casts()
                 if not ACTIVE_CASTS.keys().isdisjoint(active.modules):
                     raise RuntimeError(_IN_ANOTHER_THREAD.format(type(self.module).__name__))
@@ -168,7 +167,7 @@ class ForwardWeights:
                 _end(active)
 
     def _new_casts(self) -> _ActiveCasts:
-        """What this forward is to enter: all that this thread's forwards have not."""
+        """Return the casts to make: of all modules that no forward of this thread has entered."""
         entered, layout = _thread.entered, self._layout
         if layout is None or not layout.is_current():
             layout = self._layout = _Layout(self._modules(), self.dtype)
@@ -177,7 +176,7 @@ class ForwardWeights:
         return _ActiveCasts(layout, self.dtype)
 
     def _modules(self) -> list[nn.Module]:
-        """The module and what is below it, but for what stays float32: found anew, for modules may have joined."""
+        """List the module and those below it, without ``kept`` ones; each time, because modules may have been added."""
         found: dict[nn.Module, None] = {}
         left: list[nn.Module | None] = [self.module]
         while left:
@@ -189,7 +188,7 @@ class ForwardWeights:
 
     @contextmanager
     def cast_traced(self) -> Iterator[None]:
-        """:meth:`cast` for torch.compile: the casts are a part of the graph."""
+        """Do the same as :meth:`cast` for torch.compile, whose graph contains the casts."""
         outside = _to_be_cast(self._modules(), self.dtype)
         for parameters, name, parameter in outside:
             parameters[name] = parameter.to(self.dtype)
@@ -200,7 +199,7 @@ class ForwardWeights:
                 parameters[name] = parameter
 
     def _cast_computed(self, computed: dict[str, torch.Tensor]) -> None:
-        """The module's own pre-hooks ran outside: what weight_norm and pruning have computed there is float32."""
+        """Cast the tensors that pre-hooks (weight_norm, pruning) have computed in float32, before this block."""
         for hook in self.module._forward_pre_hooks.values():
             name = getattr(hook, "name", None) if isinstance(hook, _COMPUTING) else getattr(hook, "_tensor_name", None)
             values = vars(self.module).get(name) if isinstance(name, str) else None
@@ -209,7 +208,7 @@ class ForwardWeights:
                 setattr(self.module, str(name), values.to(self.dtype))
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        # Of what stays float32 a copy of a part needs only what is below it.
+        # A copy of a submodule needs only the kept modules below it.
         kept = [module for module in self.module.modules() if module in self._kept]
         return None, {"module": self.module, "dtype": self.dtype, "_kept": kept, "_layout": None}
 
@@ -224,7 +223,7 @@ def _end(active: _ActiveCasts) -> None:
         finally:
             with _lock:
                 for module in active.modules:
-                    if ACTIVE_CASTS.get(module) is active:  # not where it was refused
+                    if ACTIVE_CASTS.get(module) is active:  # not where another thread's forward was refused
                         del ACTIVE_CASTS[module]
 
 
@@ -275,7 +274,7 @@ def _casts(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Ten
 
 
 def parameter_of(cast: torch.Tensor) -> torch.Tensor | None:
-    """The parameter in whose place a cast stands now; None of anything else."""
+    """Return the parameter that a cast replaces at the moment; None for any other tensor."""
     with _lock:
         # Not strict: of a forward that is about to make its casts there are none yet.
         pairs = [zip(each.casts, each.parameters, strict=False) for each in dict.fromkeys(ACTIVE_CASTS.values())]
@@ -283,7 +282,7 @@ def parameter_of(cast: torch.Tensor) -> torch.Tensor | None:
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """What tells whether tensors have been written to in place; those of inference mode count nothing."""
+    """Return version counters of tensors; 0 for inference tensors, which have none."""
     try:
         return versions_of(tensors)
     except RuntimeError:
@@ -292,7 +291,7 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 @torch.no_grad()
 def _write_back(parameter: nn.Parameter, cast: torch.Tensor) -> None:
-    """What a forward wrote to a cast comes to the parameter; what it did not keeps its low bits."""
+    """Copy the changed elements of a cast into its parameter; others keep their low bits."""
     cast = TENSOR_DETACH(cast)
     if not parameter.is_leaf:
         return
