@@ -19,7 +19,7 @@ _INFINITE: Final = 0x7F800000
 _CHUNK: Final = 1 << 17
 
 
-def take_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> None:
+def split_off_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> None:
     """Turn float32 bits, int32 in one dimension, into those of the rounded upper half, a bfloat16 number's.
 
     ``remainder``, int16, gets the lower half as a signed number.
@@ -32,7 +32,7 @@ def take_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> None:
 
 
 def add_remainder_(values: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Add remainders to bfloat16 numbers widened to float32, in place: the reverse of :func:`take_remainder_`.
+    """Add remainders to bfloat16 numbers widened to float32, in place: the reverse of :func:`split_off_remainder_`.
 
     A number that was written to the weight gets the remainder of the number before, less than half a unit in the last
     place. Only with a written 0 or infinity the sum may be nan: there the weight alone counts.

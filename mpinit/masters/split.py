@@ -17,7 +17,7 @@ from ..basics.modules import Names
 from ..distributed.sharding import is_sharded, redistribute_like, set_data, set_local_data, shard, sharded_as
 from ..torch_internals.bulk import are_same, data_ptrs, set_memory, strides_of, versions_of
 from ..torch_internals.parameter_data import TENSOR_DETACH
-from .float_split import add_remainder_, flat, is_dense, take_remainder_
+from .float_split import add_remainder_, flat, is_dense, split_off_remainder_
 from .masters import Gradients, Master, MasterBatch, Masters
 
 # Float32 memory up to this size stays from step to step: for small weights laying it out takes longer than the step.
@@ -289,7 +289,7 @@ class _Bucket(MasterBatch):
         try:
             self._gather()
             before = self._remainder.clone() if self._owner.keeps_bits else None
-            take_remainder_(buffer[: self._numel].view(torch.int32), self._remainder)
+            split_off_remainder_(buffer[: self._numel].view(torch.int32), self._remainder)
             if before is not None:
                 self._restore_written(before)
             if self._halves:
@@ -341,7 +341,7 @@ def _split(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) 
     pieces = (each.unsafe_split(_PIECE) for each in (flat(values), flat(weight).view(torch.int16), remainder))
     for piece, half, rest in zip(*pieces, strict=True):
         bits = piece.to(torch.float32, copy=True).view(torch.int32)
-        take_remainder_(bits, rest)
+        split_off_remainder_(bits, rest)
         half.copy_(bits)
 
 

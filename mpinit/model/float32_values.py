@@ -637,7 +637,7 @@ class Float32Block:
             self.wide[id(tensor)] = wide
 
     @torch.no_grad()
-    def leave(self) -> None:
+    def exit(self) -> None:
         """Put the 16-bit tensors back, with all that was done to the float32 ones. May be called again."""
         replaced: dict[int, torch.Tensor] = {}
         rnns: dict[nn.Module, None] = {}
