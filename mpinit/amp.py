@@ -277,7 +277,7 @@ def loss_scale(optimizer: Optimizer, loss_id: int = 0) -> float:
 
 
 def step_was_skipped(optimizer: Optimizer) -> bool:
-    """Whether the last ``optimizer.step()`` was skipped because a gradient was inf or nan.
+    """Return whether the last ``optimizer.step()`` was skipped because a gradient was inf or nan.
 
     Args:
         optimizer: an initialised optimizer.
@@ -305,7 +305,7 @@ def step_was_skipped(optimizer: Optimizer) -> bool:
 
 
 def step_counts(optimizer: Optimizer) -> tuple[int, int]:
-    """How many steps were done and how many were skipped since the optimizer was initialised.
+    """Return how many steps were done and how many were skipped since the optimizer was initialised.
 
     Args:
         optimizer: an initialised optimizer.
@@ -360,9 +360,9 @@ def scheduler_step(scheduler: Any, *args: Any) -> None:
 
 
 def describe(owner: Any) -> str:
-    """What a model or optimizer was initialised with and how it fares: properties, steps done and skipped, scales.
+    """Describe how a model or optimizer was initialised, and its steps: properties, steps done and skipped, scales.
 
-    Where its numbers live, and in which types, :func:`mpinit.audit` says.
+    :func:`mpinit.audit` lists where its numbers are, and in which dtypes.
 
     Args:
         owner: an initialised model or optimizer.

@@ -17,9 +17,9 @@ from .basics.dtypes import LOWER_PRECISION, is_lower_precision
 from .basics.logs import warn_user
 from .basics.modules import ModelIndex
 from .basics.tables import counted
-from .basics.wrappers import inside
+from .basics.wrappers import wrapped_in
 from .distributed.agreement import groups_of, meshes_of
-from .distributed.sharding import flattened, is_distributed, is_managed_by_fsdp, replaced_since, reshard
+from .distributed.sharding import fsdp1_refusal, is_distributed, is_managed_by_fsdp, replaced_since, reshard
 from .model.entry_points import check_argument_names
 from .model.precision_loss import warn_about_target_networks
 from .plan import MasterWeightsMode, Plan
@@ -64,7 +64,7 @@ def as_optimizers(given: Any) -> list[Any]:
     """Return optimizers as :func:`as_list` does, without wrappers that only forward to them."""
     items = [registry.unwrapped(item) for item in (given if isinstance(given, (list, tuple)) else [given])]
     for item in items:
-        inner = None if isinstance(item, Optimizer) else inside(item)
+        inner = None if isinstance(item, Optimizer) else wrapped_in(item)
         if isinstance(inner, Optimizer):
             raise TypeError(
                 f"{type(item).__name__} is no Optimizer, and steps in a way of its own: give the "
@@ -255,7 +255,7 @@ def _check_not_wrapped(index: ModelIndex, plan: Plan) -> None:
         is_root = not name.replace("_orig_mod", "").strip(".")
         what = f"the model{', inside torch.compile,' if name else ''}" if is_root else repr(name)
         if wrapper == _FLATTENS:
-            raise ValueError(flattened(what))
+            raise ValueError(fsdp1_refusal(what))
         if is_root or (wrapper == _REDUCES and casts):
             raise ValueError(
                 f"{what} is wrapped in {wrapper} already, which has recorded the parameters' dtypes; call "

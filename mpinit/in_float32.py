@@ -76,7 +76,7 @@ def _of_session(session: Session) -> Iterator[None]:
                 each.narrow_states()
         finally:
             try:
-                block.leave()
+                block.exit()
             finally:
                 session.masters.are_in_model = False
                 session.values.end_block(block.shown)

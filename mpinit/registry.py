@@ -27,7 +27,7 @@ def add(session: Session) -> None:
 def with_their_insides(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """Models, and those in the wrappers among them (a compiled model's own module): either stands for the other."""
     for model in models:
-        yield from wrappers.with_all_inside(model)
+        yield from wrappers.iter_unwrapped(model)
 
 
 def disable(models: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
@@ -56,7 +56,7 @@ def _is_known(owner: Any) -> bool:
 
 def of(owner: Any) -> Session | None:
     """The live session of a model or optimizer, or of the one in a wrapper; None where there is none."""
-    owners = wrappers.with_all_inside(owner) if isinstance(owner, nn.Module) else [unwrapped(owner)]
+    owners = wrappers.iter_unwrapped(owner) if isinstance(owner, nn.Module) else [unwrapped(owner)]
     return next((session for session in map(own, owners) if session is not None), None)
 
 

@@ -113,7 +113,7 @@ class TrainState:
         from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
         options = self._asked()
-        self._take_what_was_written(state_dict)
+        self._load_written_masters(state_dict)
         sent: list[Any] = [{}, None, None]
         from_rank0 = options.broadcast_from_rank0 and is_distributed()
         if not from_rank0 or torch.distributed.get_rank() == 0:
@@ -129,7 +129,7 @@ class TrainState:
             raise refusal
         for optimizer in self._optimizers:
             part, how = self._part_of(optimizer, state.get("optim", {}), options)
-            with _as_its_first_step_finds_it(optimizer):
+            with _with_initial_state(optimizer):
                 set_optimizer_state_dict(self._model, optimizer, part, options=how)
         session = self._session()
         weights = list(self._model.parameters())
@@ -158,8 +158,8 @@ class TrainState:
             raise ValueError(f"the optimizers belong to {named}: make a TrainState for the optimizers of each")
         return sessions[0] if sessions else None
 
-    def _take_what_was_written(self, given: Any) -> None:
-        """``dcp.load`` has written to the masters' own memory: from here on that is what they, and weights, are."""
+    def _load_written_masters(self, given: Any) -> None:
+        """Round masters into their weights where ``dcp.load`` has written to the masters' own memory."""
         session = self._session()
         weights = given.get("model") if isinstance(given, Mapping) else None
         if session is None or not isinstance(weights, Mapping):
@@ -190,7 +190,7 @@ class TrainState:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         try:
-            with _as_its_first_step_finds_it(optimizer) as starts:
+            with _with_initial_state(optimizer) as starts:
                 state: Any = get_optimizer_state_dict(self._model, optimizer, options=options)
         except KeyError as error:
             raise ValueError(
@@ -202,11 +202,11 @@ class TrainState:
         return state
 
     def _part_of(self, optimizer: Optimizer, optim: Any, options: Any) -> tuple[Any, Any]:
-        """What of a state is an optimizer's, and how to load it.
+        """Return the part of a state for one optimizer, and the options to load it with.
 
-        torch takes it out of the whole, but not that of one that keeps nothing, as SGD: there it asks for entries.
+        torch selects the part by itself, except of an optimizer without state (SGD), where it would miss entries.
         """
-        own = self._named_state(optimizer, _as_they_lie(options))
+        own = self._named_state(optimizer, _local_options(options))
         if options.flatten_optimizer_state_dict:
             keeps = any(key.startswith("state.") for key in own)
             part = {key: value for key, value in optim.items() if key.startswith("param_groups.")}
@@ -220,12 +220,12 @@ class TrainState:
         sent = [part]
         if options.broadcast_from_rank0 and is_distributed():
             torch.distributed.broadcast_object_list(sent, src=0)
-        return sent[0], _as_they_lie(options)
+        return sent[0], _local_options(options)
 
     def _checked(self, given: Any, options: Any) -> tuple[dict[str, Any], Any]:
-        """What is to be loaded, and the scalers' state or None, if all of it fits."""
+        """Return the state to load, and the scalers' state or None; raise ValueError if anything does not fit."""
         state = _as_parts(given)
-        own = self._named(_as_they_lie(options))
+        own = self._named(_local_options(options))
         whole, strict = options.full_state_dict, options.strict and not options.ignore_frozen_params
         faults = [f"there is no {key!r}" for key in own if key not in state]
         if faults and not state and whole:
@@ -251,7 +251,7 @@ class TrainState:
 
 
 def _as_parts(given: Any) -> dict[str, Any]:
-    """A state under the names of :meth:`TrainState.state_dict`."""
+    """Return a state under the names of :meth:`TrainState.state_dict`."""
     if isinstance(given, tuple) and len(given) == 2:
         given = dict(zip(("model", "optim"), given, strict=True))
     if not isinstance(given, Mapping):
@@ -273,7 +273,7 @@ def _as_parts(given: Any) -> dict[str, Any]:
 
 
 def _by_names(given: Any, own: Mapping[str, Any]) -> Any:
-    """An ``optimizer.state_dict()``, which numbers parameters in the order of its groups, under their names."""
+    """Rename the parameters of an ``optimizer.state_dict()``, which numbers them in the order of its groups."""
     groups = given.get("param_groups") if isinstance(given, Mapping) else None
     if not isinstance(groups, list) or "param_groups" not in own:
         return given
@@ -289,17 +289,17 @@ def _by_names(given: Any, own: Mapping[str, Any]) -> Any:
     }
 
 
-def _as_they_lie(options: Any) -> Any:
-    """The same options, without gathering anything."""
+def _local_options(options: Any) -> Any:
+    """Return the same options for local shards, without gathering."""
     return replace(options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
 
 
 @contextlib.contextmanager
-def _as_its_first_step_finds_it(optimizer: Optimizer) -> Iterator[bool]:
-    """Give an optimizer that keeps nothing yet what it is going to start from; yields whether it did.
+def _with_initial_state(optimizer: Optimizer) -> Iterator[bool]:
+    """Create the initial state of an optimizer that has none, by a step without effect; yield whether it did.
 
-    torch makes it with gradients in the weights' own type, which a 16-bit weight may not take; it makes none where
-    there are gradients, as there are in here. A failure leaves the optimizer as it was.
+    torch creates it with gradients of the weights' dtype, which 16-bit weights may refuse. It creates none where there
+    are gradients, as in this block. After a failure the optimizer has no state, as before.
     """
     if optimizer.state:
         yield False
@@ -342,7 +342,7 @@ _NAMED: Final = 5
 
 
 def model_faults(own: Mapping[str, Any], given: Any, strict: bool, whole: bool) -> list[str]:
-    """What keeps a model's state from being loaded, a line each."""
+    """List the reasons why a model's state cannot be loaded."""
     if not isinstance(given, Mapping):
         return [f"the model's state is a {type(given).__name__}, not a mapping of names"]
     faults = []
@@ -355,7 +355,7 @@ def model_faults(own: Mapping[str, Any], given: Any, strict: bool, whole: bool) 
 
 
 def optimizer_faults(own: Mapping[str, Any], given: Any, strict: bool, whole: bool) -> list[str]:
-    """What keeps the optimizers' state from being loaded, a line each."""
+    """List the reasons why the optimizers' state cannot be loaded."""
     if not isinstance(given, Mapping):
         return [f"the optimizer's state is a {type(given).__name__}, not a mapping"]
     if "state" not in own:
@@ -374,7 +374,7 @@ def optimizer_faults(own: Mapping[str, Any], given: Any, strict: bool, whole: bo
 
 
 def _group_faults(own: list[dict[str, Any]], given: list[dict[str, Any]]) -> Iterator[str]:
-    """torch matches groups by the names in them; one that it finds in two, or in none, loses its learning rate."""
+    """Find groups that no saved group matches: torch matches by names, and silently drops their learning rate."""
     found = [set(group.get("params", ())) for group in given]
     for index, group in enumerate(own):
         names = set(group["params"])

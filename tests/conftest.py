@@ -76,7 +76,7 @@ def _same_start() -> Iterator[None]:
         left_over.undo()
     # The examples in docstrings register functions too, torch.cumsum among them.
     installation.REGISTERED[:] = registered
-    native_autocast.this.thread.follow_ended()
+    native_autocast.thread_state.value.follow_ended()
     native_autocast.set_flags(dict.fromkeys(native_autocast.device_types(), False))
 
 

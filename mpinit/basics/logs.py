@@ -1,4 +1,4 @@
-"""What users are told: by the one logger, silent on every rank but the first, and by warnings at their own line."""
+"""Messages to users: one logger, silent on every rank but the first, and warnings at the user's line."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ _NOT_THE_USERS: Final = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch
 
 
 def warn_user(message: str) -> None:
-    """``warnings.warn``, with the nearest caller outside of this package and of torch as the place it points at."""
+    """Warn at the line of the nearest caller outside of this package and torch."""
     frame: Any = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_NOT_THE_USERS) and frame.f_back is not None:
         frame = frame.f_back

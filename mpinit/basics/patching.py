@@ -29,10 +29,10 @@ def _reverting(owner: Any, name: str, only: Any = _ABSENT) -> Undo:
 class UndoStack:
     """Undo functions, unwound last in, first out; every one runs even when another raises.
 
-    An undo is forgotten only once it has run, so that unwinding that was interrupted anywhere goes on where it was
-    when it is asked for again. So every undo has to be right also after it ran before, in part or as a whole.
+    An undo is dropped only after it has run: a second call of :meth:`unwind` continues an interrupted one. So every
+    undo has to be correct also after it ran before, in part or as a whole.
 
-    As a context manager it unwinds where the block raises, and keeps everything where it does not.
+    As a context manager it unwinds where the block raises, and keeps the undos otherwise.
     """
 
     def __init__(self) -> None:
@@ -44,14 +44,14 @@ class UndoStack:
     def set_attribute(self, owner: Any, name: str, value: Any, stays_wrapped: bool = False) -> None:
         """Set ``owner.name``; the undo puts back exactly what stood in the owner's own namespace.
 
-        What was only inherited (from a class, or a base class) is not copied down: the name is deleted again.
-        ``stays_wrapped``: what another has put in the value's place since is left there.
+        An inherited value is not copied into the instance: the undo deletes the name.
+        ``stays_wrapped``: a value that others have set since stays.
         """
         self._undos.append(_reverting(owner, name, value if stays_wrapped else _ABSENT))
         setattr(owner, name, value)
 
     def forget(self, undo: Undo) -> None:
-        """Take one undo function off: it has been run. Harmless where it is not there."""
+        """Remove an undo function that has been run; harmless where it is absent."""
         self._undos = [each for each in self._undos if each != undo]
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class UndoStack:
 
 
 class InterruptsHeld:
-    """Inside the block Ctrl-C is noted and answered at the end, in the main thread; other threads never see one."""
+    """A block that delays Ctrl-C to its end, in the main thread; other threads never get one."""
 
     __slots__ = ("_before", "_noted")
 

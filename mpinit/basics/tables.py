@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 
 def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """Columns as wide as what is in them, two blanks apart."""
+    """Format a table: columns as wide as their widest cell, two blanks apart."""
     cells = [list(map(str, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
 
@@ -19,12 +19,12 @@ def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Seq
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """A number of things in words."""
+    """Format a count with its noun."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def bytes_text(count: float) -> str:
-    """A number of bytes as people read it."""
+    """Format a number of bytes in B, KiB, MiB or GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

@@ -28,7 +28,7 @@ def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
 
 
 class TreeCast:
-    """Casts of several trees that belong together, the arguments of one call say, and the way back.
+    """Casts of several trees that belong together (the arguments of one call), and the reverse for results.
 
     What two of the trees share is shared afterwards, and a tree may hold itself. ``originals`` says what stands for
     what in results: the id of what was passed -> the caller's own.
@@ -84,7 +84,7 @@ class TreeCast:
         return visit.result
 
     def write_back(self, dtype: torch.dtype) -> None:
-        """Write what was written to the trees as cast into the trees as given; new parts are cast to ``dtype``."""
+        """Copy writes to the cast trees into the given trees; new parts are cast to ``dtype``."""
         originals = {}
         for original, cast, version in self._leaves:
             if version >= 0 and (cast._version == version or write_elements(original, cast)):
@@ -102,12 +102,12 @@ class TreeCast:
                 _write(visit.given, brought_back, dropped)
 
     def back(self, tree: Any, dtype: torch.dtype) -> Any:
-        """A result, cast: what the trees as cast hold is what the trees as given held, to the bit."""
+        """Cast a result; a part that is one of the cast trees becomes the given tensor or container itself."""
         return TreeCast(dtype, self._originals)(tree)
 
 
 class _Visit:
-    """One container on the walk; it is copied when something in it changes, or when it turns out to hold itself."""
+    """A visited container; it is copied when a part changes, or when it contains itself."""
 
     __slots__ = ("given", "is_copied", "is_over", "result")
 
@@ -124,7 +124,7 @@ class _Visit:
 
 
 def _parts_of(box: Any) -> dict[Any, Any]:
-    """A new dict of what a container holds, under keys that mean the same in a copy of it."""
+    """Return the parts of a container in a new dict, under keys that are valid for a copy of it."""
     if isinstance(box, list):
         return dict(enumerate(box))
     if isinstance(box, MutableMapping):
@@ -134,7 +134,7 @@ def _parts_of(box: Any) -> dict[Any, Any]:
 
 
 def _copy_of(box: Any) -> Any:
-    """A shallow copy, of the same type, that is written to without ``box`` noticing."""
+    """Make a shallow copy of the same type; writes to it do not reach ``box``."""
     if type(box) in (dict, list):
         return box.copy()
     if isinstance(box, MutableMapping) and dataclasses.is_dataclass(box):
@@ -180,14 +180,20 @@ def _rebuilt_tuple(tree: tuple[Any, ...], leaves: list[Any]) -> Any:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two objects are one, or dicts of the same: the compiler of torch 2.11 cannot tell dicts by identity."""
+    """Return whether two objects are identical, or dicts of identical ones.
+
+    torch.compile (2.11) cannot compare dicts by identity.
+    """
     if isinstance(one, dict) and isinstance(other, dict):
         return list(one) == list(other) and all(_is_same(one[key], other[key]) for key in one)
     return one is other
 
 
 def write_elements(original: torch.Tensor, cast: torch.Tensor) -> bool:
-    """Write the elements of a copy that was cast and written to into what it was made of; whether it could be done.
+    """Write the changed elements of a cast copy into the original.
+
+    Returns:
+        Whether that was possible.
 
     Elements that are still what the cast made of them keep their bits. A leaf that requires a gradient cannot be
     written to.

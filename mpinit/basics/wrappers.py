@@ -1,4 +1,4 @@
-"""What others put around optimizers and models, seen through by the attributes that they document."""
+"""Unwrapping of optimizers and models by the attributes that wrappers of other libraries document."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -10,23 +10,24 @@ from torch.optim import Optimizer
 _OPTIMIZERS: Final = ("optimizer", "base")
 # DistributedDataParallel and its like; torch.compile.
 _MODELS: Final = ("module", "_orig_mod")
-# Whose optimizers only ask when to step.
+# Libraries whose optimizers only delay or skip the inner step.
 _FRAMEWORKS: Final = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 _DEEPEST: Final = 8
 
 
 def unwrapped(given: Any, is_known: Callable[[Any], bool]) -> Any:
-    """The optimizer or model inside of whatever is around it that is known, or that it hands everything on to.
+    """Unwrap an optimizer or model.
 
-    The nearest that is known; without one the optimizer whose groups and state a wrapper shows as its own; else what
-    was given. An optimizer with groups or state of its own, as Lookahead has, is no wrapper, and none that is an
-    optimizer itself: its step does more, unless a framework made it.
+    Returns:
+        The nearest wrapped object that is known; without one the optimizer whose groups and state a wrapper exposes as
+        its own; else ``given``. An optimizer with groups or state of its own (Lookahead) is no wrapper. A subclass of
+        Optimizer is none either, unless a framework made it: its step does more.
     """
     present, hands_on = given, given
     for _ in range(_DEEPEST):
         if is_known(present):
             return present
-        inner = inside(present)
+        inner = wrapped_in(present)
         if inner is None:
             break
         if hands_on is present and _shows(present, inner):
@@ -35,8 +36,8 @@ def unwrapped(given: Any, is_known: Callable[[Any], bool]) -> Any:
     return hands_on
 
 
-def inside(wrapper: Any) -> Any:
-    """The optimizer or model that a wrapper documents, or None."""
+def wrapped_in(wrapper: Any) -> Any:
+    """Return the optimizer or model in a documented attribute of a wrapper, or None."""
     if isinstance(wrapper, nn.Module):
         names, kind = _MODELS, nn.Module
     else:
@@ -45,17 +46,17 @@ def inside(wrapper: Any) -> Any:
     return next((each for each in found if isinstance(each, kind) and each is not wrapper), None)
 
 
-def with_all_inside(model: nn.Module) -> Iterator[nn.Module]:
-    """A model, and where it is nothing but a wrapper the one inside of it, and so on."""
+def iter_unwrapped(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield a model, and the wrapped one for as long as a model is nothing but a wrapper."""
     present: Any = model
     while present is not None:
         yield present
         is_wrapper = len(present._modules) == 1 and not present._parameters and not present._buffers
-        present = inside(present) if is_wrapper else None
+        present = wrapped_in(present) if is_wrapper else None
 
 
 def _shows(wrapper: Any, inner: Any) -> bool:
-    """Whether a wrapper of an optimizer has nothing of its own that a step changes, and steps as what is inside."""
+    """Return whether a wrapper of an optimizer has the inner one's groups and state, and steps as that does."""
     if not isinstance(inner, Optimizer) or getattr(wrapper, "base", None) is inner:
         return False
     roots = {base.__module__.partition(".")[0] for base in type(wrapper).__mro__}

@@ -1,4 +1,4 @@
-"""What lets scripts written for NVIDIA apex run on mpinit: the old names and quirks live here and nowhere else."""
+"""Compatibility with scripts written for NVIDIA apex: its names and quirks are here and nowhere else."""
 
 from .importing import install_as_apex, uninstall_apex
 

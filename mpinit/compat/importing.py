@@ -1,4 +1,4 @@
-"""What answers to the name ``apex``.
+"""Imports of the name ``apex``.
 
 Every module under :data:`FACE` is reachable under two names, its own and the one a script expects, and is the same
 object under both: state is never split, and what is pickled under one name loads under the other.

@@ -1,1 +1,1 @@
-"""What several processes have to agree on, and parameters of which a process holds a part."""
+"""Agreement of several processes, and parameters of which a process holds a shard."""

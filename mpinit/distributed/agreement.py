@@ -1,4 +1,4 @@
-"""What was asked for compared over ranks, and one overflow verdict for all of them."""
+"""Comparison of settings over ranks, and one overflow verdict for all of them."""
 
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -10,18 +10,18 @@ from .sharding import is_sharded
 
 Group = Any
 _NAMED: Final = 5
-# How long ranks that have just reduced gradients together wait for one another's word.
-_PATIENCE: Final = timedelta(seconds=8)
+# The time that a rank waits for the others, which have just reduced gradients with it.
+_TIMEOUT: Final = timedelta(seconds=8)
 
 
 def meshes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """The meshes that tensors are sharded over, each once, small ones first; the same order on all of their ranks."""
+    """List the meshes that tensors are sharded over, small ones first; the same order on all of their ranks."""
     meshes = dict.fromkeys(cast(Any, tensor).device_mesh for tensor in tensors if is_sharded(tensor))
     return sorted(meshes, key=lambda mesh: (mesh.ndim, mesh.size(), mesh.mesh_dim_names or ()))
 
 
 def groups_of(meshes: Iterable[Any], *more: Group | None) -> list[Group]:
-    """The process groups over which a verdict has to be agreed on to be one for all ranks."""
+    """List the process groups that a verdict has to be reduced over to be the same on all ranks."""
     distributed: Any = torch.distributed
     ranks = {id(group): set(distributed.get_process_group_ranks(group)) for group in more if group is not None}
     found: dict[str, Group] = {}
@@ -35,10 +35,10 @@ def groups_of(meshes: Iterable[Any], *more: Group | None) -> list[Group]:
 
 
 def check_same(words: Mapping[str, str], parameters: Mapping[str, str], groups: Iterable[Group]) -> None:
-    """Compare what was asked for over all ranks that can be reached over some groups; all of them have to call it.
+    """Compare settings over all ranks that some groups reach; all of these ranks have to call it.
 
     Raises:
-        ValueError: ranks differ; on each of them, and the message says where.
+        ValueError: ranks differ. It is raised on each of them, and names the differences.
     """
     distributed: Any = torch.distributed
     records = {distributed.get_rank(): (dict(words), dict(parameters))}
@@ -67,7 +67,7 @@ def _differences(said: Mapping[int, Mapping[str, str]]) -> Iterable[str]:
 
 
 def agree(verdicts: torch.Tensor, groups: Iterable[Group]) -> torch.Tensor:
-    """The largest of each number over all ranks of the groups; ``verdicts`` is not changed."""
+    """Return the largest of each number over all ranks of the groups; ``verdicts`` is not changed."""
     agreed = verdicts.clone()
     for group in groups:
         there = agreed.to(device_for(group, agreed.device))
@@ -76,18 +76,21 @@ def agree(verdicts: torch.Tensor, groups: Iterable[Group]) -> torch.Tensor:
     return agreed
 
 
-def say_same(words: str, group: Group) -> bool:
-    """Whether every rank of a group says the same, sooner or later; in no collective, which others may not join."""
+def ranks_agree(words: str, group: Group) -> bool:
+    """Return whether every rank of a group passes the same ``words`` within a timeout.
+
+    Ranks compare through the group's store, not by a collective: ranks with other words may never call one.
+    """
     store, distributed = group.get_group_store(), torch.distributed
     store.set(f"{words} {distributed.get_rank(group)}", "")
     try:
-        store.wait([f"{words} {rank}" for rank in range(distributed.get_world_size(group))], _PATIENCE)
+        store.wait([f"{words} {rank}" for rank in range(distributed.get_world_size(group))], _TIMEOUT)
     except distributed.DistStoreError:
         return False
     return True
 
 
 def device_for(group: Group, preferred: torch.device) -> torch.device:
-    """Where a group can communicate: NCCL's cannot on the CPU."""
+    """Return a device on which a group can communicate: NCCL cannot on the CPU."""
     types = [device.type for device in getattr(group, "_device_types", ())]
     return preferred if not types or preferred.type in types else torch.device(types[0])

@@ -1,4 +1,4 @@
-"""The norm of gradients of which a process holds parts: plain and sharded ones, over any meshes, and other stages'."""
+"""The norm of gradients over processes: plain and sharded ones, over any meshes, and of several pipeline stages."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from torch import nn
 
 from ..basics.dtypes import is_lower_precision
 from .agreement import Group, device_for
-from .sharding import is_sharded, local, placed_as
+from .sharding import is_sharded, local, redistribute_like
 
 
 @torch.no_grad()
@@ -40,7 +40,7 @@ def clip_grad_norm_(
 
 
 def total_norm(parameters: Sequence[nn.Parameter], norm_type: float, process_group: Group | None) -> torch.Tensor:
-    """The norm of all gradients; see :func:`clip_grad_norm_`."""
+    """Compute the norm of all gradients; see :func:`clip_grad_norm_`."""
     order = float(norm_type)
     if not order > 0:
         raise ValueError(f"norm_type must be above 0 for gradients of several processes, not {norm_type!r}")
@@ -64,7 +64,7 @@ def total_norm(parameters: Sequence[nn.Parameter], norm_type: float, process_gro
     for parameter in parameters:
         powers = parts.setdefault(_spread_of(parameter), [])
         if parameter.grad is not None:
-            norm = _norm(local(placed_as(parameter.grad, parameter)), order).to(zero)
+            norm = _norm(local(redistribute_like(parameter.grad, parameter)), order).to(zero)
             powers.append(norm if is_max else norm.pow(order))
     powers = [reduced(own, [mesh.get_group(dim) for dim in dims]) for (mesh, dims), own in parts.items()]
     power = reduced(powers, [] if process_group is None else [process_group])
@@ -72,7 +72,7 @@ def total_norm(parameters: Sequence[nn.Parameter], norm_type: float, process_gro
 
 
 def _spread_of(parameter: Any) -> tuple[Any, tuple[int, ...]]:
-    """The mesh, and along which of its dimensions every rank has other numbers."""
+    """Return the mesh, and its dimensions along which every rank has other numbers."""
     if not is_sharded(parameter):
         return None, ()
     dims = tuple(dim for dim, placement in enumerate(parameter.placements) if placement.is_shard())
@@ -82,6 +82,6 @@ def _spread_of(parameter: Any) -> tuple[Any, tuple[int, ...]]:
 def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     wide = values.float() if is_lower_precision(values.dtype) else values
-    # Of no numbers there is no largest.
+    # vector_norm of order inf raises on an empty tensor.
     norm: torch.Tensor = torch.linalg.vector_norm(wide, order) if wide.numel() else wide.new_zeros(())
     return norm

@@ -1,6 +1,6 @@
-"""Replicas: what DistributedDataParallel keeps equal over ranks, which is what it can see: 16-bit weights.
+"""DistributedDataParallel: reading its state, float32 reduction, and broadcasts of masters, which it does not see.
 
-Asked without importing anything: torch has the wrapper at hand.
+Nothing is imported for it: torch itself has loaded the class.
 """
 
 import weakref
@@ -17,24 +17,24 @@ _CHUNK: Final = 1 << 26
 
 
 def running_wrapper() -> Any:
-    """The DistributedDataParallel whose forward is running; None outside of one."""
+    """Return the DistributedDataParallel whose forward is running; None outside of one."""
     return nn.parallel.DistributedDataParallel._active_ddp_module if is_distributed() else None
 
 
 def is_joining(wrapper: Any) -> bool:
-    """Whether a DistributedDataParallel is in ``join()``, where ranks that have ended follow its own calls alone."""
+    """Return whether a DistributedDataParallel is in ``join()``, where ended ranks shadow its own collectives only."""
     return bool(wrapper._join_config.enable)
 
 
 def reduced_by(wrapper: Any) -> list[nn.Parameter]:
-    """The parameters whose gradients a DistributedDataParallel reduces."""
-    # One that is half made, or half gone, has no module either.
+    """List the parameters whose gradients a DistributedDataParallel reduces."""
+    # A wrapper whose __init__ or deletion was interrupted has no module.
     module = vars(wrapper).get("_modules", {}).get("module")
     return list(getattr(wrapper, "_module_parameters", None) or (() if module is None else module.parameters()))
 
 
 def hooks_of(wrapper: Any) -> list[str]:
-    """The names of a DistributedDataParallel's communication hooks."""
+    """List the names of a DistributedDataParallel's communication hooks."""
     return [getattr(hook, "__name__", "") for hook, _ in wrapper._comm_hooks]
 
 
@@ -100,14 +100,14 @@ def _chunks(values: Sequence[Callable[[], torch.Tensor]]) -> Iterator[tuple[int,
 
 
 class FinalSync:
-    """A DistributedDataParallel's ``_sync_final_model``, with which ``join()`` ends, and what comes after it."""
+    """A DistributedDataParallel's ``_sync_final_model``, with which ``join()`` ends, and a method called after it."""
 
     def __init__(self, wrapper: Any, afterwards: Callable[[Any, int], None]) -> None:
         self._wrapper = wrapper
         self._afterwards: Any = weakref.WeakMethod(afterwards)
 
     def __call__(self, is_last_joiner: bool) -> None:
-        """Let torch broadcast the 16-bit weights, and tell those that wait for it."""
+        """Let torch broadcast the 16-bit weights, then call the method."""
         type(self._wrapper)._sync_final_model(self._wrapper, is_last_joiner)
         afterwards = None if self._afterwards is None else self._afterwards()
         if afterwards is not None:
@@ -123,21 +123,21 @@ def after_join(wrapper: Any, afterwards: Callable[[Any, int], None]) -> None:
     wrapper._sync_final_model = FinalSync(wrapper, afterwards)
 
 
-def no_longer_after_join(wrapper: Any) -> None:
-    """Take back what :func:`after_join` did."""
+def remove_after_join(wrapper: Any) -> None:
+    """Reverse :func:`after_join`."""
     if isinstance(vars(wrapper).get("_sync_final_model"), FinalSync):
         del wrapper._sync_final_model
 
 
-def outdate(wrapper: Any) -> None:
+def refuse_training(wrapper: Any) -> None:
     """Refuse to train with a DistributedDataParallel whose parameters have another dtype than it was made for.
 
-    torch drops its hooks without a word then, and no gradient is reduced. Evaluation goes on.
+    torch silently drops its hooks then, and no gradient is reduced. Evaluation still works.
     """
-    wrapper.register_forward_pre_hook(_refuse_training)
+    wrapper.register_forward_pre_hook(_check_is_evaluated)
 
 
-def _refuse_training(wrapper: nn.Module, args: Any) -> None:
+def _check_is_evaluated(wrapper: nn.Module, args: Any) -> None:
     if torch.is_grad_enabled() and wrapper.training:
         name = type(wrapper).__name__
         raise RuntimeError(

@@ -40,7 +40,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
 
 
-def flattened(what: str) -> str:
+def fsdp1_refusal(what: str) -> str:
     """Return the error text for a model in FullyShardedDataParallel."""
     return (
         f"{what} is wrapped in FullyShardedDataParallel (FSDP1), which puts flat parameters of its own in the places "
@@ -76,7 +76,7 @@ def sharded_as(part: torch.Tensor, like: Any) -> torch.Tensor:
     return made
 
 
-def in_place_of(tensor: Any, part: torch.Tensor) -> None:
+def set_local_data(tensor: Any, part: torch.Tensor) -> None:
     """Replace the memory of a tensor's part in this process by other memory of the same shape and dtype."""
     if is_sharded(tensor):
         tensor._local_tensor = part
@@ -84,7 +84,7 @@ def in_place_of(tensor: Any, part: torch.Tensor) -> None:
         _TENSOR_DATA.__set__(tensor, part)
 
 
-def placed_as(tensor: Any, like: Any) -> torch.Tensor:
+def redistribute_like(tensor: Any, like: Any) -> torch.Tensor:
     """Redistribute a tensor to the placements of another."""
     if is_sharded(tensor) and tensor.placements != like.placements:
         moved: torch.Tensor = tensor.redistribute(placements=like.placements)

@@ -15,7 +15,7 @@ from typing import Final
 
 
 class Cast(enum.Enum):
-    """What happens to the floating arguments of a function while casts are on.
+    """A treatment of a function's floating arguments while casts are on.
 
     LOWER_PRECISION: cast to the 16-bit type. FP32: 16-bit arguments are cast to float32. PROMOTE: cast to the widest
     type among them. BANNED: refuses float16 arguments, runs others in float32. REFUSED: an in-place function that

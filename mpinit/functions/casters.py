@@ -95,16 +95,16 @@ def _fp32(original: Function, body: Function, device: str) -> Function:
 
 
 def left_alone(kwargs: dict[str, Any]) -> bool:
-    """Whether a call says what type its result has: by ``out=``, or by a 16-bit ``dtype=``.
+    """Return whether a call fixes the dtype of its result: by ``out=``, or by a 16-bit ``dtype=``.
 
-    It runs as it would without casts, also inside: a product in its body would not fit into ``out``, and a norm
-    refuses to answer in less than it was given.
+    Such a call runs without casts, inside as well: a product in its body might not fit into ``out``, and a norm
+    refuses a ``dtype`` narrower than its input.
     """
     return kwargs.get("out") is not None or kwargs.get("dtype") in LOWER_PRECISION
 
 
 def to_float(value: Any, device: str) -> Any:
-    """A 16-bit tensor of the device in float32; anything else as it is."""
+    """Cast a 16-bit tensor of the device to float32; return anything else as it is."""
     if isinstance(value, torch.Tensor) and value.dtype in LOWER_PRECISION and value.device.type == device:
         return value.float()
     return value
@@ -180,7 +180,7 @@ def _promote(original: Function, body: Function, device: str) -> Function:
 
 
 def _is_uniform(args: tuple[Any, ...], lower: torch.dtype) -> bool:
-    """Whether these are clearly all float32, or all of the 16-bit type: the common case, told quickly."""
+    """Return whether all tensors among ``args`` have one dtype that needs no cast: a fast check of the common case."""
     dtype: torch.dtype | None = None
     for value in args:
         if isinstance(value, torch.Tensor):
@@ -249,7 +249,7 @@ def user_wrapper(cast: Cast, function: Function) -> Function:
 
 
 def _takes_owner(function: Function) -> bool:
-    """Whether the first argument is an object, a class or an autograd context, which is not to be cast."""
+    """Return whether the first argument is an object, a class or an autograd context, which is not cast."""
     try:
         first = next(iter(inspect.signature(function).parameters), "")
     except (TypeError, ValueError):
@@ -258,7 +258,7 @@ def _takes_owner(function: Function) -> bool:
 
 
 def _dtype_for(cast: Cast, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """What the arguments are to be cast to now; None where casts are off or nothing is to be cast."""
+    """Return the dtype to cast the arguments to; None where casts are off or there is nothing to cast."""
     on = [device for device in device_types() if torch.is_autocast_enabled(device)]
     if not on:
         return None

@@ -54,11 +54,11 @@ class Installation:
         self._originals: dict[tuple[int, str], Any] = {}
 
     def original(self, owner: Any, name: str) -> Any:
-        """What stands at ``owner.name``, or stood there before it was wrapped; None where there is nothing."""
+        """Return the function at ``owner.name`` without mpinit's wrapper; None where there is none."""
         return self._originals.get((id(owner), name), getattr(owner, name, None))
 
     def add(self, plan: Plan, undos: UndoStack) -> None:
-        """Serve one more session; the undo may come in any order among several."""
+        """Add a session; the undos of several sessions may run in any order."""
         token = object()
         with InterruptsHeld(), self._lock:
             undos.push(lambda: self._remove(token))
@@ -84,7 +84,7 @@ class Installation:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Make what stands in torch's namespaces what the live sessions need; begun anew after an interrupt."""
+        """Install what the live sessions need in torch's namespaces; start anew after an interrupted call."""
         sessions = self._sessions.values()
         # The namespaces are one: the stricter policy and the wider permission hold for all.
         needs = any(is_apex for is_apex, _ in sessions), any(allows for _, allows in sessions)
@@ -99,7 +99,7 @@ class Installation:
             self._installed = needs
 
     def _install(self, needs: _Needs) -> None:
-        """Put everything in; what an interrupt leaves half done, the next :meth:`_refresh` takes out."""
+        """Install all wrappers; the next :meth:`_refresh` removes those of an interrupted call."""
         _mark_compile_caches(self._undos)
         _keep_casts_out_of_backward(self._undos)
         encoder_fast_path.keep_off(is_on, self._undos)
@@ -111,7 +111,7 @@ class Installation:
                 self._set(owner, name, function)
 
     def _bound_before(self) -> Iterator[tuple[str, str]]:
-        """Where the user's own modules have bound functions (methods aside) that stand behind a wrapper now."""
+        """Find names in the user's modules that are bound to functions (not methods) which are wrapped now."""
         found: dict[int, str] = {}
         for row in TORCH_POLICY:
             for name in row.wraps if wrapped_on(row, device_types()) else ():

@@ -14,7 +14,7 @@ from .. import registry
 from ..basics.dtypes import dtype_name, is_lower_precision, parse_dtype
 from ..basics.modules import ModelIndex
 from ..basics.tables import plain_table
-from ..basics.wrappers import with_all_inside
+from ..basics.wrappers import iter_unwrapped
 from ..distributed.sharding import local
 from ..masters.codecs.encoded import encoded_part
 from ..model.selection import select
@@ -151,7 +151,7 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"audit takes a module and an optimizer, not {type(model).__name__}")
-    *_, model = with_all_inside(model)
+    *_, model = iter_unwrapped(model)
     session = registry.of(model)
     given = [] if optimizer is None else [registry.unwrapped(optimizer)]
     optimizers = given or ([] if session is None else list(session.optimizers))

@@ -107,7 +107,7 @@ def _check(trainer: Any) -> None:
 
 
 def _float32_as_usual(model: Any) -> list[str]:
-    """What Transformers and PEFT leave float32 over 16-bit weights: buffers that no checkpoint holds, and adapters."""
+    """List what Transformers and PEFT keep in float32 over 16-bit weights: buffers in no checkpoint, and adapters."""
     saved = model.state_dict()
     computed = [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and name not in saved]
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]

@@ -1,1 +1,1 @@
-"""What a float32 master and its weight are between steps."""
+"""Float32 masters of 16-bit weights."""

@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from ..torch_internals.running import is_read_freely, works_within_a_cache
+from ..torch_internals.running import reads_without_sync, works_within_a_cache
 
 _HALF: Final = 0x8000
 _MAGNITUDE: Final = 0x7FFFFFFF
@@ -19,7 +19,7 @@ _INFINITE: Final = 0x7F800000
 _CHUNK: Final = 1 << 17
 
 
-def take_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> None:
+def split_off_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> None:
     """Turn float32 bits, int32 in one dimension, into those of the rounded upper half, a bfloat16 number's.
 
     ``remainder``, int16, gets the lower half as a signed number.
@@ -32,10 +32,10 @@ def take_remainder_(bits: torch.Tensor, remainder: torch.Tensor) -> None:
 
 
 def add_remainder_(values: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Add remainders to bfloat16 numbers widened to float32, in place: the reverse of :func:`take_remainder_`.
+    """Add remainders to bfloat16 numbers widened to float32, in place: the reverse of :func:`split_off_remainder_`.
 
-    A number that was written to the weight since meets the remainder of another one, which is less than half a unit in
-    its last place. Only with a written 0 or infinity the two may join to nan: there the weight alone counts.
+    A number that was written to the weight gets the remainder of the number before, less than half a unit in the last
+    place. Only with a written 0 or infinity the sum may be nan: there the weight alone counts.
 
     Args:
         values: float32, in one dimension.
@@ -44,9 +44,9 @@ def add_remainder_(values: torch.Tensor, remainder: torch.Tensor) -> None:
     parts = _chunks(values, remainder) if values.numel() > _CHUNK else ((values, remainder),)
     for part, rest in parts:
         bits = part.view(torch.int32)
-        if is_read_freely(part.device):
+        if reads_without_sync(part.device):
             bits.add_(rest)
-            # Elements that do not belong together join to nan. A sum costs less than a test of each of them.
+            # A weight and a remainder of different numbers may give nan. A sum costs less than testing each element.
             if bool(part.sum().isfinite()):
                 continue
             bits.sub_(rest)
@@ -62,10 +62,10 @@ def _chunks(values: torch.Tensor, remainder: torch.Tensor) -> Iterator[tuple[tor
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor fills its memory, in whatever order."""
+    """Return whether a tensor fills its memory without gaps, in any order of dimensions."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's memory as one dimension, whatever the order of its own."""
+    """View a dense tensor's memory as one dimension, in the order of the memory."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -20,10 +20,10 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from ..basics.dtypes import as_float32, cast_to
 from ..basics.modules import Names
 from ..distributed.sharding import arriving_gradient_dtype, is_sharded, local, set_data, sharded_as
-from ..torch_internals.columns import addresses_of, strides_of, versions_of
+from ..torch_internals.bulk import data_ptrs, strides_of, versions_of
 from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH
-from ..torch_internals.running import is_read_freely
+from ..torch_internals.running import reads_without_sync
 from .float_split import flat, is_dense
 from .law import meaning, round_into
 from .masters import Gradients, Master, MasterBatch, Masters
@@ -124,7 +124,7 @@ class FullMasters(Masters):
             if torch.equal(now[1], before[1]):
                 return True
         here, values = local(weight), local(TENSOR_DETACH(master.parameter))
-        if not (is_read_freely(weight.device) and _is_rounded(here, values)):
+        if not (reads_without_sync(weight.device) and _is_rounded(here, values)):
             return False
         master.last_seen = now
         return True
@@ -132,7 +132,7 @@ class FullMasters(Masters):
     @torch.no_grad()
     def agreeing(self) -> set[int]:
         """Return the ids of masters whose weights are known to be their roundings; small ones are compared together."""
-        free = {device for device in {master.weight.device for master in self} if is_read_freely(device)}
+        free = {device for device in {master.weight.device for master in self} if reads_without_sync(device)}
         small: list[Master] = []
         others: list[Master] = []
         for master in self._of.values():
@@ -183,7 +183,7 @@ class FullMasters(Masters):
     def round(self, master: Master) -> None:
         """Round a master into its weight, where the two differ."""
         weight, parameter = local(master.weight), local(master.parameter)
-        if not (is_read_freely(weight.device) and _is_rounded(weight, parameter)):
+        if not (reads_without_sync(weight.device) and _is_rounded(weight, parameter)):
             round_into(master.weight, master.parameter, master.clamps)
         master.last_seen = _fingerprint(master.weight)
 
@@ -216,7 +216,7 @@ class FullMasters(Masters):
 
     @property
     def is_open(self) -> bool:
-        """Whether a step holds masters at the moment."""
+        """Return whether the groups of an optimizer hold masters, in a step or the like."""
         return bool(self._open)
 
     def opened(self, batch: "_Batch") -> None:
@@ -301,13 +301,13 @@ class _Batch(MasterBatch):
 
     def _was_moved(self) -> bool:
         """Find weights or masters with other memory than before."""
-        addresses, strides = addresses_of([*self._weights, *self._parameters]), strides_of(self._weights)
+        addresses, strides = data_ptrs([*self._weights, *self._parameters]), strides_of(self._weights)
         if addresses == self._addresses and strides == self._strides:
             return False
         self._owner.follow_replaced_memory(self._masters)
-        self._addresses = addresses_of([*self._weights, *self._parameters])
+        self._addresses = data_ptrs([*self._weights, *self._parameters])
         self._strides = strides_of(self._weights)
-        read = [m for m in self._masters if m.weight.numel() <= _SMALL and is_read_freely(m.weight.device)]
+        read = [m for m in self._masters if m.weight.numel() <= _SMALL and reads_without_sync(m.weight.device)]
         read = [m for m in read if m.weight.is_contiguous() and m.parameter.is_contiguous()]
         self._small = [m for m in read if m.weight.dtype is read[0].weight.dtype]
         small = set(map(id, self._small))
@@ -378,7 +378,7 @@ def _fingerprint(weight: torch.Tensor) -> tuple[object, torch.Tensor | None] | N
     Returns:
         None for a small weight on a CPU, which is compared with its master.
     """
-    if not is_read_freely(weight.device):
+    if not reads_without_sync(weight.device):
         return _version_of(weight), None
     if weight.numel() <= _SMALL:
         return None

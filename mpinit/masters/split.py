@@ -14,10 +14,10 @@ from torch import nn
 
 from ..basics.dtypes import as_float32, is_lower_precision
 from ..basics.modules import Names
-from ..distributed.sharding import in_place_of, is_sharded, placed_as, set_data, shard, sharded_as
-from ..torch_internals.columns import addresses_of, are_same, set_memory, strides_of, versions_of
+from ..distributed.sharding import is_sharded, redistribute_like, set_data, set_local_data, shard, sharded_as
+from ..torch_internals.bulk import are_same, data_ptrs, set_memory, strides_of, versions_of
 from ..torch_internals.parameter_data import TENSOR_DETACH
-from .float_split import add_remainder_, flat, is_dense, take_remainder_
+from .float_split import add_remainder_, flat, is_dense, split_off_remainder_
 from .masters import Gradients, Master, MasterBatch, Masters
 
 # Float32 memory up to this size stays from step to step: for small weights laying it out takes longer than the step.
@@ -201,7 +201,7 @@ class _Bucket(MasterBatch):
     def _find_weights(self) -> None:
         """Look up where the weights and remainders are; they may have moved since the last step."""
         shards = self._shards()
-        addresses, strides = addresses_of(shards), strides_of(shards)
+        addresses, strides = data_ptrs(shards), strides_of(shards)
         if (addresses, strides) == (self._addresses, self._strides) and self._holds_remainders():
             return
         self._owner.follow_replaced_memory(self._masters)
@@ -209,7 +209,7 @@ class _Bucket(MasterBatch):
         self._sizes = [each.numel() for each in shards]
         self._numel = sum(self._sizes)
         self._placeholders = list(map(_placeholder, self._weights))
-        addresses, strides = addresses_of(shards), strides_of(shards)
+        addresses, strides = data_ptrs(shards), strides_of(shards)
         parts = [master.laid_out(shard(master.weight)) for master in self._masters]
         self._remainder = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int16, device=self._device)
         self._parts = list(self._remainder.split_with_sizes(self._sizes))
@@ -220,7 +220,7 @@ class _Bucket(MasterBatch):
         self._addresses, self._strides, self._laid_out = addresses, strides, None
 
     def _holds_remainders(self) -> bool:
-        """Whether the remainders are parts of this bucket's tensor: two optimizers may step one weight."""
+        """Return whether the remainders are parts of this bucket's tensor: two optimizers may step one weight."""
         return are_same([master.remainder for master in self._masters], self._parts)
 
     def _lay_out(self, buffer: torch.Tensor) -> None:
@@ -266,7 +266,7 @@ class _Bucket(MasterBatch):
         arrived = list(gradients)
         if self._are_sharded:
             arrived = [
-                None if g is None else shard(placed_as(g, weight))
+                None if g is None else shard(redistribute_like(g, weight))
                 for g, weight in zip(gradients, self._weights, strict=True)
             ]
         lowered = [g is not None and is_lower_precision(g.dtype) and not g.is_sparse for g in arrived]
@@ -289,7 +289,7 @@ class _Bucket(MasterBatch):
         try:
             self._gather()
             before = self._remainder.clone() if self._owner.keeps_bits else None
-            take_remainder_(buffer[: self._numel].view(torch.int32), self._remainder)
+            split_off_remainder_(buffer[: self._numel].view(torch.int32), self._remainder)
             if before is not None:
                 self._restore_written(before)
             if self._halves:
@@ -320,14 +320,14 @@ class _Bucket(MasterBatch):
     def _show(self, values: list[torch.Tensor]) -> None:
         if self._are_sharded:
             for parameter, part in zip(self._parameters, values, strict=True):
-                in_place_of(parameter, part)
+                set_local_data(parameter, part)
         else:
             set_memory(self._parameters, values)
 
     def _gather(self) -> None:
-        """An optimizer may have given a master memory of its own, by ``p.data = ...``: what that holds counts."""
+        """Copy masters whose memory an optimizer has replaced, by ``p.data = ...``, into the bucket."""
         held = list(map(shard, self._parameters)) if self._are_sharded else self._parameters
-        if addresses_of(held) == addresses_of(self._values):
+        if data_ptrs(held) == data_ptrs(self._values):
             return
         for value, laid_out in zip(held, self._values, strict=True):
             if value.data_ptr() != laid_out.data_ptr():
@@ -341,7 +341,7 @@ def _split(values: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) 
     pieces = (each.unsafe_split(_PIECE) for each in (flat(values), flat(weight).view(torch.int16), remainder))
     for piece, half, rest in zip(*pieces, strict=True):
         bits = piece.to(torch.float32, copy=True).view(torch.int32)
-        take_remainder_(bits, rest)
+        split_off_remainder_(bits, rest)
         half.copy_(bits)
 
 
@@ -359,5 +359,5 @@ def _check_dense(weight: torch.Tensor) -> None:
 
 
 def _placeholder(weight: Any) -> torch.Tensor:
-    """What this process's part of a master is between steps: its shape and dtype, all nan, and no memory."""
+    """Make the local part of a master between steps: its shape and dtype, all nan, without memory."""
     return torch.full((), torch.nan, dtype=torch.float32, device=weight.device).expand(shard(weight).shape)

@@ -1,7 +1,7 @@
 """Encoded states of optimizers: codes between steps, float32 while the optimizer's own code runs.
 
-In an optimizer's state there is at any time either the float32 tensor or the encoded one, and each says all there is,
-so that a step may fail anywhere.
+At any time an optimizer's state has either the float32 tensor or the encoded one, and each is complete, so a step may
+fail anywhere.
 """
 
 from collections.abc import Sequence
@@ -14,20 +14,20 @@ from ..distributed.sharding import is_sharded, shard, sharded_as
 from .codecs.codec import Codec
 from .codecs.encoded import EncodedState, encoded_part, with_numbers
 
-# Below this state is left in float32, as others do: it is small, and often all there is of a bias or a norm.
+# Smaller states stay float32, as in bitsandbytes: biases and norms, which cost little memory.
 SMALLEST: Final = 4096
 
 _States = Sequence[dict[Any, Any]]
 
 
 class EncodedStates:
-    """A session's way to keep its optimizers' states in codes."""
+    """The encoding of a session's optimizer states."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
 
     def decode(self, states: _States) -> dict[tuple[int, Any], EncodedState]:
-        """:func:`decode` for several; the codes, whose memory :meth:`encode` uses again, by (id of the state, key)."""
+        """Decode several states; return codes by (id of the state, key): :meth:`encode` reuses their memory."""
         return {(id(state), key): encoded for state in states for key, encoded in decode(state).items()}
 
     def encode(
@@ -36,7 +36,7 @@ class EncodedStates:
         kept: frozenset[str],
         taken: dict[tuple[int, Any], EncodedState],
     ) -> None:
-        """Put codes in the places of numbers, unless a parameter's gradient is sparse: most of its state is not used.
+        """Replace float32 tensors by codes, unless a parameter's gradient is sparse: a step uses little of its state.
 
         ``kept`` names states that stay float32.
         """
@@ -62,7 +62,7 @@ class EncodedStates:
 
 
 def decode(state: dict[Any, Any]) -> dict[Any, EncodedState]:
-    """Put numbers in the places of codes, which are returned; what was one tensor under two names is one again."""
+    """Replace codes by float32 tensors, and return the codes; one tensor under two names stays one."""
     taken = {key: encoded for key, value in state.items() if (encoded := encoded_part(value)) is not None}
     numbers: dict[int, Any] = {}
     for key, encoded in taken.items():
@@ -73,7 +73,7 @@ def decode(state: dict[Any, Any]) -> dict[Any, EncodedState]:
 
 
 def shown(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict with float32 tensors in the places of codes, in dicts of its own."""
+    """Return an optimizer's state dict with float32 tensors instead of codes, in new dicts."""
     states = {
         key: {name: with_numbers(value) for name, value in state.items()} if isinstance(state, dict) else state
         for key, state in state_dict.get("state", {}).items()
@@ -82,7 +82,7 @@ def shown(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def states_of(holders: Sequence[Optimizer], parameter: torch.Tensor) -> list[dict[Any, Any]]:
-    """What is kept for a parameter, each dict once: a wrapper may show the state of what it wraps."""
+    """List a parameter's states, each dict once: a wrapper may share the state of the optimizer that it wraps."""
     found = {}
     for holder in holders:
         state = holder.state.get(parameter)

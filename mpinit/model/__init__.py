@@ -1,1 +1,1 @@
-"""What happens to models: which tensors are cast, to what, around which forwards, and what leaves in a state dict."""
+"""Models: the tensors that are cast, the forwards with casts around them, and float32 state dicts."""

@@ -29,9 +29,13 @@ from ..distributed.sharding import is_sharded, local, shard
 from ..masters.full import FullMasters
 from ..masters.law import is_rounding, meaning, round_into
 from ..masters.masters import Master, Masters
-from ..torch_internals.columns import are_same, grads_of, set_grads, versions_of
+from ..torch_internals.bulk import are_same, grads_of, set_grads, versions_of
 from ..torch_internals.parameter_data import TENSOR_DATA, have_same_bits, record_data_use
-from ..torch_internals.running import call_after_backward, current_graph_task, is_read_freely
+<<<<<<< HEAD
+from ..torch_internals.running import call_after_backward, current_graph_task, reads_without_sync
+=======
+from ..torch_internals.running import call_after_backward, current_pass, reads_without_sync
+>>>>>>> 2291a24b49b9b4a722dc82a435566c94c386371c
 from .casting import TensorCasts
 from .shared_memory import is_16_bit
 
@@ -255,7 +259,7 @@ class Float32Values:
         return values is not None and not self._shares_memory_with_master(entry.tensor, values)
 
     def _holds_present_numbers(self, entry: "_Entry") -> bool:
-        """Return whether an entry has the numbers that its tensor means now: nothing is lost, and nothing comes back."""
+        """Return whether an entry has the numbers that its tensor means now, so that nothing is lost."""
         values = self.of(entry.tensor)
         present = local(entry.tensor.float() if values is None else values)
         return present.shape == entry.values.shape and torch.equal(present, local(entry.values))
@@ -587,7 +591,7 @@ class HandedOutMasters:
         weight, parameter = shard(master.weight), shard(master.parameter)
         kept = self._table.data_use.kept
         before = kept.get(id(master.weight)), kept.get(id(master.parameter))
-        if is_read_freely(weight.device):
+        if reads_without_sync(weight.device):
             weight_moved = weight_moved or not (before[0] is None or have_same_bits(weight, before[0]))
             master_moved = master_moved or not (before[1] is None or have_same_bits(parameter, before[1]))
         elif before[0] is not None and (before[1] is not None or master_moved):
@@ -684,7 +688,7 @@ class Float32Block:
             self.wide[id(tensor)] = wide
 
     @torch.no_grad()
-    def leave(self) -> None:
+    def exit(self) -> None:
         """Put the 16-bit tensors back, with all that was done to the float32 ones. May be called again."""
         replaced: dict[int, torch.Tensor] = {}
         rnns: dict[nn.Module, None] = {}
@@ -713,7 +717,7 @@ class Float32Block:
 
 
 class _Carried:
-    """What is carried between a 16-bit tensor and the float32 one in its place, beside numbers."""
+    """Attributes beside numbers that are carried between a 16-bit tensor and the float32 one of a block."""
 
     def __init__(self, tensor: torch.Tensor, wide: torch.Tensor) -> None:
         self.tensor = tensor

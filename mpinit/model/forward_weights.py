@@ -1,9 +1,8 @@
 """Float32 parameters that are 16-bit inside forwards: ``master_weights="model"``.
 
-While a forward runs, casts stand in the places of the parameters, in ``module._parameters``, as the tensors do that are
-given to ``torch.func.functional_call``: whatever reads ``module.weight`` inside gets 16 bit, and whatever does outside
-float32. A cast is an ordinary differentiable one, so gradients arrive on the parameters in float32. Every outermost
-forward makes its casts anew, as autocast does.
+While a forward runs, casts replace the parameters in ``module._parameters``, as ``torch.func.functional_call`` replaces
+them: ``module.weight`` is 16-bit inside, and float32 outside. A cast is an ordinary differentiable operation, so
+gradients arrive on the parameters in float32. Every outermost forward makes its casts anew, as autocast does.
 """
 
 import itertools
@@ -19,42 +18,42 @@ from torch.compiler import is_compiling
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ..torch_internals.columns import Entries, versions_of
+from ..torch_internals.bulk import Entries, versions_of
 from ..torch_internals.float32_gradients import casts_with_float32_gradients
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, DataUse, record_batch, stop_batch
-from ..torch_internals.running import computes_at_once
+from ..torch_internals.running import is_eager
 
 _COMPUTING: Final = (WeightNorm, SpectralNorm)
 _FLAT_WEIGHTS: Final = ("_flat_weights", "_flat_weight_refs")
 
 
 class _Layout:
-    """The modules below one, and their parameters of another type: used while they are what they were."""
+    """The modules below one, and their parameters of another dtype; used as long as neither changes."""
 
     def __init__(self, modules: list[nn.Module], dtype: torch.dtype) -> None:
         self.modules = modules
         found = _to_be_cast(modules, dtype)
         self.owners = [module for module in modules if module._parameters]
         self.slots = [(parameters, name) for parameters, name, _ in found]
-        self.outside = [parameter for *_, parameter in found]
+        self.parameters = [parameter for *_, parameter in found]
         self.rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
-        self.has_tied = len(set(map(id, self.outside))) < len(found)
+        self.has_tied = len(set(map(id, self.parameters))) < len(found)
         self._seen = Entries(modules, "_modules"), Entries(modules, "_parameters")
         self._tensors = [p for module in modules for p in module._parameters.values() if p is not None]
         self._dtypes = [tensor.dtype for tensor in self._tensors]
 
-    def stands(self) -> bool:
-        """Whether no module or parameter came, went or was exchanged."""
+    def is_current(self) -> bool:
+        """Return whether no module or parameter was added, removed or replaced."""
         return all(map(Entries.are_as_seen, self._seen)) and [each.dtype for each in self._tensors] == self._dtypes
 
 
-class _Standing:
-    """The casts that stand in the modules which one forward has entered.
+class _ActiveCasts:
+    """The casts in the modules that one forward has entered.
 
     Attributes:
         entered: all of these modules.
-        slots: the places that casts stand in: a module's ``_parameters``, and a name there.
-        outside, inside: for each slot the parameter, and its cast.
+        slots: for each cast a module's ``_parameters``, and the name there.
+        parameters, casts: for each slot the parameter, and its cast.
     """
 
     def __init__(self, layout: _Layout, dtype: torch.dtype) -> None:
@@ -63,15 +62,15 @@ class _Standing:
         self.modules = layout.owners
         self.rnns = layout.rnns
         self.slots = layout.slots
-        self.outside = layout.outside
+        self.parameters = layout.parameters
         self.has_tied = layout.has_tied
-        self.inside: list[torch.Tensor] = []
+        self.casts: list[torch.Tensor] = []
         self._flat: dict[nn.RNNBase, dict[str, Any]] = {}
         self._data_use = DataUse()
         self._versions: tuple[list[int], list[int]] = [], []
 
-    def put_in(self, casts: list[torch.Tensor]) -> None:
-        self.inside = casts
+    def swap_in(self, casts: list[torch.Tensor]) -> None:
+        self.casts = casts
         self._remember()
         for (parameters, name), cast in zip(self.slots, casts, strict=True):
             parameters[name] = cast
@@ -82,30 +81,30 @@ class _Standing:
 
     def _remember(self) -> None:
         stop_batch(self._data_use)
-        self._data_use = record_batch(self.inside)
-        self._versions = _versions(self.inside), _versions(self.outside)
+        self._data_use = record_batch(self.casts)
+        self._versions = _versions(self.casts), _versions(self.parameters)
 
-    def bring_back(self) -> None:
-        """Write to the parameters what was written to their casts; one that was written itself counts as it is."""
+    def write_back(self) -> None:
+        """Copy in-place writes to casts into their parameters, unless a parameter was written to itself."""
         before, before_outside = self._versions
-        now, touched = _versions(self.inside), self._data_use.touched
+        now, touched = _versions(self.casts), self._data_use.touched
         if now == before and not touched:
             return
-        now_outside = _versions(self.outside)
-        for index, (parameter, cast) in enumerate(zip(self.outside, self.inside, strict=True)):
+        now_outside = _versions(self.parameters)
+        for index, (parameter, cast) in enumerate(zip(self.parameters, self.casts, strict=True)):
             was_written = now[index] != before[index] or id(cast) in touched
             if was_written and now_outside[index] == before_outside[index]:
                 _write_back(parameter, cast)
 
-    def take_out(self) -> None:
+    def swap_out(self) -> None:
         stop_batch(self._data_use)
-        # Without casts where making them has failed.
-        for (parameters, name), parameter, cast in zip(self.slots, self.outside, self.inside, strict=False):
+        # Not strict: there are no casts where making them has failed.
+        for (parameters, name), parameter, cast in zip(self.slots, self.parameters, self.casts, strict=False):
             present = parameters.get(name)
             if present is cast:
                 parameters[name] = parameter
             elif present is not None and present.dtype is self.dtype and present.is_leaf:
-                # Another parameter, made of 16-bit numbers: the truth is float32.
+                # A parameter that the forward has made of a cast: parameters of this store are float32.
                 TENSOR_DATA.__set__(present, TENSOR_DATA.__get__(present).float())
         for module, flat in self._flat.items():
             vars(module).update(flat)
@@ -115,18 +114,18 @@ class _Thread(threading.local):
     """The modules that this thread's forwards have entered."""
 
     def __init__(self) -> None:
-        self.inside: set[nn.Module] = set()
+        self.entered: set[nn.Module] = set()
 
 
-# A handler of a signal that saves a checkpoint may come while its own thread holds the lock.
+# Reentrant: a signal handler that saves a checkpoint may run while its own thread holds the lock.
 _lock: Final = threading.RLock()
 # Of forwards that run, in all threads.
-STANDING: Final[dict[nn.Module, _Standing]] = {}
+ACTIVE_CASTS: Final[dict[nn.Module, _ActiveCasts]] = {}
 _thread: Final = _Thread()
 
 
 class ForwardWeights:
-    """A module's parameters and those of everything below it but ``kept`` modules, together in or out."""
+    """The casts of a module's parameters, and of those below it without ``kept`` modules."""
 
     __slots__ = ("_kept", "_layout", "dtype", "module")
 
@@ -137,47 +136,47 @@ class ForwardWeights:
         self._layout: _Layout | None = None
 
     def are_in(self) -> bool:
-        """Whether this thread's forwards have put casts in the places of the module's parameters."""
-        # Compiled code looks at the parameters themselves, in cast_traced, and finds nothing to cast.
-        return not is_compiling() and self.module in _thread.inside
+        """Return whether a forward of this thread has replaced the module's parameters by casts."""
+        # Compiled code reads the dtypes in cast_traced, and finds nothing to cast.
+        return not is_compiling() and self.module in _thread.entered
 
     @contextmanager
     def cast(self) -> Iterator[None]:
-        """Inside the block casts stand in the places of the parameters.
+        """Replace the parameters by casts inside the block.
 
         Raises:
             RuntimeError: a forward of the module, or of what is below it, runs in another thread.
         """
         computed: dict[str, torch.Tensor] = {}
-        standing: _Standing | None = None
+        active: _ActiveCasts | None = None
         try:
-            with _lock:  # what is found is not another thread's casts, unless that is refused
-                standing = self._standing()
-                if not STANDING.keys().isdisjoint(standing.modules):
+            with _lock:  # parameters that are found are not another thread's casts, or that is refused below
+                active = self._new_casts()
+                if not ACTIVE_CASTS.keys().isdisjoint(active.modules):
                     raise RuntimeError(_IN_ANOTHER_THREAD.format(type(self.module).__name__))
-                _thread.inside.update(standing.entered)
-                STANDING.update(dict.fromkeys(standing.modules, standing))
-            standing.put_in(_casts_of([standing])[0] if standing.has_tied else _casts(standing.outside, self.dtype))
+                _thread.entered.update(active.entered)
+                ACTIVE_CASTS.update(dict.fromkeys(active.modules, active))
+            active.swap_in(_casts_of([active])[0] if active.has_tied else _casts(active.parameters, self.dtype))
             if self.module._forward_pre_hooks:
                 self._cast_computed(computed)
             yield
         finally:
             for name, values in computed.items():
                 setattr(self.module, name, values)
-            if standing is not None:
-                _leave(standing)
+            if active is not None:
+                _end(active)
 
-    def _standing(self) -> _Standing:
-        """What this forward is to enter: all that this thread's forwards have not."""
-        inside, layout = _thread.inside, self._layout
-        if layout is None or not layout.stands():
+    def _new_casts(self) -> _ActiveCasts:
+        """Return the casts to make: of all modules that no forward of this thread has entered."""
+        entered, layout = _thread.entered, self._layout
+        if layout is None or not layout.is_current():
             layout = self._layout = _Layout(self._modules(), self.dtype)
-        if not inside.isdisjoint(layout.modules):
-            layout = _Layout([module for module in layout.modules if module not in inside], self.dtype)
-        return _Standing(layout, self.dtype)
+        if not entered.isdisjoint(layout.modules):
+            layout = _Layout([module for module in layout.modules if module not in entered], self.dtype)
+        return _ActiveCasts(layout, self.dtype)
 
     def _modules(self) -> list[nn.Module]:
-        """The module and what is below it, but for what stays float32: found anew, for modules may have joined."""
+        """List the module and those below it, without ``kept`` ones; each time, because modules may have been added."""
         found: dict[nn.Module, None] = {}
         left: list[nn.Module | None] = [self.module]
         while left:
@@ -189,7 +188,7 @@ class ForwardWeights:
 
     @contextmanager
     def cast_traced(self) -> Iterator[None]:
-        """:meth:`cast` for torch.compile: the casts are a part of the graph."""
+        """Do the same as :meth:`cast` for torch.compile, whose graph contains the casts."""
         outside = _to_be_cast(self._modules(), self.dtype)
         for parameters, name, parameter in outside:
             parameters[name] = parameter.to(self.dtype)
@@ -200,7 +199,7 @@ class ForwardWeights:
                 parameters[name] = parameter
 
     def _cast_computed(self, computed: dict[str, torch.Tensor]) -> None:
-        """The module's own pre-hooks ran outside: what weight_norm and pruning have computed there is float32."""
+        """Cast the tensors that pre-hooks (weight_norm, pruning) have computed in float32, before this block."""
         for hook in self.module._forward_pre_hooks.values():
             name = getattr(hook, "name", None) if isinstance(hook, _COMPUTING) else getattr(hook, "_tensor_name", None)
             values = vars(self.module).get(name) if isinstance(name, str) else None
@@ -209,34 +208,34 @@ class ForwardWeights:
                 setattr(self.module, str(name), values.to(self.dtype))
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        # Of what stays float32 a copy of a part needs only what is below it.
+        # A copy of a submodule needs only the kept modules below it.
         kept = [module for module in self.module.modules() if module in self._kept]
         return None, {"module": self.module, "dtype": self.dtype, "_kept": kept, "_layout": None}
 
 
-def _leave(standing: _Standing) -> None:
-    _thread.inside.difference_update(standing.entered)
+def _end(active: _ActiveCasts) -> None:
+    _thread.entered.difference_update(active.entered)
     try:
-        standing.bring_back()
+        active.write_back()
     finally:
         try:
-            standing.take_out()
+            active.swap_out()
         finally:
             with _lock:
-                for module in standing.modules:
-                    if STANDING.get(module) is standing:  # not where it was refused
-                        del STANDING[module]
+                for module in active.modules:
+                    if ACTIVE_CASTS.get(module) is active:  # not where another thread's forward was refused
+                        del ACTIVE_CASTS[module]
 
 
 def renew_casts() -> None:
     """Cast what stands in forwards of this thread anew: parameters were written, by an optimizer's step inside, say."""
-    standing = dict.fromkeys(STANDING[module] for module in _thread.inside if module in STANDING)
-    for dtype in dict.fromkeys(each.dtype for each in standing):
-        members = [each for each in standing if each.dtype is dtype]
+    active = dict.fromkeys(ACTIVE_CASTS[module] for module in _thread.entered if module in ACTIVE_CASTS)
+    for dtype in dict.fromkeys(each.dtype for each in active):
+        members = [each for each in active if each.dtype is dtype]
         for each in members:
-            each.bring_back()
+            each.write_back()
         for each, casts in zip(members, _casts_of(members), strict=True):
-            each.put_in(casts)
+            each.swap_in(casts)
 
 
 _IN_ANOTHER_THREAD: Final = (
@@ -256,15 +255,15 @@ def _to_be_cast(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[tuple[
     ]
 
 
-def _casts_of(standing: Sequence[_Standing]) -> list[list[torch.Tensor]]:
+def _casts_of(active: Sequence[_ActiveCasts]) -> list[list[torch.Tensor]]:
     """Casts for each; a parameter that stands in several places has one."""
-    parameters = {id(parameter): parameter for each in standing for parameter in each.outside}
-    casts = dict(zip(parameters, _casts(list(parameters.values()), standing[0].dtype), strict=True))
-    return [[casts[id(parameter)] for parameter in each.outside] for each in standing]
+    parameters = {id(parameter): parameter for each in active for parameter in each.parameters}
+    casts = dict(zip(parameters, _casts(list(parameters.values()), active[0].dtype), strict=True))
+    return [[casts[id(parameter)] for parameter in each.parameters] for each in active]
 
 
 def _casts(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
-    if not computes_at_once():
+    if not is_eager():
         return [parameter.to(dtype) for parameter in parameters]
     # With a graph always: a forward in another thread may train with what stands in the model.
     with torch.inference_mode(False), torch.enable_grad():
@@ -275,15 +274,15 @@ def _casts(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Ten
 
 
 def parameter_of(cast: torch.Tensor) -> torch.Tensor | None:
-    """The parameter in whose place a cast stands now; None of anything else."""
+    """Return the parameter that a cast replaces at the moment; None for any other tensor."""
     with _lock:
         # Not strict: of a forward that is about to make its casts there are none yet.
-        pairs = [zip(each.inside, each.outside, strict=False) for each in dict.fromkeys(STANDING.values())]
-        return next((parameter for inside, parameter in itertools.chain(*pairs) if inside is cast), None)
+        pairs = [zip(each.casts, each.parameters, strict=False) for each in dict.fromkeys(ACTIVE_CASTS.values())]
+        return next((parameter for active, parameter in itertools.chain(*pairs) if active is cast), None)
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """What tells whether tensors have been written to in place; those of inference mode count nothing."""
+    """Return version counters of tensors; 0 for inference tensors, which have none."""
     try:
         return versions_of(tensors)
     except RuntimeError:
@@ -292,7 +291,7 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 @torch.no_grad()
 def _write_back(parameter: nn.Parameter, cast: torch.Tensor) -> None:
-    """What a forward wrote to a cast comes to the parameter; what it did not keeps its low bits."""
+    """Copy the changed elements of a cast into its parameter; others keep their low bits."""
     cast = TENSOR_DETACH(cast)
     if not parameter.is_leaf:
         return

@@ -18,7 +18,7 @@ from ..basics.tables import counted
 from ..distributed.sharding import is_sharded
 from . import copies
 from .float32_values import Float32Values
-from .forward_weights import STANDING, parameter_of
+from .forward_weights import ACTIVE_CASTS, parameter_of
 from .shared_memory import is_16_bit, same_view, storage_of
 
 
@@ -99,7 +99,7 @@ class Float32State:
 
     def float32_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Read the float32 values of a 16-bit tensor; None where those are its own, or it is not 16-bit."""
-        if STANDING and (parameter := parameter_of(tensor)) is not None:
+        if ACTIVE_CASTS and (parameter := parameter_of(tensor)) is not None:
             return parameter.detach()  # saved inside of a forward
         if self._values is None or not is_lower_precision(tensor.dtype):
             return None
@@ -116,7 +116,7 @@ class Float32State:
         """Make a float32 copy of a tensor, one for all of its names, as they share memory in torch's state dict."""
         made = self._made.get(id(tensor))
         if made is None:
-            if STANDING and (parameter := parameter_of(tensor)) is not None:
+            if ACTIVE_CASTS and (parameter := parameter_of(tensor)) is not None:
                 made = parameter.detach().clone()
             elif self._values is None:
                 made = saved.detach().to(torch.float32, copy=True)

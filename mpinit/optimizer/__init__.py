@@ -1,1 +1,1 @@
-"""What happens to optimizers: their groups, gradients and steps."""
+"""Optimizers: their groups, gradients and steps."""

@@ -13,9 +13,9 @@ from torch import nn
 from ..distributed.sharding import is_sharded, local
 from ..masters.masters import Masters
 from ..scaling.scaler import LossScaler
-from ..torch_internals.columns import are_plain, grads_of, have_grads
+from ..torch_internals.bulk import are_plain, grads_of, have_grads
 from ..torch_internals.one_pass import native
-from ..torch_internals.running import computes_at_once, is_read_freely
+from ..torch_internals.running import is_eager, reads_without_sync
 from . import gradient_state as states
 from .gradient_state import EMPTY, GradientState, Marks, Phase
 
@@ -164,7 +164,7 @@ class Gradients:
         """
         state = self.state
         found_inf = state.found_inf
-        if found_inf is None or (is_read_freely(found_inf.device) and found_inf.item() == 0):
+        if found_inf is None or (reads_without_sync(found_inf.device) and found_inf.item() == 0):
             return
         if not have_grads(self.weights):
             self.state = states.cleared(state)
@@ -181,7 +181,7 @@ class Gradients:
         if not present:
             return
         device = present[0].device
-        is_read = is_read_freely(device)
+        is_read = reads_without_sync(device)
         if is_read and are_plain(present, device) and are_finite(present):
             return
         found_inf = _check_plain(present, device)
@@ -292,7 +292,7 @@ def _remaining_overflow(
     unless a step was skipped for it.
     """
     found_inf = state.found_inf
-    if found_inf is None or (is_read_freely(found_inf.device) and found_inf.item() == 0):
+    if found_inf is None or (reads_without_sync(found_inf.device) and found_inf.item() == 0):
         return found_inf, None
     magnitude = largest(gradients, found_inf.device)
     is_finite = magnitude.isfinite()
@@ -302,7 +302,7 @@ def _remaining_overflow(
 
 def _marks(found_inf: torch.Tensor | None, weights: Sequence[nn.Parameter]) -> Marks:
     """Return marks of the gradients that may have overflowed; none where none has, known without a device sync."""
-    if found_inf is None or (is_read_freely(found_inf.device) and found_inf.item() == 0):
+    if found_inf is None or (reads_without_sync(found_inf.device) and found_inf.item() == 0):
         return ()
     return tuple(weakref.ref(gradient) for gradient in grads_of(weights) if gradient is not None)
 
@@ -398,7 +398,7 @@ def are_finite(gradients: list[torch.Tensor]) -> bool:
     Without native code only the sums of gradients are checked: finite ones are sums of finite numbers, and an infinite
     sum may be one of finite numbers, too.
     """
-    if (code := native()) is not None and computes_at_once():
+    if (code := native()) is not None and is_eager():
         found = code.are_finite(gradients)
         if found is not None:
             return bool(found)

@@ -18,7 +18,7 @@ from ..distributed.sharding import is_distributed
 from ..masters.masters import IN_FLOAT32
 from ..masters.states import EncodedStates, decode, shown
 from ..model.float32_values import Float32Values
-from ..model.forward_weights import STANDING, renew_casts
+from ..model.forward_weights import ACTIVE_CASTS, renew_casts
 from ..plan import Plan
 from ..scaling.scaler import LossScaler
 from ..torch_internals.native_autocast import CastsOff
@@ -155,7 +155,7 @@ class ManagedOptimizer:
             return self.own.inner(*(args if closure is None else (closure, *args)), **kwargs)
         result = self._with_hooks(decision, (closure, *args), kwargs)
         self.gradients.stepped(in_kernel=decision is Decision.IN_KERNEL)
-        if STANDING:
+        if ACTIVE_CASTS:
             renew_casts()
         return result
 
@@ -204,7 +204,7 @@ class ManagedOptimizer:
     def _skip(self) -> None:
         self.skips.skip()
         self.gradients.skipped()
-        if STANDING:
+        if ACTIVE_CASTS:
             renew_casts()
 
     def after_unscaling(self, loss: torch.Tensor, scaler: LossScaler, overflowed: bool) -> str | None:

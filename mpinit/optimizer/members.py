@@ -1,4 +1,4 @@
-"""The parameters of one optimizer, what stands for each while its own code runs, and every list that holds them."""
+"""The parameters of one optimizer, their masters, and every list in which the two are swapped."""
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ from ..masters.masters import Master
 from ..model.casting import convert
 from ..model.float32_values import Float32Values
 from ..plan import MasterWeightsMode
-from ..torch_internals.columns import are_same
+from ..torch_internals.bulk import are_same
 from ..torch_internals.fused_sgd import stepped_wrongly
 from .per_parameter import is_known
 from .state import cast_state, wrapped_by
 
-# What torch keeps there is dealt with by name.
+# Attributes of torch's own, which have code of their own.
 _KNOWN: Final = frozenset({"param_groups", "state", "defaults"})
 _DEEPEST: Final = 4
 _DICTS: Final = (dict, defaultdict, OrderedDict)
@@ -29,15 +29,15 @@ _CONTAINERS: Final = (*_DICTS, list, tuple, set, frozenset)
 class Members:
     """The members of an optimizer's groups, and of the groups of those that it wraps, each once.
 
-    The groups are looked at whenever a step begins: entries may be replaced, removed, added, frozen and thawed.
+    The groups are read again whenever a step begins: entries may be replaced, removed, added, frozen and unfrozen.
 
     Attributes:
         values: the session's float32 values; ``table`` is its masters.
         weights: the members as they are between steps: the model's own parameters. The list stays one object.
-        inner: what stands for each of them while the optimizer's own code runs: its master, or itself.
+        inner: for each of them the parameter in the groups while the optimizer's own code runs: its master, or itself.
         masters: the masters among these.
         generation: goes up whenever the members change.
-        unsound: groups that must not be stepped by a fused kernel.
+        groups_without_fused: groups that must not be stepped by a fused kernel.
     """
 
     def __init__(self, optimizer: Optimizer, values: Float32Values, kind: MasterWeightsMode) -> None:
@@ -49,7 +49,7 @@ class Members:
         self.inner: list[nn.Parameter] = []
         self.masters: list[Master] = []
         self.generation = 0
-        self.unsound: list[dict[str, Any]] = []
+        self.groups_without_fused: list[dict[str, Any]] = []
         self._kind = kind
         self._lists: list[tuple[list[Any], list[Any], list[Any]]] = []
         self._private: list[Optimizer] = []
@@ -61,7 +61,7 @@ class Members:
         self._of_inner: dict[int, nn.Parameter] = {}
 
     def holders(self) -> list[Optimizer]:
-        """Who keeps state for the members: the optimizer and those that it wraps."""
+        """List the optimizers that keep state for the members: this one and those that it wraps."""
         return [self.optimizer, *wrapped_by(self.optimizer)]
 
     def parameters(self) -> list[nn.Parameter]:
@@ -76,10 +76,10 @@ class Members:
         if self.table.are_in_model:
             return  # the groups hold the parameters of a float32_weights block
         if not self.are_as_seen() or any(weight.requires_grad for weight in self._frozen):
-            self._look()
+            self._read_groups()
 
     def are_as_seen(self) -> bool:
-        """Whether the groups hold the same parameters as at the last look."""
+        """Return whether the groups hold the same parameters as when they were last read."""
         groups = self.optimizer.param_groups if self._is_alone else self._groups_of(self.holders())
         if self.generation == 0 or not are_same(groups, self._groups):
             return False
@@ -92,7 +92,7 @@ class Members:
     def _groups_of(holders: Sequence[Optimizer]) -> list[dict[str, Any]]:
         return [group for each in holders for group in each.param_groups]
 
-    def _look(self) -> None:
+    def _read_groups(self) -> None:
         holders = self.holders()
         self._groups, self._is_alone = self._groups_of(holders), len(holders) == 1
         self._params = [group["params"] for group in self._groups]
@@ -108,7 +108,7 @@ class Members:
         self.inner = [w if m is None else m.parameter for w, m in zip(weights, found, strict=True)]
         self._of_weight = {id(master.weight): master.parameter for master in self.masters}
         self._of_inner = {id(master.parameter): master.weight for master in self.masters}
-        self._lists = [(each, list(each), list(map(self.inside, each))) for each in lists]
+        self._lists = [(each, list(each), list(map(self.master_for, each))) for each in lists]
         self._private = holders if self.masters and not all(map(is_known, holders)) else []
         self._frozen = [
             weight
@@ -116,7 +116,7 @@ class Members:
             if master is None and not weight.requires_grad and is_lower_precision(weight.dtype)
         ]
         as_stepped: dict[torch.Tensor, torch.dtype] = {master.weight: torch.float32 for master in self.masters}
-        self.unsound = stepped_wrongly(holders, self._groups, as_stepped)
+        self.groups_without_fused = stepped_wrongly(holders, self._groups, as_stepped)
         self.values.drop_if_unused(before)
         self.generation += 1
 
@@ -139,34 +139,35 @@ class Members:
             self.values.casts.mark_trained([weight])
         return master
 
-    def inside(self, parameter: Any) -> Any:
-        """What stands for a member while the optimizer's own code runs; anything else is itself."""
+    def master_for(self, parameter: Any) -> Any:
+        """Return the master of a member that has one; any other object unchanged."""
         return self._of_weight.get(id(parameter), parameter)
 
-    def outside(self, parameter: Any) -> Any:
+    def weight_for(self, parameter: Any) -> Any:
+        """Return the weight of a master; any other object unchanged."""
         return self._of_inner.get(id(parameter), parameter)
 
-    def show_masters(self) -> None:
-        """Put masters into all lists, which stay the objects they are."""
+    def swap_in_masters(self) -> None:
+        """Replace weights by masters in all lists, in place."""
         for each, _, inner in self._lists:
             each[:] = inner
         for holder in self._private:
             exchange_beside_groups(holder, self._of_weight)
 
-    def show_weights(self) -> None:
-        """Put the weights back, also into groups that the optimizer's code has made or changed."""
+    def swap_in_weights(self) -> None:
+        """Replace masters by weights, also in groups that the optimizer's code has made or changed."""
         known = {id(each): (weights, inner) for each, weights, inner in self._lists}
         lists = [each for each, _, _ in self._lists]
         for holder in (self.optimizer,) if self._is_alone else self.holders():
             lists += [group["params"] for group in holder.param_groups if id(group["params"]) not in known]
         for each in lists:
             weights, inner = known.get(id(each), ([], None))
-            each[:] = weights if inner is not None and are_same(each, inner) else list(map(self.outside, each))
+            each[:] = weights if inner is not None and are_same(each, inner) else list(map(self.weight_for, each))
         for holder in self._private:
             exchange_beside_groups(holder, self._of_inner)
 
     def exchange(self, others: Mapping[int, torch.Tensor]) -> None:
-        """Put other tensors in the places of parameters, by their ids: in all groups, private lists and states."""
+        """Replace parameters, by their ids, in all groups, private lists and states."""
         for holder in self.holders():
             for group in holder.param_groups:
                 group["params"][:] = [others.get(id(p), p) for p in group["params"]]
@@ -186,8 +187,9 @@ class Members:
 
 
 def exchange_beside_groups(optimizer: Optimizer, others: Mapping[int, torch.Tensor]) -> None:
-    """Put others in the places of parameters that an optimizer holds beside its groups: in attributes, lists, tuples,
-    sets and dicts of its own, and under what is no parameter in its state; and their ids in the places of ids.
+    """Replace parameters, and ids of parameters, that an optimizer holds beside its groups.
+
+    These are in attributes, lists, tuples, sets and dicts of its own, and in states whose key is no parameter.
     """
     attributes = vars(optimizer)
     for name, value in list(attributes.items()):
@@ -199,7 +201,7 @@ def exchange_beside_groups(optimizer: Optimizer, others: Mapping[int, torch.Tens
 
 
 def _exchanged(value: Any, others: Mapping[int, torch.Tensor], depth: int) -> Any:
-    """The value with others in it; dicts and lists stay the objects they are."""
+    """Return the value with its parameters replaced; dicts and lists are changed in place."""
     kind = type(value)
     if kind is int:
         return id(others[value]) if value in others else value

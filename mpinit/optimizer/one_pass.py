@@ -16,7 +16,7 @@ from ..masters.split import SplitMasters
 from ..masters.states import SMALLEST, EncodedStates
 from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.one_pass import describe_native, native
-from ..torch_internals.running import computes_at_once, is_read_freely
+from ..torch_internals.running import is_eager, reads_without_sync
 from ..torch_internals.step_hooks import StepHooks
 from .members import Members
 from .per_parameter import stepped_as
@@ -48,9 +48,9 @@ class NativeSteps:
 
     def _step(self, weights: Sequence[nn.Parameter], masters: Sequence[MasterBatch]) -> bool:
         state = self._members.optimizer.state
-        if not is_read_freely(weights[0].device) or not isinstance(state, dict):
+        if not reads_without_sync(weights[0].device) or not isinstance(state, dict):
             return False
-        if (code := native()) is None or not computes_at_once():
+        if (code := native()) is None or not is_eager():
             return False
         groups = self._groups_of(code, weights)
         if groups is None:
@@ -77,7 +77,7 @@ class NativeSteps:
         members, optimizer = self._members, self._members.optimizer
         is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
         columns = self._columns_of(weights)
-        if not columns or members.unsound or is_scaled:
+        if not columns or members.groups_without_fused or is_scaled:
             return None
         is_split = isinstance(members.table, SplitMasters)
         found: list[Any] = []

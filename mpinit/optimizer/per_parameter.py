@@ -1,6 +1,6 @@
-"""Whether an optimizer updates each parameter by itself, so that it can be stepped a few parameters at a time.
+"""Optimizers that update each parameter by itself, so that they can be stepped a few parameters at a time.
 
-Of torch's own it is known; any other says so by ``optimizer.steps_per_parameter = True``, or is stepped in one part.
+Torch's own are in a list. Any other declares it by ``optimizer.steps_per_parameter = True``, or is stepped in one part.
 """
 
 import inspect
@@ -28,43 +28,46 @@ _PER_PARAMETER: Final = (
     "SGD",
     "SparseAdam",
 )
-# State of theirs that stays float32: copies of weights, whose low bits count like a master's; that of sparse gradients.
+# Their states that stay float32: copies of weights, whose low bits count like a master's; states of sparse gradients.
 _KEPT: Final = {"ASGD": frozenset({"ax"}), "SparseAdam": frozenset({"exp_avg", "exp_avg_sq"})}
-# What a class may do in a way of its own without touching its step, which is compared by itself.
+# Methods that a subclass may override: none changes the step, which is compared by itself.
 _BESIDE_STEPS: Final = ("step", "add_param_group", "load_state_dict", "state_dict", "zero_grad")
-# Where functions come from that may be a step, or stand around it: optimizers', schedulers' and compilers'.
+# Folders of functions that may be a step or wrap one: torch (optimizers, schedulers, dynamo) and this folder.
 _TRUSTED: Final = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, Path(__file__).parent))
 
 
 def steps_per_parameter(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is known to update each parameter by itself, with every option."""
+    """Return whether an optimizer is known to update each parameter by itself, with every option."""
     if getattr(optimizer, "steps_per_parameter", False):
         return True
     return is_known(optimizer) and _steps_as_its_class(optimizer)
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Whether it is one of torch's."""
+    """Return whether an optimizer steps as one of torch's classes."""
     return _known(optimizer) is not None
 
 
 def stepped_as(optimizer: Optimizer) -> str | None:
-    """The name of the class of torch's whose step is all that this one does; None where that is not known."""
+    """Return the name of the torch class whose step this optimizer does, and nothing else; None where unknown."""
     return _known(optimizer) if _steps_as_its_class(optimizer) else None
 
 
 def kept_states(optimizer: Optimizer) -> frozenset[str]:
-    """Names of an optimizer's states that are never encoded."""
+    """Return the names of an optimizer's states that are never encoded."""
     return _KEPT.get(_known(optimizer) or "", frozenset())
 
 
 def _steps_as_its_class(optimizer: Optimizer) -> bool:
-    """Whether ``step`` was replaced neither on the object nor on its class: another may look across parameters."""
+    """Return whether ``step`` was replaced neither on the object nor on its class.
+
+    A replacement may compute over several parameters.
+    """
     return _is_trusted(optimizer.step) and _is_trusted(type(optimizer).step)
 
 
 def _is_trusted(function: Any) -> bool:
-    """Whether a function, and all that it wraps, is torch's or mpinit's."""
+    """Return whether a function, and each that it wraps, is torch's or mpinit's."""
     while function is not None:
         function = getattr(function, "__func__", function)
         code = getattr(function, "__code__", None)
@@ -75,18 +78,18 @@ def _is_trusted(function: Any) -> bool:
 
 
 def _known(optimizer: Optimizer) -> str | None:
-    """The name in torch.optim of what steps this optimizer, where it is one of those known."""
+    """Return the name in torch.optim of the class whose step this optimizer has, if it is in the list."""
     step = inspect.unwrap(type(optimizer).step)
     for name in _PER_PARAMETER:
         cls = getattr(torch.optim, name, None)
-        # torch wraps the step of a class when it is first made use of.
+        # torch wraps the step of a class when its first object is made.
         if cls is not None and isinstance(optimizer, cls) and step is inspect.unwrap(cls.step):
             return name if _steps_like(cls, type(optimizer)) else None
     return None
 
 
 def _steps_like(cls: type[Optimizer], own: type[Optimizer]) -> bool:
-    """Whether a class of torch's does all of another's step: what that calls may be defined elsewhere."""
+    """Return whether a subclass overrides no method that the step of torch's class may call."""
     derived = takewhile(lambda other: other is not cls, own.__mro__)
     others = [vars(other) for other in derived if not other.__module__.startswith("torch.optim.")]
     names = {name for members in others for name, value in members.items() if callable(value)}
@@ -94,10 +97,10 @@ def _steps_like(cls: type[Optimizer], own: type[Optimizer]) -> bool:
 
 
 class StepNumbers:
-    """The numbers that an optimizer keeps for itself or for a group, such as ``group["step"]``, as they are now.
+    """A copy of the numbers that an optimizer keeps for itself or for a group, such as ``group["step"]``.
 
-    Put back before every part of a step but the first, they are in the end what one step leaves, and every part sees
-    what the first one saw.
+    They are restored before every part of a step but the first. So every part reads the numbers that the first one
+    read, and at the end they have changed by one step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

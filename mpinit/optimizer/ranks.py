@@ -11,19 +11,19 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..basics.patching import UndoStack
-from ..distributed.agreement import Group, agree, check_same, device_for, groups_of, meshes_of, say_same
+from ..distributed.agreement import Group, agree, check_same, device_for, groups_of, meshes_of, ranks_agree
 from ..distributed.replicas import (
     after_join,
     broadcast,
     hooks_of,
     is_joining,
-    no_longer_after_join,
-    outdate,
     reduce_in_float32,
     reduced_by,
+    refuse_training,
+    remove_after_join,
     running_wrapper,
 )
-from ..distributed.sharding import flattened, has_other_processes, is_distributed, is_sharded, replaced_since
+from ..distributed.sharding import fsdp1_refusal, has_other_processes, is_distributed, is_sharded, replaced_since
 from ..masters.masters import Masters
 from ..model.casting import TensorCasts
 from ..scaling.scaler import LossScaler
@@ -124,7 +124,7 @@ class Ranks:
         if name == _INSIDE_FSDP1:
             own = {id(part) for model in self._models for part in model.modules()}
             if any(id(part) in own for part in module.modules()):
-                raise RuntimeError(flattened("a model of mpinit.initialize"))
+                raise RuntimeError(fsdp1_refusal("a model of mpinit.initialize"))
         elif isinstance(wrapper, nn.parallel.DistributedDataParallel) and self._has_some_of(wrapper):
             self.check_present()
             self._make_one(wrapper, module)
@@ -218,7 +218,7 @@ class Ranks:
         if loads != self._loads:
             said = f"mpinit {self._since} {self._steps}: {[scaler.state_dict() for scaler in self._scalers]}"
             for wrapper in (each for each in self._wrappers if not is_joining(each)):
-                if not say_same(said, wrapper.process_group):
+                if not ranks_agree(said, wrapper.process_group):
                     raise RuntimeError(_NOT_LOADED)
             self._loads = loads
 
@@ -268,9 +268,9 @@ class Ranks:
     def leave(self, dtypes: dict[torch.Tensor, torch.dtype]) -> None:
         changed = {id(parameter) for parameter, dtype in dtypes.items() if parameter.dtype != dtype}
         for wrapper in (*self._wrappers, *self._new):
-            no_longer_after_join(wrapper)
+            remove_after_join(wrapper)
             if any(id(parameter) in changed for parameter in reduced_by(wrapper)):
-                outdate(wrapper)
+                refuse_training(wrapper)
 
     def agree(self, gradients: Gradients, pending: list[LossScaler]) -> None:
         """Replace what checks found by what all ranks found, in one collective a group, and update the scales.

@@ -11,8 +11,8 @@ from ..basics.logs import log
 from ..distributed.sharding import is_distributed
 from ..masters.masters import IN_FLOAT32
 from ..scaling.scaler import LossScaler
-from ..torch_internals.columns import have_grads
-from ..torch_internals.running import is_read_freely
+from ..torch_internals.bulk import have_grads
+from ..torch_internals.running import reads_without_sync
 from .gradient_state import NESTED_BLOCK
 from .gradients import Done, Gradients
 from .managed import ManagedOptimizer
@@ -131,7 +131,7 @@ class ScaledLoss:
         for found_inf in found:
             scaler.record_found_inf(found_inf)
         # Only read where that is no device sync.
-        overflowed = any(is_read_freely(each.device) and each.item() > 0 for each in found)
+        overflowed = any(reads_without_sync(each.device) and each.item() > 0 for each in found)
         worst = [each.after_unscaling(self._loss, scaler, overflowed) for each in self._optimizers]
         # Under DDP's no_sync() ranks find different overflows before the step, and their scales must stay the same.
         if not self._delay_update and not is_distributed():

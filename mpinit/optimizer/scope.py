@@ -14,9 +14,9 @@ from ..basics.patching import UndoStack
 from ..distributed.sharding import shard
 from ..masters.masters import IN_FLOAT32, Gradients, MasterBatch
 from ..masters.states import EncodedStates, states_of
-from ..torch_internals.columns import are_same, grads_of, have_grads, set_grads
+from ..torch_internals.bulk import are_same, grads_of, have_grads, set_grads
 from ..torch_internals.one_pass import describe_native, native
-from ..torch_internals.running import bucket_bytes_at_most, is_read_freely
+from ..torch_internals.running import bucket_bytes_at_most, reads_without_sync
 from .members import Members
 from .one_pass import NativeSteps, native_kind
 from .per_parameter import StepNumbers, kept_states, steps_per_parameter
@@ -137,7 +137,7 @@ class Scope:
 
     def describe_native(self) -> str | None:
         """Return in one line what native code does here; None where it can do nothing."""
-        if not any(is_read_freely(weight.device) for weight in self._members.weights):
+        if not any(reads_without_sync(weight.device) for weight in self._members.weights):
             return None
         if self._native_steps is not None:
             return self._native_steps.describe()
@@ -172,7 +172,7 @@ class Scope:
             self.is_open = True
             for part in parts:
                 part.read()
-            self._members.show_masters()
+            self._members.swap_in_masters()
             self._exchange.enter()
             if self._states is not None:
                 self._taken = self._states.decode([s for _, s in self._states_of(self._members.inner)])
@@ -193,7 +193,7 @@ class Scope:
         undos.unwind()
 
     def _close(self) -> None:
-        self._members.show_weights()
+        self._members.swap_in_weights()
         self._exchange.leave()
         self.is_open = False
 
@@ -229,13 +229,13 @@ class Scope:
         with UndoStack() as undos:
             undos.push(self._members.values.moved)
             undos.push(self._end)
-            undos.push(self._members.show_weights)
+            undos.push(self._members.swap_in_weights)
             undos.push(self._exchange.leave)
             self.is_open = True
             for part in whole:
                 undos.push(part.write)
                 part.read(with_gradients=False)
-            self._members.show_masters()
+            self._members.swap_in_masters()
             self._exchange.enter()
         steps = self._steps(left)
         try:
@@ -369,7 +369,7 @@ class _StateExchange:
         if known is not None and known[0] is outer and are_same(keys, known[1]) and are_same(values, known[2]):
             return known[3]
         inner = defaultdict(outer.default_factory) if isinstance(outer, defaultdict) else type(outer)()
-        inner.update(zip(map(self._members.inside, keys), values, strict=True))
+        inner.update(zip(map(self._members.master_for, keys), values, strict=True))
         self._known[id(outer)] = outer, keys, values, inner
         return inner
 
@@ -389,7 +389,7 @@ class _StateExchange:
         known = self._known[id(outer)]
         if inner is known[3] and are_same(list(inner.values()), known[2]):
             return
-        keys, values = list(map(self._members.outside, inner)), list(inner.values())
+        keys, values = list(map(self._members.weight_for, inner)), list(inner.values())
         outer.clear()
         outer.update(zip(keys, values, strict=True))
         self._known[id(outer)] = outer, keys, values, inner

@@ -10,7 +10,7 @@ from ..basics.logs import warn_user
 from ..masters.full import FullMasters
 from ..plan import ScalingRule
 from ..scaling.scaler import LossScaler
-from ..torch_internals.running import is_capturing, is_read_freely
+from ..torch_internals.running import is_capturing, reads_without_sync
 from .gradients import Gradients
 from .members import Members
 from .overflow_log import OverflowLog, OverflowReport
@@ -118,7 +118,7 @@ class Skips:
         """
         found_inf = self._gradients.state.found_inf
         # With a dynamic scale, and without a device sync, record_overflow() has logged it.
-        if found_inf is not None and not (self._rule.dynamic and is_read_freely(found_inf.device)):
+        if found_inf is not None and not (self._rule.dynamic and reads_without_sync(found_inf.device)):
             self._log_now()
         self.counter.count(skipped=True)
         self._clamp_weights()

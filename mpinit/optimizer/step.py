@@ -11,11 +11,11 @@ from ..basics.patching import UndoStack
 from ..distributed.sharding import is_distributed
 from ..plan import ScalingRule
 from ..scaling.scaler import LossScaler
-from ..torch_internals.columns import grads_of
+from ..torch_internals.bulk import grads_of
 from ..torch_internals.compiling_with_gradients import follow_dynamo
 from ..torch_internals.fused_sgd import unfused
 from ..torch_internals.native_autocast import CastsOff, is_on
-from ..torch_internals.running import is_read_freely
+from ..torch_internals.running import reads_without_sync
 from .gradient_state import SCALE, UNSCALE, Phase, check_of_grad_scaler, unread
 from .gradients import Done, Gradients, largest
 from .members import Members
@@ -137,7 +137,7 @@ class GradientChecks:
             first = next((weight for weight in self._members.weights if weight.grad is not None), None)
             if first is None:
                 return
-            if rule.may_wait or is_read_freely(first.device) or self._has_skipping_kernel():
+            if rule.may_wait or reads_without_sync(first.device) or self._has_skipping_kernel():
                 self._gradients.check()
             else:
                 self._gradients.apply(unread)
@@ -145,7 +145,7 @@ class GradientChecks:
     def skips_in_kernel(self) -> bool:
         """Return whether a kernel can skip the step by itself, so that the host needs no device sync."""
         found_inf = self._gradients.state.found_inf
-        return found_inf is not None and not is_read_freely(found_inf.device) and self._has_skipping_kernel()
+        return found_inf is not None and not reads_without_sync(found_inf.device) and self._has_skipping_kernel()
 
     def _has_skipping_kernel(self) -> bool:
         optimizer: Any = self._members.optimizer
@@ -228,9 +228,9 @@ class OwnStep:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method itself, which needs :attr:`scope` to be open."""
-        if not self._members.unsound:
+        if not self._members.groups_without_fused:
             return self.inner(*args, **kwargs)
-        with unfused(self._members.unsound):
+        with unfused(self._members.groups_without_fused):
             return self.inner(*args, **kwargs)
 
 
@@ -247,4 +247,4 @@ def creates_state_only(optimizer: Optimizer) -> bool:
 
 
 def _is_zero(rate: Any) -> bool:
-    return not (isinstance(rate, torch.Tensor) and not is_read_freely(rate.device)) and bool(rate == 0)
+    return not (isinstance(rate, torch.Tensor) and not reads_without_sync(rate.device)) and bool(rate == 0)

@@ -1,4 +1,4 @@
-"""torch.compile while 16-bit weights hold float32 gradients: the gradients are out of sight as long as it looks.
+"""torch.compile while 16-bit weights hold float32 gradients: the gradients are hidden while it compiles.
 
 The fault: torch.compile looks at the gradient of every weight a graph takes in, and refuses one of another dtype than
 its weight's, though ``Tensor.grad_dtype`` allows it ("dtype mismatch between tensor and its gradient"). So a model that
@@ -6,8 +6,8 @@ is compiled anew between a backward pass and ``zero_grad``, for inputs of anothe
 Upstream: https://github.com/pytorch/pytorch/issues/111317, in torch 2.11 to 2.13. It can go when dynamo's
 ``VariableBuilder.wrap_tensor`` reads ``grad_dtype``.
 
-``torch._dynamo.reset()`` forgets who wants to know of compilations: it is told again by :func:`follow_dynamo`, when the
-next backward pass begins. Compiled autograd has the same fault, and no gradients to hide help: it fails with torch's
+``torch._dynamo.reset()`` drops the callbacks of compilations: :func:`follow_dynamo` registers them again when the next
+backward pass begins. Compiled autograd has the same fault, and no gradients to hide help: it fails with torch's
 own words.
 """
 
@@ -26,7 +26,7 @@ _hidden: Final[list[tuple[torch.Tensor, torch.Tensor]]] = []
 
 
 def hide_gradients(owner: Any, weights_of: Callable[[Any], Iterable[torch.Tensor]], undos: UndoStack) -> None:
-    """Take gradients of another dtype than their weight's away whenever a function is compiled, and put them back."""
+    """Hide gradients of another dtype than their weight's while a function is compiled, and restore them."""
 
     def undo() -> None:
         _owners.pop(owner, None)
@@ -42,7 +42,7 @@ def hide_gradients(owner: Any, weights_of: Callable[[Any], Iterable[torch.Tensor
 
 
 def follow_dynamo() -> None:
-    """Be told of compilations; cheap where that is so already."""
+    """Register the callbacks of compilations; cheap where they are registered."""
     # Imported with the first optimizer of a process; before there is one there are no gradients of another dtype.
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is not None and _owners and _hide not in dynamo.callback_handler.start_callbacks:

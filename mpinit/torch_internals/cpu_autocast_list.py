@@ -63,7 +63,7 @@ def follow_cuda(undos: UndoStack) -> None:
 
 
 def _traces_16_bit() -> bool:
-    """Whether there is a kernel: torch 2.11 has none, and its list's cast to float32 is then what lets it run."""
+    """Return whether there is a kernel: torch 2.11 has none, and needs its list's cast to float32 to run."""
     one = torch.ones(1, 1, dtype=torch.float16, device="cpu")
     try:
         torch.ops.aten.trace.default.redispatch(_KERNELS, one)  # past autocast, which may be on

@@ -1,4 +1,4 @@
-"""What autocast does around the forward of an initialised model, whatever is on around it."""
+"""The autocast state inside the forward of an initialised model, whichever state the caller has."""
 
 import contextlib
 import sys
@@ -7,7 +7,17 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 
-from .native_autocast import State, Thread, flags, is_on, open_autocast_blocks, present_state, put_back, this, traced
+from .native_autocast import (
+    State,
+    Thread,
+    flags,
+    is_on,
+    open_autocast_blocks,
+    present_state,
+    put_back,
+    thread_state,
+    traced,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -16,8 +26,8 @@ T = TypeVar("T")
 class ForwardCasts:
     """The casts of an initialised model around its forward, in any thread, weight casts cached until it ends.
 
-    One object serves any number of models, threads and nested calls. Without a dtype the model has no casts: those
-    that other sessions have on are off inside, those of a ``torch.autocast`` block of the user's stay. With a dtype,
+    One object serves any number of models, threads and nested calls. Without a dtype the model has no casts: casts of
+    other sessions are off inside, and casts of a ``torch.autocast`` block of the user stay on. With a dtype,
     for each device present, on entering:
 
     - flag on: it stays on, with this dtype;
@@ -40,7 +50,7 @@ class ForwardCasts:
         return (ForwardCasts, (self.dtype,))
 
     def __enter__(self) -> None:
-        thread, state, dtype = this.thread, present_state(), self.dtype
+        thread, state, dtype = thread_state.value, present_state(), self.dtype
         before, caching = state
         if dtype is None:
             depth = open_autocast_blocks()
@@ -62,7 +72,7 @@ class ForwardCasts:
         thread.forwards.append((state, depth - 1, depth))
 
     def __exit__(self, *_: object) -> None:
-        thread = this.thread
+        thread = thread_state.value
         state = thread.forwards.pop()[0]
         if self.dtype is not None:
             depth = torch.autocast_decrement_nesting()
@@ -84,12 +94,12 @@ NO_CASTS: Final = ForwardCasts(None)
 
 
 def _runs_without_casts(thread: Thread, depth: int) -> bool:
-    """Whether the innermost block is the forward of a model that has no casts."""
+    """Return whether the innermost block is the forward of a model without casts."""
     return bool(thread.forwards) and thread.forwards[-1][1:] == (depth, depth)
 
 
 def _without_sessions(thread: Thread, state: State, depth: int) -> State:
-    """What would stand here if no session had switched casts on: a ``torch.autocast`` block of the user's, or none."""
+    """Compute the state without sessions that switched casts on: that of a ``torch.autocast`` block, or none."""
     for found, outside, inside in reversed(thread.forwards):
         if inside != depth:
             break
@@ -112,15 +122,15 @@ def _traced_forward(dtype: torch.dtype | None) -> contextlib.AbstractContextMana
     caching, on = torch.is_autocast_cache_enabled(), flags()
     if dtype is not None:
         return traced({device: caching or on[device] for device in on}, dtype, caching=False)
-    if caching and not this.thread.forwards:
+    if caching and not thread_state.value.forwards:
         return contextlib.nullcontext()
     return traced(dict.fromkeys(on, False), None, caching=True)
 
 
 def _carried_by_torch() -> bool:
-    """Whether torch opened an autocast block on this stack to carry another place's state here.
+    """Return whether torch opened an autocast block on this stack to restore the state of another call.
 
-    Only asked in the rare case of an off flag inside an open block, so a walk up the stack is cheap enough.
+    Called only where the flag is off inside an open block, which is rare: walking up the stack is cheap enough.
     """
     frame: Any = sys._getframe(2)
     while frame is not None:

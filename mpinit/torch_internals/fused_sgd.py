@@ -44,7 +44,7 @@ def unfused(groups: list[dict[str, Any]]) -> Iterator[None]:
 
 @functools.cache
 def fused_sgd_is_sound_on_cpu(dtype: torch.dtype) -> bool:
-    """Whether SGD's fused kernel updates parameters of this kind rightly: asked of the kernel itself."""
+    """Return whether SGD's fused kernel updates parameters of this kind correctly, by running it on a sample."""
     parameter = torch.ones(512, dtype=dtype, device="cpu")
     torch._fused_sgd_(
         *([parameter], [torch.ones_like(parameter)], []),

@@ -24,7 +24,7 @@ _devices: tuple[str, ...] = ()
 
 
 def device_types() -> tuple[str, ...]:
-    """The device types present in this process that have an autocast flag, "cpu" first."""
+    """List the device types of this process that have an autocast flag, "cpu" first."""
     global _devices
     if not _devices:
         # Of those present: a CUDA build names CUDA where there is no device too, and its autocast only warns there.
@@ -35,7 +35,7 @@ def device_types() -> tuple[str, ...]:
 
 
 def is_on() -> bool:
-    """Whether casts are on in this thread for any device present."""
+    """Return whether casts are on in this thread for any device present."""
     return any(map(torch.is_autocast_enabled, device_types()))
 
 
@@ -44,7 +44,7 @@ State = tuple[list[tuple[str, bool, torch.dtype]], bool]
 
 
 class Thread:
-    """What one thread's forwards and sessions have to put back.
+    """The autocast states that one thread's forwards and sessions restore at their end.
 
     Attributes:
         forwards: what each open ``ForwardCasts`` found, and how many autocast blocks are open outside of it and inside.
@@ -79,24 +79,24 @@ class Thread:
             put_back(self.base)
 
 
-class _This(threading.local):
-    """What the calling thread has, at ``this.thread``."""
+class _ThreadState(threading.local):
+    """The calling thread's own :class:`Thread`, at ``thread_state.value``."""
 
     def __init__(self) -> None:
-        self.thread = Thread()
+        self.value = Thread()
 
 
-this: Final = _This()
+thread_state: Final = _ThreadState()
 
 
 def present_state() -> State:
-    """The calling thread's state."""
+    """Read the calling thread's state."""
     on = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in device_types()]
     return on, torch.is_autocast_cache_enabled()
 
 
 def put_back(state: State) -> None:
-    """Make this the calling thread's state. As long as anything is not as it was, a flag is on."""
+    """Set the calling thread's state. Flags are switched off last: until the state is complete, a flag is on."""
     for device, on, dtype in state[0]:
         if on:
             torch.set_autocast_enabled(device, True)
@@ -108,29 +108,29 @@ def put_back(state: State) -> None:
 
 
 def open_autocast_blocks() -> int:
-    """How many ``torch.autocast`` blocks, and forwards with casts, are open in this thread."""
-    # torch tells it only as it changes it; Ctrl-C cannot come between two calls that one builtin function makes.
+    """Count the ``torch.autocast`` blocks, and forwards with casts, that are open in this thread."""
+    # torch returns the depth only when it changes it. Ctrl-C cannot come between two calls of one builtin function.
     return list(map(operator.call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)))[-1]
 
 
 class ThreadCasts:
     """A session's casts in the thread that makes this, with the weight-cast cache off, until the session ends.
 
-    The cache stays off because outside a forward nothing says when the weights change. Of several the latest one that
-    has not ended says the dtype; they may end in any order.
+    The cache stays off because nothing shows when weights change outside of a forward. The latest session that has not
+    ended sets the dtype; sessions may end in any order.
     """
 
     def __init__(self) -> None:
         self.thread_id = threading.get_ident()
-        self._thread = this.thread
+        self._thread = thread_state.value
         self._has_ended = False
 
     def begin(self, dtype: torch.dtype) -> None:
-        """Switch casts on. If this is interrupted, :meth:`end` takes it back."""
+        """Switch casts on; :meth:`end` also reverses an interrupted call."""
         self._thread.begin(self, dtype)
 
     def end(self) -> bool:
-        """Take it back; called again it completes what was interrupted.
+        """Reverse :meth:`begin`; a second call completes an interrupted one.
 
         Inside a block of this thread the flags follow when it ends; in another thread, and in a block of
         ``torch.autocast``, when the thread next ends a backward pass, a step or the forward of an initialised model.
@@ -139,7 +139,7 @@ class ThreadCasts:
             return True
         self._thread.asked.pop(self, None)
         self._thread.has_ended = True
-        is_here = self._thread is this.thread
+        is_here = self._thread is thread_state.value
         if is_here:
             self._thread.follow_ended()
         self._has_ended = True
@@ -147,7 +147,7 @@ class ThreadCasts:
 
 
 class CastsAs:
-    """Puts every autocast flag of this thread to a remembered state inside the block and back on exit.
+    """A block that sets every autocast flag of this thread to a remembered state, and restores it on exit.
 
     ``caching``: whether weight casts are cached inside; None: as they are.
     """
@@ -169,12 +169,12 @@ class CastsAs:
         state, caching = self._before.pop()
         set_flags(state)
         torch.set_autocast_cache_enabled(caching)
-        if this.thread.has_ended:
-            this.thread.follow_ended()
+        if thread_state.value.has_ended:
+            thread_state.value.follow_ended()
 
 
 class CastsOff(CastsAs):
-    """Switches every autocast flag of this thread off inside the block and back on exit, whatever they were."""
+    """A block that switches every autocast flag of this thread off, and restores them on exit."""
 
     __slots__ = ()
 
@@ -183,7 +183,7 @@ class CastsOff(CastsAs):
 
 
 def flags() -> dict[str, bool]:
-    """This thread's autocast flag for each device type present."""
+    """Read this thread's autocast flag for each device type present."""
     return {device: torch.is_autocast_enabled(device) for device in device_types()}
 
 
@@ -195,7 +195,7 @@ def set_flags(state: Mapping[str, bool]) -> None:
 
 @contextlib.contextmanager
 def traced(on: Mapping[str, bool], dtype: torch.dtype | None, caching: bool) -> Iterator[None]:
-    """A block with these flags, written with the one context manager of torch's that torch.compile can trace."""
+    """Run a block with these flags; ``torch.autocast`` is the one context manager that torch.compile can trace."""
     devices = device_types()
     first, last = devices[0], devices[-1]
     with (

@@ -22,7 +22,7 @@ Run = Callable[[], Any]
 
 
 class OperationsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered, every operation of this thread, and of backward passes it starts, goes through ``around``.
+    """A mode in which every operation of this thread, and of backward passes it starts, goes through ``around``.
 
     That is called with the operation, its arguments and a function that runs it, and returns the operation's result.
     """
@@ -39,7 +39,7 @@ class OperationsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def next_number() -> int:
-    """The number that the next node of the graph is going to have."""
+    """Return the number that the next node of the graph is going to have."""
     number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     return number
 
@@ -53,7 +53,7 @@ class Node(NamedTuple):
 
 
 def running_node() -> Node | None:
-    """The node whose backward runs in this thread; None outside of every backward pass."""
+    """Return the node whose backward runs in this thread; None outside of every backward pass."""
     node: Any = torch._C._current_autograd_node()
     if node is None:
         return None
@@ -62,7 +62,7 @@ def running_node() -> Node | None:
 
 
 def order_of_leaves(result: torch.Tensor, at_most: int = 20_000) -> dict[torch.Tensor, int]:
-    """In which order a backward pass from ``result`` comes to the leaves, also where that pass is over.
+    """Compute the order in which a backward pass from ``result`` reaches the leaves, also after that pass.
 
     Each leaf that requires gradients with a number; the lower, the earlier. Empty where the graph says nothing, or
     has more than ``at_most`` nodes.
@@ -106,7 +106,7 @@ class Caller:
 
 
 def caller_of_operation(watchers: tuple[str, ...]) -> Caller | None:
-    """The nearest frame neither of a watcher's file nor between it and the operation; None in a thread of torch's."""
+    """Find the nearest frame neither of a watcher's file nor between it and the operation; None in torch's threads."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename.replace("\\", "/")
@@ -118,7 +118,7 @@ def caller_of_operation(watchers: tuple[str, ...]) -> Caller | None:
 
 @functools.lru_cache(maxsize=4096)
 def _called(code: CodeType, position: int) -> str:
-    """The name that the instruction at ``position`` calls: what was loaded from where its call begins."""
+    """Find the name that the instruction at ``position`` calls: the one loaded where its call begins."""
     loaded: dict[tuple[int | None, int | None], str] = {}
     for instruction in dis.get_instructions(code):
         where = instruction.positions

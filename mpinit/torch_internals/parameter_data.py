@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from .running import is_read_freely
+from .running import reads_without_sync
 
 TENSOR_DATA: Final[Any] = torch.Tensor.data
 TENSOR_DETACH: Final[Any] = torch.Tensor.detach
@@ -46,11 +46,13 @@ class DataUse:
         """Keep a copy of a parameter's present numbers, if its ``data`` was touched, or as soon as it is."""
         key, before = id(parameter), self.kept.get(id(parameter))
         self.kept[key] = now = _copy_of(parameter) if key in self.touched else None
-        if now is not None and before is not None and is_read_freely(now.device) and not have_same_bits(now, before):
+        if now is None or before is None:
+            return
+        if reads_without_sync(now.device) and not have_same_bits(now, before):
             self.moves[key] = self.moves.get(key, 0) + 1
 
     def touch(self, parameter: torch.Tensor) -> None:
-        """Record that a parameter's ``data`` is about to be given away."""
+        """Record that a parameter's ``data`` is about to be returned to a caller."""
         key = id(parameter)
         if key in self.kept and self.kept[key] is None:
             self.kept[key] = _copy_of(parameter)

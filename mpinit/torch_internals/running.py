@@ -1,4 +1,4 @@
-"""What torch is doing when a function is called, and what is known of the device that it runs on."""
+"""Ask torch for its present mode (tracing, backward, graph capture), and for costs of a device."""
 
 from collections.abc import Callable
 from typing import Final
@@ -11,15 +11,18 @@ _TRACING_MODES: Final = tuple(torch._C._TorchDispatchModeKey.__members__.values(
 
 
 def is_tracing_symbolically() -> bool:
-    """Whether torch.fx is running code with proxies in the place of tensors.
+    """Return whether torch.fx runs code with proxies instead of tensors.
 
-    torch.fx's own question comes second: a compiler would follow it into the thread's own variables.
+    Ask ``is_compiling`` first: torch.compile would trace torch.fx's function, which reads thread-local variables.
     """
     return not torch.compiler.is_compiling() and _symbolic_trace.is_fx_symbolic_tracing()
 
 
 def current_pass() -> int:
-    """The number of the backward pass that this thread is inside of: activation checkpointing runs forwards there."""
+    """Return the number of the backward pass that runs in this thread; -1 without one.
+
+    Activation checkpointing runs forwards in a backward pass.
+    """
     return int(torch._C._current_graph_task_id())
 
 
@@ -28,16 +31,16 @@ current_graph_task: Final[Callable[[], int]] = torch._C._current_graph_task_id
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Call a function when the backward pass that runs in this thread is over, and DDP has averaged its gradients.
+    """Call a function at the end of this thread's backward pass, after DDP has averaged its gradients.
 
-    DDP's own callback is queued in the pass; one that is queued by a callback comes after it.
+    DDP queues its own callback during the pass. A callback that is queued by a callback runs after it.
     """
     queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
     queue(lambda: queue(callback))
 
 
-def computes_at_once() -> bool:
-    """Whether operations run on numbers that are there afterwards: nothing is traced or transformed."""
+def is_eager() -> bool:
+    """Return whether operations compute numbers now: nothing is traced, and functorch transforms nothing."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._is_tracing()
@@ -51,21 +54,21 @@ def computes_at_once() -> bool:
 _CPU_BUCKET_BYTES: Final = 16 * 2**20
 
 
-def is_read_freely(device: torch.device) -> bool:
-    """Whether reading a number off the device waits for nothing."""
+def reads_without_sync(device: torch.device) -> bool:
+    """Return whether a number is read from the device without a device sync."""
     return device.type == "cpu"
 
 
 def bucket_bytes_at_most(device: torch.device, wanted: int) -> int:
-    """How many bytes are best worked on at a time, of those ``wanted``."""
+    """Limit ``wanted``, the bytes of a bucket, to the size that is fastest on the device."""
     return min(wanted, _CPU_BUCKET_BYTES) if device.type == "cpu" else wanted
 
 
 def works_within_a_cache(device: torch.device) -> bool:
-    """Whether several passes over memory are best done on parts that stay in a cache between them."""
+    """Return whether several passes over memory are fastest in pieces that fit into a cache."""
     return device.type == "cpu"
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured, during which nothing may be read."""
+    """Return whether a CUDA graph is being captured: no number may be read meanwhile."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -21,7 +21,7 @@ _GLOBAL: Final = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
     # Asked on every step, and a generator would be a frame of Python more for each of them.
-    """Whether any hook would run."""
+    """Return whether any hook would run."""
     for name in _OWN:
         if getattr(optimizer, name, None):
             return True

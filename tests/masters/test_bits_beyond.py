@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mpinit
 from mpinit.masters import float_split
-from mpinit.masters.float_split import add_remainder_, take_remainder_
+from mpinit.masters.float_split import add_remainder_, split_off_remainder_
 
 SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, -1e-40, 65504.0, 65520.0, 3.4e38, 6e-8, 1.00390625]
 PAIRS = [
@@ -99,7 +99,7 @@ RULES = {"split": half_away, True: half_to_even}
 
 def parts(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     bits, rest = values.clone().view(torch.int32), torch.empty(len(values), dtype=torch.int16)
-    take_remainder_(bits, rest)
+    split_off_remainder_(bits, rest)
     return bits.to(torch.int16).view(torch.bfloat16), rest
 
 
@@ -138,7 +138,7 @@ def test_every_nan_stays_one(mantissas: list[int], is_negative: bool) -> None:
 def test_a_written_weight_counts_whatever_its_remainder_was(device: str, rests: list[int]) -> None:
     rest = torch.tensor(rests, dtype=torch.int16)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(float_split, "is_read_freely", lambda _: device == "read freely")
+        patched.setattr(float_split, "reads_without_sync", lambda _: device == "read freely")
         for written in (0.0, -0.0, 0.3, -7e30, float("inf"), -float("inf"), float("nan")):
             weight = torch.full(rest.shape, written, dtype=torch.bfloat16)
             assert torch.equal(

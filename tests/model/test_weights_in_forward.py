@@ -18,7 +18,7 @@ from weights_in_forward import BF16, F32, is_float32_outside, start
 
 import mpinit
 from mpinit.model import forward_weights
-from mpinit.torch_internals import columns, float32_gradients
+from mpinit.torch_internals import bulk, float32_gradients
 from mpinit.torch_internals.float32_gradients import casts_with_float32_gradients
 
 
@@ -173,7 +173,7 @@ def test_a_state_dict_saved_in_a_forward_is_not_rounded() -> None:
     assert equal_tensors(model.saved, dict(model.state_dict()))
 
 
-@pytest.mark.parametrize("moment", ["ForwardWeights._standing", "_casts"])
+@pytest.mark.parametrize("moment", ["ForwardWeights._new_casts", "_casts"])
 def test_a_checkpoint_saved_by_a_signal_handler_while_a_forward_begins(
     moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,7 +259,7 @@ def test_a_renamed_parameter_is_cast_there(
     way: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = request.getfixturevalue("native") if way == "native" else None
-    monkeypatch.setattr(columns, "native", lambda: module)
+    monkeypatch.setattr(bulk, "native", lambda: module)
     model = nn.PReLU()
     start(model)
     model(torch.ones(1, 4))

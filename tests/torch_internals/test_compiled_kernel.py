@@ -32,7 +32,7 @@ def compile_to(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
 
 @pytest.mark.long
 def test_compiled_encoding_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(minifloat, "is_read_freely", lambda device: False)
+    monkeypatch.setattr(minifloat, "reads_without_sync", lambda device: False)
     values = torch.linspace(-3, 3, 200 * 128).pow(7).view(-1, 128)
     values[::3].square_()
     kernel = CompiledKernel(minifloat._encode)

@@ -1,1 +1,1 @@
-"""Encodings of float32 numbers in fewer bytes: what an optimizer's state is between steps."""
+"""Encodings of float32 numbers in fewer bytes, for an optimizer's state between steps."""

@@ -1,4 +1,4 @@
-"""What an encoding can do: blocks of float32 numbers in, a few tensors of codes out, and back."""
+"""The interface of encodings: blocks of float32 numbers to a few tensors of codes, and back."""
 
 from abc import ABC, abstractmethod
 from typing import Any, Final
@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 
 from ...torch_internals.one_pass import native
-from ...torch_internals.running import is_read_freely
+from ...torch_internals.running import reads_without_sync
 
 Codes = tuple[torch.Tensor, ...]
 
@@ -28,27 +28,27 @@ class Codec(ABC):
 
     @abstractmethod
     def empty(self, rows: int, device: torch.device) -> Codes:
-        """Room for the codes of so many rows, each tensor with as many rows itself."""
+        """Allocate the codes of ``rows`` rows; each tensor has as many rows."""
 
     def encode_(self, values: torch.Tensor, codes: Codes) -> None:
         """Write the codes of ``values`` (float32, (rows, BLOCK), contiguous)."""
         self.encode_by(_native_for(self, values), values, codes)
 
     def decode_(self, codes: Codes, values: torch.Tensor) -> None:
-        """Write what codes stand for into ``values`` (float32, (rows, BLOCK), contiguous)."""
+        """Write the decoded numbers into ``values`` (float32, (rows, BLOCK), contiguous)."""
         self.decode_by(_native_for(self, values), codes, values)
 
     @abstractmethod
     def encode_by(self, native: Any | None, values: torch.Tensor, codes: Codes) -> None:
-        """:meth:`encode_` by the functions of ``one_pass.cpp``; None: by torch's, which say what is right."""
+        """Encode by the functions of ``one_pass.cpp``; None: by torch's operations, which are the specification."""
 
     @abstractmethod
     def decode_by(self, native: Any | None, codes: Codes, values: torch.Tensor) -> None:
-        """:meth:`decode_` in the same way."""
+        """Decode in the same way."""
 
 
 def in_rows(values: torch.Tensor) -> torch.Tensor:
-    """A one-dimensional float32 tensor as whole rows, a copy with zeros at the end where it is none."""
+    """View a one-dimensional float32 tensor as whole rows; where its size is no multiple, a copy padded with zeros."""
     missing = -values.numel() % BLOCK
     if missing:
         values = torch.cat([values, values.new_zeros(missing)])
@@ -56,8 +56,8 @@ def in_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def _native_for(codec: Codec, values: torch.Tensor) -> Any | None:
-    """The functions of ``one_pass.cpp``, where these numbers lie open to them, and they give a codec's own bits."""
-    if type(values) is not torch.Tensor or not is_read_freely(values.device):
+    """Return the functions of ``one_pass.cpp`` where they can read these numbers and give the codec's own bits."""
+    if type(values) is not torch.Tensor or not reads_without_sync(values.device):
         return None
     code = native()
     return code if code is not None and encodes_to_same_bits(codec, code) else None
@@ -97,7 +97,7 @@ _STIR: Final = 0x27D4EB2F
 
 
 def noise_arguments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What :func:`noise` takes of a whole tensor, (rows, BLOCK): rows' numbers and groups, and places in a row.
+    """Make the arguments of :func:`noise` for a tensor (rows, BLOCK): rows' numbers and groups, and places in a row.
 
     A group is 32 rows, of which the last goes to the end.
     """
@@ -107,7 +107,7 @@ def noise_arguments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def noise(bits: torch.Tensor, numbers: torch.Tensor, groups: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The noise of float32 numbers seen as int32, (rows, BLOCK), of whole groups; the rest of :func:`noise_arguments`.
+    """Compute the noise of float32 numbers viewed as int32, (rows, BLOCK), in whole groups of rows.
 
     Multiples of a number that rows have of their own: each is as even as that number is, and moving all of a row by the
     same amount, equal numbers would end in a pattern that stays.

@@ -49,7 +49,7 @@ class EncodedState(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same codes; what is written to it is written here, and what it is set to is encoded."""
+        """A tensor with the same codes; setting ``data`` encodes the new numbers."""
         return self.detach()
 
     @data.setter
@@ -68,7 +68,7 @@ class EncodedState(torch.Tensor):
         return self.shaped(values)
 
     def shaped(self, values: torch.Tensor) -> torch.Tensor:
-        """A view of rows of decoded numbers in this one's shape and order of memory."""
+        """View rows of decoded numbers in the shape and strides of this tensor."""
         return values.as_strided(self.size(), self.stride(), values.storage_offset())
 
     def write(self, values: torch.Tensor) -> None:
@@ -114,7 +114,7 @@ class EncodedState(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """The codes, and shape and order as a tensor without memory."""
+        """Reduce to the codes, the shape and the strides."""
         return _rebuilt, (self.codec, self._own_codes(), tuple(self.size()), self.stride())
 
     def _own_codes(self) -> Codes:
@@ -123,13 +123,13 @@ class EncodedState(torch.Tensor):
 
 
 def encoded_part(value: Any) -> EncodedState | None:
-    """A state's codes, those of this process's part where it is sharded; None where it is not encoded."""
+    """Return a state's codes, those of the local shard where it is sharded; None where it is not encoded."""
     part = getattr(value, "_local_tensor", value)
     return part if isinstance(part, EncodedState) else None
 
 
 def with_numbers(value: Any) -> Any:
-    """A state in float32, sharded as it was; itself where it is not encoded."""
+    """Return a state in float32, sharded as before; the state itself where it is not encoded."""
     encoded = encoded_part(value)
     return value if encoded is None else sharded_as(encoded.decoded(), value)
 

@@ -14,7 +14,7 @@ from typing import Any, Final, final
 import torch
 
 from ...torch_internals.compiled_kernel import CompiledKernel
-from ...torch_internals.running import is_read_freely
+from ...torch_internals.running import reads_without_sync
 from .codec import BLOCK, Codec, Codes, noise, noise_arguments
 
 # Added to a number over its scale: what is small beside it is kept in even steps. With its bits code 0 begins.
@@ -120,8 +120,8 @@ def _decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> 
 
 
 def _has(rows: torch.Tensor) -> bool:
-    """Whether any of some rows is so, where asking costs no wait for a device; True elsewhere."""
-    return not is_read_freely(rows.device) or bool(rows.any())
+    """Return whether any row is True; also True where reading it would be a device sync."""
+    return not reads_without_sync(rows.device) or bool(rows.any())
 
 
 _ENCODE: Final = CompiledKernel(_encode)

@@ -32,7 +32,7 @@ class LossScaler:
 
     @property
     def dynamic(self) -> bool:
-        """Whether the scale moves."""
+        """Return whether the scale moves."""
         return self.core.rule.dynamic
 
     @property

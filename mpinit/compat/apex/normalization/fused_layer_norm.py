@@ -10,7 +10,7 @@ from ...importing import refuse_missing
 
 
 class _Norm(nn.Module):
-    """What the modules share: apex's arguments over those of torch's class, which stands behind it among the bases."""
+    """Base of the modules: apex's arguments for torch's class, which is the next base of each."""
 
     _function: ClassVar[Callable[..., Tensor]]
     _is_mixed: ClassVar[bool] = False

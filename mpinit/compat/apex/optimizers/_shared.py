@@ -1,4 +1,4 @@
-"""What the optimizers share, those over torch's and those without."""
+"""Functions shared by the optimizers, those that subclass torch's and those that do not."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -39,7 +39,7 @@ def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def can_fuse(groups: list[dict[str, Any]], kind: type[torch.optim.Optimizer], but_not_on: str = "") -> bool:
-    """Whether torch has a fused kernel of this optimizer for the devices of all these parameters."""
+    """Return whether torch has a fused kernel of this optimizer for the devices of all these parameters."""
     entries = (entry for group in groups for entry in group["params"])
     params = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
     devices = {p.device.type for p in params}

@@ -1,4 +1,4 @@
-"""Attributes of many tensors, read or set in bulk: every step does it, so it is done in C loops, not in Python."""
+"""Read or set attributes of many tensors in bulk: in C loops, because every step does it."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ _NO: Final = {False}
 _PLAIN: Final = {torch.Tensor}
 
 # Exhausts an iterator without running Python code for each element.
-do_all: Final = deque[Any](maxlen=0).extend
+consume: Final = deque[Any](maxlen=0).extend
 
 
 def are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
@@ -33,7 +33,7 @@ def are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
 
 
 class Entries:
-    """Keys and values of dicts that are attributes of some objects, as they were when this was made."""
+    """The keys and values that dicts had when this was made; each dict is an attribute of some object."""
 
     def __init__(self, owners: list[Any], name: str) -> None:
         self._owners, self._name, self._attribute = owners, name, attrgetter(name)
@@ -44,7 +44,7 @@ class Entries:
         return [*chain(*self._dicts), *chain(*map(dict.values, self._dicts))]
 
     def are_as_seen(self) -> bool:
-        """Return whether they are the same dicts, with the same keys and values in the same order."""
+        """Return whether the objects have the same dicts, with the same keys and values in the same order."""
         if (code := native()) is not None:
             return bool(code.are_as_seen(self._owners, self._name, self._dicts, self._entries))
         return are_same(list(map(self._attribute, self._owners)), self._dicts) and are_same(self._held(), self._entries)
@@ -62,15 +62,15 @@ def have_grads(tensors: Iterable[torch.Tensor]) -> bool:
 
 def set_grads(tensors: Iterable[torch.Tensor], grads: Iterable[torch.Tensor | None]) -> None:
     """Set each tensor's ``grad``."""
-    do_all(map(setattr, tensors, repeat("grad"), grads))
+    consume(map(setattr, tensors, repeat("grad"), grads))
 
 
 def set_memory(tensors: Iterable[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
     """Set each tensor's ``data`` to other memory, of its own shape and dtype."""
-    do_all(map(_SET_DATA_OF, tensors, parts))
+    consume(map(_SET_DATA_OF, tensors, parts))
 
 
-def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+def data_ptrs(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Return each tensor's ``data_ptr()``."""
     return list(map(_ADDRESS_OF, tensors))
 
@@ -88,11 +88,11 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def are_plain(gradients: Sequence[torch.Tensor | None], device: torch.device) -> bool:
-    """Return whether all gradients are there, dense, float32 and on this device."""
+    """Return whether every gradient is present, dense, float32 and on this device."""
     try:
         are_dense = set(map(_IS_SPARSE, gradients)) == _NO
     except AttributeError:
-        return False  # None is among them
+        return False  # one of them is None
     return (
         are_dense
         and set(map(_DTYPE, gradients)) == _FLOAT32
