@@ -147,8 +147,8 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     given = checks.as_optimizers(optimizers)
     checks.check_free([], given)
     if not given:
-        for waiting in registry.the_one_that_waits():
-            waiting.let_waiting_go()
+        for waiting in registry.sessions_awaiting_optimizers():
+            waiting.managed.drop_unclaimed_masters()
         return optimizers
     sessions: dict[Session, list[Optimizer]] = {}
     off: list[Optimizer] = []
@@ -159,7 +159,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
         for joined, members in sessions.items():
             undos.push(joined.add_optimizers(members))
     for joined, members in sessions.items():
-        joined.settle_optimizers(members)
+        joined.finish_adding(members)
         registry.add(joined)
     registry.enable(given)
     registry.disable([], off)

@@ -86,7 +86,8 @@ def session_of(optimizer: Any) -> Session:
     session = of(optimizer)
     if session is None:
         known = "; ".join(session.describe() for session in live()) or "there are none"
-        first = "mpinit.initialize" + (", or to mpinit.add_optimizers," if any(each.awaits for each in live()) else "")
+        is_awaited = any(each.managed.awaits for each in live())
+        first = "mpinit.initialize" + (", or to mpinit.add_optimizers," if is_awaited else "")
         raise RuntimeError(
             f"this {type(optimizer).__name__} was not initialised: pass it to {first} first. Live sessions: {known}"
         )
@@ -116,9 +117,9 @@ def session_for(optimizer: Optimizer) -> Session | None:
     )
 
 
-def the_one_that_waits() -> list[Session]:
+def sessions_awaiting_optimizers() -> list[Session]:
     """The live session in which weights wait for an optimizer; none where there is none."""
-    waiting = [session for session in live() if session.awaits]
+    waiting = [session for session in live() if session.managed.awaits]
     if len(waiting) > 1:
         named = "; ".join(session.describe() for session in waiting)
         raise RuntimeError(

@@ -19,6 +19,7 @@ from ..plan import KeepInputPredicate
 from ..torch_internals.forward_casts import ForwardCasts
 from ..torch_internals.running import current_pass, is_tracing_symbolically
 from .entry_points import ArgumentNames
+from .forward_guard import ForwardGuard
 
 
 class _CurrentForward(threading.local):
@@ -41,7 +42,7 @@ class Boundary:
     """The casts around calls of an initialised model from outside; one object serves many modules.
 
     Attributes:
-        before_forward: called first, where the caller is outside of every forward.
+        guard: asked first, where the caller is outside of every forward.
         targets: tensors of the models -> the type that they were given.
     """
 
@@ -58,13 +59,13 @@ class Boundary:
         self.output_dtype = output_dtype
         self.casts: ForwardCasts | None = casts
         self.keep_inputs = keep_inputs
-        self.before_forward: Callable[[], None] | None = None
+        self.guard: ForwardGuard | None = None
         self.targets: Mapping[torch.Tensor, torch.dtype] = {}
         self.is_live = True
 
     def retire(self) -> None:
         """Cast nothing from now on, so that a forward that a user's wrapper still has becomes transparent."""
-        self.inner_dtype = self.output_dtype = self.casts = self.before_forward = None
+        self.inner_dtype = self.output_dtype = self.casts = self.guard = None
         self.cast_inputs = self.is_live = False
 
     @contextmanager
@@ -165,7 +166,7 @@ class Boundary:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is no part of the session that made the original.
-        return {**self.__dict__, "before_forward": None, "targets": {}, "is_live": False}
+        return {**self.__dict__, "guard": None, "targets": {}, "is_live": False}
 
 
 def caller_dtype(inner_dtype: torch.dtype | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:

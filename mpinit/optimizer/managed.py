@@ -346,7 +346,7 @@ def count_by_hooks(managed: ManagedOptimizer, undos: UndoStack) -> None:
             managed.gradients.apply(cleared)
             if not any(parameter.grad is not None for parameter in managed.parameters()):
                 managed.checks.warn_no_gradient()
-        if shared.ranks.to_be_checked or is_distributed():
+        if shared.ranks.is_first_step or is_distributed():
             managed.list_members()
             shared.ranks.before_step()
         begun.append(optimizer)
