@@ -25,8 +25,8 @@ from .masters.masters import IN_FLOAT32
 from .masters.split import SplitMasters
 from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
+from .model.boundary import ForwardGuard
 from .model.float32_values import Float32Values
-from .model.forward_guard import ForwardGuard
 from .model.shared_memory import check_memory
 from .optimizer.managed import Shared
 from .optimizer.members import Members

@@ -20,9 +20,8 @@ from ..plan import MasterWeightsMode, Plan
 from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
 from ..torch_internals.native_autocast import is_on
 from ..torch_internals.running import is_tracing_symbolically
-from .boundary import Boundary, caller_dtype, current_forward
+from .boundary import Boundary, ForwardGuard, caller_dtype, current_forward
 from .entry_points import ArgumentNames, entry_points
-from .forward_guard import ForwardGuard
 from .forward_weights import ForwardWeights
 from .selection import Selection
 

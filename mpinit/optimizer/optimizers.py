@@ -13,13 +13,16 @@ from torch.optim import Optimizer
 from ..basics.dtypes import is_lower_precision
 from ..basics.patching import UndoStack
 from ..basics.wrappers import unwrapped
+from ..distributed.sharding import is_distributed
 from ..masters.masters import IN_FLOAT32, Masters
 from ..torch_internals.step_hooks import register_own_hook, remove_own_hook
+from .gradient_state import cleared
 from .gradients import Gradients
-from .managed import ManagedOptimizer, Shared, count_by_hooks, patch
+from .managed import ManagedOptimizer, Shared, patch
 from .members import check_steps_its_groups
 from .per_parameter import steps_per_parameter
 from .state import with_wrapped, wrapped_by
+from .step import creates_state_only
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,6 +185,35 @@ class ManagedOptimizers:
             managed.gradients.check_unscaled(what, "move it before or after the with-block")
         if unowned is not None:
             unowned.check_unscaled(what, "move it before or after the with-block")
+
+
+def count_by_hooks(managed: ManagedOptimizer, undos: UndoStack) -> None:
+    """Count the steps of an optimizer by torch's hooks, and change none of its methods."""
+    begun: list[Any] = []
+    shared = managed.shared
+
+    def before(optimizer: Any, *_: Any) -> None:
+        begun.clear()
+        if managed.is_patched or (not optimizer.state and creates_state_only(optimizer)):
+            return
+        if shared.values.masters.are_in_model:
+            raise RuntimeError(IN_FLOAT32.format(f"{type(optimizer).__name__}.step()"))
+        if managed.gradients.state.scaler is not None:
+            managed.gradients.apply(cleared)
+            if not any(parameter.grad is not None for parameter in managed.parameters()):
+                managed.checks.warn_no_gradient()
+        if shared.ranks.is_first_step or is_distributed():
+            managed.list_members()
+            shared.ranks.before_step()
+        begun.append(optimizer)
+
+    def after(*_: Any) -> None:
+        if begun:
+            begun.clear()
+            managed.skips.counter.count(skipped=False)
+
+    undos.push(managed.optimizer.register_step_pre_hook(before).remove)
+    undos.push(managed.optimizer.register_step_post_hook(after).remove)
 
 
 @dataclass(eq=False)

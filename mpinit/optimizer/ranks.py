@@ -22,8 +22,8 @@ from ..distributed.replicas import (
     reduced_by,
 )
 from ..distributed.sharding import flattened, has_other_processes, is_distributed, is_sharded
+from ..model.boundary import ForwardGuard
 from ..model.casting import TensorCasts
-from ..model.forward_guard import ForwardGuard
 from ..scaling.scaler import LossScaler
 from ..torch_internals.running import current_pass
 from .gradient_state import agreed

@@ -82,6 +82,63 @@ class Part:
             self.is_read = False
 
 
+class Parts:
+    """The division of an optimizer's members into parts.
+
+    Attributes:
+        last: the parts as of the last call of :meth:`now`.
+    """
+
+    def __init__(self, members: Members, has_states: bool, bucket_bytes: int) -> None:
+        self.last: list[Part] = []
+        self._members = members
+        self._has_states = has_states
+        self._bucket_bytes = bucket_bytes
+        self._key: tuple[int, bool] = (-1, False)
+
+    @property
+    def are_stepped_one_by_one(self) -> bool:
+        """Return whether a step is done a few parameters at a time."""
+        wants = (self._members.table.steps_in_parts and bool(self._members.masters)) or self._has_states
+        return wants and steps_per_parameter(self._members.optimizer)
+
+    def now(self) -> list[Part]:
+        """Return the parts of the members that the groups have now."""
+        key = (self._members.generation, self.are_stepped_one_by_one)
+        if key != self._key:
+            self.last = list(self._divide(key[1]))
+            self._key = key
+        return self.last
+
+    def _divide(self, in_parts: bool) -> Iterator[Part]:
+        members, table = self._members, self._members.table
+        of_weight = {id(master.weight): master for master in members.masters}
+        plain = [weight for weight in members.weights if id(weight) not in of_weight]
+        for group in self._grouped(plain) if in_parts and self._has_states else [plain]:
+            if group:
+                yield Part(group, group, None)
+        mastered: list[Any] = [master.weight for master in members.masters]
+        for group in self._grouped(mastered) if in_parts or table.steps_in_parts else [mastered]:
+            if group:
+                masters = [of_weight[id(weight)] for weight in group]
+                columns = table.batch(masters, group[0].device)
+                yield Part(group, [master.parameter for master in masters], columns)
+
+    def _grouped(self, weights: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Group weights by device, in order: as many as their float32 bytes allow for, at least one."""
+        groups: list[list[torch.Tensor]] = []
+        room: dict[torch.device, tuple[list[torch.Tensor], int]] = {}
+        for weight in weights:
+            size = 8 * shard(weight).numel()
+            group, left = room.get(weight.device, (None, 0))
+            if group is None or left < size:
+                group, left = [], bucket_bytes_at_most(weight.device, self._bucket_bytes)
+                groups.append(group)
+            group.append(weight)
+            room[weight.device] = group, left - size
+        return groups
+
+
 class Scope:
     """One optimizer's masters: :meth:`open` puts them into its groups, :meth:`closed` takes them out for a closure.
 
@@ -93,20 +150,17 @@ class Scope:
         self.is_open = False
         self._members = members
         self._states = states
-        self._bucket_bytes = bucket_bytes
         self._native_steps = NativeSteps(members, states) if native_kind(members.optimizer) else None
         # Whether masters are put together a part at a time, not all before the first.
         self._reads_parts = members.table.steps_in_parts
-        self._key: tuple[int, bool] = (-1, False)
-        self._parts: list[Part] = []
+        self._parts = Parts(members, states is not None, bucket_bytes)
         self._exchange = _StateExchange(members)
         self._taken: Any = {}
 
     @property
     def steps_in_parts(self) -> bool:
-        """Whether a step is done a few parameters at a time."""
-        wants = (self._members.table.steps_in_parts and bool(self._members.masters)) or self._states is not None
-        return wants and steps_per_parameter(self._members.optimizer)
+        """Return whether a step is done a few parameters at a time."""
+        return self._parts.are_stepped_one_by_one
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -126,7 +180,7 @@ class Scope:
             return False
         self._check_not_in_model()
         self._members.sync_groups()
-        masters = [part.masters for part in self.parts() if part.masters is not None]
+        masters = [part.masters for part in self._parts.now() if part.masters is not None]
         return self._step_weights_natively(self._members.weights, masters)
 
     def _step_weights_natively(self, weights: Sequence[Any], masters: Sequence[MasterBatch]) -> bool:
@@ -167,7 +221,7 @@ class Scope:
     def _enter(self) -> None:
         self._check_not_in_model()
         self._members.sync_groups()
-        parts = self.parts()
+        parts = self._parts.now()
         try:
             self.is_open = True
             for part in parts:
@@ -184,7 +238,7 @@ class Scope:
         undos = UndoStack()
         # Run in reverse order, each even where another raises.
         undos.push(self._members.values.moved)
-        for part in self._parts:
+        for part in self._parts.last:
             undos.push(part.write)
             undos.push(part.take_gradients)
         undos.push(self._close)
@@ -216,7 +270,7 @@ class Scope:
         """
         self._check_not_in_model()
         self._members.sync_groups()
-        parts = self.parts()
+        parts = self._parts.now()
         left = [
             part
             for part in parts
@@ -252,7 +306,7 @@ class Scope:
 
     def _steps(self, left: Sequence[Part]) -> Generator[None]:
         present = [part for part in left if have_grads(part.weights)]
-        plain = [part for part in self._parts if part.masters is None]
+        plain = [part for part in self._parts.last if part.masters is None]
         if not present:
             yield
             return
@@ -296,42 +350,6 @@ class Scope:
             finally:
                 if self._reads_parts:
                     part.write()
-
-    def parts(self) -> list[Part]:
-        """The members in parts, as the groups are now."""
-        key = (self._members.generation, self.steps_in_parts)
-        if key != self._key:
-            self._parts = list(self._divide(key[1]))
-            self._key = key
-        return self._parts
-
-    def _divide(self, in_parts: bool) -> Iterator[Part]:
-        members, table = self._members, self._members.table
-        of_weight = {id(master.weight): master for master in members.masters}
-        plain = [weight for weight in members.weights if id(weight) not in of_weight]
-        for group in self._grouped(plain) if in_parts and self._states is not None else [plain]:
-            if group:
-                yield Part(group, group, None)
-        mastered: list[Any] = [master.weight for master in members.masters]
-        for group in self._grouped(mastered) if in_parts or table.steps_in_parts else [mastered]:
-            if group:
-                masters = [of_weight[id(weight)] for weight in group]
-                columns = table.batch(masters, group[0].device)
-                yield Part(group, [master.parameter for master in masters], columns)
-
-    def _grouped(self, weights: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """By device, in order, as many together as the float32 bytes allow for, at least one."""
-        groups: list[list[torch.Tensor]] = []
-        room: dict[torch.device, tuple[list[torch.Tensor], int]] = {}
-        for weight in weights:
-            size = 8 * shard(weight).numel()
-            group, left = room.get(weight.device, (None, 0))
-            if group is None or left < size:
-                group, left = [], bucket_bytes_at_most(weight.device, self._bucket_bytes)
-                groups.append(group)
-            group.append(weight)
-            room[weight.device] = group, left - size
-        return groups
 
 
 _SHARED: Final = "state"
