@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from . import registry
 from .basics.logs import log
-from .checkpoint import in_words_of_ours, warn_of_no_start
+from .checkpoint import from_grad_scaler_state, warn_scale_not_restored
 from .scaling.scaler import LossScaler, check_state
 from .session import Session
 
@@ -243,12 +243,12 @@ class GradScaler:
                 "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
             )
         faults = [f"has no {key!r}" for key in ("scale", *_USUAL, "_growth_tracker") if key not in state_dict]
-        faults = faults or check_state(in_words_of_ours(state_dict))
+        faults = faults or check_state(from_grad_scaler_state(state_dict))
         if faults:
             raise ValueError(f"the state {'; it '.join(faults)}; nothing was loaded")
         self._set(**{name: state_dict[name] for name in _USUAL})
-        if not scaler.load_state_dict(in_words_of_ours(state_dict)):
-            warn_of_no_start([scaler])
+        if not scaler.load_state_dict(from_grad_scaler_state(state_dict)):
+            warn_scale_not_restored([scaler])
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
