@@ -107,7 +107,7 @@ def scale_loss(
         return Unscaled(loss)
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"the loss must be a tensor, not {type(loss).__name__}")
-    return session.scaled(loss, many, loss_id, delay_unscale or delay_overflow_check)
+    return session.losses.scaled(loss, many, loss_id, delay_unscale or delay_overflow_check)
 
 
 def _shared(optimizers: Any) -> tuple[Session | None, list[Optimizer]]:
@@ -147,7 +147,7 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
         for group in optimizer.param_groups:
             yield from group["params"]
         return
-    yield from session.managed(optimizer).master_params()
+    yield from session.managed.find(optimizer).master_params()
 
 
 def clip_grad_norm_(
@@ -188,7 +188,10 @@ def clip_grad_norm_(
     """
     session = registry.of(optimizer)
     # ``weight.grad`` is what a step uses: masters are not needed.
-    parameters = list(master_params(optimizer)) if session is None else session.managed(optimizer).gradients_to_clip()
+    if session is None:
+        parameters = list(master_params(optimizer))
+    else:
+        parameters = session.managed.find(optimizer).gradients_to_clip()
     if process_group is not None or any(map(is_sharded, parameters)):
         return norms.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, process_group)
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -273,7 +276,7 @@ def loss_scale(optimizer: Optimizer, loss_id: int = 0) -> float:
         >>> mpinit.undo(model)
     """
     session = registry.session_meant(optimizer)
-    return 1.0 if session is None else session.scaler(loss_id).loss_scale()
+    return 1.0 if session is None else session.losses.scaler(loss_id).loss_scale()
 
 
 def step_was_skipped(optimizer: Optimizer) -> bool:
@@ -301,7 +304,7 @@ def step_was_skipped(optimizer: Optimizer) -> bool:
         >>> mpinit.undo(model)
     """
     session = registry.session_meant(optimizer)
-    return session is not None and session.managed(optimizer).skips.counter.read().consecutive > 0
+    return session is not None and session.managed.find(optimizer).skips.counter.read().consecutive > 0
 
 
 def step_counts(optimizer: Optimizer) -> tuple[int, int]:
@@ -330,7 +333,7 @@ def step_counts(optimizer: Optimizer) -> tuple[int, int]:
     session = registry.session_meant(optimizer)
     if session is None:
         return 0, 0
-    counts = session.managed(optimizer).skips.counter.read()
+    counts = session.managed.find(optimizer).skips.counter.read()
     return counts.good, counts.skipped
 
 
@@ -387,7 +390,7 @@ def describe(owner: Any) -> str:
 def _described(session: Session) -> str:
     lines = [session.describe(), *(f"  {name} = {value}" for name, value in session.settings().items())]
     for index, optimizer in enumerate(session.optimizers):
-        managed = session.managed(optimizer)
+        managed = session.managed.find(optimizer)
         counts = managed.skips.counter.read()
         lines.append(
             f"optimizer {index}, {type(optimizer).__name__}: {counted(counts.good, 'step')} done, {counts.skipped} "
@@ -395,7 +398,7 @@ def _described(session: Session) -> str:
         )
         native = managed.scope.describe_native() if managed.is_patched else None
         lines += [f"  native code: {native}"] if native is not None else []
-    waiting = session.waiting_weights()
+    waiting = session.managed.awaited_weights()
     if waiting:
         are = "waits" if len(waiting) == 1 else "wait"
         lines.append(f"{counted(len(waiting), 'weight')} {are} for an optimizer: mpinit.add_optimizers")

@@ -14,12 +14,12 @@ from .session import Session
 
 _GRAD_SCALER = ("scale", "_growth_tracker")
 
-# What a row of scalers_as_rows() is made of; a tolerance of -1: overflows are not counted against one.
+# The columns of scalers_as_rows(); a tolerance of -1: the rule has no hysteresis.
 _COLUMNS: Final = ("loss_scale", "unskipped", "tolerance", "scales")
 
 
 def session_state(session: Session) -> dict[str, Any]:
-    """The scalers' states as plain values, under ``loss_scaler0``, ``loss_scaler1``, ..."""
+    """Return the scalers' states as plain values, under ``loss_scaler0``, ``loss_scaler1``, ..."""
     return {f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(session.scalers)}
 
 
@@ -30,11 +30,11 @@ def load_session_state(session: Session, state: Mapping[str, Any]) -> None:
     :meth:`LossScaler.load_state_dict`.
     """
     parts = checked_state(session, state).values()
-    warn_of_no_start([s for s, part in zip(session.scalers, parts, strict=True) if not s.load_state_dict(part)])
+    warn_scale_not_restored([s for s, part in zip(session.scalers, parts, strict=True) if not s.load_state_dict(part)])
 
 
-def warn_of_no_start(scalers: Sequence[LossScaler]) -> None:
-    """Warn once of dynamic scalers that a saved state was no start for."""
+def warn_scale_not_restored(scalers: Sequence[LossScaler]) -> None:
+    """Warn once that dynamic loss scales were not loaded, because losses were not scaled where they were saved."""
     if scalers:
         scales = ", ".join(dict.fromkeys(f"{scaler.loss_scale():g}" for scaler in scalers))
         warn_user(
@@ -44,10 +44,12 @@ def warn_of_no_start(scalers: Sequence[LossScaler]) -> None:
 
 
 def checked_state(session: Session, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of a session's scalers, in their order, if they can all be loaded."""
+    """Return the states of a session's scalers, in their order, if they can all be loaded."""
     if not isinstance(state, Mapping):
         raise TypeError(f"a state is a mapping such as mpinit.state_dict() returns, not {type(state).__name__}")
-    states = {"loss_scaler0": in_words_of_ours(state)} if all(key in state for key in _GRAD_SCALER) else dict(state)
+    states = (
+        {"loss_scaler0": from_grad_scaler_state(state)} if all(key in state for key in _GRAD_SCALER) else dict(state)
+    )
     expected = [f"loss_scaler{index}" for index in range(len(session.scalers))]
     faults = [f"{key} is missing" for key in expected if key not in states]
     faults += [f"{key!r} is not known here" for key in states if key not in expected]
@@ -60,14 +62,14 @@ def checked_state(session: Session, state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: states[key] for key in expected}
 
 
-def in_words_of_ours(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of a ``GradScaler`` as one of a :class:`LossScaler`."""
-    said = {"scales": state["scales"]} if "scales" in state else {}
-    return {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]} | said
+def from_grad_scaler_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a state of a ``GradScaler`` into one of a :class:`LossScaler`."""
+    scales = {"scales": state["scales"]} if "scales" in state else {}
+    return {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]} | scales
 
 
 def scalers_as_rows(session: Session | None) -> torch.Tensor:
-    """The scalers' states as numbers, so that files of ``torch.distributed.checkpoint`` tell at once what fits.
+    """Return the scalers' states as numbers: a file of ``torch.distributed.checkpoint`` then shows whether it fits.
 
     Returns:
         (number of losses, 4), float64, on the CPU: loss scale, good updates, tolerance, and whether it scales at all.
@@ -79,7 +81,7 @@ def scalers_as_rows(session: Session | None) -> torch.Tensor:
 
 
 def state_of_rows(rows: torch.Tensor) -> dict[str, Any]:
-    """A state for :func:`load_session_state` of what :func:`scalers_as_rows` gave."""
+    """Convert rows of :func:`scalers_as_rows` into a state for :func:`load_session_state`."""
     if rows.dim() != 2 or rows.shape[1] != len(_COLUMNS):
         raise ValueError(
             f"scalers saved by mpinit.TrainState are rows of {', '.join(_COLUMNS)}; these have the shape "
@@ -88,8 +90,8 @@ def state_of_rows(rows: torch.Tensor) -> dict[str, Any]:
     states: dict[str, Any] = {}
     for index, (scale, unskipped, tolerance, scales) in enumerate(rows.tolist()):
         counted = {} if tolerance < 0 else {"tolerance": _whole(tolerance)}
-        said = counted if scales else {"scales": False}
-        states[f"loss_scaler{index}"] = {"loss_scale": scale, "unskipped": _whole(unskipped)} | said
+        others = counted if scales else {"scales": False}
+        states[f"loss_scaler{index}"] = {"loss_scale": scale, "unskipped": _whole(unskipped)} | others
     return states
 
 

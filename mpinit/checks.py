@@ -163,7 +163,7 @@ def _check_not_shared(index: ModelIndex, plan: Plan) -> None:
     others = [s for s in registry.live() if casts or (s.plan.cast_model and is_lower_precision(s.plan.model_dtype))]
     own_ids = index.tensor_ids() if others else frozenset()
     for session in others:
-        if session.tensor_ids.isdisjoint(own_ids):
+        if session.step_guard.tensor_ids.isdisjoint(own_ids):
             continue
         shared = ModelIndex(session.models).tensor_ids()
         for name, module in index.named_modules:

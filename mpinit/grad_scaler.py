@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from . import registry
 from .basics.logs import log
-from .checkpoint import in_words_of_ours, warn_of_no_start
+from .checkpoint import from_grad_scaler_state, warn_scale_not_restored
 from .scaling.scaler import LossScaler, check_state
 from .session import Session
 
@@ -68,7 +68,7 @@ class GradScaler:
             raise ValueError("GradScaler needs an initialised optimizer, or a model of the session that is meant")
         session: Session | None = registry.shared_session(given)
         self._loss_id = loss_id
-        self._scaler: LossScaler | None = None if session is None else session.scaler(loss_id)
+        self._scaler: LossScaler | None = None if session is None else session.losses.scaler(loss_id)
         self._session = session if enabled else None
         self._has_scaled = False
         self._stages: dict[Optimizer, OptState] = {}
@@ -91,7 +91,7 @@ class GradScaler:
             return outputs
         if isinstance(outputs, torch.Tensor):
             self._has_scaled = True
-            return session.scaled_output(outputs, self._loss_id)
+            return session.losses.scaled_output(outputs, self._loss_id)
         if isinstance(outputs, Iterable):
             scaled = map(self.scale, outputs)
             return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
@@ -118,7 +118,7 @@ class GradScaler:
         self._unscale(session, inner)
 
     def _unscale(self, session: Session, optimizer: Optimizer) -> None:
-        if session.unscale(optimizer, self._loss_id):
+        if session.losses.unscale(optimizer, self._loss_id):
             self._checked.add(optimizer)
         self._stages[optimizer] = OptState.UNSCALED
 
@@ -145,11 +145,11 @@ class GradScaler:
         if self._stages.get(inner) is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         # There may have been a backward pass after unscale_.
-        if inner not in self._checked or session.managed(inner).gradients.state.is_scaled:
+        if inner not in self._checked or session.managed.find(inner).gradients.state.is_scaled:
             self._unscale(session, inner)
         if inner not in self._checked:
             raise AssertionError("No inf checks were recorded for this optimizer.")
-        result = None if session.managed(inner).skips_step() else optimizer.step(*args, **kwargs)
+        result = None if session.managed.find(inner).skips_step() else optimizer.step(*args, **kwargs)
         self._stages[inner] = OptState.STEPPED
         return result
 
@@ -175,7 +175,7 @@ class GradScaler:
             scaler.set_scale(float(new_scale))
         elif float(new_scale) != scaler.loss_scale():
             log.info("update(%s): the loss scale is static, and stays %s", float(new_scale), scaler.loss_scale())
-        session.forget_unreached()
+        session.losses.forget_unreached()
         self._stages.clear()
         self._checked.clear()
 
@@ -243,12 +243,12 @@ class GradScaler:
                 "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
             )
         faults = [f"has no {key!r}" for key in ("scale", *_USUAL, "_growth_tracker") if key not in state_dict]
-        faults = faults or check_state(in_words_of_ours(state_dict))
+        faults = faults or check_state(from_grad_scaler_state(state_dict))
         if faults:
             raise ValueError(f"the state {'; it '.join(faults)}; nothing was loaded")
         self._set(**{name: state_dict[name] for name in _USUAL})
-        if not scaler.load_state_dict(in_words_of_ours(state_dict)):
-            warn_of_no_start([scaler])
+        if not scaler.load_state_dict(from_grad_scaler_state(state_dict)):
+            warn_scale_not_restored([scaler])
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

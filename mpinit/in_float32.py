@@ -57,9 +57,9 @@ def _of_session(session: Session) -> Iterator[None]:
     if session.masters.are_in_model:
         yield
         return
-    session.check_idle("mpinit.float32_weights()")
+    session.managed.check_idle("mpinit.float32_weights()")
     block = Float32Block(session.values, session.models)
-    members = session.members()
+    members = list(session.managed.shared.members)
     try:
         block.enter()
         session.masters.are_in_model = True

@@ -116,16 +116,16 @@ def _announce(session: Session, names_in_16_bit: list[str]) -> None:
 
 
 def add_optimizers(optimizers: Optimizers) -> Optimizers:
-    """Take in optimizers made after :func:`initialize`: masters into them, as ``initialize(model, optimizer)`` does.
+    """Add optimizers made after :func:`initialize`, with masters, as ``initialize(model, optimizer)`` does.
 
     At any time, also between steps: a second optimizer may come much later, and one for a part of the weights. Which
-    session it joins its parameters tell. The model may have been moved, compiled or wrapped in the meantime
+    session it joins depends on its parameters. The model may have been moved, compiled or wrapped in the meantime
     (DistributedDataParallel, say); ``fully_shard`` comes before :func:`initialize`.
 
     Args:
         optimizers: an optimizer over parameters of initialised models, or a list or tuple of them. An empty list: no
-            more are going to come, and what weights without one kept of their float32 values is let go. A master made
-            for such a weight later starts from its 16-bit values.
+            more are going to be added, and weights without one lose their float32 values. A master made for such a
+            weight later starts from its 16-bit values.
 
     Returns:
         The objects given, as given.
@@ -147,8 +147,8 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     given = checks.as_optimizers(optimizers)
     checks.check_free([], given)
     if not given:
-        for waiting in registry.the_one_that_waits():
-            waiting.let_waiting_go()
+        for awaiting in registry.sessions_awaiting_optimizers():
+            awaiting.managed.drop_unclaimed_masters()
         return optimizers
     sessions: dict[Session, list[Optimizer]] = {}
     off: list[Optimizer] = []
@@ -159,7 +159,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
         for joined, members in sessions.items():
             undos.push(joined.add_optimizers(members))
     for joined, members in sessions.items():
-        joined.settle_optimizers(members)
+        joined.finish_adding(members)
         registry.add(joined)
     registry.enable(given)
     registry.disable([], off)

@@ -122,6 +122,11 @@ class Plan:
     scaling: ScalingRule
 
     @property
+    def makes_masters(self) -> bool:
+        """Return whether trained weights have masters beside them."""
+        return self.masters in (MasterWeightsMode.FULL, MasterWeightsMode.SPLIT)
+
+    @property
     def leaves_steps_alone(self) -> bool:
         """Return whether nothing is done to losses, gradients and steps, as at O0."""
         is_scaled = self.scaling.skips or self.scaling.init_scale != 1.0

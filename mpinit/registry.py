@@ -1,4 +1,4 @@
-"""Which session an object belongs to: the only process-wide state about sessions, known weakly."""
+"""The sessions of the process, and the objects that belong to each, by weak references: no other state is global."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -18,32 +18,32 @@ disabled: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def add(session: Session) -> None:
-    """Take a session in whose ``apply`` is done; it leaves by being undone or dropped."""
+    """Register a session that is set up, until it is undone or freed."""
     for owner in (*with_their_insides(session.models), *session.optimizers):
         _owners[owner] = weakref.ref(session)
     _sessions.add(session)
 
 
 def with_their_insides(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Models, and those in the wrappers among them (a compiled model's own module): either stands for the other."""
+    """Iterate over models, and those inside of wrappers (a compiled model's own module)."""
     for model in models:
         yield from wrappers.iter_unwrapped(model)
 
 
 def disable(models: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
-    """From here on everything is a no-op for these."""
+    """Make every function a no-op for these objects."""
     disabled.update([*with_their_insides(models), *optimizers])
 
 
 def enable(owners: Iterable[Any]) -> None:
-    """No longer; nor for what is around one of them, or inside."""
+    """Reverse :func:`disable`, also for the wrappers of these objects and the models inside of them."""
     models = {owner for owner in owners if isinstance(owner, nn.Module)}
     around = [each for each in disabled if isinstance(each, nn.Module) and models & set(with_their_insides([each]))]
     disabled.difference_update([*owners, *with_their_insides(around), *with_their_insides(models)])
 
 
 def unwrapped(given: Any) -> Any:
-    """The initialised (or disabled) optimizer or model inside of whatever is around it; see :mod:`.basics.wrappers`."""
+    """Return the initialised (or disabled) optimizer or model inside of wrappers; see :mod:`.basics.wrappers`."""
     return wrappers.unwrapped(given, _is_known)
 
 
@@ -55,13 +55,13 @@ def _is_known(owner: Any) -> bool:
 
 
 def of(owner: Any) -> Session | None:
-    """The live session of a model or optimizer, or of the one in a wrapper; None where there is none."""
+    """Return the live session of a model or optimizer, or of the one in a wrapper; None where there is none."""
     owners = wrappers.iter_unwrapped(owner) if isinstance(owner, nn.Module) else [unwrapped(owner)]
     return next((session for session in map(own, owners) if session is not None), None)
 
 
 def own(owner: Any) -> Session | None:
-    """:func:`of` for what was given to ``initialize`` itself: wrappers are not looked into, which takes time."""
+    """Return the live session of an argument of ``initialize`` itself: faster than :func:`of`, without wrappers."""
     try:
         reference = _owners.get(owner)
     except TypeError:
@@ -71,22 +71,27 @@ def own(owner: Any) -> Session | None:
 
 
 def sessions_of(owners: Iterable[Any], scaled: bool = False) -> list[Session]:
-    """The live sessions of models or optimizers, each once; others are passed over."""
+    """List the live sessions of models or optimizers, each once; objects without one are left out."""
     found = [session for session in dict.fromkeys(map(of, owners)) if session is not None]
     return [session for session in found if not (scaled and all(scaler.is_identity for scaler in session.scalers))]
 
 
 def live() -> list[Session]:
-    """The live sessions, oldest first."""
+    """List the live sessions, oldest first."""
     return sorted((session for session in _sessions if session.is_live), key=lambda session: session.number)
 
 
 def session_of(optimizer: Any) -> Session:
-    """The live session of an optimizer or model; a RuntimeError that lists the sessions where it has none."""
+    """Return the live session of an optimizer or model.
+
+    Raises:
+        RuntimeError: it has none.
+    """
     session = of(optimizer)
     if session is None:
         known = "; ".join(session.describe() for session in live()) or "there are none"
-        first = "mpinit.initialize" + (", or to mpinit.add_optimizers," if any(each.awaits for each in live()) else "")
+        is_awaited = any(each.managed.awaits for each in live())
+        first = "mpinit.initialize" + (", or to mpinit.add_optimizers," if is_awaited else "")
         raise RuntimeError(
             f"this {type(optimizer).__name__} was not initialised: pass it to {first} first. Live sessions: {known}"
         )
@@ -94,7 +99,7 @@ def session_of(optimizer: Any) -> Session:
 
 
 def session_for(optimizer: Optimizer) -> Session | None:
-    """The live session whose models' parameters a new optimizer has; None where those models are disabled."""
+    """Return the live session of the models whose parameters a new optimizer has; None where they are disabled."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sessions = [session for session in live() if session.holds_one_of(parameters)]
     if len(sessions) == 1:
@@ -116,20 +121,24 @@ def session_for(optimizer: Optimizer) -> Session | None:
     )
 
 
-def the_one_that_waits() -> list[Session]:
-    """The live session in which weights wait for an optimizer; none where there is none."""
-    waiting = [session for session in live() if session.awaits]
-    if len(waiting) > 1:
-        named = "; ".join(session.describe() for session in waiting)
+def sessions_awaiting_optimizers() -> list[Session]:
+    """List the live session that awaits optimizers; empty where there is none.
+
+    Raises:
+        RuntimeError: there are several.
+    """
+    awaiting = [session for session in live() if session.managed.awaits]
+    if len(awaiting) > 1:
+        named = "; ".join(session.describe() for session in awaiting)
         raise RuntimeError(
             f"which session is meant? Optimizers are awaited by {named}: "
             "add the optimizers of all but one, or call mpinit.undo on those that are done with"
         )
-    return waiting
+    return awaiting
 
 
 def shared_session(optimizers: list[Optimizer]) -> Session | None:
-    """The session that all the optimizers share; None where they are disabled, or there is none to speak of."""
+    """Return the session that all the optimizers share; None where they are disabled, or no single session is live."""
     owning = [of(optimizer) for optimizer in optimizers]
     if not owning:
         sessions = live()
@@ -143,7 +152,7 @@ def shared_session(optimizers: list[Optimizer]) -> Session | None:
 
 
 def session_meant(optimizer: Optimizer | None) -> Session | None:
-    """The optimizer's session, or without one the only live session; None where disabled."""
+    """Return the optimizer's session, or without an optimizer the only live session; None where it is disabled."""
     if optimizer is not None:
         return None if unwrapped(optimizer) in disabled else session_of(optimizer)
     sessions = live()

@@ -16,7 +16,7 @@ LOWEST_SCALE: Final = torch.finfo(torch.float32).tiny
 
 
 # The live session of a model or an optimizer, or None, and all of them, oldest first. The faces read their ``models``,
-# ``optimizers``, ``scalers``, ``properties``, ``opt_level``, ``verbosity``, ``describe()`` and ``scaler(loss_id)``.
+# ``optimizers``, ``scalers``, ``properties``, ``opt_level``, ``verbosity``, ``describe()``, ``losses.scaler(loss_id)``.
 session_of = registry.of
 live_sessions = registry.live
 Scaler = LossScaler
@@ -32,7 +32,7 @@ def share_scalers(session: Any, others: Sequence[Any]) -> None:
 
 def share_overflow(optimizers: Sequence[Optimizer]) -> None:
     """Let an overflow that was found in the gradients of one optimizer count for all of them."""
-    managed = [registry.session_of(optimizer).managed(optimizer).gradients for optimizer in optimizers]
+    managed = [registry.session_of(optimizer).managed.find(optimizer).gradients for optimizer in optimizers]
     known = [(each, each.state.found_inf) for each in managed if each.state.found_inf is not None]
     if known:
         device = known[0][1].device

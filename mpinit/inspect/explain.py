@@ -105,7 +105,7 @@ def _at_level(
         level, properties = session.opt_level, session.properties
         copies = dict(zip(model.modules(), twin.modules(), strict=True))
         # Gradients of weights with masters arrive in float32; any optimizer makes them.
-        stepped = {parameter for each in session.optimizers for parameter in session.managed(each).parameters()}
+        stepped = {parameter for each in session.optimizers for parameter in session.managed.find(each).parameters()}
         pairs = zip(model.parameters(), twin.parameters(), strict=True)
         trained = [copied for original, copied in pairs if original in stepped]
         optimizers: list[Optimizer] = [torch.optim.SGD(trained)] if trained else []

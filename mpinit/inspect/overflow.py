@@ -48,7 +48,7 @@ def overflow_report(optimizer: Optimizer) -> OverflowReport:
         >>> mpinit.undo(model)
     """
     session = registry.session_of(optimizer)
-    log = session.overflow_log(optimizer)
+    log = session.managed.find(optimizer).skips.log
     now = log.read(None, None, None)
     if log.last is None and not now.gradients:
         return replace(now, advice="no step of this optimizer has overflowed")

@@ -282,7 +282,7 @@ class _Doctor:
                         f"step(model, optimizer) must return the loss, a tensor of one number, not {loss!r:.80}"
                     )
                 if not watch.went_backward and loss.requires_grad:
-                    with session.scaled(loss, [twin], 0, False) as scaled_loss:
+                    with session.losses.scaled(loss, [twin], 0, False) as scaled_loss:
                         scaled_loss.backward()
             trial.loss = float(loss.detach())
             if not trial.gradients:

@@ -89,7 +89,7 @@ class LossScaling:
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """A step, which Accelerate takes for skipped where ``optimizer.step`` was not called."""
         session = registry.of(optimizer)
-        skips = session is not None and session.managed(optimizer).skips_step()
+        skips = session is not None and session.managed.find(optimizer).skips_step()
         return None if skips else optimizer.step(*args, **kwargs)
 
     def update(self) -> None:

@@ -1,56 +1,85 @@
-"""Copies and conversions of initialised models: ``copy.deepcopy`` gives a float32 model, ``.half()`` is refused.
+"""Copies and conversions of initialised models: ``copy.deepcopy`` makes a float32 model, ``.half()`` is refused.
 
-A copy is there to be averaged into, or to be evaluated: it gets the masters' bits, and no session. Where there are no
-masters (O3) it is 16-bit, as the model is.
+A copy is averaged into, or evaluated: it has the masters' bits, and belongs to no session. Without masters (O3) it is
+16-bit, as the model is.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from ..basics.dtypes import is_lower_precision
 from ..basics.modules import own_tensors
 from ..distributed.sharding import is_sharded
+from .float32_values import Float32Values
 from .forward import patched_forward
+from .forward_weights import ACTIVE_CASTS, parameter_of
 from .shared_memory import is_16_bit
 
 
-class _OfModule:
-    """Something that stands on a module and knows it; in copies and files it does what the module's class does.
+@dataclass(frozen=True, eq=False)
+class Originals:
+    """The float32 values of a session's models, which their copies are made from.
 
-    ``owner`` is the ``Float32State`` of its session; None in copies and files.
+    Attributes:
+        has_float32_weights: whether the weights are their own masters.
+        key: the key of the session's hooks in modules; its negative is a key, too.
     """
 
-    def __init__(self, module: nn.Module, owner: Any) -> None:
+    values: Float32Values
+    has_float32_weights: bool
+    key: int
+
+    def has_masters(self) -> bool:
+        """Return whether copies are float32: the models have masters, or float32 weights."""
+        return self.has_float32_weights or len(self.values.masters) > 0
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Read the float32 values of a 16-bit tensor; None where they are its own, or it is not 16-bit."""
+        if ACTIVE_CASTS and (parameter := parameter_of(tensor)) is not None:
+            return parameter.detach()  # copied inside of a forward
+        return self.values.of(tensor) if is_lower_precision(tensor.dtype) else None
+
+
+class _Method:
+    """A method that is set on a module; in copies and files it does what the module's class does.
+
+    Attributes:
+        originals: those of the session; None in copies and files.
+    """
+
+    def __init__(self, module: nn.Module, originals: Originals | None) -> None:
         self.module = module
-        self.owner = owner
+        self.originals = originals
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "owner": None}
+        return {"module": self.module, "originals": None}
 
 
-class DeepCopy(_OfModule):
+class DeepCopy(_Method):
     """A module's ``__deepcopy__``."""
 
     def __call__(self, memo: dict[int, Any]) -> nn.Module:
-        owner = self.owner
-        if owner is not None:
-            owner.apply_writes()
-        if owner is None or not owner.has_masters():
+        originals = self.originals
+        if originals is not None:
+            originals.values.apply_writes()
+        if originals is None or not originals.has_masters():
             return self._as_it_is(memo)
         for _, tensor in own_tensors(self.module):
             known = memo.get(id(tensor))
             if is_16_bit(tensor) and not is_sharded(tensor) and (known is None or is_16_bit(known)):
-                copied_tensor = _float32_copy(tensor, owner.float32_values(tensor))
+                copied_tensor = _float32_copy(tensor, originals.of(tensor))
                 if known is None:
                     memo[id(tensor)] = copied_tensor
                 else:
                     known.grad, known.data = None, copied_tensor.data  # copied with its optimizer before
         copied = self._as_it_is(memo)
-        owner.leave(copied)
-        # What is called across its boundary is cast to float32, as around a module that keep_fp32 names.
+        remove_hooks(copied, originals.key, originals)
+        # Its inputs are cast to float32, as those of a module that keep_fp32 names.
         for patched in filter(None, map(patched_forward, vars(copied).values())):
             patched.boundary.inner_dtype = torch.float32
         return copied
@@ -59,29 +88,28 @@ class DeepCopy(_OfModule):
         own: Callable[..., nn.Module] | None = getattr(type(self.module), "__deepcopy__", None)
         if own is not None:
             return own(self.module, memo)
-        # What copy.deepcopy does with an object that has no method for it.
+        # copy.deepcopy does this with an object that has no method for it.
         copied: nn.Module = copy._reconstruct(self.module, memo, *self.module.__reduce_ex__(4))  # type: ignore[attr-defined]
         return copied
 
 
 def _float32_copy(tensor: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
     wide = (tensor if values is None else values).detach().to(torch.float32, copy=True)
-    # A buffer's 16-bit value is all there is of it.
     return nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
 
 
-class Conversion(_OfModule):
+class Conversion(_Method):
     """A module's ``_apply``, which ``.float()``, ``.half()``, ``.to(...)`` and the like all come down to."""
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> nn.Module:
-        if self.owner is not None:
+        if self.originals is not None:
             _check_conversion(self.module, fn)
         converted: nn.Module = type(self.module)._apply(self.module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
         return converted
 
 
 def _check_conversion(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Refuse what would change dtypes under masters' feet, or put other parameters in the place of those they know."""
+    """Refuse to change the dtype of tensors with masters, or to replace them by other parameters."""
     tensors = [tensor for part in module.modules() for _, tensor in own_tensors(part)]
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     changed = [dtype for dtype in dtypes if _converted(fn, dtype) != dtype]
@@ -102,7 +130,7 @@ def _check_conversion(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tens
 
 
 def _converted(fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> torch.dtype:
-    """What becomes of a tensor of ``dtype``, asked with an empty one; whatever raises is left to raise in earnest."""
+    """Return the dtype that a tensor of ``dtype`` would have, by an empty one; ``dtype`` where ``fn`` raises."""
     try:
         with torch.no_grad():
             return fn(torch.empty(0, dtype=dtype)).dtype
@@ -110,19 +138,24 @@ def _converted(fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -
         return dtype
 
 
-_KINDS: Final[tuple[tuple[str, type[_OfModule]], ...]] = (("__deepcopy__", DeepCopy), ("_apply", Conversion))
+_KINDS: Final[tuple[tuple[str, type[_Method]], ...]] = (("__deepcopy__", DeepCopy), ("_apply", Conversion))
 
 
-def put_on(module: nn.Module, owner: Any) -> None:
-    """Let copies of a module be float32, and conversions of it be refused."""
-    for name, kind in _KINDS:
-        if name not in vars(module):
-            vars(module)[name] = kind(module, owner)
+def set_methods(modules: Iterable[nn.Module], originals: Originals | None) -> None:
+    """Make copies of modules float32, and refuse their conversions."""
+    for module in modules:
+        for name, kind in _KINDS:
+            if name not in vars(module):
+                vars(module)[name] = kind(module, originals)
 
 
-def take_off(module: nn.Module, owner: Any) -> None:
-    """Take off what :func:`put_on` put on, here or on what this is a copy of."""
+def remove_hooks(module: nn.Module, key: int, originals: Originals | None) -> None:
+    """Remove the methods of :func:`set_methods`, and the session's state-dict hooks, from a module or a copy of it."""
     for name, kind in _KINDS:
         found = vars(module).get(name)
-        if isinstance(found, kind) and found.owner in (owner, None):
+        if isinstance(found, kind) and found.originals in (originals, None):
             del vars(module)[name]
+    hooks_on_saving: Any = module._state_dict_hooks
+    for hooks in (hooks_on_saving, module._load_state_dict_post_hooks, module._load_state_dict_pre_hooks):
+        hooks.pop(key, None)
+        hooks.pop(-key, None)

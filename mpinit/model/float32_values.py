@@ -31,11 +31,7 @@ from ..masters.law import is_rounding, meaning, round_into
 from ..masters.masters import Master, Masters
 from ..torch_internals.bulk import are_same, grads_of, set_grads, versions_of
 from ..torch_internals.parameter_data import TENSOR_DATA, have_same_bits, record_data_use
-<<<<<<< HEAD
 from ..torch_internals.running import call_after_backward, current_graph_task, reads_without_sync
-=======
-from ..torch_internals.running import call_after_backward, current_pass, reads_without_sync
->>>>>>> 2291a24b49b9b4a722dc82a435566c94c386371c
 from .casting import TensorCasts
 from .shared_memory import is_16_bit
 

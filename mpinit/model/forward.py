@@ -19,7 +19,7 @@ from ..plan import MasterWeightsMode, Plan
 from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
 from ..torch_internals.native_autocast import is_on
 from ..torch_internals.running import is_tracing_symbolically
-from .boundary import Boundary, caller_dtype, current_forward
+from .boundary import Boundary, ForwardGuard, caller_dtype, current_forward
 from .entry_points import ArgumentNames, entry_points
 from .forward_weights import ForwardWeights
 from .selection import Selection
@@ -96,8 +96,8 @@ class PatchedForward:
         is_inside = caller is boundary.inner_dtype
         if is_inside or current_forward.dtype is not None or torch.compiler.is_compiling():
             return self._with_weights(is_inside, args, kwargs, output_dtype)
-        if boundary.before_forward is not None:
-            boundary.before_forward()
+        if boundary.guard is not None:
+            boundary.guard.before_forward()
         try:
             return self._with_weights(is_inside, args, kwargs, output_dtype)
         except RuntimeError as error:
@@ -194,7 +194,7 @@ def patch_forwards(
     selection: Selection,
     plan: Plan,
     owner: object,
-    before_forward: Callable[[], None] | None,
+    guard: ForwardGuard | None,
     undos: UndoStack,
 ) -> Boundary:
     """Put casts around the models' forwards and entry points, and around the parts that can be called by themselves.
@@ -210,7 +210,7 @@ def patch_forwards(
 
     def boundary(dtype: torch.dtype) -> Boundary:
         made = Boundary(dtype, plan.cast_model, output_dtype, casts, plan.keep_inputs)
-        made.before_forward, made.targets = before_forward, targets
+        made.guard, made.targets = guard, targets
         return made
 
     kept, cast = boundary(torch.float32), boundary(plan.model_dtype)
@@ -225,11 +225,12 @@ def patch_forwards(
     patched: list[_Patched] = []
     undos.push(partial(_revert, patched))
 
-    def patch(module: nn.Module, is_kept: bool, name: str, is_part: bool) -> PatchedForward:
+    def patch(module: nn.Module, is_kept: bool, name: str, is_part: bool) -> None:
         weights = None
         if casts_weights and not is_kept:
             weights = ForwardWeights(module, plan.model_dtype, selection.float32_modules)
         forward = PatchedForward(module, kept if is_kept else cast, name, is_part, weights)
+        forward.owner = owner
         ours = {
             name: forward.run,
             "_replicate_for_data_parallel": partial(_refuse_replicas, module),
@@ -242,7 +243,6 @@ def patch_forwards(
                 before[own] = attributes[own]
         patched.append((forward, ours, before))
         attributes.update(ours)
-        return forward
 
     for module, dtype in selection.parts.items():
         patch(module, dtype is torch.float32, "forward", is_part=True)
@@ -251,7 +251,7 @@ def patch_forwards(
         patch(module, module in selection.float32_modules, name, is_part=bool(selection.parts))
     for model in selection.models:
         is_part = bool(selection.parts) and model in within
-        patch(model, model in selection.kept, "forward", is_part).owner = owner
+        patch(model, model in selection.kept, "forward", is_part)
         undos.push(model.register_forward_pre_hook(_RefuseShallowCopies(model), prepend=True).remove)
     return cast
 

@@ -23,87 +23,64 @@ from .shared_memory import is_16_bit, same_view, storage_of
 
 
 class Float32State:
-    """State-dict hooks: what leaves a model is float32 (the masters' bits where there are masters), at every level.
+    """The state-dict hooks of a session: they save float32 values, the masters' bits where there are masters.
 
-    Every module has them, so that a part's state dict is float32 as well, and every module that becomes a part of one
-    later. With ``keep_vars=True`` the caller wants the parameters themselves, which are what they are.
+    Every module is hooked, so that a part's state dict is float32 as well, and every module that becomes a part of one
+    later. With ``keep_vars=True`` the caller wants the parameters themselves, which stay 16-bit.
     """
 
     def __init__(self, values: Float32Values, has_float32_weights: bool) -> None:
         self._values: Float32Values | None = values
-        self._has_float32_weights = has_float32_weights
         # The dict that the state dict at hand is put into, and the entries made for it by the id of their tensor.
         self._destination: weakref.ref[Any] | None = None
         self._made: dict[int, torch.Tensor] = {}
         self._modules: MutableSet[nn.Module] = weakref.WeakSet()
-        self._newcomers: RemovableHandle | None = None
-        # Its negative is the other hook's key, which a process's first handle, 0, has not.
+        self._registrations: RemovableHandle | None = None
+        # Its negative is the key of the other hook: 0, of the first handle of a process, has none.
         self.key = RemovableHandle(OrderedDict()).id or RemovableHandle(OrderedDict()).id
+        self._originals: copies.Originals | None = copies.Originals(values, has_float32_weights, self.key)
         self._outermost_load: object = None
-        self._arriving: dict[int, tuple[str, dict[str, torch.Tensor]]] = {}
+        self._to_load: dict[int, tuple[str, dict[str, torch.Tensor]]] = {}
         self._rebuilt: list[str] = []
 
     def install(self, models: Sequence[nn.Module], modules: Iterable[nn.Module]) -> None:
         """Hook the models and the modules in them."""
-        take_in = functools.partial(_take_in_newcomer, weakref.ref(self), self.key)
-        self._newcomers = register_module_module_registration_hook(take_in)
-        weakref.finalize(self, self._newcomers.remove).atexit = False
+        add_hooks = functools.partial(_add_hooks_to_new_part, weakref.ref(self), self.key)
+        self._registrations = register_module_module_registration_hook(add_hooks)
+        weakref.finalize(self, self._registrations.remove).atexit = False
         self._hook(modules)
 
     def remove(self) -> None:
-        """Take the hooks away, however many there are by now."""
-        if self._newcomers is not None:
-            self._newcomers.remove()
+        """Remove the hooks from every module that has them by now."""
+        if self._registrations is not None:
+            self._registrations.remove()
         for module in list(self._modules):
-            self.leave(module)
+            copies.remove_hooks(module, self.key, self._originals)
             self._modules.discard(module)
 
-    def take_in(self, tree: nn.Module) -> None:
+    def add_hooks(self, tree: nn.Module) -> None:
         """Hook a module and everything below it, where it is not hooked yet."""
         self._hook(modules_of(tree))
 
     def _hook(self, modules: Iterable[nn.Module]) -> None:
         # Straight into the dicts: torch's methods make a handle for each hook, which takes many times as long.
         key = self.key
-        export, export_rest, settle = (_as_hook(each) for each in (self.export, self.export_rest, self.settle))
+        export, export_rest, after_load = (_as_hook(each) for each in (self.export, self.export_rest, self.after_load))
+        added = []
         for module in modules:
             hooks = cast(OrderedDict[int, Any], module._state_dict_hooks)
             if key in hooks:
                 continue
             self._modules.add(module)
+            added.append(module)
             # Before the user's own hooks, which then see float32 values as well.
             hooks[-key] = export
             if len(hooks) > 1:
                 hooks.move_to_end(-key, last=False)
             hooks[key] = export_rest
-            module._load_state_dict_pre_hooks[key] = _as_hook(self.arrive, module)
-            module._load_state_dict_post_hooks[key] = settle
-            copies.put_on(module, self)
-
-    def leave(self, module: nn.Module) -> None:
-        """Take everything off a module again, or off a copy of it."""
-        copies.take_off(module, self)
-        hooks_on_saving: Any = module._state_dict_hooks
-        for hooks in (hooks_on_saving, module._load_state_dict_post_hooks, module._load_state_dict_pre_hooks):
-            hooks.pop(self.key, None)
-            hooks.pop(-self.key, None)
-
-    def has_masters(self) -> bool:
-        """Return whether copies of the model are to be float32: it has masters, or float32 weights."""
-        return self._values is not None and (self._has_float32_weights or len(self._values.masters) > 0)
-
-    def apply_writes(self) -> None:
-        """Apply what was written through tensors that were handed out."""
-        if self._values is not None:
-            self._values.apply_writes(with_gradients=False)
-
-    def float32_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Read the float32 values of a 16-bit tensor; None where those are its own, or it is not 16-bit."""
-        if ACTIVE_CASTS and (parameter := parameter_of(tensor)) is not None:
-            return parameter.detach()  # saved inside of a forward
-        if self._values is None or not is_lower_precision(tensor.dtype):
-            return None
-        return self._values.of(tensor)
+            module._load_state_dict_pre_hooks[key] = _as_hook(self.before_load, module)
+            module._load_state_dict_post_hooks[key] = after_load
+        copies.set_methods(added, self._originals)
 
     def _begin(self, state_dict: dict[str, Any]) -> None:
         """Prepare for the first module of a state dict."""
@@ -146,7 +123,7 @@ class Float32State:
         metadata = getattr(state_dict, "_metadata", None)
         if not metadata or next(iter(metadata.values())) is not local_metadata:
             return
-        self.take_in(module)  # ModuleList.insert and Sequential.insert run no hook for newcomers
+        self.add_hooks(module)  # ModuleList.insert and Sequential.insert run no registration hook
         left = [
             key
             for key, value in state_dict.items()
@@ -162,31 +139,33 @@ class Float32State:
                     state_dict[key] = saved.float() if owner is None else same_view(saved, owner, self._entry)
         self._destination, self._made = None, {}
 
-    def arrive(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *lists: Any) -> None:
-        """Before loading: remember the values that are to arrive."""
+    def before_load(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *lists: Any
+    ) -> None:
+        """Keep the values that are about to be loaded into 16-bit tensors of one module."""
         if self._values is None:
             return
         # One list collects the errors of one load_state_dict.
         if lists[-1] is not self._outermost_load:
             self._outermost_load = lists[-1]
-            self._arriving.clear()
+            self._to_load.clear()
             self._rebuilt.clear()
             self._values.entries_loaded(state_dict)
-            self.apply_writes()
+            self._values.apply_writes()
             _check_way_of_loading(module, metadata)
-            self.take_in(module)
-        arriving = {
+            self.add_hooks(module)
+        to_load = {
             name: state_dict[prefix + name]
             for name, tensor in own_tensors(module)
             if is_lower_precision(tensor.dtype) and isinstance(state_dict.get(prefix + name), torch.Tensor)
         }
-        self._arriving[id(module)] = prefix, arriving
+        self._to_load[id(module)] = prefix, to_load
 
-    def settle(self, module: nn.Module, incompatible_keys: Any) -> None:
-        """After loading: hand the values over, for every tensor they fit."""
-        prefix, arrived = self._arriving.pop(id(module), ("", {}))
-        tensors = dict(own_tensors(module)) if arrived else {}
-        for name, value in arrived.items():
+    def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
+        """Record the float32 values that were loaded into one module, for every tensor that they fit."""
+        prefix, loaded = self._to_load.pop(id(module), ("", {}))
+        tensors = dict(own_tensors(module)) if loaded else {}
+        for name, value in loaded.items():
             tensor = tensors.get(name)
             if tensor is None or self._values is None or tensor.shape != value.shape:
                 continue
@@ -195,8 +174,8 @@ class Float32State:
                 continue
             if self._values.load(tensor, value) and is_lower_precision(value.dtype):
                 self._rebuilt.append(prefix + name)
-        # The outermost module settles last, and speaks for all.
-        if not self._arriving:
+        # The outermost module comes last, and warns for all.
+        if not self._to_load:
             self._outermost_load = None
             names, self._rebuilt = self._rebuilt, []
             if names:
@@ -209,24 +188,23 @@ class Float32State:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no masters: it exports its own weights.
-        nothing = ("_values", "_newcomers", "_outermost_load", "_destination")
+        nothing = ("_values", "_originals", "_registrations", "_outermost_load", "_destination")
         return dict.fromkeys(nothing) | {
             "key": self.key,
-            "_has_float32_weights": False,
             "_modules": set(),
-            "_arriving": {},
+            "_to_load": {},
             "_rebuilt": [],
             "_made": {},
         }
 
 
-def _take_in_newcomer(
-    known: weakref.ref[Float32State], key: int, module: nn.Module, name: str, newcomer: nn.Module | None
+def _add_hooks_to_new_part(
+    known: weakref.ref[Float32State], key: int, module: nn.Module, name: str, part: nn.Module | None
 ) -> None:
-    """torch calls it for every module that becomes a part of another: adapters, parametrisations, a new head."""
-    state = known() if newcomer is not None and key in module._state_dict_hooks else None
-    if state is not None and newcomer is not None:
-        state.take_in(newcomer)
+    """Hook a module that becomes a part of a hooked one: an adapter, a parametrization, a new head."""
+    state = known() if part is not None and key in module._state_dict_hooks else None
+    if state is not None and part is not None:
+        state.add_hooks(part)
 
 
 def _reference(state_dict: dict[str, Any]) -> weakref.ref[Any] | None:
@@ -238,14 +216,14 @@ def _reference(state_dict: dict[str, Any]) -> weakref.ref[Any] | None:
 
 
 def _as_hook(method: Callable[..., None], *first: Any) -> Any:
-    """A method and its first arguments as a hook: torch marks hooks with attributes, which methods cannot carry."""
+    """Make a hook of a method and its first arguments: torch sets attributes on hooks, which methods do not allow."""
     hook: Any = functools.partial(method, *first)
     hook._from_public_api = True
     return hook
 
 
 def _check_way_of_loading(module: nn.Module, metadata: dict[str, Any]) -> None:
-    """Refuse, before anything is loaded, what would put other tensors in the place of 16-bit ones."""
+    """Refuse, before anything is loaded, ways of loading that replace 16-bit tensors by others."""
     assigns = metadata.get("assign_to_params_buffers")
     if not assigns and not torch.__future__.get_swap_module_params_on_conversion():
         return
@@ -265,7 +243,7 @@ def _check_way_of_loading(module: nn.Module, metadata: dict[str, Any]) -> None:
 
 
 def _is_alias(value: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a saved value is the module's tensor, and nothing that was computed from it."""
+    """Return whether a saved value is the module's tensor itself, and was not computed from it."""
     if value.shape != tensor.shape:
         return False
     is_plain = type(value) is torch.Tensor and type(tensor) in (nn.Parameter, torch.Tensor)

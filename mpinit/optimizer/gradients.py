@@ -79,7 +79,7 @@ class Gradients:
         else:
             self.state = states.block_opened(state, scaler, block, found_inf, hidden)
         if not is_empty:
-            with self._dropped_on_error():
+            with _dropped_on_error(self):
                 gradients = [gradient for gradient in self.present() if id(gradient) not in done]
                 _multiply(self.weights, gradients, scaler.scale_now())
             done.update(map(id, self.present()))
@@ -102,7 +102,7 @@ class Gradients:
             if has_gradients or state.phase is not Phase.USED:
                 self.state = unscaled(state, scaler, has_gradients=has_gradients)
             return None
-        with self._dropped_on_error():
+        with _dropped_on_error(self):
             found_inf = self._unscale(scaler, done)
             before, hidden = state.found_inf, state.hidden
             if before is not None and hidden is not None and found_inf is not None:
@@ -131,15 +131,6 @@ class Gradients:
             # These were unscaled with another optimizer's, whose other gradients are not this one's.
             found_inf = any_of([found_inf, unscale_and_check_(both, torch.ones_like(inverse))])
         return found_inf
-
-    @contextmanager
-    def _dropped_on_error(self) -> Iterator[None]:
-        """Clear all gradients on an error, because some of them may be scaled and others not."""
-        try:
-            yield
-        except BaseException:
-            self.drop()
-            raise
 
     def drop(self) -> None:
         """Clear all gradients."""
@@ -257,6 +248,16 @@ class Gradients:
     def keep_in_dtype(self) -> None:
         """Convert the gradients to the dtype that a step uses."""
         _in_kept_dtype(self.weights, self._masters)
+
+
+@contextmanager
+def _dropped_on_error(gradients: Gradients) -> Iterator[None]:
+    """Clear all gradients on an error, because some of them may be scaled and others not."""
+    try:
+        yield
+    except BaseException:
+        gradients.drop()
+        raise
 
 
 # -- gradients of some weights -----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -14,8 +14,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..basics.patching import UndoStack
-from ..distributed.sharding import is_distributed
-from ..masters.masters import IN_FLOAT32
 from ..masters.states import EncodedStates, decode, shown
 from ..model.float32_values import Float32Values
 from ..model.forward_weights import ACTIVE_CASTS, renew_casts
@@ -24,7 +22,7 @@ from ..scaling.scaler import LossScaler
 from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.step_hooks import StepHooks, has_step_hooks
 from .closures import FIRST, SECOND, Closure, ClosureSteps, SamSteps
-from .gradient_state import Phase, agreed, cleared, loss_reached_none
+from .gradient_state import Phase, agreed, loss_reached_none
 from .gradients import Gradients
 from .members import Members
 from .ranks import Ranks
@@ -61,6 +59,7 @@ class Decision(enum.Enum):
     RUN = "a step"
 
 
+@dataclass(eq=False)
 class ManagedOptimizer:
     """One optimizer of a session, which stays the object that it was.
 
@@ -72,10 +71,9 @@ class ManagedOptimizer:
         is_patched: whether :func:`patch` has put methods on it; else its steps are counted by hooks.
     """
 
-    def __init__(self, optimizer: Optimizer, shared: Shared) -> None:
-        self.optimizer = optimizer
-        self.is_patched = False
-        self.shared = shared
+    optimizer: Optimizer
+    shared: Shared
+    is_patched: bool = field(default=False, init=False)
 
     @functools.cached_property
     def members(self) -> Members:
@@ -329,32 +327,3 @@ def _own_methods(optimizer: Optimizer) -> list[str]:
         and inspect.isfunction(getattr(type(optimizer), name, None))
         and not isinstance(inspect.getattr_static(type(optimizer), name), staticmethod)
     ]
-
-
-def count_by_hooks(managed: ManagedOptimizer, undos: UndoStack) -> None:
-    """Count the steps of an optimizer by torch's hooks, and change none of its methods."""
-    begun: list[Any] = []
-    shared = managed.shared
-
-    def before(optimizer: Any, *_: Any) -> None:
-        begun.clear()
-        if managed.is_patched or (not optimizer.state and creates_state_only(optimizer)):
-            return
-        if shared.values.masters.are_in_model:
-            raise RuntimeError(IN_FLOAT32.format(f"{type(optimizer).__name__}.step()"))
-        if managed.gradients.state.scaler is not None:
-            managed.gradients.apply(cleared)
-            if not any(parameter.grad is not None for parameter in managed.parameters()):
-                managed.checks.warn_no_gradient()
-        if shared.ranks.to_be_checked or is_distributed():
-            managed.list_members()
-            shared.ranks.before_step()
-        begun.append(optimizer)
-
-    def after(*_: Any) -> None:
-        if begun:
-            begun.clear()
-            managed.skips.counter.count(skipped=False)
-
-    undos.push(managed.optimizer.register_step_pre_hook(before).remove)
-    undos.push(managed.optimizer.register_step_post_hook(after).remove)

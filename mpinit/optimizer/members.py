@@ -98,7 +98,8 @@ class Members:
         self._params = [group["params"] for group in self._groups]
         lists = list({id(params): params for params in self._params}.values())
         weights = list({id(p): p for members in lists for p in members}.values())
-        found = [self._master_of(weight) for weight in weights]
+        known = {id(master.weight): master for master in self.table}
+        found = [known.get(id(weight)) or self._master_of(weight) for weight in weights]
         before, now = self.masters, [master for master in found if master is not None]
         for master in now:
             master.optimizers += 1
@@ -108,7 +109,8 @@ class Members:
         self.inner = [w if m is None else m.parameter for w, m in zip(weights, found, strict=True)]
         self._of_weight = {id(master.weight): master.parameter for master in self.masters}
         self._of_inner = {id(master.parameter): master.weight for master in self.masters}
-        self._lists = [(each, list(each), list(map(self.master_for, each))) for each in lists]
+        of_weight = self._of_weight
+        self._lists = [(each, list(each), [of_weight.get(id(p), p) for p in each]) for each in lists]
         self._private = holders if self.masters and not all(map(is_known, holders)) else []
         self._frozen = [
             weight
@@ -121,9 +123,8 @@ class Members:
         self.generation += 1
 
     def _master_of(self, weight: nn.Parameter) -> Master | None:
-        master = self.table.of(weight)
-        if master is not None or self._kind is MasterWeightsMode.NONE or not weight.requires_grad:
-            return master
+        if self._kind is MasterWeightsMode.NONE or not weight.requires_grad:
+            return None
         if self._kind is MasterWeightsMode.IN_MODEL:
             if is_lower_precision(weight.dtype):
                 convert(weight, torch.float32)

@@ -1,4 +1,4 @@
-"""What several processes must agree on: what was asked for, float32 values, whether a step is done, and loss scales."""
+"""The agreement of several processes: on settings, float32 values, whether a step is done, and loss scales."""
 
 import functools
 import time
@@ -17,14 +17,12 @@ from ..distributed.replicas import (
     broadcast,
     hooks_of,
     is_joining,
-    reduce_in_float32,
     reduced_by,
     refuse_training,
     remove_after_join,
-    running_wrapper,
 )
-from ..distributed.sharding import fsdp1_refusal, has_other_processes, is_distributed, is_sharded, replaced_since
-from ..masters.masters import Masters
+from ..distributed.sharding import fsdp1_refusal, has_other_processes, is_distributed, is_sharded
+from ..model.boundary import ForwardGuard
 from ..model.casting import TensorCasts
 from ..scaling.scaler import LossScaler
 from ..torch_internals.running import current_pass
@@ -32,12 +30,12 @@ from .gradient_state import agreed
 from .gradients import Gradients
 from .members import Members
 
-# The word for what no keyword says.
+# Compared beside the keywords.
 OPTIMIZERS: Final = "the optimizer's class"
-# Under what name a wrapper takes a model in.
+# The names under which wrappers register a model.
 _INSIDE_FSDP1: Final = "_fsdp_wrapped_module"
 _INSIDE: Final = frozenset({"module", _INSIDE_FSDP1})
-# What stages of a pipeline may be given differently.
+# The settings that may differ between the stages of a pipeline.
 _OF_A_STAGE: Final = frozenset({"keep_fp32", "keep_inputs", "entry_points", "keep_batchnorm_fp32", OPTIMIZERS})
 
 _NOT_TIED: Final = (
@@ -59,54 +57,46 @@ _NOT_LOADED: Final = (
 
 
 class Ranks:
-    """A session among those of other processes.
+    """The agreement of a session with those of other processes.
 
     They agree once, when DistributedDataParallel is made around a model (or at the end of ``initialize``, where
-    parameters are sharded or a ``process_group`` was given): that the same was asked for, on one set of float32 values
+    parameters are sharded or a ``process_group`` was given): on the settings, on one set of float32 values
     beyond what the wrapper itself broadcasts, the 16-bit ones, and on loss scales; and again after ``join()``. In every
     step they agree on overflow, where gradients may differ by rank.
 
     Attributes:
-        to_be_checked: what has not happened yet, and is checked when it does for the first time.
-        reduces_in_float32: whether DistributedDataParallel is to average 16-bit gradients in float32.
+        guard: what is checked before a forward of the models.
+        is_first_step: whether no step was checked yet.
     """
-
-    reduces_in_float32 = False
 
     def __init__(
         self,
-        models: Sequence[nn.Module],
-        masters: Masters,
+        guard: ForwardGuard,
         scalers: Sequence[LossScaler],
         members: list[Members],
         process_group: Group | None,
     ) -> None:
-        self._models = models
-        self._masters = masters
+        self.guard = guard
+        self._masters = guard.masters
         self._scalers = scalers
         self._members = members
         self._process_group = process_group
         self._groups: tuple[tuple[int, ...], list[Group]] | None = None
-        # Wrappers whose ranks are one; those that are older than the session and have not been stepped under; and the
-        # parameters whose dtype the session has changed.
-        self._wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._new: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._changed: set[int] = set()
         self._casts: TensorCasts | None = None
-        self._words: Mapping[str, str] = {}
+        self._settings: Mapping[str, str] = {}
         self._passes = [0] * len(scalers)
         # When scales were made one, by the sender's clock, steps since then, and how often they had been loaded.
         self._since, self._steps, self._loads = 0.0, 0, 0
-        self.to_be_checked = {"forward", "step"}
+        self.is_first_step = True
 
     def watch(
-        self, changed: Iterable[torch.Tensor], casts: TensorCasts | None, words: Mapping[str, str], undos: UndoStack
+        self, changed: Iterable[torch.Tensor], casts: TensorCasts | None, settings: Mapping[str, str], undos: UndoStack
     ) -> None:
-        """Agree with the other ranks from here on."""
-        self._changed, self._casts, self._words = set(map(id, changed)), casts, words
+        """Compare the settings of all ranks, and from here on follow wrappers that are made around the models."""
+        self.guard.changed, self._casts, self._settings = set(map(id, changed)), casts, settings
         known = weakref.ref(self)
 
-        def note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        def on_registration(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
             ranks = known()
             if ranks is not None and submodule is not None and name in _INSIDE and is_distributed():
                 ranks._on_wrapping(module, name, submodule)
@@ -114,46 +104,43 @@ class Ranks:
         handles: list[Any] = []
         weakref.finalize(self, _remove, handles).atexit = False
         undos.push(functools.partial(_remove, handles))
-        handles.append(register_module_module_registration_hook(note))
+        handles.append(register_module_module_registration_hook(on_registration))
         if is_distributed():
-            check_same(words, {}, groups_of(meshes_of(self._parameters())))
-            alike = {word: said for word, said in words.items() if word not in _OF_A_STAGE}
+            check_same(settings, {}, groups_of(meshes_of(self.guard.parameters())))
+            alike = {name: value for name, value in settings.items() if name not in _OF_A_STAGE}
             check_same(alike, {}, groups_of([], self._process_group))
 
     def _on_wrapping(self, wrapper: nn.Module, name: str, module: nn.Module) -> None:
         if name == _INSIDE_FSDP1:
-            own = {id(part) for model in self._models for part in model.modules()}
+            own = {id(part) for model in self.guard.models for part in model.modules()}
             if any(id(part) in own for part in module.modules()):
                 raise RuntimeError(fsdp1_refusal("a model of mpinit.initialize"))
-        elif isinstance(wrapper, nn.parallel.DistributedDataParallel) and self._has_some_of(wrapper):
-            self.check_present()
-            self._make_one(wrapper, module)
+        elif isinstance(wrapper, nn.parallel.DistributedDataParallel) and self.guard.has_some_of(wrapper):
+            self.guard.check_present()
+            self._unite(wrapper, module)
 
-    def _has_some_of(self, wrapper: Any) -> bool:
-        return not self._parameters().keys().isdisjoint(reduced_by(wrapper))
-
-    def _make_one(self, wrapper: Any, module: nn.Module) -> None:
+    def _unite(self, wrapper: Any, module: nn.Module) -> None:
         self._check_same_under(wrapper)
-        self._wrappers.add(wrapper)
+        self.guard.joined.add(wrapper)
         self._groups = None
         after_join(wrapper, self._send_under)
         self._send_under(wrapper, 0)
         if self._casts is not None:
             inside = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-            self._send_cut_off([t for t in self._casts.with_more_bits() if id(t) in inside], wrapper.process_group)
+            self._send_rounded([t for t in self._casts.with_more_bits() if id(t) in inside], wrapper.process_group)
 
     def _check_same_under(self, wrapper: Any) -> None:
-        names = {id(parameter): name for model in self._models for name, parameter in model.named_parameters()}
+        names = {id(parameter): name for model in self.guard.models for name, parameter in model.named_parameters()}
         parameters = {
             names.get(id(p), f"parameter {index}"): f"{tuple(p.shape)} {p.dtype}"
             + (" with a float32 master" if self._masters.of(p) is not None else "")
             for index, p in enumerate(reduced_by(wrapper))
         }
-        check_same(self._words, parameters, [wrapper.process_group])
+        check_same(self._settings, parameters, [wrapper.process_group])
 
     @torch.no_grad()
-    def _send_cut_off(self, tensors: Sequence[torch.Tensor], group: Group) -> None:
-        """Rank 0's float32 values of frozen weights and of buffers that are 16-bit in the model."""
+    def _send_rounded(self, tensors: Sequence[torch.Tensor], group: Group) -> None:
+        """Send rank 0's float32 values of frozen weights and of buffers that are 16-bit in the model."""
         assert self._casts is not None
         values = [functools.partial(self._values_of, tensor) for tensor in tensors]
         for index, sent in broadcast(values, 0, group):
@@ -164,43 +151,25 @@ class Ranks:
         values = None if self._casts is None else self._casts.original_values(tensor)
         return (tensor if values is None else values).detach().float()
 
-    def before_forward(self) -> None:
-        """A model is about to be run, perhaps inside a wrapper.
-
-        Raises:
-            RuntimeError: the wrapper was made before ``mpinit.initialize``; or see :meth:`check_present`.
-        """
-        self._check_at_first("forward")
-        wrapper = running_wrapper()
-        if self.reduces_in_float32 and wrapper is not None and wrapper in self._wrappers:
-            reduce_in_float32(wrapper)
-        if wrapper is None or wrapper in self._wrappers or wrapper in self._new:
-            return
-        if self._changed and any(id(parameter) in self._changed for parameter in reduced_by(wrapper)):
-            name = type(wrapper).__name__
-            raise RuntimeError(
-                f"this {name} was made before mpinit.initialize, and has recorded the parameters' dtypes: it would not "
-                "reduce the gradients of 16-bit weights, and every rank would train by itself. Call mpinit.initialize "
-                f"first and wrap the model in {name} afterwards"
-            )
-        if self._has_some_of(wrapper):
-            self._new.add(wrapper)
-
     def before_step(self) -> None:
-        """All ranks are about to step: make them one under wrappers that are older than the session.
+        """Unite the ranks under wrappers that are older than the session; all ranks are about to step.
 
         Raises:
-            RuntimeError: with a dynamic scale, nothing says which other processes train the same model; or scales were
-                loaded on this rank, and not on all; or a backward pass is not over; or see :meth:`check_present`.
+            RuntimeError: with a dynamic scale, it is unknown which other processes train the same model; or scales were
+                loaded on this rank, and not on all; or a backward pass is not over; or parameters were replaced.
         """
         if current_pass() != -1 and has_other_processes():
             raise RuntimeError(_INSIDE_BACKWARD)
-        self._check_at_first("step")
-        for wrapper in sorted((each for each in self._new if not is_joining(each)), key=lambda w: len(reduced_by(w))):
-            self._make_one(wrapper, wrapper.module)
-            self._new.discard(wrapper)
+        if self.is_first_step:
+            self.guard.check_present()
+            self.is_first_step = False
+        for wrapper in sorted(
+            (each for each in self.guard.older if not is_joining(each)), key=lambda w: len(reduced_by(w))
+        ):
+            self._unite(wrapper, wrapper.module)
+            self.guard.older.discard(wrapper)
         self._steps += 1
-        if has_other_processes() and not self._over() and self._scalers[0].rule.dynamic:
+        if has_other_processes() and not self._groups_to_agree_over() and self._scalers[0].rule.dynamic:
             self._check_same_scales()
 
     def _check_averages_masters(self) -> None:
@@ -212,35 +181,15 @@ class Ranks:
             )
 
     def _check_same_scales(self) -> None:
-        if not (self._wrappers or self._new):
+        if not (self.guard.joined or self.guard.older):
             raise RuntimeError(_NOT_TIED.format(torch.distributed.get_world_size() - 1))
         loads = sum(scaler.loaded_count for scaler in self._scalers)
         if loads != self._loads:
             said = f"mpinit {self._since} {self._steps}: {[scaler.state_dict() for scaler in self._scalers]}"
-            for wrapper in (each for each in self._wrappers if not is_joining(each)):
+            for wrapper in (each for each in self.guard.joined if not is_joining(each)):
                 if not ranks_agree(said, wrapper.process_group):
                     raise RuntimeError(_NOT_LOADED)
             self._loads = loads
-
-    def _check_at_first(self, what: str) -> None:
-        if what in self.to_be_checked:
-            self.check_present()
-            self.to_be_checked.remove(what)
-
-    def check_present(self) -> None:
-        """Notice that ``fully_shard`` or the like has taken parameters from the models after ``initialize``.
-
-        Raises:
-            RuntimeError: it has, and steps would train nothing.
-        """
-        stepped = list(dict.fromkeys([*(master.weight for master in self._masters), *self._stepped()]))
-        named = [each for model in self._models for each in model.named_parameters()]
-        fault = replaced_since(named, stepped)
-        if fault:
-            raise RuntimeError(fault)
-
-    def _parameters(self) -> dict[nn.Parameter, None]:
-        return dict.fromkeys(parameter for model in self._models for parameter in model.parameters())
 
     def _stepped(self) -> list[nn.Parameter]:
         for members in self._members:
@@ -250,7 +199,7 @@ class Ranks:
 
     @torch.no_grad()
     def _send_under(self, wrapper: Any, src: int) -> None:
-        """Give all ranks the masters of one of them, and its loss scales."""
+        """Send the masters and the loss scales of one rank to all others."""
         found = {id(master): master for master in map(self._masters.of, reduced_by(wrapper)) if master is not None}
         masters, group = list(found.values()), wrapper.process_group
         for index, sent in broadcast([functools.partial(self._masters.values, m) for m in masters], src, group):
@@ -265,9 +214,10 @@ class Ranks:
                 self._since = float(there[-1])
         self._steps, self._loads = 0, sum(scaler.loaded_count for scaler in self._scalers)
 
-    def leave(self, dtypes: dict[torch.Tensor, torch.dtype]) -> None:
+    def end(self, dtypes: dict[torch.Tensor, torch.dtype]) -> None:
+        """Refuse to train with wrappers whose parameters have another dtype than ``dtypes``, those of before."""
         changed = {id(parameter) for parameter, dtype in dtypes.items() if parameter.dtype != dtype}
-        for wrapper in (*self._wrappers, *self._new):
+        for wrapper in (*self.guard.joined, *self.guard.older):
             remove_after_join(wrapper)
             if any(id(parameter) in changed for parameter in reduced_by(wrapper)):
                 refuse_training(wrapper)
@@ -285,7 +235,7 @@ class Ranks:
             RuntimeError: ranks that reduce gradients together have scaled them for different losses.
         """
         if is_distributed() and self._scalers[0].rule.skips:
-            groups = self._over()
+            groups = self._groups_to_agree_over()
             if groups:
                 self._agree_over(groups, gradients, pending)
         for scaler in pending:
@@ -328,9 +278,9 @@ class Ranks:
         counts = [now - then for now, then in zip(self._passes, before, strict=True)]
         return torch.tensor(counts if len(counts) > 1 and self._process_group is None else [], dtype=torch.float32)
 
-    def _over(self) -> list[Group]:
-        """The groups over which overflow is agreed on: by all parameters, whichever have gradients at the moment."""
-        wrappers = [wrapper for wrapper in self._wrappers if not is_joining(wrapper)]
+    def _groups_to_agree_over(self) -> list[Group]:
+        """List the groups over which overflow is agreed on: those of all parameters, with a gradient or without."""
+        wrappers = [wrapper for wrapper in self.guard.joined if not is_joining(wrapper)]
         key = (*(members.generation for members in self._members), len(wrappers))
         if self._groups is None or self._groups[0] != key:
             stepped = self._stepped()

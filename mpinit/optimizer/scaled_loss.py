@@ -1,11 +1,14 @@
-"""The context around a backward pass: it yields the scaled loss, and unscales the gradients."""
+"""The scaling of losses: the context around a backward pass, which unscales the gradients at its end."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from operator import attrgetter
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch.optim import Optimizer
 
 from ..basics.logs import log
 from ..distributed.sharding import is_distributed
@@ -13,9 +16,13 @@ from ..masters.masters import IN_FLOAT32
 from ..scaling.scaler import LossScaler
 from ..torch_internals.bulk import have_grads
 from ..torch_internals.running import reads_without_sync
-from .gradient_state import NESTED_BLOCK
+from .gradient_state import NESTED_BLOCK, cleared, loss_reached_none
 from .gradients import Done, Gradients
 from .managed import ManagedOptimizer
+from .optimizers import ManagedOptimizers
+
+_IS_PATCHED: Final = attrgetter("is_patched")
+_FLOATS: Final = (torch.float32, torch.float64)
 
 
 class ScaledLoss:
@@ -153,3 +160,65 @@ class Unscaled(nullcontext[Any]):
 
     def expect_no_use(self) -> None:
         """Skip the check that ``backward()`` used this loss: there is none."""
+
+
+@dataclass(eq=False)
+class Losses:
+    """The losses of a session, which are scaled by one scaler each."""
+
+    managed: ManagedOptimizers
+    scalers: list[LossScaler]
+
+    def scaler(self, loss_id: int) -> LossScaler:
+        """Return the scaler of a loss."""
+        if not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
+            raise ValueError(
+                f"loss_id={loss_id!r}, but this session was initialised with num_losses={len(self.scalers)}: "
+                f"loss_id goes from 0 to {len(self.scalers) - 1}; give initialize a larger num_losses"
+            )
+        return self.scalers[loss_id]
+
+    def scaled(
+        self, loss: torch.Tensor, optimizers: Sequence[Optimizer], loss_id: int, delay: bool
+    ) -> ScaledLoss | Unscaled:
+        """Return the context of a backward pass of ``loss``."""
+        managed = self.managed
+        if managed.awaits and not managed.initialized.optimizers:
+            name = managed.initialized.describe()
+            raise RuntimeError(f"{name} awaits its optimizers: call mpinit.add_optimizers(optimizer) first")
+        scaler = self.scaler(loss_id)
+        own = list(map(managed.find, optimizers))
+        some = own or list(managed)
+        if some and not any(map(_IS_PATCHED, some)):
+            if managed.shared.values.masters.are_in_model:
+                raise RuntimeError(IN_FLOAT32.format("mpinit.scale_loss"))
+            # The first step warns where the loss has reached no parameter.
+            for each in own if managed.shared.ranks.is_first_step else ():
+                each.gradients.apply(loss_reached_none, scaler)
+            return Unscaled(loss if loss.dtype in _FLOATS else loss.float())
+        others = [] if scaler.is_identity else managed.gradients_beside(own)
+        return ScaledLoss(loss, scaler, own, others, delay)
+
+    def scaled_output(self, output: torch.Tensor, loss_id: int) -> torch.Tensor:
+        """Return ``output`` times a loss scale; gradients of its backward pass stay scaled until :meth:`unscale`."""
+        scaler = self.scaler(loss_id)
+        scaled = scaler.scale(output)
+        if scaled.requires_grad and not scaler.is_identity:
+            for managed in self.managed.patched():
+                managed.checks.expect_scaled(scaler)
+        return scaled
+
+    def unscale(self, optimizer: Optimizer, loss_id: int) -> bool:
+        """Unscale and check an optimizer's gradients, and return whether there are any."""
+        own = self.managed.find(optimizer)
+        others = [each.gradients for each in self.managed if each is not own]
+        # A weight may have several optimizers: its gradient is unscaled once.
+        done = {id(g) for gradients in others if not gradients.state.is_scaled for g in gradients.present()}
+        return own.checks.unscale(self.scaler(loss_id), done)
+
+    def forget_unreached(self) -> None:
+        """Forget that gradients were to be scaled by a GradScaler, where its losses have reached none."""
+        for managed in self.managed.patched():
+            gradients = managed.gradients
+            if gradients.state.is_scaled and not gradients.state.is_open and not gradients.present():
+                gradients.apply(cleared)

@@ -27,63 +27,122 @@ class Part:
     """Members of one optimizer that are in float32 together: with masters of one device, or without any.
 
     Attributes:
-        weights, inner: the members, and what stands for each inside.
-        masters: their columns; None: these members have none.
-        given: the gradients that the masters were given, while they have them.
-        versions: of those that are copies of the weights', to notice writes to them; empty where none is.
+        weights, inner: the members, and the parameter in the place of each in an open scope.
+        masters: the batch of their masters; None: these members have none.
+        set_to: the gradients that the masters were set to, while they have them.
+        versions: of those that are copies of the weights', to find writes to them; empty where none is.
         is_read: whether the masters hold numbers that are to be rounded into the weights.
     """
 
     weights: list[Any]
     inner: list[Any]
     masters: MasterBatch | None
-    given: Gradients | None = field(default=None, init=False)
+    set_to: Gradients | None = field(default=None, init=False)
     versions: Sequence[int | None] = field(default=(), init=False)
     is_read: bool = field(default=False, init=False)
 
     def read(self, with_gradients: bool = True) -> None:
-        """Masters get their numbers, and the gradients of their weights."""
+        """Read the masters' numbers, and set their gradients to their weights'."""
         if self.masters is not None:
             self.masters.read()
             self.is_read = True
         if with_gradients:
-            self.give_gradients()
+            self.set_gradients()
 
-    def give_gradients(self) -> None:
+    def set_gradients(self) -> None:
+        """Set the masters' gradients to their weights', in float32."""
         if self.masters is not None:
             theirs = grads_of(self.weights)
-            given = self.masters.widened(theirs)
-            set_grads(self.inner, given)
-            self.given = given  # not before: masters without gradients would mean that they were cleared
-            if not are_same(given, theirs):
-                pairs = zip(given, theirs, strict=True)
+            widened = self.masters.widened(theirs)
+            set_grads(self.inner, widened)
+            self.set_to = widened  # not before: masters without gradients would mean that they were cleared
+            if not are_same(widened, theirs):
+                pairs = zip(widened, theirs, strict=True)
                 self.versions = [None if mine is None or mine is its else mine._version for mine, its in pairs]
 
     @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Weights get what the optimizer's code has made of their gradients: cleared, replaced or written to."""
-        if self.given is None:
+    def return_gradients(self) -> None:
+        """Clear, replace or write the weights' gradients as the optimizer's code has done with the masters'."""
+        if self.set_to is None:
             return
         left = grads_of(self.inner)
-        if not are_same(left, self.given):
-            for weight, mine, given in zip(self.weights, left, self.given, strict=True):
+        if not are_same(left, self.set_to):
+            for weight, mine, given in zip(self.weights, left, self.set_to, strict=True):
                 if mine is not given:
                     weight.grad = None if mine is None else mine.to(weight.grad_dtype or weight.dtype)
-        for weight, mine, given, version in zip(self.weights, left, self.given, self.versions, strict=False):
+        for weight, mine, given, version in zip(self.weights, left, self.set_to, self.versions, strict=False):
             was_written = version is not None and given is not None and mine is given and given._version != version
             if was_written and weight.grad is not None:
                 weight.grad.copy_(given)
-        self.given, self.versions = None, ()
+        self.set_to, self.versions = None, ()
         set_grads(self.inner, repeat(None))
 
     def write(self) -> None:
+        """Round the masters into their weights."""
         if self.is_read and self.masters is not None:
             self.masters.write()
             self.is_read = False
 
 
+class Parts:
+    """The division of an optimizer's members into parts.
+
+    Attributes:
+        last: the parts as of the last call of :meth:`now`.
+    """
+
+    def __init__(self, members: Members, has_states: bool, bucket_bytes: int) -> None:
+        self.last: list[Part] = []
+        self._members = members
+        self._has_states = has_states
+        self._bucket_bytes = bucket_bytes
+        self._key: tuple[int, bool] = (-1, False)
+
+    @property
+    def are_stepped_one_by_one(self) -> bool:
+        """Return whether a step is done a few parameters at a time."""
+        wants = (self._members.table.steps_in_parts and bool(self._members.masters)) or self._has_states
+        return wants and steps_per_parameter(self._members.optimizer)
+
+    def now(self) -> list[Part]:
+        """Return the parts of the members that the groups have now."""
+        key = (self._members.generation, self.are_stepped_one_by_one)
+        if key != self._key:
+            self.last = list(self._divide(key[1]))
+            self._key = key
+        return self.last
+
+    def _divide(self, in_parts: bool) -> Iterator[Part]:
+        members, table = self._members, self._members.table
+        of_weight = {id(master.weight): master for master in members.masters}
+        plain = [weight for weight in members.weights if id(weight) not in of_weight]
+        for group in self._grouped(plain) if in_parts and self._has_states else [plain]:
+            if group:
+                yield Part(group, group, None)
+        mastered: list[Any] = [master.weight for master in members.masters]
+        for group in self._grouped(mastered) if in_parts or table.steps_in_parts else [mastered]:
+            if group:
+                masters = [of_weight[id(weight)] for weight in group]
+                columns = table.batch(masters, group[0].device)
+                yield Part(group, [master.parameter for master in masters], columns)
+
+    def _grouped(self, weights: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Group weights by device, in order: as many as their float32 bytes allow for, at least one."""
+        groups: list[list[torch.Tensor]] = []
+        room: dict[torch.device, tuple[list[torch.Tensor], int]] = {}
+        for weight in weights:
+            size = 8 * shard(weight).numel()
+            group, left = room.get(weight.device, (None, 0))
+            if group is None or left < size:
+                group, left = [], bucket_bytes_at_most(weight.device, self._bucket_bytes)
+                groups.append(group)
+            group.append(weight)
+            room[weight.device] = group, left - size
+        return groups
+
+
 class Scope:
-    """One optimizer's masters: :meth:`open` puts them into its groups, :meth:`closed` takes them out for a closure.
+    """The masters in one optimizer's groups: :meth:`open` puts them there, :meth:`closed` the weights for a closure.
 
     Attributes:
         is_open: whether the groups hold masters at the moment.
@@ -93,24 +152,21 @@ class Scope:
         self.is_open = False
         self._members = members
         self._states = states
-        self._bucket_bytes = bucket_bytes
         self._native_steps = NativeSteps(members, states) if native_kind(members.optimizer) else None
-        # Whether masters are put together a part at a time, not all before the first.
+        # Whether the masters of a part are read before its step, not all masters before the first step.
         self._reads_parts = members.table.steps_in_parts
-        self._key: tuple[int, bool] = (-1, False)
-        self._parts: list[Part] = []
+        self._parts = Parts(members, states is not None, bucket_bytes)
         self._exchange = _StateExchange(members)
-        self._taken: Any = {}
+        self._decoded: Any = {}
 
     @property
     def steps_in_parts(self) -> bool:
-        """Whether a step is done a few parameters at a time."""
-        wants = (self._members.table.steps_in_parts and bool(self._members.masters)) or self._states is not None
-        return wants and steps_per_parameter(self._members.optimizer)
+        """Return whether a step is done a few parameters at a time."""
+        return self._parts.are_stepped_one_by_one
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """While the block runs the groups hold float32 masters, with their weights' gradients, and float32 states."""
+        """Put float32 masters with their weights' gradients, and float32 states, into the groups for a block."""
         if self.is_open:
             yield
             return
@@ -118,7 +174,7 @@ class Scope:
         try:
             yield
         finally:
-            self._leave()
+            self._exit()
 
     def step_natively(self) -> bool:
         """Do a step by native code, without :meth:`open`; return False where nothing was done."""
@@ -126,7 +182,7 @@ class Scope:
             return False
         self._check_not_in_model()
         self._members.sync_groups()
-        masters = [part.masters for part in self.parts() if part.masters is not None]
+        masters = [part.masters for part in self._parts.now() if part.masters is not None]
         return self._step_weights_natively(self._members.weights, masters)
 
     def _step_weights_natively(self, weights: Sequence[Any], masters: Sequence[MasterBatch]) -> bool:
@@ -145,7 +201,7 @@ class Scope:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """In the middle of :meth:`open`: the groups hold the weights again, which are what the masters are by now."""
+        """Put the weights, rounded from the masters, back into the groups for a block inside of :meth:`open`."""
         was_open = self.is_open
         self.close()
         try:
@@ -156,9 +212,9 @@ class Scope:
                 self._enter()
 
     def close(self) -> None:
-        """End what an interruption has left open."""
+        """Close the scope where an interruption has kept it open."""
         if self.is_open:
-            self._leave()
+            self._exit()
 
     def _check_not_in_model(self) -> None:
         if self._members.table.are_in_model:
@@ -167,7 +223,7 @@ class Scope:
     def _enter(self) -> None:
         self._check_not_in_model()
         self._members.sync_groups()
-        parts = self.parts()
+        parts = self._parts.now()
         try:
             self.is_open = True
             for part in parts:
@@ -175,18 +231,18 @@ class Scope:
             self._members.swap_in_masters()
             self._exchange.enter()
             if self._states is not None:
-                self._taken = self._states.decode([s for _, s in self._states_of(self._members.inner)])
+                self._decoded = self._states.decode([s for _, s in self._states_of(self._members.inner)])
         except BaseException:
-            self._leave()
+            self._exit()
             raise
 
-    def _leave(self) -> None:
+    def _exit(self) -> None:
         undos = UndoStack()
         # Run in reverse order, each even where another raises.
         undos.push(self._members.values.moved)
-        for part in self._parts:
+        for part in self._parts.last:
             undos.push(part.write)
-            undos.push(part.take_gradients)
+            undos.push(part.return_gradients)
         undos.push(self._close)
         if self._states is not None:
             undos.push(self._encode)
@@ -194,14 +250,14 @@ class Scope:
 
     def _close(self) -> None:
         self._members.swap_in_weights()
-        self._exchange.leave()
+        self._exchange.exit()
         self.is_open = False
 
     def _encode(self) -> None:
         assert self._states is not None
-        taken, self._taken = self._taken, {}
+        decoded, self._decoded = self._decoded, {}
         kept = kept_states(self._members.optimizer)
-        self._states.encode(self._states_of(self._members.inner), kept, taken)
+        self._states.encode(self._states_of(self._members.inner), kept, decoded)
 
     def _states_of(self, parameters: Sequence[Any]) -> list[tuple[Any, dict[Any, Any]]]:
         holders = self._members.holders()
@@ -216,7 +272,7 @@ class Scope:
         """
         self._check_not_in_model()
         self._members.sync_groups()
-        parts = self.parts()
+        parts = self._parts.now()
         left = [
             part
             for part in parts
@@ -230,7 +286,7 @@ class Scope:
             undos.push(self._members.values.moved)
             undos.push(self._end)
             undos.push(self._members.swap_in_weights)
-            undos.push(self._exchange.leave)
+            undos.push(self._exchange.exit)
             self.is_open = True
             for part in whole:
                 undos.push(part.write)
@@ -242,7 +298,7 @@ class Scope:
             yield steps
         finally:
             try:
-                # After a failed step the part at hand is put back here, and not whenever it is collected.
+                # After a failed step its part is put back now, not when the generator is collected.
                 steps.close()
             finally:
                 undos.unwind()
@@ -252,7 +308,7 @@ class Scope:
 
     def _steps(self, left: Sequence[Part]) -> Generator[None]:
         present = [part for part in left if have_grads(part.weights)]
-        plain = [part for part in self._parts if part.masters is None]
+        plain = [part for part in self._parts.last if part.masters is None]
         if not present:
             yield
             return
@@ -279,66 +335,30 @@ class Scope:
             if self._reads_parts:
                 part.read()
             else:
-                part.give_gradients()
+                part.set_gradients()
             if self._states is None:
                 yield
             else:
                 with_gradient = [p for p in part.inner if p.grad is not None]
-                taken = self._states.decode([state for _, state in self._states_of(with_gradient)])
+                decoded = self._states.decode([state for _, state in self._states_of(with_gradient)])
                 try:
                     yield
                 finally:
                     kept = kept_states(self._members.optimizer)
-                    self._states.encode(self._states_of(with_gradient), kept, taken)
+                    self._states.encode(self._states_of(with_gradient), kept, decoded)
         finally:
             try:
-                part.take_gradients()
+                part.return_gradients()
             finally:
                 if self._reads_parts:
                     part.write()
-
-    def parts(self) -> list[Part]:
-        """The members in parts, as the groups are now."""
-        key = (self._members.generation, self.steps_in_parts)
-        if key != self._key:
-            self._parts = list(self._divide(key[1]))
-            self._key = key
-        return self._parts
-
-    def _divide(self, in_parts: bool) -> Iterator[Part]:
-        members, table = self._members, self._members.table
-        of_weight = {id(master.weight): master for master in members.masters}
-        plain = [weight for weight in members.weights if id(weight) not in of_weight]
-        for group in self._grouped(plain) if in_parts and self._states is not None else [plain]:
-            if group:
-                yield Part(group, group, None)
-        mastered: list[Any] = [master.weight for master in members.masters]
-        for group in self._grouped(mastered) if in_parts or table.steps_in_parts else [mastered]:
-            if group:
-                masters = [of_weight[id(weight)] for weight in group]
-                columns = table.batch(masters, group[0].device)
-                yield Part(group, [master.parameter for master in masters], columns)
-
-    def _grouped(self, weights: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """By device, in order, as many together as the float32 bytes allow for, at least one."""
-        groups: list[list[torch.Tensor]] = []
-        room: dict[torch.device, tuple[list[torch.Tensor], int]] = {}
-        for weight in weights:
-            size = 8 * shard(weight).numel()
-            group, left = room.get(weight.device, (None, 0))
-            if group is None or left < size:
-                group, left = [], bucket_bytes_at_most(weight.device, self._bucket_bytes)
-                groups.append(group)
-            group.append(weight)
-            room[weight.device] = group, left - size
-        return groups
 
 
 _SHARED: Final = "state"
 
 
 class _StateExchange:
-    """An optimizer's state, keyed by weights between steps and by masters inside: two dicts of the same entries."""
+    """The exchange of an optimizer's state: keyed by weights between steps, by masters in a scope, the same entries."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
@@ -349,7 +369,7 @@ class _StateExchange:
         self._inside: list[tuple[Any, Any]] = []
 
     def enter(self) -> None:
-        """Every holder's ``state`` becomes the one keyed by masters."""
+        """Set every holder's ``state`` to the dict keyed by masters."""
         if self._generation != self._members.generation:
             self._holders = [each for each in self._members.holders() if _SHARED in vars(each)]
             self._generation, self._known = self._members.generation, {}
@@ -373,19 +393,19 @@ class _StateExchange:
         self._known[id(outer)] = outer, keys, values, inner
         return inner
 
-    def leave(self) -> None:
-        """Every holder gets the dict it had, with what its code has made of the entries."""
+    def exit(self) -> None:
+        """Set every holder's ``state`` to the dict that it had, with the entries of the inner one."""
         done: set[int] = set()
         while self._inside:
             holder, outer = self._inside[-1]
             inner = vars(holder)[_SHARED]
             if inner is not outer and id(outer) not in done:
-                self._take(outer, inner)
+                self._copy_back(outer, inner)
                 done.add(id(outer))
             vars(holder)[_SHARED] = outer
             self._inside.pop()  # last: interrupted, it is called again
 
-    def _take(self, outer: Any, inner: Any) -> None:
+    def _copy_back(self, outer: Any, inner: Any) -> None:
         known = self._known[id(outer)]
         if inner is known[3] and are_same(list(inner.values()), known[2]):
             return

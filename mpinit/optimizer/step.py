@@ -112,7 +112,7 @@ class GradientChecks:
             return
         self._check_again()
         due, self._due = list(self._due), {}
-        if self._ranks.to_be_checked or is_distributed():
+        if self._ranks.is_first_step or is_distributed():
             self._ranks.before_step()
             self._ranks.agree(self._gradients, due)
         else:
@@ -178,7 +178,7 @@ class GradientChecks:
         """Warn once that a loss was scaled, and no parameter has a gradient."""
         if "none" not in self._warned and any(weight.requires_grad for weight in self._members.weights):
             self._warned.add("none")
-            self._ranks.check_present()
+            self._ranks.guard.check_present()
             warn_user(
                 "optimizer.step() does nothing: a loss was scaled, and none of its parameters has a gradient. "
                 "They are not those that the model computes with (was it copied, or wrapped in something that replaces "

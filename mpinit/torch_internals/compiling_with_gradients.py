@@ -13,31 +13,32 @@ own words.
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from ..basics.patching import UndoStack
 from .running import current_pass
 
-_owners: Final[weakref.WeakKeyDictionary[Any, Callable[[Any], Iterable[torch.Tensor]]]] = weakref.WeakKeyDictionary()
+_models: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 _hidden: Final[list[tuple[torch.Tensor, torch.Tensor]]] = []
 
 
-def hide_gradients(owner: Any, weights_of: Callable[[Any], Iterable[torch.Tensor]], undos: UndoStack) -> None:
-    """Hide gradients of another dtype than their weight's while a function is compiled, and restore them."""
+def hide_gradients(models: Sequence[nn.Module], undos: UndoStack) -> None:
+    """Hide the gradients of another dtype than their weight's while a function is compiled."""
 
     def undo() -> None:
-        _owners.pop(owner, None)
+        _models.difference_update(models)
         dynamo: Any = sys.modules.get("torch._dynamo")
-        if dynamo is not None and not _owners:
+        if dynamo is not None and not _models:
             handler = dynamo.callback_handler
             for callbacks, ours in ((handler.start_callbacks, _hide), (handler.end_callbacks, _put_back)):
                 callbacks[:] = [callback for callback in callbacks if callback is not ours]
 
     undos.push(undo)
-    _owners[owner] = weights_of
+    _models.update(models)
     follow_dynamo()
 
 
@@ -45,7 +46,7 @@ def follow_dynamo() -> None:
     """Register the callbacks of compilations; cheap where they are registered."""
     # Imported with the first optimizer of a process; before there is one there are no gradients of another dtype.
     dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is not None and _owners and _hide not in dynamo.callback_handler.start_callbacks:
+    if dynamo is not None and _models and _hide not in dynamo.callback_handler.start_callbacks:
         dynamo.callback_handler.register_start_callback(_hide)
         dynamo.callback_handler.register_end_callback(_put_back)
 
@@ -53,8 +54,8 @@ def follow_dynamo() -> None:
 def _hide(_: Any) -> None:
     if current_pass() != -1:
         return  # gradients are being added to
-    for owner, weights_of in list(_owners.items()):
-        for weight in weights_of(owner):
+    for model in list(_models):
+        for weight in model.parameters():
             gradient = weight.grad if weight.is_leaf else None
             if gradient is not None and gradient.dtype is not weight.dtype:
                 _hidden.append((weight, gradient))

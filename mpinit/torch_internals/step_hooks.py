@@ -4,8 +4,6 @@
 between a master's step and its rounding, and once for every part of a step that is done in parts.
 """
 
-import functools
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final, Self
@@ -13,19 +11,17 @@ from typing import Any, Final, Self
 from torch.optim import Optimizer
 from torch.optim import optimizer as module
 
-from ..basics.patching import UndoStack
-
 _OWN: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL: Final = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    # Asked on every step, and a generator would be a frame of Python more for each of them.
     """Return whether any hook would run."""
+    # Called in every step, where a generator would be one more frame of Python.
     for name in _OWN:
         if getattr(optimizer, name, None):
             return True
-    return bool(module._global_optimizer_post_hooks) or len(module._global_optimizer_pre_hooks) > len(_handle)
+    return bool(module._global_optimizer_post_hooks) or len(module._global_optimizer_pre_hooks) > len(_own_hooks)
 
 
 class StepHooks:
@@ -34,7 +30,7 @@ class StepHooks:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Any = optimizer
         self._before, self._after = (
-            [hook for hook in (*getattr(module, g).values(), *getattr(optimizer, o).values()) if hook is not _check]
+            [hook for hook in (*getattr(module, g).values(), *getattr(optimizer, o).values()) if hook not in _own_hooks]
             for g, o in zip(_GLOBAL, _OWN, strict=True)
         )
         self._held: list[tuple[Any, str, Any]] = []
@@ -66,32 +62,17 @@ class StepHooks:
             setattr(owner, name, hooks)
 
 
-# By the id of its owner.
-_checks: Final[dict[int, tuple[weakref.ref[Any], Callable[[Any, Optimizer], None]]]] = {}
-_handle: Final[list[Any]] = []
+# Step pre-hooks of the package itself, and their handles.
+_own_hooks: Final[dict[Any, Any]] = {}
 
 
-def check_steps(owner: Any, check: Callable[[Any, Optimizer], None], undos: UndoStack) -> None:
-    """Have every optimizer of the process checked before it steps: ``check`` raises where it must not.
-
-    ``owner`` is held weakly.
-    """
-    # Runs by itself where an owner is dropped without it.
-    weakref.finalize(owner, _end, id(owner)).atexit = False
-    undos.push(functools.partial(_end, id(owner)))
-    _checks[id(owner)] = weakref.ref(owner), check
-    if not _handle:
-        _handle.append(module.register_optimizer_step_pre_hook(_check))
+def register_own_hook(hook: Callable[[Optimizer, Any, Any], None]) -> None:
+    """Register a step pre-hook for all optimizers, which is no user's: :class:`StepHooks` leaves it out."""
+    _own_hooks[hook] = module.register_optimizer_step_pre_hook(hook)
 
 
-def _end(owner: int) -> None:
-    _checks.pop(owner, None)
-    if not _checks and _handle:
-        _handle.pop().remove()
-
-
-def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for known, check in list(_checks.values()):
-        owner = known()
-        if owner is not None:
-            check(owner, optimizer)
+def remove_own_hook(hook: Callable[[Optimizer, Any, Any], None]) -> None:
+    """Remove the hook, where it is registered."""
+    handle = _own_hooks.pop(hook, None)
+    if handle is not None:
+        handle.remove()

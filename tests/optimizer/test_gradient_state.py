@@ -106,7 +106,7 @@ class World:
 
     @property
     def phase(self) -> str:
-        return registry.session_of(self.optimizer).managed(self.optimizer).gradients.state.phase.name
+        return registry.session_of(self.optimizer).managed.find(self.optimizer).gradients.state.phase.name
 
 
 REACHED: dict[str, Callable[[World], None]] = {

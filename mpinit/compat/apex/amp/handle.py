@@ -54,7 +54,7 @@ def scale_loss(
         for index, group in enumerate(_by_shared_scaler(many, loss_id))
     ]
     session: Any = _core.session_of(many[0])
-    return _skipped_together(blocks, many if session.scaler(loss_id).rule.dynamic else [])
+    return _skipped_together(blocks, many if session.losses.scaler(loss_id).rule.dynamic else [])
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def _by_shared_scaler(optimizers: Sequence[Any], loss_id: int) -> Iterator[list[
     """The optimizers by session where the sessions share the scaler; else all in one, for mpinit to refuse."""
     sessions = [_core.session_of(optimizer) for optimizer in optimizers]
     known = [session for session in sessions if session is not None]
-    if len(known) < len(sessions) or len({id(session.scaler(loss_id)) for session in known}) > 1:
+    if len(known) < len(sessions) or len({id(session.losses.scaler(loss_id)) for session in known}) > 1:
         yield list(optimizers)
         return
     for session in dict.fromkeys(known):

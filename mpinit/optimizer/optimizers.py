@@ -1,0 +1,270 @@
+"""The optimizers of a session, those that come later, and the refusal of steps by others."""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..basics.dtypes import is_lower_precision
+from ..basics.patching import UndoStack
+from ..basics.wrappers import unwrapped
+from ..distributed.sharding import is_distributed
+from ..masters.masters import IN_FLOAT32, Masters
+from ..torch_internals.step_hooks import register_own_hook, remove_own_hook
+from .gradient_state import cleared
+from .gradients import Gradients
+from .managed import ManagedOptimizer, Shared, patch
+from .members import check_steps_its_groups
+from .per_parameter import steps_per_parameter
+from .state import with_wrapped, wrapped_by
+from .step import creates_state_only
+
+
+@dataclass(frozen=True, eq=False)
+class Initialized:
+    """The objects that one ``initialize`` was called with, and its number and level: messages name a session by them.
+
+    Attributes:
+        optimizers: those of ``initialize``, and of ``add_optimizers``.
+    """
+
+    number: int
+    opt_level: str
+    models: list[nn.Module]
+    optimizers: list[Optimizer]
+
+    def describe(self) -> str:
+        """Return one line that names the session: its number, level, models and optimizers."""
+        models = ", ".join(type(model).__name__ for model in self.models) or "no model"
+        optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers) or "no optimizer"
+        return f"session {self.number} ({self.opt_level}: {models}; {optimizers})"
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Iterate over the models' parameters."""
+        return chain.from_iterable(model.parameters() for model in self.models)
+
+
+class ManagedOptimizers:
+    """The managed optimizers of a session.
+
+    Attributes:
+        initialized: the models and optimizers of the session.
+        shared: the parts of the session that its optimizers use.
+        awaits: whether optimizers are expected to be added.
+    """
+
+    def __init__(self, initialized: Initialized, shared: Shared, awaits: bool) -> None:
+        self.initialized = initialized
+        self.shared = shared
+        self.awaits = awaits
+        self._managed: dict[Optimizer, ManagedOptimizer] = {}
+        # The gradients of parameters that no optimizer has, for some generations of the optimizers' members.
+        self._unowned: tuple[tuple[int, ...], Gradients | None] = (), None
+
+    def __iter__(self) -> Iterator[ManagedOptimizer]:
+        return iter(self._managed.values())
+
+    def patched(self) -> list[ManagedOptimizer]:
+        """List those whose methods are patched."""
+        return [managed for managed in self if managed.is_patched]
+
+    def find(self, optimizer: Optimizer) -> ManagedOptimizer:
+        """Return the managed one of an optimizer, or of the optimizer in a wrapper.
+
+        Raises:
+            TypeError: it is none of the session's.
+        """
+        known = self._managed.get(optimizer)
+        if known is None:
+            known = self._managed.get(unwrapped(optimizer, self._managed.__contains__))
+        if known is None:
+            raise TypeError(
+                f"{type(optimizer).__name__} is no optimizer of {self.initialized.describe()}: give the optimizer that "
+                "mpinit.initialize or mpinit.add_optimizers was given"
+            )
+        return known
+
+    # -- added and forgotten --------------------------------------------------------------------------------------
+
+    def check(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse optimizers that cannot be stepped as the plan says."""
+        states = self.shared.states
+        for optimizer in optimizers:
+            if self.shared.plan.makes_masters:
+                for each in (optimizer, *wrapped_by(optimizer)):
+                    check_steps_its_groups(each)
+            if states is not None and not steps_per_parameter(optimizer):
+                raise ValueError(
+                    f'optimizer_state="{states.codec.name}" decodes a bucket of parameters at a time, and '
+                    f"nothing is known of how {type(optimizer).__name__} updates them and of what it keeps: use "
+                    'optimizer_state="float32", or set optimizer.steps_per_parameter = True if it updates each '
+                    "parameter by itself and keeps no copies of weights"
+                )
+
+    def add(self, optimizer: Optimizer, holds_16_bit: bool, undos: UndoStack) -> None:
+        """Patch the methods of an optimizer, or count its steps by hooks where nothing else has to be done.
+
+        Args:
+            holds_16_bit: whether the models have 16-bit tensors.
+        """
+        undos.push(partial(self._forget, optimizer))
+        # Only torch's own optimizers are known to run their hooks in a step, and once.
+        is_known = type(optimizer).__module__.startswith("torch.optim.")
+        managed = self._managed[optimizer] = ManagedOptimizer(optimizer, self.shared)
+        if holds_16_bit or not (is_known and self.shared.plan.leaves_steps_alone):
+            self._patch(managed, undos)
+        else:
+            count_by_hooks(managed, undos)
+
+    def _patch(self, managed: ManagedOptimizer, undos: UndoStack) -> None:
+        managed.members.sync_groups()
+        patch(managed, self.shared.states, undos)
+        if self._unowned[1] is not None:
+            managed.gradients.adopt(self._unowned[1])
+
+    def patch_steps(self, undos: UndoStack) -> None:
+        """Patch optimizers that were left as they are, because their losses are going to be scaled."""
+        for managed in self:
+            if not managed.is_patched:
+                with UndoStack() as patches:
+                    self._patch(managed, patches)
+                undos.push(patches.unwind)
+
+    def _forget(self, optimizer: Optimizer) -> None:
+        self._managed.pop(optimizer, None)
+        members = self.shared.members
+        members[:] = [each for each in members if each.optimizer is not optimizer]
+
+    # -- parameters and gradients ---------------------------------------------------------------------------------
+
+    def awaited_weights(self) -> list[nn.Parameter]:
+        """List the models' trainable parameters that no optimizer has, where one is expected to be added."""
+        stepped = {id(p) for p in parameters_of([*self._managed])}
+        weights = dict.fromkeys(self.initialized.parameters()) if self.awaits else ()
+        return [weight for weight in weights if weight.requires_grad and id(weight) not in stepped]
+
+    def drop_unclaimed_masters(self) -> None:
+        """Stop awaiting optimizers: the weights that none has keep their 16-bit numbers only."""
+        self.awaits = False
+        masters, casts = self.shared.values.masters, self.shared.values.casts
+        stepped = {id(weight) for members in self.shared.members for weight in members.weights}
+        unclaimed = [master for master in masters if id(master.weight) not in stepped]
+        for master in unclaimed:
+            masters.values(master)
+            masters.discard(master)
+            casts.adopt(master.weight, master.original_dtype)
+        casts.mark_trained([master.weight for master in unclaimed])
+
+    def gradients_beside(self, own: Sequence[ManagedOptimizer]) -> list[Gradients]:
+        """List the gradients that a loss may reach beside those of some optimizers."""
+        for members in self.shared.members:
+            members.sync_groups()
+        (known, unowned), key = self._unowned, tuple([members.generation for members in self.shared.members])
+        if unowned is None or known != key:
+            stepped = {id(weight) for members in self.shared.members for weight in members.weights}
+            weights = [p for p in dict.fromkeys(self.initialized.parameters()) if id(p) not in stepped]
+            before, unowned = unowned, Gradients(weights, self.shared.values.masters)
+            if before is not None:
+                unowned.adopt(before)
+            self._unowned = key, unowned
+        others = [managed.gradients for managed in self if managed not in own]
+        return [*others, unowned] if unowned.weights else others
+
+    def check_idle(self, what: str) -> None:
+        """Refuse to do ``what`` during a backward pass or a step, or while weights are float32."""
+        values, unowned = self.shared.values, self._unowned[1]
+        if values.masters.are_in_model:
+            raise RuntimeError(IN_FLOAT32.format(what))
+        values.apply_writes()
+        for managed in self.patched():
+            if managed.scope.is_open:
+                raise RuntimeError(f"{what} was called inside of optimizer.step(): move it before or after the step")
+            managed.gradients.check_unscaled(what, "move it before or after the with-block")
+        if unowned is not None:
+            unowned.check_unscaled(what, "move it before or after the with-block")
+
+
+def count_by_hooks(managed: ManagedOptimizer, undos: UndoStack) -> None:
+    """Count the steps of an optimizer by torch's hooks, and change none of its methods."""
+    begun: list[Any] = []
+    shared = managed.shared
+
+    def before(optimizer: Any, *_: Any) -> None:
+        begun.clear()
+        if managed.is_patched or (not optimizer.state and creates_state_only(optimizer)):
+            return
+        if shared.values.masters.are_in_model:
+            raise RuntimeError(IN_FLOAT32.format(f"{type(optimizer).__name__}.step()"))
+        if managed.gradients.state.scaler is not None:
+            managed.gradients.apply(cleared)
+            if not any(parameter.grad is not None for parameter in managed.parameters()):
+                managed.checks.warn_no_gradient()
+        if shared.ranks.is_first_step or is_distributed():
+            managed.list_members()
+            shared.ranks.before_step()
+        begun.append(optimizer)
+
+    def after(*_: Any) -> None:
+        if begun:
+            begun.clear()
+            managed.skips.counter.count(skipped=False)
+
+    undos.push(managed.optimizer.register_step_pre_hook(before).remove)
+    undos.push(managed.optimizer.register_step_post_hook(after).remove)
+
+
+@dataclass(eq=False)
+class StepGuard:
+    """A refusal of steps by optimizers that were never initialised, where they would step 16-bit weights.
+
+    Attributes:
+        tensor_ids: the ids of the models' parameters and buffers, after the casts.
+    """
+
+    masters: Masters
+    tensor_ids: frozenset[int] = frozenset()
+
+    def install(self, undos: UndoStack) -> None:
+        """Check every optimizer of the process before it steps, for as long as the session lives."""
+        known = weakref.ref(self)
+
+        def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            guard = known()
+            if guard is not None:
+                guard.check(optimizer)
+
+        weakref.finalize(self, remove_own_hook, check).atexit = False
+        undos.push(partial(remove_own_hook, check))
+        register_own_hook(check)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that is of no session and steps 16-bit weights of this one."""
+        if _is_managed(optimizer) or any(map(_is_managed, wrapped_by(optimizer))):
+            return  # a managed optimizer inside of it steps for it
+        for parameter in parameters_of([optimizer]):
+            known = self.masters.of(parameter) is not None or id(parameter) in self.tensor_ids
+            if known and parameter.requires_grad and is_lower_precision(parameter.dtype):
+                raise RuntimeError(
+                    f"this {type(optimizer).__name__} steps {self.masters.names.of(parameter)!r}, which "
+                    "mpinit.initialize has cast to 16 bit, and would leave its float32 master behind: give the "
+                    "optimizer to mpinit.initialize, or call mpinit.add_optimizers(optimizer) before its first step"
+                )
+
+
+def _is_managed(optimizer: Optimizer) -> bool:
+    return getattr(vars(optimizer).get("step"), "is_managed", False)
+
+
+def parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    """List the parameters in the groups of optimizers."""
+    return [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
+
+
+def trained_by(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    """List the trainable parameters in the groups of optimizers and of those that they wrap, each once."""
+    return [p for p in dict.fromkeys(parameters_of(with_wrapped(optimizers))) if p.requires_grad]
