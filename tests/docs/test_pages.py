@@ -304,9 +304,16 @@ def test_the_page_shows_what_exponents_say(figures: dict[str, Any], tmp_path: Pa
     # Numbers differ from one processor's kernels to another's, and with so few steps; what they are of does not.
     assert re.sub(r"[\d.,]+(e\+\d+)?", "N", figures["said_of"](found)) == re.sub(r"[\d.,]+(e\+\d+)?", "N", shown[1])
     assert f"{found.numel():,} gradients" in shown[1]
-    picture = tmp_path / "gradients.png"
+    stamps, committed, picture = figures["stamps"], DOCS / "_static" / "gradients.png", tmp_path / "gradients.png"
+    assert stamps.read(committed) == stamps.of_text(shown[1]), "the picture is of another run: make bench-tables"
     figures["draw"](found, picture)
-    assert picture.read_bytes()[:4] == (DOCS / "_static" / "gradients.png").read_bytes()[:4] == b"\x89PNG"
+    assert stamps.read(picture) == stamps.of_text(figures["said_of"](found))
+
+
+def test_the_picture_of_masters_is_as_new_as_its_data(figures: dict[str, Any]) -> None:
+    measured = (DOCS / "measured" / "masters.json").read_text(encoding="utf-8")
+    stamps = figures["stamps"]
+    assert stamps.read(DOCS / "_static" / "masters.png") == stamps.of_text(measured), "run: make bench-tables"
 
 
 FIGURES = {
