@@ -254,8 +254,8 @@ def worth_in_short() -> str:
     alone, *_, ours = row["kept"].values()
     with_masters = "all of it" if ours >= 0.995 else f"{ours:.0%}"
     return (
-        f"At a learning rate of 1e-5, plain bfloat16 weights learn {100 * alone:.0f} % of what float32 learns in 200 steps; "
-        f"with masters, {with_masters}.\n"
+        f"At a learning rate of 1e-5, plain bfloat16 weights learn {100 * alone:.0f} % of what float32 learns in 200 "
+        f"steps; with masters, {with_masters}.\n"
     )
 
 
