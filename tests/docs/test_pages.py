@@ -170,6 +170,56 @@ def test_the_readme_is_short() -> None:
     assert len(TEXTS[README].splitlines()) <= 200
 
 
+def test_the_first_screen_answers_what_it_is_for() -> None:
+    screen = "\n".join(TEXTS[README].splitlines()[:40])
+    for part in (
+        'mpinit.initialize(model, optimizer, opt_level="O5", master_weights="split")',
+        "weights that never moved",
+        "with masters, all of it",
+        "mpinit audit",
+        '`opt_level="O2"`',
+        "apex",
+    ):
+        assert part in screen, part
+
+
+def test_a_decay_of_0_999_does_not_change_a_bfloat16_average() -> None:
+    weight, average = torch.tensor([1.01], dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)
+    assert torch.equal(average.clone().mul_(0.999).add_(weight, alpha=0.001), average)
+    with pytest.raises(RuntimeError, match="expected dtype float for `end` but got dtype c10::BFloat16"):
+        average.float().lerp_(weight, 0.001)
+
+
+def test_the_home_has_eight_entries_and_leaves_the_list_of_messages_to_searches() -> None:
+    home = TEXTS[DOCS / "index.md"]
+    assert len(re.findall(r"^\| [a-z].* \| \[.*\]\(", home, re.M)) == 8
+    toctrees = "".join(re.findall(r"```\{toctree\}(.*?)```", home, re.S))
+    assert "all-messages" not in toctrees and "(reference/all-messages.md)" in home
+    assert TEXTS[DOCS / "reference/all-messages.md"].startswith("---\norphan: true\n---\n")
+
+
+def test_the_decision_tree_asks_eight_questions_and_the_glossary_has_20_terms() -> None:
+    questions = re.findall(r"^## (\d)\. .*\?$", TEXTS[DOCS / "which-do-i-need.md"], re.M)
+    assert questions == list("12345678")
+    terms = re.findall(r"^\| \*\*(.+?)\*\* \|", TEXTS[DOCS / "reference/glossary.md"], re.M)
+    assert len(terms) == 20 and terms == sorted(terms, key=str.lower)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that a repository's page has for its headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    titles = [re.sub(r"[*`]|\]\(.*?\)|\[", "", title).lower() for title in re.findall(r"^#+ (.+)$", text, re.M)]
+    return {re.sub(r"[^\w -]", "", title).replace(" ", "-") for title in titles}
+
+
+# `make docs` compares the anchors of the site; those of api.md are autodoc's.
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "api.md"], ids=lambda page: page.name)
+def test_anchors_hold_on_a_repository_page(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", TEXTS[page]):
+        if not target.endswith("api.md"):
+            assert anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
+
+
 def test_a_framework_takes_six_lines() -> None:
     frameworks = [snippet for snippet in EXAMPLES if snippet.page == README and "mpinit.integrations" in snippet.source]
     assert len(frameworks) == 3
