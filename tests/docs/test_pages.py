@@ -121,6 +121,13 @@ def test_every_public_name_is_on_the_reference_page() -> None:
     assert not plugs - {name.split(".")[1] for name in listed if name.startswith("integrations.")}
 
 
+def test_every_row_of_the_reference_page_leads_to_a_heading_of_its_own() -> None:
+    page = TEXTS[DOCS / "reference/api.md"]
+    led_to = re.findall(r"^\| \[`\w+`\]\(#(\S+)\)", page, re.M)
+    headings = [title.lower().replace(" ", "-") for title in re.findall(r"^### (.+)$", page, re.M)]
+    assert led_to == headings and len(set(led_to)) == len(led_to) > 40
+
+
 def links(page: Path) -> set[Path]:
     """The pages that a page links to, in its text or in its table of contents."""
     text = TEXTS[page]
