@@ -28,6 +28,7 @@ HOME: Final = ROOT / "docs" / "index.md"
 COMPILE: Final = ROOT / "docs" / "how-to" / "compile.md"
 PAGES: Final = (README, HOME, PAGE, HOW_TO, STATES, CHECKPOINT, COMPILE)
 FINETUNED: Final = ROOT / "examples" / "results" / "finetune_16bit_checkpoint.json"
+BYTES_OF_A_REMAINDER: Final = 2
 NOT_MEASURABLE: Final = "not measurable here"
 NOT_THERE: Final = "Not measured yet."
 _IN_SHORT: Final = ("amp_bf16", "hand_bf16", "o1_bf16", "o2_bf16", "o2_split", "o3_bf16")
@@ -120,6 +121,20 @@ def memory(found: All, names: tuple[str, ...] = ()) -> str:
             title = f"{title_of(name)} fp16" if name in BY_TYPE["float16"] else title_of(name)
             rows.append([title, *(f"{size:.1f}" for size in held), f"{sum(held):.1f}", peak])
     return table(["", *KINDS, "sum", "peak of a step"], rows)
+
+
+def less_memory(found: All) -> str:
+    """Tabulate the ways to save memory, and state the part of the bucket in it."""
+    text, results = memory(found, _LESS_MEMORY), found.get("memory")
+    facts = results.facts("o2_split") if results else {}
+    if not facts:
+        return text
+    count = facts["parameters"]
+    bucket = facts["bytes_masters"] / count - BYTES_OF_A_REMAINDER
+    return (
+        f"{text}\n\nThe model has {count / 1e6:.0f} M parameters. The masters of the split rows include the buffer of one bucket, "
+        f"here {bucket:.1f} bytes per\nparameter. It does not grow with the model. Numbers on other pages are without it."
+    )
 
 
 def encoded(found: All) -> str:
@@ -343,7 +358,7 @@ def blocks(found: All, folder: Path) -> dict[str, Callable[[], str]]:
         "bfloat16": lambda: training(found, folder, "bfloat16"),
         "float16": lambda: training(found, folder, "float16"),
         "memory": lambda: memory(found),
-        "less_memory": lambda: memory(found, _LESS_MEMORY),
+        "less_memory": lambda: less_memory(found),
         "encoded": lambda: encoded(found),
         "pieces": lambda: pieces(found),
         "native_code": lambda: native_code(machines()),
