@@ -37,6 +37,7 @@ _MEMORY_IN_README: Final = ("fp32", "o2_bf16", "o2_split", "o2_int8", "o2_releas
 _LESS_MEMORY: Final = (
     *("fp32", "o2_bf16", "o2_split", "o2_split_bf16", "o2_int8", "o2_released", "torchao", "bitsandbytes"),
 )
+_SPLIT: Final = ("o2_split", "o2_split_bf16", "o2_int8", "o2_released")
 _ENCODED: Final = ("o2_split", "o2_split_bf16", "o2_int8")
 _MARKED: Final = re.compile(r"(<!-- benchmarks (\w+): begin -->\n).*?(<!-- benchmarks \w+: end -->)", re.S)
 All = Mapping[str, Results]
@@ -124,17 +125,21 @@ def memory(found: All, names: tuple[str, ...] = ()) -> str:
 
 
 def less_memory(found: All) -> str:
-    """Tabulate the ways to save memory, and state the part of the bucket in it."""
+    """Tabulate the ways to save memory, and state the part of a bucket's buffer in the split rows."""
     text, results = memory(found, _LESS_MEMORY), found.get("memory")
-    facts = results.facts("o2_split") if results else {}
-    if not facts:
+    split = [results.facts(name) for name in _LESS_MEMORY if name in _SPLIT and results.facts(name)] if results else []
+    if not split:
         return text
-    count = facts["parameters"]
-    bucket = facts["bytes_masters"] / count - BYTES_OF_A_REMAINDER
-    return (
-        f"{text}\n\nThe model has {count / 1e6:.0f} M parameters. The masters of the split rows include the buffer of one bucket, "
-        f"here {bucket:.1f} bytes per\nparameter. It does not grow with the model. Numbers on other pages are without it."
+    count = split[0]["parameters"]
+    held = [sum(facts[f"bytes_{kind}"] for kind in KINDS if kind != "masters") / count for facts in split]
+    sums = ", ".join(f"{size + BYTES_OF_A_REMAINDER:.1f}" for size in held)
+    bucket = split[0]["bytes_masters"] / count - BYTES_OF_A_REMAINDER
+    remarks = (
+        f"The model has {count / 1e6:.0f} M parameters.",
+        f"The masters of the split rows include the buffer of one bucket, up to {bucket:.1f} bytes per parameter here.",
+        f"It does not grow with the model; without it the sums are {sums}.",
     )
+    return "\n".join([text, "", *remarks])
 
 
 def encoded(found: All) -> str:
