@@ -75,10 +75,10 @@ def check_contents(wheel: Path, source: Path) -> None:
 
 
 def tour() -> str:
-    """README's blocks up to its levels, one after another, as a script."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Levels")[0]
-    prelude, *blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    return "\n".join(prelude + block for block in blocks)
+    """Return the blocks of README's tour, one after another, as a script."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = text.partition("## The 60-second tour")[2].partition("## Levels")[0]
+    return "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
 
 
 def use(wheel: Path, folder: Path) -> None:

@@ -32,9 +32,10 @@ bench-quick: $(VENV)/.bench
 bench-native: $(VENV)/.bench
 	$(BENCH_PY) -m benchmarks run --targets bench-native $(BENCH_ARGS)
 
-# README's and the documentation's tables and plots, from the committed results.
+# Every table and picture of README and the documentation, from the committed results; two are measured anew in seconds.
 bench-tables: $(VENV)/.bench
 	$(BENCH_PY) -m benchmarks tables
+	$(BENCH_PY) docs/figures.py
 
 # Others' optimizers, measured too where they are installed.
 bench-peers: $(VENV)/.bench

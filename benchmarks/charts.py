@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import growth_figures
+from . import growth_figures, stamps
 from .estimate import Estimate
 from .footprint import KINDS
 from .growth import AXES
@@ -31,18 +31,37 @@ def growth_path(folder: Path) -> Path:
 
 def draw(found: Mapping[str, Results], folder: Path) -> list[Path]:
     """Write every picture there are results for."""
-    drawn = []
-    for dtype, names in BY_TYPE.items():
-        rows = {
-            name: results
-            for name, results in found.items()
-            if results.workload.kind == "training" and any(results.rounds(contender) for contender in names)
-        }
+    made = drawn_from(found, folder)
+    for dtype in BY_TYPE:
+        path = training_path(folder, dtype)
+        if path in made:
+            _training(_training_rows(found, dtype), found.get("memory"), dtype, path, stamps.of_results(made[path]))
+    path = growth_path(folder)
+    if path in made:
+        _growth(_growth_rows(found), path, stamps.of_results(made[path]))
+    return list(made)
+
+
+def drawn_from(found: Mapping[str, Results], folder: Path) -> dict[Path, list[Results]]:
+    """Return the results that each picture shows."""
+    made: dict[Path, list[Results]] = {}
+    for dtype in BY_TYPE:
+        rows = list(_training_rows(found, dtype).values())
         if rows:
-            drawn.append(_training(rows, found.get("memory"), dtype, training_path(folder, dtype)))
-    if any(results.workload.kind == "growth" for results in found.values()):
-        drawn.append(_growth(found, growth_path(folder)))
-    return drawn
+            made[training_path(folder, dtype)] = [*rows, *([found["memory"]] if "memory" in found else [])]
+    rows = list(_growth_rows(found).values())
+    if rows:
+        made[growth_path(folder)] = rows
+    return made
+
+
+def _training_rows(found: Mapping[str, Results], dtype: str) -> dict[str, Results]:
+    kind = {name: results for name, results in found.items() if results.workload.kind == "training"}
+    return measurable({name: r for name, r in kind.items() if any(map(r.rounds, BY_TYPE[dtype]))})
+
+
+def _growth_rows(found: Mapping[str, Results]) -> dict[str, Results]:
+    return measurable({name: results for name, results in found.items() if results.workload.kind == "growth"})
 
 
 def _panels(count: int, height: float) -> tuple[Any, list[Any]]:
@@ -63,36 +82,24 @@ def _panels(count: int, height: float) -> tuple[Any, list[Any]]:
     return figure, panels
 
 
-def _save(figure: Any, path: Path) -> Path:
+def _save(figure: Any, path: Path, stamp: str) -> None:
     from matplotlib import pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=90, metadata={stamps.KEY: stamp})
     pyplot.close(figure)
-    return path
 
 
-def _training(rows: Mapping[str, Results], memory: Results | None, dtype: str, path: Path) -> Path:
-    # The tables say which were not measurable; where none was, so does the picture.
-    rows = measurable(rows)
+def _training(rows: Mapping[str, Results], memory: Results | None, dtype: str, path: Path, stamp: str) -> None:
     figure, panels = _panels(len(rows) + (memory is not None), 4.0)
     for (name, results), panel in zip(rows.items(), panels, strict=False):
         panel.set_title(name, fontsize=12, loc="left")
         names = [contender for contender in ("fp32", *BY_TYPE[dtype]) if results.rounds(contender)]
-        if results.is_measurable():
-            _times(panel, results, names)
-        else:
-            _say(panel, "not measurable here:\nits controls do not hold")
+        _times(panel, results, names)
     if memory is not None:
         _bytes(panels[len(rows)], memory, dtype)
     figure.suptitle(f"Time of a step over float32's, {dtype}: median and 95 % interval over processes", fontsize=13)
-    return _save(figure, path)
-
-
-def _say(panel: Any, words: str) -> None:
-    panel.text(0.5, 0.5, words, ha="center", va="center", transform=panel.transAxes, color="#888888")
-    panel.set_xticks([])
-    panel.set_yticks([])
+    _save(figure, path, stamp)
 
 
 def _times(panel: Any, results: Results, names: Sequence[str]) -> None:
@@ -129,21 +136,17 @@ def _bytes(panel: Any, results: Results, dtype: str) -> None:
     panel.set_yticks(range(len(names)), [title_of(name) for name in names], fontsize=10)
     panel.set_xlim(0, 1.15 * max(left))
     panel.invert_yaxis()
-    panel.set_title("bytes a parameter, Adam", fontsize=12, loc="left")
+    panel.set_title("bytes per parameter, Adam", fontsize=12, loc="left")
     # Below the bars: a legend among them would hide some.
     panel.legend(fontsize=10, frameon=False, ncols=4, loc="upper right", bbox_to_anchor=(1.0, -0.08))
 
 
-def _growth(found: Mapping[str, Results], path: Path) -> Path:
-    growing = {name: results for name, results in found.items() if results.workload.kind == "growth"}
-    rows = list(measurable(growing).values())
+def _growth(found: Mapping[str, Results], path: Path, stamp: str) -> None:
+    rows = list(found.values())
     figure, panels = _panels(len(rows), 4.0)
     for results, panel in zip(rows, panels, strict=False):
         axis = AXES[results.name.removeprefix("grow_")]
         panel.set_xlabel(axis.title, fontsize=10)
-        if not results.is_measurable():
-            _say(panel, "not measurable here:\nits control does not hold")
-            continue
         at = growth_figures.points(results)
         step = growth_figures.step_slope(results).median
         _curve(panel, at, growth_figures.step_seconds(results), f"scale_loss + step, slope {step:.2f}", OURS)
@@ -156,7 +159,7 @@ def _growth(found: Mapping[str, Results], path: Path) -> Path:
         panel.legend(fontsize=10, frameon=False, loc="lower left", bbox_to_anchor=(0.0, 1.0))
     panels[0].set_ylabel("ms", fontsize=10)
     figure.suptitle("What mpinit costs at O2 with Adam as something grows; slope: exponent over the last three points")
-    return _save(figure, path)
+    _save(figure, path, stamp)
 
 
 def _curve(panel: Any, at: Sequence[int], took: Sequence[Estimate], label: str, color: str) -> None:

@@ -1,4 +1,4 @@
-"""What torch's engines cost on four ranks: bytes a parameter and rank, and bytes sent a step.
+"""Cost of torch's engines on four ranks: bytes per parameter and rank, and bytes sent per step.
 
 ``python -m benchmarks.engines`` measures with gloo on an otherwise idle machine, where everything sent goes
 over the loopback interface (Linux). It writes the figures beside the others, and the guide's table from them.
@@ -231,7 +231,7 @@ def with_table(page: str, result: dict[str, Any]) -> str:
     error = result["error_of_16_bit_means"]
     how = f"on each of {result['ranks']} ranks with Adam, after a step; torch {result['torch']}, gloo"
     off = f"{error['float16']:.0e} (float16) and {error['bfloat16']:.0e} (bfloat16), relative to its norm"
-    note = f"Bytes a parameter, {how}. A mean over {result['ranks']} ranks in 16 bit is off by {off}."
+    note = f"Bytes per parameter, {how}. A mean over {result['ranks']} ranks in 16 bit is off by {off}."
     return f"{before}{BEGINS}{table(result)}\n\n{note}{ENDS}{after}"
 
 

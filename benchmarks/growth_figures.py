@@ -1,4 +1,4 @@
-"""What the growth workloads say: times by point, slopes, what one of it costs."""
+"""Figures of the growth workloads: times by point, slopes, the cost of one more."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ LAST = 3
 
 
 def points(results: Results) -> list[int]:
-    """The points that were measured."""
+    """Return the points that were measured."""
     return [int(name) for name in results.workload.contenders if name.isdigit() and results.rounds(name)]
 
 
 def step_seconds(results: Results) -> list[Estimate]:
-    """mpinit's part of a step, point by point."""
+    """Return the time of mpinit's part of a step, point by point."""
     return [seconds(results.rounds(str(point))) for point in points(results)]
 
 
 def initialize_seconds(results: Results) -> list[Estimate]:
-    """All of ``initialize``, point by point."""
+    """Return the time of ``initialize``, point by point."""
     return [over_processes(results.fact(str(point), "initialize_s")) for point in points(results)]
 
 
 def slope(at: Sequence[int], took: Sequence[float]) -> float:
-    """Exponent of the growth over the last points: 1 is linear, 0 flat."""
+    """Return the exponent of the growth over the last points: 1 is linear, 0 flat."""
     x, y = [math.log(n) for n in at[-LAST:]], [math.log(t) for t in took[-LAST:]]
     middle_x, middle_y = sum(x) / len(x), sum(y) / len(y)
     above = sum((a - middle_x) * (b - middle_y) for a, b in zip(x, y, strict=True))
@@ -37,7 +37,7 @@ def slope(at: Sequence[int], took: Sequence[float]) -> float:
 
 
 def step_slope(results: Results) -> Estimate:
-    """Of a step, over the rounds."""
+    """Return the slope of a step, over the rounds."""
     at = points(results)
     columns = [results.rounds(str(point)) for point in at]
     common = sorted(set.intersection(*(set(column) for column in columns)))
@@ -45,19 +45,17 @@ def step_slope(results: Results) -> Estimate:
 
 
 def initialize_slope(results: Results) -> Estimate:
-    """Of ``initialize``, over the rounds."""
+    """Return the slope of ``initialize``, over the rounds."""
     at = points(results)
     rows = zip(*(results.fact(str(point), "initialize_s") for point in at), strict=False)
     return over_processes([slope(at, row) for row in rows])
 
 
-def row(results: Results, not_measurable: str) -> list[str]:
-    """A row of the table."""
+def row(results: Results) -> list[str]:
+    """Return a row of the table."""
     at, axis = points(results), AXES[results.name.removeprefix("grow_")]
     ends = f"{at[0]:,}, {at[-1]:,}"
     resident = max(results.fact(str(at[-1]), "resident_bytes")) / 1e6
-    if not results.is_measurable():
-        return [axis.title, ends, *[not_measurable] * 4, f"{resident:,.0f}"]
     last = step_seconds(results)[-1]
     each = "-" if axis.flat else f"{last.median / at[-1] * 1e6:.3g}"
     built = "-" if results.name == "grow_steps" else str(initialize_slope(results))

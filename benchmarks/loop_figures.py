@@ -14,17 +14,12 @@ GOAL: Final = 1.05
 HEAD: Final = ["a loop with", "", "level", "torch.amp", "mpinit", "mpinit split", f"at most {GOAL:.2f}"]
 
 
-def rows(found: Mapping[str, Results], not_measurable: str) -> list[list[str]]:
+def rows(found: Mapping[str, Results]) -> list[list[str]]:
     """Return a row for each extra, task and level that was measured."""
-    return [
-        _row(extra, row, found[name], not_measurable)
-        for name, row in loop_rows().items()
-        if name in found
-        for extra in row.extras
-    ]
+    return [_row(extra, row, found[name]) for name, row in loop_rows().items() if name in found for extra in row.extras]
 
 
-def _row(extra: str, row: LoopRow, results: Results, not_measurable: str) -> list[str]:
+def _row(extra: str, row: LoopRow, results: Results) -> list[str]:
     level = row.level
     counterpart = f"{level.by_hand}+{EXTRAS[extra].counterpart or extra}"
     full, split = (*level.ours, "")[:2]
@@ -32,8 +27,6 @@ def _row(extra: str, row: LoopRow, results: Results, not_measurable: str) -> lis
     names = [amp, f"{full}+{extra}", f"{split}+{extra}"]
     estimates = [results.ratio(name, counterpart) for name in names]
     title = [EXTRAS[extra].title, row.task.partition("_")[0], level.title]
-    if not results.is_measurable():
-        return [*title, *(not_measurable if estimate else "-" for estimate in estimates), ""]
     return [*title, *(str(estimate or "-") for estimate in estimates), _verdict(estimates[1:])]
 
 

@@ -24,6 +24,7 @@ LEAST_PROCESSES: Final = 5
 _READERS: Final = (
     "tables.py",
     "charts.py",
+    "stamps.py",
     "comparisons.py",
     "growth_figures.py",
     "loop_figures.py",
@@ -118,8 +119,8 @@ def read(path: Path, workload: Workload) -> Results:
 
 
 def measurable(found: Mapping[str, Results]) -> dict[str, Results]:
-    """Return the results whose controls hold; all of them where no controls do."""
-    return {name: results for name, results in found.items() if results.is_measurable()} or dict(found)
+    """Return the results whose controls hold."""
+    return {name: results for name, results in found.items() if results.is_measurable()}
 
 
 def folder(device: str, size: str) -> Path:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from . import charts, growth_figures, loop_figures
+from . import charts, engines, growth_figures, loop_figures, states
 from .comparisons import COMPARISONS, Comparison
 from .estimate import CONTROL_LIMITS, Estimate, seconds
 from .footprint import KINDS
 from .growth import AXES
+from .loops import loop_rows
 from .results import ROOT, Results, measurable, read
 from .roster import BY_TYPE
 from .suite import title_of, workloads
@@ -23,16 +24,20 @@ PAGE: Final = ROOT / "docs" / "reference" / "benchmarks.md"
 HOW_TO: Final = ROOT / "docs" / "how-to" / "memory.md"
 STATES: Final = ROOT / "docs" / "explanation" / "optimizer-states.md"
 CHECKPOINT: Final = ROOT / "docs" / "how-to" / "sixteen-bit-checkpoint.md"
-PAGES: Final = (README, PAGE, HOW_TO, STATES, CHECKPOINT)
+HOME: Final = ROOT / "docs" / "index.md"
+COMPILE: Final = ROOT / "docs" / "how-to" / "compile.md"
+PAGES: Final = (README, HOME, PAGE, HOW_TO, STATES, CHECKPOINT, COMPILE)
 FINETUNED: Final = ROOT / "examples" / "results" / "finetune_16bit_checkpoint.json"
+BYTES_OF_A_REMAINDER: Final = 2
 NOT_MEASURABLE: Final = "not measurable here"
 NOT_THERE: Final = "Not measured yet."
-_IN_README: Final = ("amp_bf16", "hand_bf16", "o1_bf16", "o2_bf16", "o2_split", "o3_bf16")
-_WORKLOADS_IN_README: Final = ("launch", "bandwidth", "bert", "resnet")
+_IN_SHORT: Final = ("amp_bf16", "hand_bf16", "o1_bf16", "o2_bf16", "o2_split", "o3_bf16")
+_WORKLOADS_IN_SHORT: Final = ("lstm", "unet", "bert", "resnet", "wide", "launch", "bandwidth")
 _MEMORY_IN_README: Final = ("fp32", "o2_bf16", "o2_split", "o2_int8", "o2_released", "bitsandbytes")
 _LESS_MEMORY: Final = (
     *("fp32", "o2_bf16", "o2_split", "o2_split_bf16", "o2_int8", "o2_released", "torchao", "bitsandbytes"),
 )
+_SPLIT: Final = ("o2_split", "o2_split_bf16", "o2_int8", "o2_released")
 _ENCODED: Final = ("o2_split", "o2_split_bf16", "o2_int8")
 _MARKED: Final = re.compile(r"(<!-- benchmarks (\w+): begin -->\n).*?(<!-- benchmarks \w+: end -->)", re.S)
 All = Mapping[str, Results]
@@ -64,6 +69,16 @@ def where(found: All) -> str:
     return f"{common['machine']}, {common['cores']} cores, torch {common['torch']}"
 
 
+def shown(head: list[str], rows: list[list[str]], asked: All) -> str:
+    """Return a table, and the names of the workloads that are not in it because their controls do not hold."""
+    parts = [table(head, rows)] if rows else []
+    without = [name for name, results in asked.items() if not results.is_measurable()]
+    if without:
+        limits = f"a control is not within {list(CONTROL_LIMITS)}"
+        parts.append(f"Left out, {NOT_MEASURABLE} ({limits}): {', '.join(without)}.")
+    return "\n\n".join(parts) or NOT_THERE
+
+
 def relative(results: Results, contender: str, reference: str) -> str:
     """Return a cell: the ratio with its interval, or the reason for its absence."""
     if not results.rounds(contender):
@@ -76,13 +91,14 @@ def relative(results: Results, contender: str, reference: str) -> str:
 
 def training(found: All, folder: Path, dtype: str) -> str:
     """Tabulate the time of a step over float32's."""
-    rows = _with_contenders(found, BY_TYPE[dtype], "training")
-    if not rows:
-        return NOT_THERE
+    asked = _with_contenders(found, BY_TYPE[dtype], "training")
+    rows = measurable(asked)
     names = [name for name in ("fp32_again", "o0", *BY_TYPE[dtype]) if any(r.rounds(name) for r in rows.values())]
     cells = [[title_of(name), *(relative(row, name, "fp32") for row in rows.values())] for name in names]
+    if not cells:
+        return shown([], [], asked)
     picture = _link(charts.training_path(folder, dtype), PAGE)
-    return f"{table(['', *rows], cells)}\n\n![Time of a step over float32's, {dtype}]({picture})"
+    return f"{shown(['', *rows], cells, asked)}\n\n![Time of a step over float32's, {dtype}]({picture})"
 
 
 def _with_contenders(found: All, names: tuple[str, ...], kind: str) -> dict[str, Results]:
@@ -108,14 +124,36 @@ def memory(found: All, names: tuple[str, ...] = ()) -> str:
     return table(["", *KINDS, "sum", "peak of a step"], rows)
 
 
+def less_memory(found: All) -> str:
+    """Tabulate the ways to save memory, and state the part of a bucket's buffer in the split rows."""
+    text, results = memory(found, _LESS_MEMORY), found.get("memory")
+    split = [results.facts(name) for name in _LESS_MEMORY if name in _SPLIT and results.facts(name)] if results else []
+    if not split:
+        return text
+    count = split[0]["parameters"]
+    held = [sum(facts[f"bytes_{kind}"] for kind in KINDS if kind != "masters") / count for facts in split]
+    sums = ", ".join(f"{size + BYTES_OF_A_REMAINDER:.1f}" for size in held)
+    bucket = split[0]["bytes_masters"] / count - BYTES_OF_A_REMAINDER
+    remarks = (
+        f"The model has {count / 1e6:.0f} M parameters.",
+        f"The masters of the split rows include the buffer of one bucket, up to {bucket:.1f} bytes per parameter here.",
+        f"It does not grow with the model; without it the sums are {sums}.",
+    )
+    return "\n".join([text, "", *remarks])
+
+
 def encoded(found: All) -> str:
     """Tabulate the time of a step with split masters and encoded states over full masters and float32 states."""
+    asked = {
+        name: results
+        for name, results in found.items()
+        if results.workload.kind in ("training", "pairs") and set(_ENCODED) <= set(results.workload.contenders)
+    }
     rows = [
         [results.workload.title, *(relative(results, name, "o2_bf16") for name in _ENCODED)]
-        for results in found.values()
-        if results.workload.kind in ("training", "pairs") and set(_ENCODED) <= set(results.workload.contenders)
+        for results in measurable(asked).values()
     ]
-    return table(["", "split", 'split, "bfloat16"', 'split, "int8"'], rows) if rows else NOT_THERE
+    return shown(["", "split", 'split, "bfloat16"', 'split, "int8"'], rows, asked)
 
 
 _NATIVE: Final = {
@@ -136,73 +174,71 @@ def native_code(folders: list[Path]) -> str:
                     results.workload.title.partition(":")[0],
                     *(relative(results, *pair) for pair in _NATIVE.values()),
                 ]
-                for results in found.values()
+                for results in measurable(found).values()
             ]
-            return f"{table(['', *_NATIVE], rows)}\n\n{where(found)}, one thread."
+            return f"{shown(['', *_NATIVE], rows, found)}\n\n{where(found)}, one thread."
     return NOT_THERE
 
 
 def pieces(found: All) -> str:
-    """Tabulate nanoseconds a number of the pieces of a step."""
+    """Tabulate nanoseconds per number of the pieces of a step; nothing where they could not be measured."""
     results = found.get("pieces")
-    if results is None:
-        return NOT_THERE
+    if results is None or not results.is_measurable():
+        return ""
     rows = []
     for name in results.workload.contenders:
         if results.rounds(name) and not name.endswith(" again"):
             each = seconds(results.rounds(name)).times(1e9 / results.facts(name)["numbers"])
-            cell = f"{each.median:.1f} [{each.low:.1f}, {each.high:.1f}]"
-            rows.append([name, cell if results.is_measurable() else NOT_MEASURABLE])
-    return table(["piece", "ns a number"], rows)
+            rows.append([name, f"{each.median:.1f} [{each.low:.1f}, {each.high:.1f}]"])
+    return f"The pieces of such a step, one by one, in one thread:\n\n{table(['piece', 'ns per number'], rows)}"
 
 
 def pairs(found: All) -> str:
     """Tabulate the pairs that have a goal."""
-    rows = [_pair(comparison, found) for comparison in COMPARISONS if comparison.workload in found]
-    return table(["", "workload", "measured", "goal", ""], rows) if rows else NOT_THERE
+    asked = {
+        comparison.workload: found[comparison.workload] for comparison in COMPARISONS if comparison.workload in found
+    }
+    there = measurable(asked)
+    rows = [_pair(comparison, there[comparison.workload]) for comparison in COMPARISONS if comparison.workload in there]
+    return shown(["", "workload", "measured", "goal", ""], [row for row in rows if row[2] != "-"], asked)
 
 
-def _pair(comparison: Comparison, found: All) -> list[str]:
-    results, verdict = found[comparison.workload], ""
-    if not results.is_measurable():
-        measured = NOT_MEASURABLE
-    else:
-        estimate = comparison.estimate(results)
-        measured = "-" if estimate is None else f"{estimate}{comparison.unit}"
-        if estimate is not None:
-            verdict = "met" if comparison.is_met_by(estimate.median) else "not met"
+def _pair(comparison: Comparison, results: Results) -> list[str]:
+    estimate, verdict, measured = comparison.estimate(results), "", "-"
+    if estimate is not None:
+        measured = f"{estimate}{comparison.unit}"
+        verdict = "met" if comparison.is_met_by(estimate.median) else "not met"
     return [comparison.title, comparison.workload, measured, comparison.goals, verdict]
 
 
 def loops(found: All) -> str:
     """Tabulate the time of loops with extras over the same loop written by hand."""
-    rows = loop_figures.rows(found, NOT_MEASURABLE)
-    return table(loop_figures.HEAD, rows) if rows else NOT_THERE
+    asked = {name: found[name] for name in loop_rows() if name in found}
+    return shown(loop_figures.HEAD, loop_figures.rows(measurable(asked)), asked)
 
 
 def setting_up(found: All) -> str:
     """Tabulate milliseconds of ``initialize`` and of imports."""
-    rows = []
-    for results in found.values():
-        if results.workload.kind in ("initialize", "import"):
-            for name in results.workload.contenders:
-                if results.rounds(name) and not name.endswith("_again"):
-                    cell = _milliseconds(results, seconds(results.rounds(name)))
-                    rows.append([results.workload.title, name, cell])
-    return table(["", "", "ms"], rows) if rows else NOT_THERE
+    asked = {name: results for name, results in found.items() if results.workload.kind in ("initialize", "import")}
+    rows = [
+        [results.workload.title, name, _milliseconds(seconds(results.rounds(name)))]
+        for results in measurable(asked).values()
+        for name in results.workload.contenders
+        if results.rounds(name) and not name.endswith("_again")
+    ]
+    return shown(["", "", "ms"], rows, asked)
 
 
-def _milliseconds(results: Results, estimate: Estimate) -> str:
-    if not results.is_measurable():
-        return NOT_MEASURABLE
+def _milliseconds(estimate: Estimate) -> str:
     return "{:.3g} [{:.3g}, {:.3g}]".format(*(1e3 * x for x in (estimate.median, estimate.low, estimate.high)))
 
 
 def compiled(found: All) -> str:
     """Tabulate time over torch.amp's compiled step, graphs, breaks and recompilations."""
-    results, rows = found.get("compiled"), []
+    asked = {name: results for name, results in found.items() if name == "compiled"}
+    results, rows = measurable(asked).get("compiled"), []
     if results is None:
-        return NOT_THERE
+        return shown([], [], asked)
     for name in results.workload.contenders:
         if results.rounds(name):
             reference = "amp_fp16" if name in BY_TYPE["float16"] else "amp_bf16"
@@ -214,18 +250,22 @@ def compiled(found: All) -> str:
     return table(["", "", "time over torch.amp's", "graphs", "graph breaks", "recompilations"], rows)
 
 
+def compiled_in_short(found: All) -> str:
+    """State the time of a compiled step at O4 and O5 over that of compiled ``torch.amp``."""
+    results = found.get("compiled")
+    if results is None or not results.is_measurable():
+        return ""
+    o4, o5 = (relative(results, name, "amp_bf16") for name in ("o1_bf16", "o2_bf16"))
+    return f"The time of a compiled bfloat16 step over compiled `torch.amp`'s is {o4} at O4 and {o5} at O5."
+
+
 def growth(found: All, folder: Path) -> str:
     """Tabulate slopes, and the cost of one at the largest size."""
-    rows = []
-    for axis in AXES:
-        results = found.get(f"grow_{axis}")
-        if results is not None:
-            rows.append(growth_figures.row(results, NOT_MEASURABLE))
-    if not rows:
-        return NOT_THERE
-    head = ["grows", "from, to", "slope of a step", "slope of initialize", "a step at the end, ms", "of which each, µs"]
-    picture = _link(charts.growth_path(folder), PAGE)
-    return f"{table([*head, 'memory at the end, MB'], rows)}\n\n![Cost as it grows]({picture})"
+    asked = {f"grow_{axis}": found[f"grow_{axis}"] for axis in AXES if f"grow_{axis}" in found}
+    rows = [growth_figures.row(results) for results in measurable(asked).values()]
+    head = ["grows", "from, to", "slope of a step", "slope of initialize", "a step at the end, ms", "each of them, µs"]
+    text = shown([*head, "memory at the end, MB"], rows, asked)
+    return f"{text}\n\n![Cost as it grows]({_link(charts.growth_path(folder), PAGE)})" if rows else text
 
 
 def controls(found: All) -> str:
@@ -259,7 +299,7 @@ def finetuned(path: Path = FINETUNED) -> str:
         "best loss",
         "weights that never moved",
         "norm weights moved by",
-        "bytes a parameter",
+        "bytes per parameter",
         "time",
     ]
     rows = [
@@ -276,34 +316,36 @@ def finetuned(path: Path = FINETUNED) -> str:
     return "\n".join([table(head, rows), "", remark, *gained])
 
 
+_WAYS: Final = {
+    "bf16-loaded, plain": "plain bfloat16",
+    "bf16-loaded, mpinit O5 split": "**mpinit O5, split masters**",
+    "bf16-loaded, mpinit O5": "mpinit O5, full masters",
+    "float32-loaded": "float32",
+}
+
+
 def finetuned_in_short() -> str:
     """Tabulate README's columns of the fine-tuning example."""
+    ways = {way["way"]: way for way in json.loads(FINETUNED.read_text(encoding="utf-8"))["ways"]}
     rows = []
-    for way in json.loads(FINETUNED.read_text(encoding="utf-8"))["ways"]:
-        unmoved, size = f"{way['weights that never moved, %']:.1f} %", f"{way['bytes a parameter']:.1f}"
-        rows.append([way["way"], f"{way['final loss']:.4f}", unmoved, size])
-    return table(["", "final loss", "weights that never moved", "bytes a parameter"], rows)
+    for name, title in _WAYS.items():
+        loss, size = f"{ways[name]['final loss']:.4f}", f"{ways[name]['bytes a parameter']:.0f}"
+        rows.append([title, loss, f"{ways[name]['weights that never moved, %']:.1f} %", size])
+    return table(["fine-tuned from bfloat16", "final loss", "weights that never moved", "bytes per parameter"], rows)
 
 
-def readme(found: All, folder: Path) -> str:
-    """Return README's tables."""
-    some = measurable({name: found[name] for name in _WORKLOADS_IN_README if name in found})
-    rows = _with_contenders(some, _IN_README, "training")
-    names = [name for name in _IN_README if any(results.rounds(name) for results in rows.values())]
-    cells = [[key, *(relative(results, name, "fp32") for name in names)] for key, results in rows.items()]
-    return "\n".join(
-        [
-            f"Time of a step over float32's, bfloat16, with 95 % intervals over processes; {where(found)}:",
-            "",
-            table(["workload", *map(title_of, names)], cells),
-            "",
-            f"![Time of a step over float32's]({_link(charts.training_path(folder, 'bfloat16'), README)})",
-            "",
-            "Bytes per parameter with Adam, after backward by kind, and at the peak of a step:",
-            "",
-            memory(found, _MEMORY_IN_README),
-        ]
-    )
+def in_short(found: All) -> str:
+    """Tabulate the figures that most readers look for: time of a step over float32's in bfloat16."""
+    asked = {name: found[name] for name in _WORKLOADS_IN_SHORT if name in found}
+    rows = _with_contenders(measurable(asked), _IN_SHORT, "training")
+    names = [name for name in _IN_SHORT if any(results.rounds(name) for results in rows.values())]
+    cells = [[results.workload.title, *(_median(results, name) for name in names)] for results in rows.values()]
+    return shown(["", *map(title_of, names)], cells, {})
+
+
+def _median(results: Results, contender: str) -> str:
+    estimate = results.ratio(contender, "fp32")
+    return "-" if estimate is None else f"{estimate.median:.2f}"
 
 
 def _link(target: Path, page: Path) -> str:
@@ -314,12 +356,14 @@ def _link(target: Path, page: Path) -> str:
 def blocks(found: All, folder: Path) -> dict[str, Callable[[], str]]:
     """Return the maker of each block by the name of its marks."""
     return {
-        "readme": lambda: readme(found, folder),
+        "in_short": lambda: in_short(found),
+        "memory_in_short": lambda: memory(found, _MEMORY_IN_README),
+        "compiled_in_short": lambda: compiled_in_short(found),
         "machine": lambda: where(found),
         "bfloat16": lambda: training(found, folder, "bfloat16"),
         "float16": lambda: training(found, folder, "float16"),
         "memory": lambda: memory(found),
-        "less_memory": lambda: memory(found, _LESS_MEMORY),
+        "less_memory": lambda: less_memory(found),
         "encoded": lambda: encoded(found),
         "pieces": lambda: pieces(found),
         "native_code": lambda: native_code(machines()),
@@ -341,12 +385,27 @@ def replaced(text: str, folder: Path) -> str:
     return _MARKED.sub(lambda mark: f"{mark[1]}\n{made[mark[2]]()}\n\n{mark[3]}", text)
 
 
+def replaced_states(text: str) -> str:
+    """Return the page of optimizer states with its table of losses made anew."""
+    losses = json.loads((RESULTS / "states-cpu.json").read_text(encoding="utf-8"))["losses"]
+    before, _, rest = text.partition("<!-- states -->\n")
+    rows = "\n".join(states.table(losses))
+    return f"{before}<!-- states -->\n{rows}\n<!-- end of states -->{rest.partition('<!-- end of states -->')[2]}"
+
+
 def write() -> None:
     """Write every table and plot anew, from the first machine's results."""
     folder = machines()[0]
     for path in PAGES:
-        path.write_text(replaced(path.read_text(encoding="utf-8"), folder), encoding="utf-8")
+        _rewrite(path, replaced(path.read_text(encoding="utf-8"), folder))
+    _rewrite(STATES, replaced_states(STATES.read_text(encoding="utf-8")))
+    measured = json.loads(engines.RESULT.read_text(encoding="utf-8"))
+    _rewrite(engines.PAGE, engines.with_table(engines.PAGE.read_text(encoding="utf-8"), measured))
     charts.draw(load(folder), folder)
+
+
+def _rewrite(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
 
 
 def summary(folder: Path, size: str) -> str:

@@ -106,19 +106,25 @@ def api() -> str:
     parts = ["# Functions and classes\n", "| name | what it does |", "|---|---|"]
     for names in GROUPS.values():
         for name in names:
-            short = name.rpartition(".")[2]
-            parts.append(f"| [`{short}`](#{short.lower()}) | {_first_line(name)} |")
+            anchor = _heading(name).lower().replace(" ", "-")
+            parts.append(f"| [`{name.rpartition('.')[2]}`](#{anchor}) | {_first_line(name)} |")
     parts[-1] += "\n"
     for title, names in GROUPS.items():
         parts.append(f"## {title}\n")
         for name in names:
-            short = name.rpartition(".")[2]
-            is_class = short[0].isupper()
+            is_class = name.rpartition(".")[2][0].isupper()
             members = OPTIONS.get(name, "   :members:\n") if is_class else ""
             kind = "autoclass" if is_class else "autofunction"
             named = f"mpinit.{name}{SIGNATURES.get(name, '')}"
-            parts.append(f"### {short}\n\n```{{eval-rst}}\n.. {kind}:: {named}\n{members}```\n")
+            parts.append(f"### {_heading(name)}\n\n```{{eval-rst}}\n.. {kind}:: {named}\n{members}```\n")
     return "\n".join(parts)
+
+
+def _heading(name: str) -> str:
+    """Return the heading of a name, with an anchor of its own where a function has the same letters (``audit``)."""
+    short = name.rpartition(".")[2]
+    functions = {other.rpartition(".")[2] for names in GROUPS.values() for other in names}
+    return f"{short} class" if short != short.lower() and short.lower() in functions else short
 
 
 def _first_line(name: str) -> str:

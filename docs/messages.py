@@ -212,9 +212,11 @@ def says_something(text: str) -> bool:
 
 
 def page() -> str:
-    """The page that lists them."""
+    """Return the page that lists all messages."""
     messages = collect()
     parts = [
+        # For searching, so not in the sidebar.
+        "---\norphan: true\n---\n",
         "# All messages\n",
         "Every error and warning of mpinit, made from its source (`python docs/generate.py`): search this page for a "
         "part of yours. `...` stands for a name or a number. [Messages and what to do](messages.md) explains those "

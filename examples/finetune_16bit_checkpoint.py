@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import json
 import logging
 import pydoc_data.topics
@@ -201,7 +202,7 @@ def result(runs: list[Run]) -> dict[str, Any]:
 def table(found: dict[str, Any]) -> str:
     """A Markdown table with one row for each run."""
     rows = [
-        "| | final loss | best loss | weights that never moved | norm weights moved by | bytes a parameter | time |",
+        "| | final loss | best loss | weights that never moved | norm weights moved by | bytes per parameter | time |",
         "|---|---|---|---|---|---|---|",
     ]
     for way in found["ways"]:
@@ -221,14 +222,14 @@ def remarks(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(runs: list[Run], path: Path) -> None:
-    """Loss on held-out text over steps."""
+def draw(runs: list[Run], path: Path, result: str) -> None:
+    """Draw the loss on held-out text over steps; the picture holds the hash of its run's result.json."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for run in runs:
         axes.plot(list(run.losses), list(run.losses.values()), label=run.way.name, **run.way.look)
     axes.set(xlabel="step of fine-tuning", ylabel="loss on held-out text", title="One bfloat16 checkpoint, four ways")
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, metadata={"Data": hashlib.sha256(result.encode()).hexdigest()})
     plt.close(figure)
 
 
@@ -251,8 +252,9 @@ def main() -> None:
     text = f"{table(found)}\n\n{remarks(found)}\n"
     print(f"\n{text}")
     (options.out / "table.md").write_text(text, encoding="utf-8")
-    (options.out / "result.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    draw(runs, options.out / "loss.png")
+    written = json.dumps(found, indent=1) + "\n"
+    (options.out / "result.json").write_text(written, encoding="utf-8")
+    draw(runs, options.out / "loss.png", written)
     print(f"Plot: {options.out / 'loss.png'}")
 
 

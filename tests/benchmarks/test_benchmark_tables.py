@@ -1,4 +1,4 @@
-"""What the benchmarks' results say: figures, intervals and controls, and the tables that are made of them."""
+"""Figures, intervals and controls of committed results, and the tables and pictures that are made of them."""
 
 import json
 import socket
@@ -13,7 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import charts, engines, estimate, states, tables  # noqa: E402
+from benchmarks import charts, engines, estimate, stamps, states, tables  # noqa: E402
 from benchmarks.comparisons import COMPARISONS  # noqa: E402
 from benchmarks.estimate import Estimate  # noqa: E402
 from benchmarks.results import Results, read  # noqa: E402
@@ -27,6 +27,33 @@ def test_a_page_says_what_the_results_say(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert tables.replaced(text, FOLDER) == text, "run `make bench-tables`"
     assert "benchmarks" in text and text.count(": begin -->") >= 1
+
+
+def test_pictures_are_as_new_as_their_results() -> None:
+    made = charts.drawn_from(tables.load(FOLDER), FOLDER)
+    assert made and set(FOLDER.glob("*.png")) == set(made)
+    for path, results in made.items():
+        assert stamps.read(path) == stamps.of_results(results), f"{path.name} is older than its data: make bench-tables"
+
+
+def test_the_picture_of_fine_tuning_is_of_the_run_in_the_table() -> None:
+    result = tables.FINETUNED.read_text(encoding="utf-8")
+    assert stamps.read(tables.FINETUNED.with_suffix(".png")) == stamps.of_text(result)
+
+
+def test_a_stamp_follows_every_number(tmp_path: Path) -> None:
+    before, after = bert({"fp32": [1.0, 2.0]}), bert({"fp32": [1.0, 2.1]})
+    assert stamps.of_results([before]) == stamps.of_results([bert({"fp32": [1.0, 2.0]})]) != stamps.of_results([after])
+    before.write(tmp_path / "bert.json")
+    again = read(tmp_path / "bert.json", before.workload)
+    assert stamps.of_results([again]) == stamps.of_results([read(tmp_path / "bert.json", before.workload)])
+    assert stamps.read(ROOT / "examples" / "results" / "digits.png") is None
+
+
+def test_no_page_has_a_cell_without_a_number() -> None:
+    for page in (*tables.PAGES, engines.PAGE):
+        rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+        assert not [row for row in rows if tables.NOT_MEASURABLE in row]
 
 
 def test_every_block_is_shown_somewhere() -> None:
@@ -62,7 +89,8 @@ LOSSES = json.loads((ROOT / "benchmarks/results/states-cpu.json").read_text())["
 
 
 def test_the_page_has_the_table() -> None:
-    page = (ROOT / "docs/explanation/optimizer-states.md").read_text(encoding="utf-8")
+    page = tables.STATES.read_text(encoding="utf-8")
+    assert tables.replaced_states(page) == page
     block = page.partition("<!-- states -->\n")[2].partition("\n<!-- end of states -->")[0]
     assert block.splitlines() == list(states.table(LOSSES))
 
@@ -148,8 +176,10 @@ def test_no_figure_is_shown_where_a_control_does_not_hold_or_is_missing(control:
     results = bert({**STEADY, **control})
     assert not results.is_measurable()
     assert tables.relative(results, "o2_bf16", "fp32") == "not measurable here"
-    shown = tables.pairs({"bert": bert({**STEADY, **control, "hand_bf16": [1.0] * 5})})
-    assert "not measurable here" in shown and "0.50" not in shown
+    found = {"bert": bert({**STEADY, **control, "hand_bf16": [1.0] * 5})}
+    for shown in (tables.pairs(found), tables.training(found, FOLDER, "bfloat16")):
+        assert shown == "Left out, not measurable here (a control is not within [0.97, 1.03]): bert."
+    assert charts.drawn_from(found, FOLDER) == {}
 
 
 def test_a_contender_that_fails_once_is_missing_with_its_reason() -> None:

@@ -121,6 +121,13 @@ def test_every_public_name_is_on_the_reference_page() -> None:
     assert not plugs - {name.split(".")[1] for name in listed if name.startswith("integrations.")}
 
 
+def test_every_row_of_the_reference_page_leads_to_a_heading_of_its_own() -> None:
+    page = TEXTS[DOCS / "reference/api.md"]
+    led_to = re.findall(r"^\| \[`\w+`\]\(#(\S+)\)", page, re.M)
+    headings = [title.lower().replace(" ", "-") for title in re.findall(r"^### (.+)$", page, re.M)]
+    assert led_to == headings and len(set(led_to)) == len(led_to) > 40
+
+
 def links(page: Path) -> set[Path]:
     """The pages that a page links to, in its text or in its table of contents."""
     text = TEXTS[page]
@@ -168,6 +175,62 @@ def test_commands_are_found() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(TEXTS[README].splitlines()) <= 200
+
+
+def test_the_first_screen_answers_what_it_is_for() -> None:
+    screen = "\n".join(TEXTS[README].splitlines()[:40])
+    for part in (
+        'mpinit.initialize(model, optimizer, opt_level="O5", master_weights="split")',
+        "weights that never moved",
+        "with masters, all of it",
+        "mpinit audit",
+        '`opt_level="O2"`',
+        "apex",
+    ):
+        assert part in screen, part
+
+
+def test_a_decay_of_0_999_does_not_change_a_bfloat16_average() -> None:
+    weight, average = torch.tensor([1.01], dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)
+    assert torch.equal(average.clone().mul_(0.999).add_(weight, alpha=0.001), average)
+    with pytest.raises(RuntimeError, match="expected dtype float for `end` but got dtype c10::BFloat16"):
+        average.float().lerp_(weight, 0.001)
+
+
+def test_the_home_has_eight_entries_and_leaves_the_list_of_messages_to_searches() -> None:
+    home = TEXTS[DOCS / "index.md"]
+    assert len(re.findall(r"^\| [a-z].* \| \[.*\]\(", home, re.M)) == 8
+    toctrees = "".join(re.findall(r"```\{toctree\}(.*?)```", home, re.S))
+    assert "all-messages" not in toctrees and "(reference/all-messages.md)" in home
+    assert TEXTS[DOCS / "reference/all-messages.md"].startswith("---\norphan: true\n---\n")
+
+
+def test_the_decision_tree_asks_eight_questions_and_the_glossary_has_20_terms() -> None:
+    questions = re.findall(r"^## (\d)\. .*\?$", TEXTS[DOCS / "which-do-i-need.md"], re.M)
+    assert questions == list("12345678")
+    terms = re.findall(r"^\| \*\*(.+?)\*\* \|", TEXTS[DOCS / "reference/glossary.md"], re.M)
+    assert len(terms) == 20 and terms == sorted(terms, key=str.lower)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that a repository's page has for its headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    titles = [re.sub(r"[*`]|\]\(.*?\)|\[", "", title).lower() for title in re.findall(r"^#+ (.+)$", text, re.M)]
+    return {re.sub(r"[^\w -]", "", title).replace(" ", "-") for title in titles}
+
+
+# `make docs` compares the anchors of the site; those of api.md are autodoc's.
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "api.md"], ids=lambda page: page.name)
+def test_anchors_hold_on_a_repository_page(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", TEXTS[page]):
+        if not target.endswith("api.md"):
+            assert anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
+
+
+def test_the_tour_runs_from_top_to_bottom_as_the_package_check_runs_it() -> None:
+    source = runpy.run_path(str(ROOT / ".ci/package.py"))["tour"]()
+    assert source.startswith("import copy") and "mpinit.float32_weights" in source
+    exec(compile(source, "README's tour", "exec"), {"__name__": "__main__"})
 
 
 def test_a_framework_takes_six_lines() -> None:
@@ -304,9 +367,16 @@ def test_the_page_shows_what_exponents_say(figures: dict[str, Any], tmp_path: Pa
     # Numbers differ from one processor's kernels to another's, and with so few steps; what they are of does not.
     assert re.sub(r"[\d.,]+(e\+\d+)?", "N", figures["said_of"](found)) == re.sub(r"[\d.,]+(e\+\d+)?", "N", shown[1])
     assert f"{found.numel():,} gradients" in shown[1]
-    picture = tmp_path / "gradients.png"
+    stamps, committed, picture = figures["stamps"], DOCS / "_static" / "gradients.png", tmp_path / "gradients.png"
+    assert stamps.read(committed) == stamps.of_text(shown[1]), "the picture is of another run: make bench-tables"
     figures["draw"](found, picture)
-    assert picture.read_bytes()[:4] == (DOCS / "_static" / "gradients.png").read_bytes()[:4] == b"\x89PNG"
+    assert stamps.read(picture) == stamps.of_text(figures["said_of"](found))
+
+
+def test_the_picture_of_masters_is_as_new_as_its_data(figures: dict[str, Any]) -> None:
+    measured = (DOCS / "measured" / "masters.json").read_text(encoding="utf-8")
+    stamps = figures["stamps"]
+    assert stamps.read(DOCS / "_static" / "masters.png") == stamps.of_text(measured), "run: make bench-tables"
 
 
 FIGURES = {
