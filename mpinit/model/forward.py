@@ -8,7 +8,7 @@ import inspect
 import types
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -25,7 +25,9 @@ from .entry_points import ArgumentNames, entry_points
 from .forward_weights import ForwardWeights
 from .selection import Selection
 
-_ABSENT: Final = object()
+
+class _Absent:
+    """The default of an argument that was not passed: a class, which cloudpickle and dill pickle by its name."""
 
 
 class PatchedForward:
@@ -138,19 +140,27 @@ class PatchedForward:
         state = {name: getattr(self, name) for name in self.__slots__ if name != "__weakref__"}
         return None, {**state, "owner": None}
 
+    def __reduce_package__(self, exporter: object) -> NoReturn:
+        """Refuse torch.package, which calls this: a package's own classes are no modules of this package's."""
+        raise RuntimeError(
+            f"torch.package cannot save this {type(self.module).__name__}, whose forward mpinit.initialize has "
+            "patched: save model.state_dict(), and package a model of the same class that was never initialised, or "
+            "call mpinit.undo on the model first"
+        )
 
-def _run(self: PatchedForward, first: Any = _ABSENT, /, *args: Any, **kwargs: Any) -> Any:
+
+def _run(self: PatchedForward, first: Any = _Absent, /, *args: Any, **kwargs: Any) -> Any:
     # The fast path: every call of a patched module runs this, with one argument nearly always.
     if current_forward.dtype is self.boundary.inner_dtype and (self.weights is None or self.weights.are_in()):
-        if self.is_direct and not args and not kwargs and first is not _ABSENT:
+        if self.is_direct and not args and not kwargs and first is not _Absent:
             module = self.module
             return type(module).forward(module, first)
         is_inside = self.is_part or current_forward.module is self.module
     else:
         is_inside = False
     if is_inside:
-        return self._inner()(*(args if first is _ABSENT else (first, *args)), **kwargs)
-    return self._from_outside(args if first is _ABSENT else (first, *args), kwargs)
+        return self._inner()(*(args if first is _Absent else (first, *args)), **kwargs)
+    return self._from_outside(args if first is _Absent else (first, *args), kwargs)
 
 
 def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
