@@ -17,14 +17,14 @@ from torch.optim import Optimizer
 from . import functions
 from .basics.dtypes import LOWER_PRECISION, is_lower_precision
 from .basics.modules import ModelIndex, Names, modules_of
-from .basics.patching import Undo, UndoStack
+from .basics.patching import Undo, UndoStack, for_each
 from .basics.wrappers import unwrapped
 from .distributed.sharding import gather_in, is_distributed, reshard
 from .masters.codecs.bfloat16 import BFloat16
 from .masters.codecs.codec import Codec
 from .masters.codecs.minifloat import Minifloat
 from .masters.full import FullMasters
-from .masters.masters import IN_FLOAT32
+from .masters.masters import IN_FLOAT32, Master
 from .masters.split import SplitMasters
 from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
@@ -249,33 +249,49 @@ class Session:
                     self._patch(managed, undos)
                 self._undos.push(undos.unwind)
 
+    def _remove_optimizer(self, optimizer: Optimizer) -> None:
+        self.optimizers[:] = [each for each in self.optimizers if each is not optimizer]
+
     def _forget(self, optimizer: Optimizer) -> None:
         self._managed.pop(optimizer, None)
         self._members[:] = [members for members in self._members if members.optimizer is not optimizer]
 
     def _give_masters_up(self) -> None:
         """Weights get their masters' bits; called again it goes on."""
-        for master in self.masters:
-            # A 16-bit weight keeps its master's bits, unless the set-up failed: then it is left as it came.
-            keeps_bits = self.is_live and is_lower_precision(master.original_dtype)
-            self.masters.restore(master, torch.float32 if keeps_bits else master.original_dtype)
-            self.masters.discard(master)
+        for_each(self._restore, list(self.masters))
+
+    def _restore(self, master: Master) -> None:
+        # A 16-bit weight keeps its master's bits, unless the set-up failed: then it is left as it came.
+        keeps_bits = self.is_live and is_lower_precision(master.original_dtype)
+        self.masters.restore(master, torch.float32 if keeps_bits else master.original_dtype)
+        self.masters.discard(master)
 
     def undo(self) -> None:
-        """Take back everything ``apply`` did; the session ends. Interrupted, it can be called again and goes on."""
+        """Take back everything ``apply`` did; the session ends.
+
+        Where a part of it raises the others are taken back all the same, and the error is raised at the end. Called
+        again it tries that part again.
+        """
         if not self._is_ending:
             if self.masters.are_in_model:
                 raise RuntimeError(IN_FLOAT32.format("mpinit.undo()"))
             self.values.apply_writes()
             reshard([module for model in self.models for module in modules_of(model)])
+            # On the stack, which goes on with the rest where one of them raises.
+            self._undos.push(self.values.close)
             for managed in self._patched():
-                managed.gradients.end()
-            self.values.close()
+                self._undos.push(managed.gradients.end)
             self._is_ending = True
         dtypes: dict[torch.Tensor, torch.dtype] = {weight: weight.dtype for weight in _weights(self)}
         try:
             self._undos.unwind()
             self.ranks.leave(dtypes)
+        except Exception as error:
+            if len(self._undos):
+                error.add_note(
+                    f"mpinit.undo has taken back the rest of {self.describe()}: call it again for what has failed"
+                )
+            raise
         finally:
             # What has failed and could not be done again is kept for the next call.
             self.is_live = len(self._undos) > 0
@@ -334,7 +350,7 @@ class Session:
                 }
                 cast_states([optimizer], casts, undos)
                 _widen_states([optimizer], came_in)
-                failed.push(functools.partial(self.optimizers.remove, optimizer))
+                failed.push(functools.partial(self._remove_optimizer, optimizer))
                 self.optimizers.append(optimizer)
         self._undos.push(undos.unwind)
         failed.push(functools.partial(self._undos.forget, undos.unwind))

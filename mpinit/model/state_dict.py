@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, MutableSet, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
 from ..basics.logs import warn_user
 from ..basics.modules import modules_of, own_tensors
+from ..basics.patching import for_each
 from ..basics.tables import counted
+from ..basics.weak_set import WeakIdSet
 from ..distributed.sharding import is_sharded
 from . import copies
 from .float32_values import Float32Values
@@ -35,7 +37,7 @@ class Float32State:
         # The dict that the state dict at hand is put into, and the entries made for it by the id of their tensor.
         self._destination: weakref.ref[Any] | None = None
         self._made: dict[int, torch.Tensor] = {}
-        self._modules: MutableSet[nn.Module] = weakref.WeakSet()
+        self._modules: WeakIdSet[nn.Module] = WeakIdSet()
         self._newcomers: RemovableHandle | None = None
         # Its negative is the other hook's key, which a process's first handle, 0, has not.
         self.key = RemovableHandle(OrderedDict()).id or RemovableHandle(OrderedDict()).id
@@ -54,9 +56,11 @@ class Float32State:
         """Take the hooks away, however many there are by now."""
         if self._newcomers is not None:
             self._newcomers.remove()
-        for module in list(self._modules):
-            self.leave(module)
-            self._modules.discard(module)
+        for_each(self._leave_for_good, list(self._modules))
+
+    def _leave_for_good(self, module: nn.Module) -> None:
+        self.leave(module)
+        self._modules.discard(module)
 
     def take_in(self, tree: nn.Module) -> None:
         """Hook a module and everything below it, where it is not hooked yet."""
