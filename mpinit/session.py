@@ -121,9 +121,9 @@ class Session:
     def begin(self) -> None:
         """Mark the session as live after its set-up, and drop what only a failed set-up needs."""
         self.is_live = True
-        if self.selection.changes:
-            self.values.casts.finish()
-        self.selection = self.selection.without_tensors()
+        changes, self.selection = self.selection.changes, self.selection.without_tensors()
+        if changes:
+            self.values.casts.finish()  # last, because an interrupted set-up needs what it drops
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
         """Whether these optimizers can be stepped as the plan says."""
