@@ -19,7 +19,7 @@ from ..basics.patching import UndoStack
 from ..plan import MasterWeightsMode, Plan
 from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
 from ..torch_internals.native_autocast import is_on
-from ..torch_internals.running import is_tracing_symbolically
+from ..torch_internals.running import is_tracing_symbolically, out_of_traces
 from .boundary import Boundary, caller_dtype, current_forward
 from .entry_points import ArgumentNames, entry_points
 from .forward_weights import ForwardWeights
@@ -99,7 +99,10 @@ class PatchedForward:
         is_inside = caller is boundary.inner_dtype
         if is_inside or current_forward.dtype is not None or torch.compiler.is_compiling():
             return self._with_weights(is_inside, args, kwargs, output_dtype)
-        if boundary.before_forward is not None:
+        if boundary.before_forward is not None and torch._C._is_tracing():
+            with out_of_traces():
+                boundary.before_forward()
+        elif boundary.before_forward is not None:
             boundary.before_forward()
         try:
             return self._with_weights(is_inside, args, kwargs, output_dtype)
