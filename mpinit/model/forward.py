@@ -12,8 +12,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..basics.dtypes import LOWER_PRECISION
+from ..basics.logs import warn_user
 from ..basics.modules import ModelIndex
 from ..basics.patching import UndoStack
 from ..plan import MasterWeightsMode, Plan
@@ -102,6 +105,8 @@ class PatchedForward:
         if boundary.before_forward is not None and torch._C._is_tracing():
             with out_of_traces():
                 boundary.before_forward()
+            if torch.onnx.is_in_onnx_export() and not self.is_part:
+                self._warn_of_onnx()
         elif boundary.before_forward is not None:
             boundary.before_forward()
         try:
@@ -111,6 +116,20 @@ class PatchedForward:
             if reason is None:
                 raise
             raise RuntimeError(reason) from error
+
+    def _warn_of_onnx(self) -> None:
+        """Warn where an ONNX file of convolutions in 16 bit is being made, which onnxruntime often refuses."""
+        boundary = self.boundary
+        narrow = boundary.casts.dtype if boundary.casts is not None else None
+        way_out = "after mpinit.undo(model)"
+        if narrow is None:
+            narrow = boundary.inner_dtype
+            way_out = "inside 'with mpinit.float32_weights(model):', or after mpinit.undo(model)"
+        if narrow in LOWER_PRECISION and any(isinstance(module, _ConvNd) for module in self.module.modules()):
+            warn_user(
+                f"this ONNX export of {type(self.module).__name__} has convolutions in {narrow}, and onnxruntime "
+                f"refuses many such files: export it {way_out}, which makes a float32 file"
+            )
 
     def _with_weights(
         self, is_inside: bool, args: tuple[Any, ...], kwargs: dict[str, Any], output_dtype: torch.dtype | None

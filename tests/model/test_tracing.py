@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +60,46 @@ def test_tensorboard_adds_the_graph_of_a_model(level: str, tmp_path: Path) -> No
     with tensorboard.SummaryWriter(str(tmp_path)) as writer:
         writer.add_graph(model, x)
     assert list(tmp_path.iterdir())
+
+
+def onnx_file(model: nn.Module, x: torch.Tensor, dynamo: bool) -> bytes:
+    """Export a model, with torch's own warnings of deprecated calls left out."""
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", message="this ONNX export")
+        torch.onnx.export(model, (x,), file, dynamo=dynamo, **({"verbose": False} if dynamo else {}))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_onnx_file_of_convolutions_runs_or_the_export_names_the_way_out(level: str, dynamo: bool) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model, x = started("cnn", level)
+    expected = model(x).float().detach()
+
+    def check(file: bytes) -> None:
+        session = runtime.InferenceSession(file)
+        found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+        torch.testing.assert_close(torch.from_numpy(found).float(), expected, atol=0.02, rtol=0.02)
+
+    ways_out = {"O0": None, "O1": "undo", "O4": "undo"}
+    way_out = ways_out.get(level, "float32_weights")
+    with warnings.catch_warnings(record=True) as caught:
+        file = onnx_file(model, x, dynamo)
+    said = [str(each.message) for each in caught]
+    if way_out is None:
+        assert not said
+        check(file)
+        return
+    # dynamo compiles the forward, in which nothing warns.
+    assert bool(said) is not dynamo and all(f"mpinit.{way_out}(model)" in message for message in said)
+    with warnings.catch_warnings(record=True) as caught:
+        if way_out == "float32_weights":
+            with mpinit.float32_weights(model):
+                check(onnx_file(model, x, dynamo))
+        mpinit.undo(model)
+        check(onnx_file(model, x, dynamo))
+    assert not caught
