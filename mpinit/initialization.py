@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from . import checks, registry
 from .basics.logs import log
-from .basics.patching import UndoStack
+from .basics.patching import UndoStack, for_each
 from .basics.tables import counted
 from .plan import make_plan
 from .session import Request, Session
@@ -174,6 +174,7 @@ def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> Non
 
     Raises:
         ValueError: an object that is not initialised (any more).
+        Exception: a part of it has failed. Everything else was taken back; call it again for the part that failed.
 
     Example:
         >>> import torch, mpinit
@@ -192,6 +193,7 @@ def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> Non
             found[session] = None
         elif owner not in registry.disabled:
             raise ValueError(f"this {type(owner).__name__} is not initialised, so there is nothing to undo")
-    for session in sorted(found, key=lambda session: -session.number):
-        session.undo()
-    registry.enable(given)
+    try:
+        for_each(Session.undo, sorted(found, key=lambda session: -session.number))
+    finally:
+        registry.enable(given)

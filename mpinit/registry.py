@@ -1,20 +1,23 @@
 """The sessions of the process, and the objects that belong to each, by weak references: no other state is global."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .basics import wrappers
+from .basics.weak_set import WeakIdSet
 from .session import Session
 
-_owners: weakref.WeakKeyDictionary[Any, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+# By identity: a module may define == over its tensors.
+_owners: MutableMapping[Any, weakref.ref[Session]] = WeakIdKeyDictionary()
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 # Optimizers and models that initialize(enabled=False) was called on: everything is a no-op for them.
-disabled: weakref.WeakSet[Any] = weakref.WeakSet()
+disabled: WeakIdSet[Any] = WeakIdSet()
 
 
 def add(session: Session) -> None:

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from . import functions
 from .basics.dtypes import LOWER_PRECISION, is_lower_precision
 from .basics.modules import ModelIndex, Names, modules_of
-from .basics.patching import Undo, UndoStack
+from .basics.patching import Undo, UndoStack, for_each
 from .distributed.sharding import gather_in, reshard
 from .masters.codecs.bfloat16 import BFloat16
 from .masters.codecs.minifloat import Minifloat
 from .masters.full import FullMasters
-from .masters.masters import IN_FLOAT32
+from .masters.masters import IN_FLOAT32, Master
 from .masters.split import SplitMasters
 from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
@@ -111,7 +111,7 @@ class Session:
         self.is_live = True
         changes, self.selection = self.selection.changes, self.selection.without_tensors()
         if changes:
-            self.values.casts.finish()  # last: until here everything can be undone
+            self.values.casts.finish()  # last, because an interrupted set-up needs what it drops
 
     def _apply(self, index: ModelIndex) -> None:
         plan, push, selected = self.plan, self._undos.push, self.selection
@@ -202,27 +202,43 @@ class Session:
 
     def _drop_masters(self) -> None:
         """Write the masters' numbers into their weights, and drop the masters; interrupted, it can be called again."""
-        for master in self.masters:
-            # A 16-bit weight keeps its master's bits, unless the set-up failed: then it gets its own back.
-            keeps_bits = self.is_live and is_lower_precision(master.original_dtype)
-            self.masters.restore(master, torch.float32 if keeps_bits else master.original_dtype)
-            self.masters.discard(master)
+        for_each(self._restore, list(self.masters))
+
+    def _restore(self, master: Master) -> None:
+        # A 16-bit weight keeps its master's bits, unless the set-up failed: then it gets its own back.
+        keeps_bits = self.is_live and is_lower_precision(master.original_dtype)
+        self.masters.restore(master, torch.float32 if keeps_bits else master.original_dtype)
+        self.masters.discard(master)
+
+    def _remove_optimizer(self, optimizer: Optimizer) -> None:
+        self.optimizers[:] = [each for each in self.optimizers if each is not optimizer]
 
     def undo(self) -> None:
-        """Undo everything that ``apply`` did, which ends the session; interrupted, it can be called again."""
+        """Undo everything that ``apply`` did, which ends the session.
+
+        Where a part of it raises, the others are undone all the same, and the error is raised at the end. Called again
+        it tries that part again.
+        """
         if not self._is_ending:
             if self.masters.are_in_model:
                 raise RuntimeError(IN_FLOAT32.format("mpinit.undo()"))
             self.values.apply_writes()
             reshard([module for model in self.models for module in modules_of(model)])
+            # On the stack, which goes on with the rest where one of them raises.
+            self._undos.push(self.values.close)
             for managed in self.managed.patched():
-                managed.gradients.end()
-            self.values.close()
+                self._undos.push(managed.gradients.end)
             self._is_ending = True
         dtypes: dict[torch.Tensor, torch.dtype] = {p: p.dtype for p in self.managed.initialized.parameters()}
         try:
             self._undos.unwind()
             self.ranks.end(dtypes)
+        except Exception as error:
+            if len(self._undos):
+                error.add_note(
+                    f"mpinit.undo has undone the rest of {self.describe()}: call it again for what has failed"
+                )
+            raise
         finally:
             # What has failed and could not be done again is kept for the next call.
             self.is_live = len(self._undos) > 0
@@ -268,7 +284,7 @@ class Session:
                 }
                 cast_states([optimizer], casts, undos)
                 _widen_states([optimizer], original_dtypes)
-                failed.push(partial(self.optimizers.remove, optimizer))
+                failed.push(partial(self._remove_optimizer, optimizer))
                 self.optimizers.append(optimizer)
         self._undos.push(undos.unwind)
         failed.push(partial(self._undos.forget, undos.unwind))

@@ -2,13 +2,34 @@
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 _ABSENT: Final = object()
 
 Undo = Callable[[], None]
+Item = TypeVar("Item")
+
+
+def for_each(function: Callable[[Item], object], items: Iterable[Item]) -> None:
+    """Call a function with every item, also after it has raised; raise the first error at the end."""
+    errors: list[BaseException] = []
+    for item in items:
+        try:
+            function(item)
+        except BaseException as error:
+            errors.append(error)
+    _raise_first(errors)
+
+
+def _raise_first(errors: Sequence[BaseException]) -> None:
+    """Raise the first error, with a note of each other one that says something else."""
+    described = dict.fromkeys(f"{type(error).__name__}: {error}" for error in errors)
+    for other in list(described)[1:]:
+        errors[0].add_note(f"and {other}")
+    if errors:
+        raise errors[0]
 
 
 def _reverting(owner: Any, name: str, only: Any = _ABSENT) -> Undo:
@@ -69,9 +90,10 @@ class UndoStack:
 
         One that raises is tried once more at once, since an interruption (Ctrl-C) comes only once; where it raises
         again it is kept for the next unwinding, and the older ones run all the same. The first error is raised after
-        all have run.
+        all have run; its notes have the others that were kept.
         """
         first_error: BaseException | None = None
+        kept: list[BaseException] = []
         for index in reversed(range(len(self._undos))):
             try:
                 try:
@@ -81,10 +103,11 @@ class UndoStack:
                     self._undos[index]()
             except BaseException as error:
                 first_error = first_error or error
+                kept.append(error)
             else:
                 del self._undos[index]
         if first_error is not None:
-            raise first_error
+            _raise_first([first_error, *kept])
 
 
 class InterruptsHeld:

@@ -38,6 +38,10 @@ class _CurrentForward(threading.local):
         self.dtype: torch.dtype | None = None
         self.module: nn.Module | None = None
 
+    def __reduce__(self) -> str:
+        # By its name in this module: cloudpickle pickles a patched forward's code with the globals that it reads.
+        return "current_forward"
+
 
 current_forward: Final = _CurrentForward()
 

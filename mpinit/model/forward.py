@@ -8,23 +8,28 @@ import inspect
 import types
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
+from ..basics.dtypes import LOWER_PRECISION
+from ..basics.logs import warn_user
 from ..basics.modules import ModelIndex
 from ..basics.patching import UndoStack
 from ..plan import MasterWeightsMode, Plan
 from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
 from ..torch_internals.native_autocast import is_on
-from ..torch_internals.running import is_tracing_symbolically
+from ..torch_internals.running import is_tracing_symbolically, out_of_traces
 from .boundary import Boundary, ForwardGuard, caller_dtype, current_forward
 from .entry_points import ArgumentNames, entry_points
 from .forward_weights import ForwardWeights
 from .selection import Selection
 
-_ABSENT: Final = object()
+
+class _Absent:
+    """The default of an argument that was not passed: a class, which cloudpickle and dill pickle by its name."""
 
 
 class PatchedForward:
@@ -96,8 +101,14 @@ class PatchedForward:
         is_inside = caller is boundary.inner_dtype
         if is_inside or current_forward.dtype is not None or torch.compiler.is_compiling():
             return self._with_weights(is_inside, args, kwargs, output_dtype)
-        if boundary.guard is not None:
-            boundary.guard.before_forward()
+        guard = boundary.guard
+        if guard is not None and torch._C._is_tracing():
+            with out_of_traces():
+                guard.before_forward()
+            if torch.onnx.is_in_onnx_export() and not self.is_part:
+                self._warn_of_onnx()
+        elif guard is not None:
+            guard.before_forward()
         try:
             return self._with_weights(is_inside, args, kwargs, output_dtype)
         except RuntimeError as error:
@@ -105,6 +116,20 @@ class PatchedForward:
             if reason is None:
                 raise
             raise RuntimeError(reason) from error
+
+    def _warn_of_onnx(self) -> None:
+        """Warn where an ONNX file of convolutions in 16 bit is being made, which onnxruntime often refuses."""
+        boundary = self.boundary
+        narrow = boundary.casts.dtype if boundary.casts is not None else None
+        way_out = "after mpinit.undo(model)"
+        if narrow is None:
+            narrow = boundary.inner_dtype
+            way_out = "inside 'with mpinit.float32_weights(model):', or after mpinit.undo(model)"
+        if narrow in LOWER_PRECISION and any(isinstance(module, _ConvNd) for module in self.module.modules()):
+            warn_user(
+                f"this ONNX export of {type(self.module).__name__} has convolutions in {narrow}, and onnxruntime "
+                f"refuses many such files: export it {way_out}, which makes a float32 file"
+            )
 
     def _with_weights(
         self, is_inside: bool, args: tuple[Any, ...], kwargs: dict[str, Any], output_dtype: torch.dtype | None
@@ -137,19 +162,27 @@ class PatchedForward:
         state = {name: getattr(self, name) for name in self.__slots__ if name != "__weakref__"}
         return None, {**state, "owner": None}
 
+    def __reduce_package__(self, exporter: object) -> NoReturn:
+        """Refuse torch.package, which calls this: a package's own classes are no modules of this package's."""
+        raise RuntimeError(
+            f"torch.package cannot save this {type(self.module).__name__}, whose forward mpinit.initialize has "
+            "patched: save model.state_dict(), and package a model of the same class that was never initialised, or "
+            "call mpinit.undo on the model first"
+        )
 
-def _run(self: PatchedForward, first: Any = _ABSENT, /, *args: Any, **kwargs: Any) -> Any:
+
+def _run(self: PatchedForward, first: Any = _Absent, /, *args: Any, **kwargs: Any) -> Any:
     # The fast path: every call of a patched module runs this, with one argument nearly always.
     if current_forward.dtype is self.boundary.inner_dtype and (self.weights is None or self.weights.are_in()):
-        if self.is_direct and not args and not kwargs and first is not _ABSENT:
+        if self.is_direct and not args and not kwargs and first is not _Absent:
             module = self.module
             return type(module).forward(module, first)
         is_inside = self.is_part or current_forward.module is self.module
     else:
         is_inside = False
     if is_inside:
-        return self._inner()(*(args if first is _ABSENT else (first, *args)), **kwargs)
-    return self._from_outside(args if first is _ABSENT else (first, *args), kwargs)
+        return self._inner()(*(args if first is _Absent else (first, *args)), **kwargs)
+    return self._from_outside(args if first is _Absent else (first, *args), kwargs)
 
 
 def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:

@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, MutableSet, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
 from ..basics.logs import warn_user
 from ..basics.modules import modules_of, own_tensors
+from ..basics.patching import for_each
 from ..basics.tables import counted
+from ..basics.weak_set import WeakIdSet
 from ..distributed.sharding import is_sharded
 from . import copies
 from .float32_values import Float32Values
@@ -34,7 +36,7 @@ class Float32State:
         # The dict that the state dict at hand is put into, and the entries made for it by the id of their tensor.
         self._destination: weakref.ref[Any] | None = None
         self._made: dict[int, torch.Tensor] = {}
-        self._modules: MutableSet[nn.Module] = weakref.WeakSet()
+        self._modules: WeakIdSet[nn.Module] = WeakIdSet()
         self._registrations: RemovableHandle | None = None
         # Its negative is the key of the other hook: 0, of the first handle of a process, has none.
         self.key = RemovableHandle(OrderedDict()).id or RemovableHandle(OrderedDict()).id
@@ -54,9 +56,11 @@ class Float32State:
         """Remove the hooks from every module that has them by now."""
         if self._registrations is not None:
             self._registrations.remove()
-        for module in list(self._modules):
-            copies.remove_hooks(module, self.key, self._originals)
-            self._modules.discard(module)
+        for_each(self._remove_from, list(self._modules))
+
+    def _remove_from(self, module: nn.Module) -> None:
+        copies.remove_hooks(module, self.key, self._originals)
+        self._modules.discard(module)
 
     def add_hooks(self, tree: nn.Module) -> None:
         """Hook a module and everything below it, where it is not hooked yet."""

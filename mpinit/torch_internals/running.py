@@ -1,6 +1,7 @@
 """Ask torch for its present mode (tracing, backward, graph capture), and for costs of a device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import torch
@@ -37,6 +38,20 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     """
     queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
     queue(lambda: queue(callback))
+
+
+@contextmanager
+def out_of_traces() -> Iterator[None]:
+    """Let torch.jit.trace record nothing inside the block: what runs there belongs to no graph.
+
+    Work that is done once would be in the first of two graphs of a model, and torch.jit.trace compares two.
+    """
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
 def is_eager() -> bool:

@@ -1,0 +1,105 @@
+"""Traces of initialised models: torch.jit.trace with its own check, TensorBoard's graphs, ONNX files."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CASES
+from torch import nn
+
+import mpinit
+
+LEVELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{level: (level, {}) for level in ("O0", "O1", "O2", "O3", "O4", "O5")},
+    "split": ("O5", {"master_weights": "split"}),
+    "model": ("O5", {"master_weights": "model"}),
+}
+# torch.jit.trace is deprecated in newer versions; LSTM and TransformerEncoder warn of their own Python branches.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`?torch.jit"),
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+]
+
+
+def started(network: str, level: str) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model = CASES[network].build()
+    name, more = LEVELS[level]
+    mpinit.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), name, verbosity=0, **more)
+    return model.eval(), next(CASES[network].data())[0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("network", ["cnn", "unet", "lstm"])  # torch's check fails for a plain TransformerEncoderLayer
+def test_the_first_trace_of_a_model_passes_torch_s_check(network: str, level: str) -> None:
+    model, x = started(network, level)
+    traced = torch.jit.trace(model, x)
+    assert torch.equal(traced(x), model(x))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_write_before_a_trace_counts_and_is_in_no_graph(level: str) -> None:
+    model, x = started("cnn", level)
+    with torch.no_grad():
+        bias = model.state_dict()["head.bias"]
+        bias.add_(1)
+    traced = torch.jit.trace(model, x)
+    assert torch.equal(traced(x), model(x))
+    assert torch.equal(model.head.bias, bias.to(model.head.bias.dtype))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_tensorboard_adds_the_graph_of_a_model(level: str, tmp_path: Path) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    model, x = started("cnn", level)
+    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
+        writer.add_graph(model, x)
+    assert list(tmp_path.iterdir())
+
+
+def onnx_file(model: nn.Module, x: torch.Tensor, dynamo: bool) -> bytes:
+    """Export a model, with torch's own warnings of deprecated calls left out."""
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", message="this ONNX export")
+        torch.onnx.export(model, (x,), file, dynamo=dynamo, **({"verbose": False} if dynamo else {}))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_onnx_file_of_convolutions_runs_or_the_export_names_the_way_out(level: str, dynamo: bool) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model, x = started("cnn", level)
+    expected = model(x).float().detach()
+
+    def check(file: bytes) -> None:
+        session = runtime.InferenceSession(file)
+        found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+        torch.testing.assert_close(torch.from_numpy(found).float(), expected, atol=0.02, rtol=0.02)
+
+    ways_out = {"O0": None, "O1": "undo", "O4": "undo"}
+    way_out = ways_out.get(level, "float32_weights")
+    with warnings.catch_warnings(record=True) as caught:
+        file = onnx_file(model, x, dynamo)
+    said = [str(each.message) for each in caught]
+    if way_out is None:
+        assert not said
+        check(file)
+        return
+    # dynamo compiles the forward, in which nothing warns.
+    assert bool(said) is not dynamo and all(f"mpinit.{way_out}(model)" in message for message in said)
+    with warnings.catch_warnings(record=True) as caught:
+        if way_out == "float32_weights":
+            with mpinit.float32_weights(model):
+                check(onnx_file(model, x, dynamo))
+        mpinit.undo(model)
+        check(onnx_file(model, x, dynamo))
+    assert not caught
