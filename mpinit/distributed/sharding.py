@@ -16,7 +16,7 @@ _TENSOR_DETACH: Final[Any] = torch.Tensor.detach
 _TENSOR_DATA: Final[Any] = torch.Tensor.data  # not the one of a parameter, which may be watched
 
 
-# Whether this process belongs to a process group. torch's own function, as it is asked in every forward and step.
+# Return whether this process belongs to a process group: torch's own function, because every forward and step calls it.
 is_distributed: Final[Callable[[], bool]] = torch.distributed.is_initialized if _CAN_BE_DISTRIBUTED else lambda: False
 
 
@@ -109,7 +109,7 @@ def _groups(modules: Collection[nn.Module]) -> list[Any]:
     for module in modules:
         if is_managed_by_fsdp(module):
             state: Any = module._get_fsdp_state()  # type: ignore[operator]
-            # torch 2.11 knows one group of a module, or None; from 2.12 on it is a list of any length.
+            # torch 2.11 has one group of a module, or None; from 2.12 on it is a list of any length.
             if hasattr(state, "_fsdp_param_groups"):
                 groups += state._fsdp_param_groups
             elif state._fsdp_param_group is not None:
@@ -118,14 +118,14 @@ def _groups(modules: Collection[nn.Module]) -> list[Any]:
 
 
 def reshard(modules: Collection[nn.Module]) -> bool:
-    """Let FSDP put the shards back on the modules, where a forward has put the gathered weights, failed or not.
+    """Let FSDP restore the shards on modules that have gathered weights since a forward, also a failed one.
 
     Returns:
         Whether FSDP manages any of the modules.
     """
     groups = _groups(modules)
     for group in groups:
-        # After an exception FSDP takes itself to be inside of the forward still, and does not reshard.
+        # After an exception FSDP's state is still that of a forward, and it does not reshard.
         group._training_state = type(group._training_state).IDLE
         group.reshard()
     return bool(groups)

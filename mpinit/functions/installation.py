@@ -88,8 +88,8 @@ class Installation:
         sessions = self._sessions.values()
         # The namespaces are one: the stricter policy and the wider permission hold for all.
         needs = any(is_apex for is_apex, _ in sessions), any(allows for _, allows in sessions)
-        stands = needs == self._installed if sessions else not self._undos
-        if stands:
+        is_installed = needs == self._installed if sessions else not self._undos
+        if is_installed:
             return
         self._installed = None
         self._undos.unwind()
@@ -107,7 +107,7 @@ class Installation:
         for registration in REGISTERED:
             self._set(registration.owner, registration.name, _registered_wrapper(registration))
         for owner, name, function in _wrappers(needs):
-            if (id(owner), name) not in self._originals:  # a registration has the last word
+            if (id(owner), name) not in self._originals:  # a registration has precedence
                 self._set(owner, name, function)
 
     def _bound_before(self) -> Iterator[tuple[str, str]]:

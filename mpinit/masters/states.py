@@ -34,7 +34,7 @@ class EncodedStates:
         self,
         members: Sequence[tuple[torch.Tensor, dict[Any, Any]]],
         kept: frozenset[str],
-        taken: dict[tuple[int, Any], EncodedState],
+        codes: dict[tuple[int, Any], EncodedState],
     ) -> None:
         """Replace float32 tensors by codes, unless a parameter's gradient is sparse: a step uses little of its state.
 
@@ -50,7 +50,7 @@ class EncodedStates:
                     continue
                 encoded = made.get(id(value))
                 if encoded is None:
-                    part, encoded = shard(value), taken.get((id(state), key))
+                    part, encoded = shard(value), codes.get((id(state), key))
                     # Two entries may have been one.
                     if encoded is None or id(encoded) in used or encoded.stride() != part.stride():
                         encoded = EncodedState.of(part, self.codec)
@@ -63,13 +63,13 @@ class EncodedStates:
 
 def decode(state: dict[Any, Any]) -> dict[Any, EncodedState]:
     """Replace codes by float32 tensors, and return the codes; one tensor under two names stays one."""
-    taken = {key: encoded for key, value in state.items() if (encoded := encoded_part(value)) is not None}
+    codes = {key: encoded for key, value in state.items() if (encoded := encoded_part(value)) is not None}
     numbers: dict[int, Any] = {}
-    for key, encoded in taken.items():
+    for key, encoded in codes.items():
         if id(encoded) not in numbers:
             numbers[id(encoded)] = with_numbers(state[key])
         state[key] = numbers[id(encoded)]
-    return taken
+    return codes
 
 
 def shown(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -240,19 +240,19 @@ class Boundary:
         """Do the same for one tensor in a third of the time; norms kept in float32 are called often."""
         passed = given.to(self.inner_dtype) if given.is_floating_point() else given
         version = passed._version if passed is not given and not passed.is_inference() else None
-        stands = version is not None
+        keeps_identity = version is not None
         try:
             output = self.call_inside(module, function, (passed,), {})
         finally:
-            if stands and passed._version != version:
-                stands = write_elements(given, passed)
+            if keeps_identity and passed._version != version:
+                keeps_identity = write_elements(given, passed)
         if output_dtype is None:
             return output
-        if output is passed and stands:
+        if output is passed and keeps_identity:
             output = given
         if type(output) is torch.Tensor:
             return output.to(output_dtype) if output.is_floating_point() else output
-        return TreeCast(output_dtype, {id(passed): given} if stands else None)(output)
+        return TreeCast(output_dtype, {id(passed): given} if keeps_identity else None)(output)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is no part of the session that made the original.

@@ -1,7 +1,7 @@
-"""Functions of torch's own operations that are compiled for a GPU where that pays, and give the same bits where not.
+"""Functions of torch's operations, compiled on a GPU where that is faster, with the same bits.
 
 Twenty operations over a tensor read and write it twenty times; compiled they are one loop. On a CPU ``one_pass.cpp``
-does the same, and what is between operations stays in its cache.
+does the same; without it rows are computed in chunks that stay in the cache.
 """
 
 import warnings
@@ -13,19 +13,19 @@ import torch
 from ..basics.logs import log
 from .running import is_capturing, works_within_a_cache
 
-# Compiling takes some seconds: about as long as this many rows of 128 numbers take without.
+# Compiling lasts some seconds: as long as this many rows of 128 numbers without it.
 _WORTH_ROWS: Final = 1 << 20
-# Rows worked on at a time where that keeps them in a cache; what is left over goes with the last.
+# Rows computed at a time where they stay in a cache; the last chunk includes the remainder.
 _CHUNK_ROWS: Final = 2048
 
 
 class CompiledKernel:
     """A function that writes into some of its arguments, row by row.
 
-    It is compiled for a device's kind once it has been called on enough rows there, and tried on the numbers at hand:
-    where what comes out is not the same to the bit, or there is no compiler, it runs as it is. It takes tensors of two
-    dimensions, of as many rows each, and of one, the same for every row. It reads nothing that it writes to, so that it
-    may be run again.
+    It is compiled for a device type after it was called on enough rows there, and compared on the present arguments.
+    Where the result differs in a bit, or there is no compiler, it runs uncompiled. Arguments are tensors of two
+    dimensions, with equal numbers of rows, and of one dimension, the same for every row. The function reads nothing
+    that it writes to, so that it may run twice.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -39,7 +39,7 @@ class CompiledKernel:
             ends = [*range(_CHUNK_ROWS, rows - _CHUNK_ROWS + 1, _CHUNK_ROWS), rows]
             for begin, end in zip([0, *ends], ends, strict=False):
                 self._function(*(a[begin:end] if a.dim() == 2 else a for a in arguments))
-        # Inside of a dispatch mode, one that counts operations say, what torch has compiled raises.
+        # Compiled functions raise inside a dispatch mode (one that counts operations).
         elif is_capturing() or torch._C._len_torch_dispatch_stack() or not self._runs_compiled(device.type, arguments):
             self._function(*arguments)
 
@@ -56,13 +56,13 @@ class CompiledKernel:
                 compiled(*arguments)
             return compiled is not None
         except Exception as error:
-            # In the middle of a step: the compiler was switched off since, or is forbidden to compile once more.
+            # In the middle of a step: the compiler was switched off, or its recompile limit was reached.
             log.info("a kernel runs as it is from here on: %s", str(error).partition("\n")[0])
             self._compiled[kind] = None
             return False
 
     def _proved(self, arguments: Sequence[torch.Tensor]) -> Callable[..., Any] | None:
-        # What is "compiled" where dynamo is off is the function, in one piece.
+        # With dynamo off torch.compile returns the function itself.
         if torch._dynamo.config.disable:
             return None
         compiled = torch.compile(self._function, dynamic=True, fullgraph=True, options={"compile_threads": 1})

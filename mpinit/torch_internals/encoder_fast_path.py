@@ -22,7 +22,7 @@ from ..basics.patching import UndoStack
 
 _FUSED: Final = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
-# Who keeps the path off, and when. One patch serves all: patches undone in any order would leave one behind.
+# Conditions under which the path is off. One patch serves all: several, undone in any order, would not restore torch.
 _reasons: Final[dict[object, Callable[[], bool]]] = {}
 _patch: Final = UndoStack()
 

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What stands in for the number of a node that has none, accumulating a leaf's gradient.
+# Numbers from here on mark nodes that accumulate a leaf's gradient: they have no number of their own.
 _NO_NUMBER: Final = 2**63
 
 Run = Callable[[], Any]
@@ -97,7 +97,7 @@ _BETWEEN: Final = tuple(f"{_TORCH}/{name}" for name in ("_dynamo/", "_compile.py
 
 @dataclass(frozen=True)
 class Caller:
-    """Where an operation was asked for; ``called`` is "float" in ``x.float()``, "" for an operator like ``@``."""
+    """The call of an operation; ``called`` is "float" in ``x.float()``, "" for an operator like ``@``."""
 
     file: str
     line: int
