@@ -210,9 +210,6 @@ class Session:
         self.masters.restore(master, torch.float32 if keeps_bits else master.original_dtype)
         self.masters.discard(master)
 
-    def _remove_optimizer(self, optimizer: Optimizer) -> None:
-        self.optimizers[:] = [each for each in self.optimizers if each is not optimizer]
-
     def undo(self) -> None:
         """Undo everything that ``apply`` did, which ends the session.
 
@@ -284,7 +281,7 @@ class Session:
                 }
                 cast_states([optimizer], casts, undos)
                 _widen_states([optimizer], original_dtypes)
-                failed.push(partial(self._remove_optimizer, optimizer))
+                failed.push(partial(_remove, self.optimizers, optimizer))
                 self.optimizers.append(optimizer)
         self._undos.push(undos.unwind)
         failed.push(partial(self._undos.forget, undos.unwind))
@@ -321,6 +318,11 @@ def _encoded_states(plan: Plan) -> EncodedStates | None:
     """Return the encoding of optimizer states; None where they are float32."""
     name = plan.properties.optimizer_state
     return None if name == "float32" else EncodedStates(Minifloat() if name == "int8" else BFloat16())
+
+
+def _remove(optimizers: list[Optimizer], optimizer: Optimizer) -> None:
+    """Remove an optimizer from a list by identity."""
+    optimizers[:] = [each for each in optimizers if each is not optimizer]
 
 
 def _format(value: Any) -> str:

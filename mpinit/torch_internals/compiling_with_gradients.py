@@ -12,7 +12,6 @@ own words.
 """
 
 import sys
-import weakref
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -20,9 +19,10 @@ import torch
 from torch import nn
 
 from ..basics.patching import UndoStack
+from ..basics.weak_set import WeakIdSet
 from .running import current_pass
 
-_models: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+_models: Final[WeakIdSet[nn.Module]] = WeakIdSet()
 _hidden: Final[list[tuple[torch.Tensor, torch.Tensor]]] = []
 
 
