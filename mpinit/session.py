@@ -133,7 +133,7 @@ class Session:
             push(gather_in(index.names, selected.gathered))
         if plan.masters is not MasterWeightsMode.NONE:
             self._make_masters(index, targets)
-        # Late, because it is what cannot be taken back bit for bit where there are no masters.
+        # Late, because without masters no undo restores the bits that a cast drops.
         if selected.changes or len(self.masters) > 0:
             self._cast(index, targets)
         casts = self.values.casts if selected.changes else None
@@ -142,7 +142,7 @@ class Session:
             self.managed.add(optimizer, selected.holds_16_bit, self._undos)
         if plan.makes_masters:
             self.step_guard.install(self._undos)
-        push(self._drop_masters)  # first to be undone: weights may have got masters later
+        push(self._drop_masters)  # undone first: weights may have got masters later
 
     def _settings_to_compare(self) -> dict[str, str]:
         """Return what was asked for, which has to be the same on all ranks."""

@@ -1,4 +1,4 @@
-"""An initialised optimizer: the methods that are put on it, which run, skip and count its steps."""
+"""An initialised optimizer: its patched methods, which run, skip and count its steps."""
 
 import enum
 import functools
@@ -184,7 +184,7 @@ class ManagedOptimizer:
         return result
 
     def skips_step(self) -> bool:
-        """Skip the next step here and now where gradients overflowed; else return False, and ``step`` is to be called.
+        """Skip the next step now where gradients overflowed; else return False, and the caller calls ``step``.
 
         A GradScaler and Accelerate call it, because wrappers of ``step`` must not see a skipped one.
         """
@@ -238,11 +238,11 @@ class ManagedOptimizer:
         return self.members.parameters()
 
 
-# -- the methods that are put on it -----------------------------------------------------------------------------------
+# -- its patched methods ----------------------------------------------------------------------------------------------
 
 
 def patch(managed: ManagedOptimizer, states: EncodedStates | None, undos: UndoStack) -> None:
-    """Put methods on an optimizer that run its own on float32 masters.
+    """Patch an optimizer's methods, which then run on float32 masters.
 
     Args:
         states: encode the optimizer's state between steps.

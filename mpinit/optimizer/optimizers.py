@@ -1,4 +1,4 @@
-"""The optimizers of a session, those that come later, and the refusal of steps by others."""
+"""The optimizers of a session, and the refusal of steps by others."""
 
 import weakref
 from collections.abc import Iterator, Sequence
