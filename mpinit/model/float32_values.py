@@ -35,6 +35,8 @@ from ..torch_internals.running import call_after_backward, current_graph_task, r
 from .casting import TensorCasts
 from .shared_memory import is_16_bit
 
+# How many tensors an error names.
+_NAMED: Final = 12
 _FLOAT32: Final = frozenset({torch.float32})
 _BOTH: Final = (
     "the weight {0!r} and its float32 master of mpinit.master_params() were both {1}, differently: change one of the "
@@ -76,8 +78,7 @@ class Float32Values:
         self._handed_out = HandedOutMasters(masters) if isinstance(masters, FullMasters) else None
         # What was asked for last, its masters, what was handed out, and how many masters there were.
         self._last_handed_out: tuple[list[nn.Parameter], list[Master], list[nn.Parameter], int] = [], [], [], 0
-        # Parameters of blocks by the id of their 16-bit tensor: used again while they are alive.
-        self._wide: dict[int, _WideParameter] = {}
+        self.block_parameters = BlockParameters()
 
     # -- reading and loading ------------------------------------------------------------------------------------------
 
@@ -135,8 +136,8 @@ class Float32Values:
                 self._handed_out.apply_gradients()
         if self._entries:
             self._apply_entries()
-        if self._wide:
-            self._check_wide()
+        if self.block_parameters:
+            self.block_parameters.check_kept(self._names)
 
     # -- entries of state dicts ---------------------------------------------------------------------------------------
 
@@ -168,15 +169,9 @@ class Float32Values:
         self.apply_writes(with_gradients=False)
         self._agreeing = self.masters.agreeing() if isinstance(self.masters, FullMasters) else set()
 
-    def _shares_memory_with_master(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
-        master = self.masters.of(tensor)
-        if master is None or not isinstance(self.masters, FullMasters) or values.is_meta or is_sharded(tensor):
-            return False
-        return values.data_ptr() == master.parameter.data_ptr()
-
     def record_block_entry(self, wide: torch.Tensor, saved: torch.Tensor) -> None:
         """Record what a state dict saves of a parameter inside of a block, whose memory it shares until the end."""
-        tensor = next((known.tensor for known in self._wide.values() if known.alive() is wide), None)
+        tensor = self.block_parameters.tensor_of(wide)
         if tensor is not None:
             self._block_entries.append((weakref.ref(saved), saved.detach(), tensor))
 
@@ -205,14 +200,14 @@ class Float32Values:
         for entry in self._entries:
             if entry.values._version == entry.version:
                 continue
-            if self._has_moved(entry) and self._holds_present_numbers(entry):
+            if _holds_present_numbers(self, entry):
                 entry.version, entry.clock = entry.values._version, self._clock(entry.tensor)
             else:
                 written.setdefault(id(entry.tensor), []).append(entry)
         if written:
             self._check_entries(list(written.values()))
             for entries in written.values():
-                tensor, values = entries[0].tensor, self._merged(entries)
+                tensor, values = entries[0].tensor, _merge(self, entries)
                 tensor.copy_(values)
                 self.load(tensor, values)
                 for entry in entries:
@@ -226,10 +221,10 @@ class Float32Values:
             entry.version = entry.values._version
         if stale:
             names = list(dict.fromkeys(repr(self._names.of(entry.tensor)) for entry in stale))
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise RuntimeError(_STALE.format(", ".join(names[:3]) + more, "was" if len(names) == 1 else "were"))
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            raise RuntimeError(_STALE.format(", ".join(names[:_NAMED]) + more, "was" if len(names) == 1 else "were"))
         for entries in written:
-            if self._merged(entries) is None:
+            if _merge(self, entries) is None:
                 for entry in entries:
                     entry.version = entry.values._version
                 raise RuntimeError(_TWICE.format(self._names.of(entries[0].tensor)))
@@ -252,30 +247,7 @@ class Float32Values:
         if self._clock(entry.tensor) != entry.clock:
             return True
         values = self.of(entry.tensor) if entry.agreed else None
-        return values is not None and not self._shares_memory_with_master(entry.tensor, values)
-
-    def _holds_present_numbers(self, entry: "_Entry") -> bool:
-        """Return whether an entry has the numbers that its tensor means now, so that nothing is lost."""
-        values = self.of(entry.tensor)
-        present = local(entry.tensor.float() if values is None else values)
-        return present.shape == entry.values.shape and torch.equal(present, local(entry.values))
-
-    def _merged(self, entries: Sequence["_Entry"]) -> Any:
-        """Merge what was written to several entries of one tensor; None where two contradict each other."""
-        if len(entries) == 1:
-            return entries[0].values
-        values = self.of(entries[0].tensor)
-        before = local(entries[0].tensor.float() if values is None else values)
-        merged, changed = before.clone(), torch.zeros_like(before, dtype=torch.bool)
-        for entry in entries:
-            now = local(entry.values)
-            writes = ~((now == before) | (now.isnan() & before.isnan()))
-            if bool((writes & changed & (now != merged)).any()):
-                return None
-            merged, changed = torch.where(writes, now, merged), changed | writes
-        result = entries[0].values.clone()
-        local(result).copy_(merged)
-        return result
+        return values is not None and not _is_masters_memory(self.masters, entry.tensor, values)
 
     # -- masters ------------------------------------------------------------------------------------------------------
 
@@ -321,40 +293,10 @@ class Float32Values:
         """Release what was handed out: the session ends."""
         if self._handed_out is not None:
             self._handed_out.close()
-        self._entries, self._block_entries, self._wide = [], [], {}
+        self._entries, self._block_entries = [], []
+        self.block_parameters = BlockParameters()
 
     # -- parameters inside of a block ---------------------------------------------------------------------------------
-
-    def wide_parameter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Make the float32 parameter or buffer that is in the place of a 16-bit one inside of a block."""
-        master = self.masters.of(tensor)
-        if master is not None and isinstance(self.masters, FullMasters):
-            self.masters.follow(master, keeps_bits=True)
-            return master.parameter
-        values = self.of(tensor)
-        numbers = tensor.detach().float() if values is None else values.float()
-        if values is not None and numbers.data_ptr() == values.data_ptr():
-            numbers = numbers.clone()
-        wide = self._wide[id(tensor)].alive() if id(tensor) in self._wide else None
-        if wide is None:
-            wide = nn.Parameter(numbers, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else numbers
-        else:
-            TENSOR_DATA.__set__(wide, numbers)
-        self._wide[id(tensor)] = _WideParameter(weakref.ref(wide), tensor)
-        return wide
-
-    def narrow(self, tensor: torch.Tensor, wide: torch.Tensor) -> None:
-        """Set a 16-bit tensor from the float32 one that was in its place; that is emptied where it is no master."""
-        master = self.masters.of(tensor)
-        if master is not None and isinstance(self.masters, FullMasters):
-            self.masters.round(master)
-            return
-        before, values = self.of(tensor), wide.detach()
-        if not torch.equal(values, tensor.float() if before is None else before.to(values)):
-            tensor.copy_(values)
-            self.load(tensor, values)
-        TENSOR_DATA.__set__(wide, _emptied(wide))
-        self._wide[id(tensor)].version = wide._version
 
     def end_block(self, wide: Iterable[torch.Tensor]) -> None:
         """End a block: masters that were in it stay live, and its state dicts are copies from here on."""
@@ -366,16 +308,6 @@ class Float32Values:
             if handed_out() is not None:
                 self._entries.append(_Entry(handed_out, saved, saved._version, tensor, self._clock(tensor), False))
         self._block_entries = []
-
-    def _check_wide(self) -> None:
-        """Refuse writes to parameters that were kept from inside of a block that is over."""
-        self._wide = {key: known for key, known in self._wide.items() if known.alive() is not None}
-        for known in self._wide.values():
-            wide = known.alive()
-            if wide is not None and known.version not in (None, wide._version):
-                known.version = wide._version
-                TENSOR_DATA.__set__(wide, _emptied(wide))
-                raise RuntimeError(_KEPT_FROM_BLOCK.format(self._names.of(known.tensor)))
 
 
 @dataclass(slots=True)
@@ -390,6 +322,66 @@ class _WideParameter:
 def _emptied(tensor: torch.Tensor) -> torch.Tensor:
     """Make numbers of a tensor's shape that are all nan and cannot be written to."""
     return torch.full((), torch.nan, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+class BlockParameters:
+    """The float32 parameters and buffers that are in the places of 16-bit ones inside of blocks.
+
+    With full masters they are the masters. Others are made for a block, emptied after it, and used again in the next
+    one while they are alive.
+    """
+
+    def __init__(self) -> None:
+        # By the id of their 16-bit tensor.
+        self._wide: dict[int, _WideParameter] = {}
+
+    def __len__(self) -> int:
+        return len(self._wide)
+
+    def tensor_of(self, wide: torch.Tensor) -> torch.Tensor | None:
+        """Look up the 16-bit tensor in whose place one is that was made for a block."""
+        return next((known.tensor for known in self._wide.values() if known.alive() is wide), None)
+
+    def widen(self, values: Float32Values, tensor: torch.Tensor) -> torch.Tensor:
+        """Make the float32 parameter or buffer that is in the place of a 16-bit one inside of a block."""
+        master = values.masters.of(tensor)
+        if master is not None and isinstance(values.masters, FullMasters):
+            values.masters.follow(master, keeps_bits=True)
+            return master.parameter
+        own = values.of(tensor)
+        numbers = tensor.detach().float() if own is None else own.float()
+        if own is not None and numbers.data_ptr() == own.data_ptr():
+            numbers = numbers.clone()
+        wide = self._wide[id(tensor)].alive() if id(tensor) in self._wide else None
+        if wide is None:
+            wide = nn.Parameter(numbers, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else numbers
+        else:
+            TENSOR_DATA.__set__(wide, numbers)
+        self._wide[id(tensor)] = _WideParameter(weakref.ref(wide), tensor)
+        return wide
+
+    def narrow(self, values: Float32Values, tensor: torch.Tensor, wide: torch.Tensor) -> None:
+        """Set a 16-bit tensor from the float32 one that was in its place; that is emptied where it is no master."""
+        master = values.masters.of(tensor)
+        if master is not None and isinstance(values.masters, FullMasters):
+            values.masters.round(master)
+            return
+        before, now = values.of(tensor), wide.detach()
+        if not torch.equal(now, tensor.float() if before is None else before.to(now)):
+            tensor.copy_(now)
+            values.load(tensor, now)
+        TENSOR_DATA.__set__(wide, _emptied(wide))
+        self._wide[id(tensor)].version = wide._version
+
+    def check_kept(self, names: Names) -> None:
+        """Refuse writes to parameters that were kept from inside of a block that is over."""
+        self._wide = {key: known for key, known in self._wide.items() if known.alive() is not None}
+        for known in self._wide.values():
+            wide = known.alive()
+            if wide is not None and known.version not in (None, wide._version):
+                known.version = wide._version
+                TENSOR_DATA.__set__(wide, _emptied(wide))
+                raise RuntimeError(_KEPT_FROM_BLOCK.format(names.of(known.tensor)))
 
 
 @dataclass(slots=True)
@@ -411,6 +403,38 @@ class _Entry:
     tensor: torch.Tensor
     clock: tuple[int, ...]
     agreed: bool
+
+
+def _merge(values_of: Float32Values, entries: Sequence["_Entry"]) -> Any:
+    """Merge what was written to several entries of one tensor; None where two contradict each other."""
+    if len(entries) == 1:
+        return entries[0].values
+    values = values_of.of(entries[0].tensor)
+    before = local(entries[0].tensor.float() if values is None else values)
+    merged, changed = before.clone(), torch.zeros_like(before, dtype=torch.bool)
+    for entry in entries:
+        now = local(entry.values)
+        writes = ~((now == before) | (now.isnan() & before.isnan()))
+        if bool((writes & changed & (now != merged)).any()):
+            return None
+        merged, changed = torch.where(writes, now, merged), changed | writes
+    result = entries[0].values.clone()
+    local(result).copy_(merged)
+    return result
+
+
+def _holds_present_numbers(values_of: Float32Values, entry: "_Entry") -> bool:
+    """Return whether an entry has the numbers that its tensor means now, so that nothing is lost."""
+    values = values_of.of(entry.tensor)
+    present = local(entry.tensor.float() if values is None else values)
+    return present.shape == entry.values.shape and torch.equal(present, local(entry.values))
+
+
+def _is_masters_memory(masters: Masters, tensor: torch.Tensor, values: torch.Tensor) -> bool:
+    master = masters.of(tensor)
+    if master is None or not isinstance(masters, FullMasters) or values.is_meta or is_sharded(tensor):
+        return False
+    return values.data_ptr() == master.parameter.data_ptr()
 
 
 class HandedOutMasters:
@@ -527,11 +551,11 @@ class HandedOutMasters:
 
     def _apply_gradient(self, master: Master, mine: torch.Tensor | None, before: torch.Tensor | None) -> None:
         theirs = master.weight.grad
-        if mine is theirs:
-            return
+        if mine is theirs or (mine is None and theirs is not before):
+            return  # cleared on the master before a backward pass
         if before is None and theirs is not None and mine is not None:
             mine = theirs.add_(mine)  # a loss that reaches both: a penalty on masters, say
-        elif theirs is not before:
+        elif theirs is not before and theirs is not None:
             raise RuntimeError(_BOTH.format(self._table.names.of(master.weight), "given other gradients"))
         master.weight.grad = mine
 
@@ -679,7 +703,7 @@ class Float32Block:
 
     def _widen(self, tensor: torch.Tensor) -> None:
         if id(tensor) not in self.wide and is_16_bit(tensor):
-            wide = self._values.wide_parameter(tensor)
+            wide = self._values.block_parameters.widen(self._values, tensor)
             self._carried.append(_Carried(tensor, wide))
             self.wide[id(tensor)] = wide
 
@@ -706,7 +730,7 @@ class Float32Block:
             if present is not None:
                 carried.wide.copy_(present)
             carried.bring_back(present)
-            self._values.narrow(carried.tensor, carried.wide)
+            self._values.block_parameters.narrow(self._values, carried.tensor, carried.wide)
             self._carried.pop()
         for rnn in rnns:
             rnn._init_flat_weights()  # type: ignore[operator]

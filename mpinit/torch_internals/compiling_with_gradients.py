@@ -46,7 +46,7 @@ def follow_dynamo() -> None:
     """Register the callbacks of compilations; cheap where they are registered."""
     # Imported with the first optimizer of a process; before there is one there are no gradients of another dtype.
     dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is not None and _models and _hide not in dynamo.callback_handler.start_callbacks:
+    if dynamo is not None and _hide not in dynamo.callback_handler.start_callbacks and _models:
         dynamo.callback_handler.register_start_callback(_hide)
         dynamo.callback_handler.register_end_callback(_put_back)
 

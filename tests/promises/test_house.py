@@ -56,7 +56,7 @@ def test_no_constructor_has_more_than_5_arguments() -> None:
 
 
 # Classes of more than 20 methods: entries are removed as these are split.
-TOO_LARGE = {"mpinit.model.float32_values.Float32Values"}
+TOO_LARGE: set[str] = set()
 
 
 def test_no_class_of_the_core_has_more_than_20_methods() -> None:
@@ -332,7 +332,7 @@ def blocks(count: int) -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU()) for _ in range(count)))
 
 
-@pytest.mark.parametrize(("level", "set_up", "iteration"), [("O0", 20, 8), ("O2", 38, 22), ("O5", 38, 22)])
+@pytest.mark.parametrize(("level", "set_up", "iteration"), [("O0", 23, 8), ("O2", 38, 23), ("O5", 38, 23)])
 def test_a_call_enters_few_files(level: str, set_up: int, iteration: int) -> None:
     model = blocks(6)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -288,12 +288,12 @@ class Run:
                 self.step_by_hand(index)
 
     @torch.no_grad()
-    def written(self, name: str) -> None:
-        """A weight was written to."""
+    def written(self, name: str, counted: bool = True) -> None:
+        """A weight was written to, in a way that torch counts, or not: then a 0 of a split weight keeps low bits."""
         held, number = self.weight(name).detach(), self.by_hand[name]
         if self.splits(name):
             low = self.remainders.setdefault(name, remainder(number.detach()))
-            low = torch.where((held == 0) | held.isinf(), 0, low)
+            low = torch.where((held == 0) | held.isinf(), 0 if counted else low.clamp(min=0), low)
             number.copy_((held.float().view(torch.int32) + low).view(torch.float32))
         elif name in self.mastered:
             first, after = self.firsts.get(name, (number, number))

@@ -217,7 +217,7 @@ def _write(run: Run, pick: Pick, how: str) -> None:
     if at is not None:
         with torch.no_grad():
             WRITES[how](run.weight(at[0]), at[1], at[2])
-        run.written(at[0])
+        run.written(at[0], counted=how not in ("numpy", "view", "exchange"))
 
 
 def _write_master(run: Run, pick: Pick) -> None:
