@@ -229,10 +229,17 @@ class Reference:
     before: Tensor = field(init=False)
     moves: int = field(init=False)
     wrote: Tensor = field(init=False)
+    version: int = field(init=False)
 
     def hand_out(self, weight: Weight) -> None:
         """Remember what is handed out now."""
         self.before, self.moves = self.tensor.detach().clone(), weight.moves
+        self.version = self.tensor._version
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether it was written to, if only with the numbers that it had: an old one may be refused for that."""
+        return self.tensor._version != self.version or bool(self.written.any())
 
     @property
     def written(self) -> Tensor:
@@ -431,7 +438,7 @@ class Training:
 
     def pending(self, name: str) -> list[Reference]:
         """The references to a weight that were written to since the last read."""
-        return [each for each in self.references if each.name == name and bool(each.written.any())]
+        return [each for each in self.references if each.name == name and each.is_touched]
 
     def read(self, action: Callable[[], T], then: Callable[[], Any] = lambda: None) -> T:
         """Do what reads weights: writes through references count first, or are refused by name.
