@@ -121,7 +121,7 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     Between steps an optimizer's groups hold the model's own parameters, and their ``grad`` is what a step uses, so that
     clipping over these does as well. The masters are the same objects in every iteration: a list of them can be kept.
     After each backward pass a master's ``grad`` is its weight's. A master that is written to is rounded into its weight
-    before anything reads that, and a gradient that is replaced on one of the two counts for both.
+    at the next use of the model or an optimizer, and a gradient that is replaced on one of the two counts for both.
 
     Args:
         optimizer: an initialised optimizer (or, where disabled, any).
