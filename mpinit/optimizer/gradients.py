@@ -160,8 +160,7 @@ class Gradients:
         if not have_grads(self.weights):
             self.state = states.cleared(state)
         elif state.phase is Phase.SKIPPED or _are_new(self.state.checked, self.weights):
-            now = _check_plain(self.present(), found_inf.device)
-            self.state = states.checked(state, torch.minimum(found_inf, now))
+            self.state = states.checked(state, _check_plain(self.present(), found_inf.device))
 
     @torch.no_grad()
     def check(self) -> None:
