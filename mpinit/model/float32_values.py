@@ -45,7 +45,7 @@ _BOTH: Final = (
 _STALE: Final = (
     "{} of a state dict that model.state_dict() returned {} written to after the weight had moved (by a step, a load "
     "or a write): its other numbers are those of before. Entries are copies: call model.state_dict() anew and write to "
-    "that, or write inside `with mpinit.float32_weights(model)`. Nothing was changed, and this write is dropped"
+    "that, or write inside `with mpinit.float32_weights(model)`. This write is dropped"
 )
 _KEPT_FROM_BLOCK: Final = (
     "the parameter {!r} that was kept from inside `with mpinit.float32_weights(...)` was written to after the block: "

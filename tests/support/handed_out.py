@@ -478,7 +478,7 @@ class Training:
             raise error
         if not any(each.is_master for name in found for each in self.pending(name)):
             assert "state_dict()" in str(error), error
-        self.check_weights()
+            self.check_weights()
         for reference in (each for name in found for each in self.pending(name)):
             if reference.is_master:  # the way out: let it agree with its weight
                 with torch.no_grad():
@@ -524,6 +524,9 @@ class Training:
         self.references = [each for each in self.references if not any(each is entry for entry in entries)]
         allowed = [*weight.meanings, weight.now.float()]
         allowed += [torch.where(each.written, each.tensor, weight.meaning) for each in entries]
+        # A master that was written to as well may count, where an entry is refused because of it.
+        masters = [each for each in found if each.is_master]
+        allowed += [torch.where(each.wrote != each.before, each.wrote, weight.meaning) for each in masters]
         each_element = torch.stack([values == real for values in allowed]).any(0)
         assert bool(each_element.all()), f"{name} after a refusal: {real} is none of {allowed}"
         weight.follow()
