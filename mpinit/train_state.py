@@ -85,12 +85,14 @@ class TrainState:
             ``{"model": {name: tensor}, "optim": {"state": {name: {...}}, "param_groups": [...]}, "scalers": tensor}``;
             floating point weights in float32; of scalers a row each, (number of losses, 4) in float64.
         """
-        options = self._asked()
+        options, session = self._asked(), self._session()
+        if session is not None:
+            session.values.apply_writes()
         state = self._named(options)
         if options.full_state_dict and options.cpu_offload and is_distributed() and torch.distributed.get_rank() > 0:
             return {}
         if self._scalers:
-            state["scalers"] = checkpoint.scalers_as_rows(self._session())
+            state["scalers"] = checkpoint.scalers_as_rows(session)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
