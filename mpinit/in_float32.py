@@ -79,4 +79,4 @@ def _of_session(session: Session) -> Iterator[None]:
                 block.exit()
             finally:
                 session.masters.are_in_model = False
-                session.values.end_block(block.shown)
+                session.values.end_block(block.wide.values())

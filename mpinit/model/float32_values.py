@@ -205,17 +205,20 @@ class Float32Values:
             else:
                 written.setdefault(id(entry.tensor), []).append(entry)
         if written:
-            self._check_entries(list(written.values()))
-            for entries in written.values():
-                tensor, values = entries[0].tensor, _merge(self, entries)
+            for entries, values in self._check_entries(list(written.values())):
+                tensor = entries[0].tensor
                 tensor.copy_(values)
                 self.load(tensor, values)
                 for entry in entries:
                     entry.version, entry.clock = entry.values._version, self._clock(tensor)
         self._entries = [entry for entry in self._entries if entry.handed_out() is not None]
 
-    def _check_entries(self, written: Sequence[list["_Entry"]]) -> None:
-        """Refuse stale entries, and two that contradict each other; what was written to these is dropped."""
+    def _check_entries(self, written: Sequence[list["_Entry"]]) -> list[tuple[list["_Entry"], torch.Tensor]]:
+        """Refuse stale entries, and two that contradict each other; what was written to these is dropped.
+
+        Returns:
+            The entries of each tensor with the values to write to it, before any is written.
+        """
         stale = [entry for entries in written for entry in entries if self._has_moved(entry)]
         for entry in stale:
             entry.version = entry.values._version
@@ -223,11 +226,15 @@ class Float32Values:
             names = list(dict.fromkeys(repr(self._names.of(entry.tensor)) for entry in stale))
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             raise RuntimeError(_STALE.format(", ".join(names[:_NAMED]) + more, "was" if len(names) == 1 else "were"))
+        checked = []
         for entries in written:
-            if _merge(self, entries) is None:
+            values = _merge(self, entries)
+            if values is None:
                 for entry in entries:
                     entry.version = entry.values._version
                 raise RuntimeError(_TWICE.format(self._names.of(entries[0].tensor)))
+            checked.append((entries, values))
+        return checked
 
     def _clock(self, tensor: torch.Tensor, is_recorded: bool = False) -> tuple[int, ...]:
         """Read how often a tensor was written to: its versions, and how often its data was found changed."""
@@ -405,7 +412,7 @@ class _Entry:
     agreed: bool
 
 
-def _merge(values_of: Float32Values, entries: Sequence["_Entry"]) -> Any:
+def _merge(values_of: Float32Values, entries: Sequence["_Entry"]) -> torch.Tensor | None:
     """Merge what was written to several entries of one tensor; None where two contradict each other."""
     if len(entries) == 1:
         return entries[0].values
@@ -551,8 +558,9 @@ class HandedOutMasters:
 
     def _apply_gradient(self, master: Master, mine: torch.Tensor | None, before: torch.Tensor | None) -> None:
         theirs = master.weight.grad
-        if mine is theirs or (mine is None and theirs is not before):
-            return  # cleared on the master before a backward pass
+        is_cleared_before_backward = mine is None and theirs is not before
+        if mine is theirs or is_cleared_before_backward:
+            return
         if before is None and theirs is not None and mine is not None:
             mine = theirs.add_(mine)  # a loss that reaches both: a penalty on masters, say
         elif theirs is not before and theirs is not None:
@@ -691,11 +699,6 @@ class Float32Block:
                 tensors[name] = self.wide[id(tensor)]
             if found and isinstance(module, nn.RNNBase):
                 module._init_flat_weights()
-
-    @property
-    def shown(self) -> list[torch.Tensor]:
-        """The float32 tensors, in no order that counts."""
-        return list(self.wide.values())
 
     def narrow_ones(self) -> dict[int, torch.Tensor]:
         """Map the id of each float32 tensor to the 16-bit one whose place it is in."""
