@@ -47,7 +47,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Said:
 
 @pytest.fixture
 def compiles(native: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What would be compiled is copied from what the tests' session built; the compiler's commands."""
+    """Copy the libraries that the test run compiled instead of compiling; return the compiler's commands."""
     commands: list[list[str]] = []
 
     def run(command: list[str], **options: Any) -> Any:

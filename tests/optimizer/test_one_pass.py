@@ -363,7 +363,7 @@ def test_describe_says_nothing_of_it_where_it_does_nothing(monkeypatch: pytest.M
 
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where native code is looked for, by a process that has not loaded it."""
+    """Return the folder in which a process that has not loaded native code looks for it."""
     monkeypatch.delenv("MPINIT_NATIVE", raising=False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     use(monkeypatch, native_code._NOT_TRIED)

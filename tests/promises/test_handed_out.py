@@ -67,7 +67,7 @@ def clamp(tensor: Tensor) -> Tensor:
 
 
 def meanings(training: Training) -> dict[str, Tensor]:
-    """What weights mean by hand."""
+    """Compute by hand what weights mean."""
     return {name: weight.meaning.clone() for name, weight in training.by_hand.weights.items()}
 
 

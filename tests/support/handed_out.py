@@ -238,7 +238,7 @@ class Reference:
 
     @property
     def is_touched(self) -> bool:
-        """Whether it was written to, if only with the numbers that it had: an old one may be refused for that."""
+        """Tell whether it was written to, also with the numbers that it had: an old one may be refused for that."""
         return self.tensor._version != self.version or bool(self.written.any())
 
     @property
@@ -249,7 +249,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a read does about writes through references to one weight: it may refuse, it must, or neither."""
+    """Name what a read does about writes through references to one weight: may refuse, must, or neither."""
 
     may_refuse: bool
     must_refuse: bool
@@ -423,7 +423,7 @@ class Training:
 
     @property
     def trained(self) -> list[str]:
-        """Those an optimizer has, in its order."""
+        """Return the weights of the optimizer, in its order."""
         return list(self.by_hand.gradients)
 
     def weight(self, name: str) -> Any:
