@@ -160,6 +160,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the norm of all gradients the next step will use, in place; right at every level, over any meshes.
 
+    The norm is computed in float32, also of 16-bit gradients (O3, split masters), where torch's function would have it
+    in 16 bit: in float16 a norm above 65,504 is inf, and all gradients become 0.
+
     Args:
         optimizer: an initialised optimizer.
         max_norm, norm_type, error_if_nonfinite, foreach: as in ``torch.nn.utils.clip_grad_norm_``.
@@ -194,7 +197,7 @@ def clip_grad_norm_(
         parameters = session.managed.find(optimizer).gradients_to_clip()
     if process_group is not None or any(map(is_sharded, parameters)):
         return norms.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, process_group)
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    return norms.clip_own_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
 def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:

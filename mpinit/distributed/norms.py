@@ -1,15 +1,56 @@
-"""The norm of gradients over processes: plain and sharded ones, over any meshes, and of several pipeline stages."""
+"""The norm of gradients, in float32 whatever their dtype: of one process, and of shards and pipeline stages."""
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-from ..basics.dtypes import is_lower_precision
+from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
+from ..torch_internals.bulk import grads_of
 from .agreement import Group, device_for
 from .sharding import is_sharded, local, redistribute_like
+
+_NOT_FINITE: Final = (
+    "the norm of order {} of the gradients is {}, which is non-finite, so it cannot be clipped; give "
+    "error_if_nonfinite=False to let the step be skipped where that is to happen"
+)
+
+
+@torch.no_grad()
+def clip_own_grad_norm_(
+    parameters: Sequence[nn.Parameter],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> torch.Tensor:
+    """Clip the norm of gradients of this process in place; of 16-bit ones it is computed in float32.
+
+    torch computes the norm in the gradients' dtype: a norm above 65,504 is inf in float16, and all gradients become 0.
+
+    Returns:
+        The norm before clipping, 0-dimensional, float32.
+    """
+    gradients = [gradient for gradient in grads_of(parameters) if gradient is not None]
+    narrow = [gradient for gradient in gradients if gradient.dtype in LOWER_PRECISION]
+    if not narrow:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    order = float(norm_type)
+    if any(gradient.is_sparse or not gradient.numel() for gradient in narrow):
+        norms = [_norm(gradient, order) for gradient in narrow]
+    else:
+        norms = list(torch._foreach_norm(narrow, order, dtype=torch.float32))
+    norms += [_norm(gradient, order) for gradient in gradients if gradient.dtype not in LOWER_PRECISION]
+    device = norms[0].device
+    total: torch.Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(device, torch.float32) for norm in norms]), order
+    )
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(_NOT_FINITE.format(norm_type, float(total)))
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach)
+    return total
 
 
 @torch.no_grad()
@@ -27,10 +68,7 @@ def clip_grad_norm_(
     """
     total = total_norm(parameters, norm_type, process_group)
     if error_if_nonfinite and not bool(total.isfinite()):
-        raise RuntimeError(
-            f"the norm of order {norm_type} of the gradients is {float(total)}, so it cannot be clipped; give "
-            "error_if_nonfinite=False to let the step be skipped where that is to happen"
-        )
+        raise RuntimeError(_NOT_FINITE.format(norm_type, float(total)))
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -81,7 +119,9 @@ def _spread_of(parameter: Any) -> tuple[Any, tuple[int, ...]]:
 
 def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    wide = values.float() if is_lower_precision(values.dtype) else values
+    dtype = torch.float32 if is_lower_precision(values.dtype) else None
     # vector_norm of order inf raises on an empty tensor.
-    norm: torch.Tensor = torch.linalg.vector_norm(wide, order) if wide.numel() else wide.new_zeros(())
+    if not values.numel():
+        return values.new_zeros((), dtype=dtype)
+    norm: torch.Tensor = torch.linalg.vector_norm(values, order, dtype=dtype)
     return norm

@@ -288,7 +288,7 @@ class OverflowWatch:
         try:
             for dtype, error in errors.items():
                 found = self.sensitivity[dtype]
-                found[module] = found.get(module, 0.0) + float((gradient.detach() * error).abs().sum())
+                found[module] = found.get(module, 0.0) + float((gradient.detach().float() * error).abs().sum())
         finally:
             self._is_weighing = False
 

@@ -45,6 +45,34 @@ def test_clipping_equals_float32s(level: str, way: str, norm_type: float) -> Non
     torch.testing.assert_close(moved, clipped, rtol=0.02, atol=5e-4)
 
 
+KEPT_IN_16_BIT: dict[str, dict[str, Any]] = {
+    "O3": {"opt_level": "O3"},
+    "O3 in bfloat16": {"opt_level": "O3", "cast_model_type": torch.bfloat16},
+    "split": {"opt_level": "O5", "master_weights": "split"},
+}
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 0.5, math.inf])
+@pytest.mark.parametrize("kind", KEPT_IN_16_BIT)
+def test_norm_of_16_bit_gradients_is_float32s(kind: str, norm_type: float, foreach: bool | None) -> None:
+    """Clip gradients whose norm float16 cannot hold, and of which bfloat16 sums would lose most."""
+    model = mlp()
+    optimizer = plain_sgd(model.parameters())
+    mpinit.initialize(model, optimizer, verbosity=0, **KEPT_IN_16_BIT[kind])
+    reference = mlp()
+    generator = torch.Generator().manual_seed(0)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        ours.grad = (30000 + 20000 * torch.rand(ours.shape, generator=generator)).to(ours)
+        theirs.grad = ours.grad.float()
+    norm = mpinit.clip_grad_norm_(optimizer, 1.0, norm_type, foreach=foreach)
+    expected = clip_grad_norm_(reference.parameters(), 1.0, norm_type)
+    assert norm.dtype is torch.float32
+    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0.0)
+    found = [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None]
+    torch.testing.assert_close(found, [p.grad for p in reference.parameters()], rtol=2**-8, atol=1e-7)
+
+
 @pytest.mark.parametrize("way", WAYS | BY_VALUE)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_clipping_after_an_overflow_leaves_the_step_skipped(level: str, way: str) -> None:
