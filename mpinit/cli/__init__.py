@@ -19,7 +19,7 @@ COMMANDS: Final = {
     "run": "run a script that was written for apex, unmodified",
 }
 # Commands of versions before, and what does the same.
-_REMOVED: Final = {"doctor": "docs/explanation/levels.md has six lines of torch.utils.benchmark that measure a machine"}
+_REMOVED: Final = {"doctor": "torch.utils.benchmark.Timer measures a matrix product in each type on a machine"}
 # A user's script shows its own errors; of the others what is raised is said in one line, with exit status 2.
 _SHOW_THEIR_OWN: Final = ("run",)
 

@@ -2,9 +2,11 @@
 
 import argparse
 import importlib
+import inspect
 import os
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -15,6 +17,11 @@ from ..settings.properties import OPT_LEVELS
 from .output import WIDTH, show_text, wrapped
 
 _DTYPES: Final = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64, "bool": torch.bool}
+_SHORT: Final = {dtype: name for name, dtype in _DTYPES.items()}
+_INPUT_HINT: Final = (
+    "give --input once for each input, without the batch, such as --input 3x224x224, or --input 24:int64:50 for token "
+    "numbers below 50"
+)
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +55,33 @@ def run(arguments: argparse.Namespace) -> int:
     chance = torch.Generator().manual_seed(0)
     inputs = [make_input(spec, arguments.batch, chance).to(arguments.device) for spec in arguments.input]
     loss = None if arguments.loss is None else mean_square if arguments.loss == "mean" else load(arguments.loss)
-    report = explain(model, *inputs, loss=loss, opt_level=arguments.opt_level)
+    _check_count(model, inputs)
+    try:
+        report = explain(model, *inputs, loss=loss, opt_level=arguments.opt_level)
+    except (RuntimeError, IndexError) as error:
+        if arguments.traceback:
+            raise
+        shapes = ", ".join(f"{_SHORT[x.dtype]} {'x'.join(map(str, x.shape))}" for x in inputs)
+        raise ValueError(f"{_sentence(error)}; the model ran on {shapes or 'nothing'}: {_INPUT_HINT}") from error
     print(report.to_json()) if arguments.json else _show(str(report))
     return 0
+
+
+def _check_count(model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+    """Refuse fewer inputs than the model's forward requires, before it runs."""
+    try:
+        parameters = list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):  # a forward without a signature, such as one in C++
+        return
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    missing = [p.name for p in positional[len(inputs) :] if p.default is p.empty]
+    if missing:
+        names = ", ".join(map(repr, missing))
+        raise ValueError(f"the forward of {type(model).__name__} also requires {names}: {_INPUT_HINT}")
+
+
+def _sentence(error: BaseException) -> str:
+    return str(error).strip().rstrip(".") or type(error).__name__
 
 
 def _show(report: str) -> None:

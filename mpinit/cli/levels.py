@@ -1,10 +1,11 @@
 """``mpinit levels``: what the levels set."""
 
 import argparse
+import os
 from typing import Any, Final
 
 from ..settings.properties import OPT_LEVELS, Properties, field_names
-from ..settings.resolve import read_config, resolve
+from ..settings.resolve import ReadConfig, read_config, resolve
 from .output import show_json, show_table, show_text
 
 _TABLE: Final = (
@@ -34,7 +35,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Show them."""
     overrides = dict(_override(text) for text in arguments.set)
-    config = read_config(arguments.config, ("num_losses", "verbosity"))
+    config = _config(arguments.config)
     for setting in ("opt_level", "num_losses", "verbosity"):
         config.pop(setting, None)
     chosen = arguments.levels or list(OPT_LEVELS)
@@ -59,6 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
     for why in dict.fromkeys(refused.values()):
         show_text(f"refused at {', '.join(level for level, said in refused.items() if said == why)}: {why}")
     return 0
+
+
+def _config(path: str | None) -> ReadConfig:
+    try:
+        return read_config(path, ("num_losses", "verbosity"))
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ValueError(f"--config {path!r} cannot be read: {reason}; give the path of a TOML file") from None
 
 
 def _override(text: str) -> tuple[str, Any]:

@@ -1,6 +1,7 @@
 """Running a script or module as ``__main__`` with the name ``apex`` provided."""
 
 import builtins
+import importlib.util
 import io
 import os
 import runpy
@@ -35,8 +36,30 @@ def run_script(path: str, arguments: Sequence[str]) -> int:
 def run_module(name: str, arguments: Sequence[str]) -> int:
     """Run a module as ``python -m name arguments...`` would, with ``apex`` provided."""
     _prepare([name, *arguments], os.getcwd())
+    reason = _why_not_runnable(name)
+    if reason is not None:
+        print(f"mpinit run: {reason}", file=sys.stderr)
+        return 2
     runpy.run_module(name, run_name="__main__", alter_sys=True)
     return 0
+
+
+def _why_not_runnable(name: str) -> str | None:
+    """Return the reason that a module cannot be run as ``__main__``, in one line; None where it can."""
+    try:
+        found = importlib.util.find_spec(name)
+        if found is not None and found.submodule_search_locations is not None:
+            name = f"{name}.__main__"
+            found = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # a module that a package of the user's imports
+        name, found = error.name, None
+    except ValueError:  # a name that is empty or begins with a dot
+        found = None
+    if found is not None:
+        return None
+    return f"there is no module {name!r}, neither installed nor in {os.getcwd()}; without -m the path of a script runs"
 
 
 def _prepare(argv: list[str], first_on_path: str) -> None:

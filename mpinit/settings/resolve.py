@@ -66,8 +66,8 @@ def check_names(names: Iterable[Any], allowed: tuple[str, ...], where: str, othe
             raise ValueError(f"{where}: {name} was removed: {_REMOVED[name]}")
         if name not in allowed:
             near = difflib.get_close_matches(str(name), others + allowed, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise ValueError(f"{where} has no property {name!r}{hint} There are: {', '.join(others + allowed)}")
+            hint = f"; did you mean {near[0]!r}?" if near else f". There are: {', '.join(others + allowed)}"
+            raise ValueError(f"{where} has no property {name!r}{hint}")
 
 
 def read_config(config: Config, extra: tuple[str, ...] = ()) -> ReadConfig:

@@ -123,6 +123,19 @@ def test_a_missing_script_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no such file: 'no_such_script.py'" in capsys.readouterr().err
 
 
+def test_missing_module_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text("import neighbour_that_is_missing\n")
+    for name, missing in [("nomod", "nomod"), ("nomod.part", "nomod"), ("package", "package.__main__")]:
+        done = run("-m", name, cwd=tmp_path)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1 and f"there is no module {missing!r}" in done.stderr
+    done = run("-m", "broken.part", cwd=tmp_path)
+    assert done.returncode == 1 and "No module named 'neighbour_that_is_missing'" in done.stderr
+
+
 @pytest.mark.parametrize("arguments", [["run"], ["run", "-m"], ["unknown"]])
 def test_a_command_line_without_sense_shows_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -247,7 +247,7 @@ def test_a_loss_and_its_optimizer_swapped(pair_messages: tuple[nn.Module, torch.
 @pytest.mark.parametrize(
     ("keywords", "said"),
     [
-        ({"opt_levle": "O2"}, "did you mean 'opt_level'.* There are: models, optimizers, opt_level, .*loss_scale"),
+        ({"opt_levle": "O2"}, "did you mean 'opt_level'\\?$"),
         ({"opt_level": "O2", "keep_fp32": "hedd"}, "'hedd' matches no module; there are '0', '1'"),
         ({"opt_level": "O2", "keep_fp32": "10"}, "'10' matches no module; near it are '1', '0'"),
     ],
