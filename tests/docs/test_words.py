@@ -1,0 +1,74 @@
+"""The rules for words hold in mpinit/ and docs/: openings of docstrings, long sentences and banned verbs."""
+
+from pathlib import Path
+
+import pytest
+from words import ROOT, banned_verb_in, findings_below, findings_in_markdown, findings_in_python
+
+# Names of other libraries that a file has to define as they are.
+ALLOWED: frozenset[str] = frozenset()
+PACKAGE = ROOT / "mpinit"
+# Entries are removed as these are rewritten.
+NOT_YET = {
+    "amp.py", "basics", "checks.py", "cli", "distributed", "functions", "grad_scaler.py", "in_float32.py",
+    "initialization.py", "inspect", "integrations", "masters", "model", "optimizer", "registry.py", "scaling",
+    "session.py", "settings", "torch_internals", "train_state.py",
+}  # fmt: skip
+PARTS = sorted(
+    path.name for path in PACKAGE.iterdir() if path.suffix == ".py" or (path.is_dir() and path.name[0] != "_")
+)
+
+
+@pytest.mark.parametrize("name", [name for name in PARTS if name not in NOT_YET])
+def test_words_of_the_package(name: str) -> None:
+    """Check a folder or file of the package: no finding of any kind."""
+    found = [f"{kind}: {finding}" for kind, finding in findings_below([PACKAGE / name], ALLOWED)]
+    assert not found, "\n".join(found)
+
+
+PLANTED = '''"""Whether this module is one."""
+
+
+class Forgotten:
+    def take(self, given):
+        """Of a sentence."""
+        self.held = told = 1  # What a trailing comment says is not an opening.
+        # What a comment of its own opens with is one.
+        return "take given"
+
+
+def f(x):
+    """The value of x.
+
+    Args:
+        x: {long}
+    """
+'''
+
+
+def test_planted_faults_are_found(tmp_path: Path) -> None:
+    """Check that the script finds each kind of fault once, in code and on a page."""
+    path = tmp_path / "planted.py"
+    path.write_text(PLANTED.replace("{long}", " ".join(["word"] * 36) + "."))
+    found = sorted((kind, finding.line, finding.text.split()[0]) for kind, finding in findings_in_python(path))
+    assert found == [
+        ("name", 4, "Forgotten"),
+        ("name", 5, "given"),
+        ("name", 5, "take"),
+        ("name", 7, "held"),
+        ("name", 7, "told"),
+        ("opening", 1, "module:"),
+        ("opening", 6, "take:"),
+        ("opening", 8, "comment:"),
+        ("opening", 13, "f:"),
+        ("sentence", 16, "36"),
+    ]
+    page = tmp_path / "page.md"
+    page.write_text(f"# Page\n\n- one\n- {'word ' * 36}end.\n\n```python\ntaken = {'1 + ' * 40}1\n```\n")
+    assert [(kind, finding.line) for kind, finding in findings_in_markdown(page)] == [("sentence", 4), ("name", 7)]
+
+
+def test_banned_verbs_are_words_not_letters() -> None:
+    names = {"takeoff": "", "leaves": "", "lookup": "", "outcome": "", "take_over": "take", "came_in": "come in"}
+    names |= {"comes": "", "InterruptsHeld": "hold", "threshold": "", "standard": "", "essay": "", "_given": "give"}
+    assert {name: banned_verb_in(name) for name in names} == names
