@@ -1,4 +1,4 @@
-"""Compatibility with scripts written for NVIDIA apex: its names and quirks are here and nowhere else."""
+"""Compatibility with scripts written for NVIDIA apex. No other folder has names or special cases of apex."""
 
 from .importing import install_as_apex, uninstall_apex
 

@@ -1,4 +1,4 @@
-"""All that the faces take from the inside of mpinit: sessions, masters, loss scalers. The rest is names of users."""
+"""The internals of mpinit that ``compat/`` uses: sessions and loss scalers. All else it uses is public."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,12 +11,13 @@ from .. import registry
 from ..distributed import replicas
 from ..scaling.scaler import LossScaler
 
-# mpinit's own limit where none is given: below it a scale's reciprocal is no float32.
+# mpinit's limit where the caller sets none. The reciprocal of a smaller scale is not a float32 number.
 LOWEST_SCALE: Final = torch.finfo(torch.float32).tiny
 
 
-# The live session of a model or an optimizer, or None, and all of them, oldest first. The faces read their ``models``,
-# ``optimizers``, ``scalers``, ``properties``, ``opt_level``, ``verbosity``, ``describe()``, ``losses.scaler(loss_id)``.
+# session_of returns the live session of a model or an optimizer, or None; live_sessions lists all, oldest first. compat/
+# reads ``models``, ``optimizers``, ``scalers``, ``properties``, ``opt_level``, ``verbosity``, ``describe()`` and
+# ``losses.scaler(loss_id)`` of a session.
 session_of = registry.of
 live_sessions = registry.live
 Scaler = LossScaler
@@ -24,14 +25,14 @@ reduce_in_float32 = replicas.reduce_in_float32
 
 
 def share_scalers(session: Any, others: Sequence[Any]) -> None:
-    """Let other sessions scale by the scalers of this one."""
+    """Make other sessions use the loss scalers of this one."""
     for other in others:
         other.scalers[:] = session.scalers
         _patch_steps(other)
 
 
 def share_overflow(optimizers: Sequence[Optimizer]) -> None:
-    """Let an overflow that was found in the gradients of one optimizer count for all of them."""
+    """Skip the steps of all these optimizers if one of them has an overflow in its gradients."""
     managed = [registry.session_of(optimizer).managed.find(optimizer).gradients for optimizer in optimizers]
     known = [(each, each.state.found_inf) for each in managed if each.state.found_inf is not None]
     if known:
@@ -42,7 +43,7 @@ def share_overflow(optimizers: Sequence[Optimizer]) -> None:
 
 
 def change_rule(scaler: Scaler, **numbers: Any) -> None:
-    """Replace numbers of a scaler's rule: ``init_scale``, ``growth_interval``, ``min_scale``, ``max_scale``."""
+    """Replace fields of a scaler's rule: ``init_scale``, ``growth_interval``, ``min_scale``, ``max_scale``."""
     scaler.rule = dataclasses.replace(scaler.rule, **numbers)
     for session in live_sessions():
         if scaler in session.scalers:
@@ -50,5 +51,5 @@ def change_rule(scaler: Scaler, **numbers: Any) -> None:
 
 
 def _patch_steps(session: Any) -> None:
-    """Patch steps where losses may be scaled from here on, at a level that does not scale them."""
+    """Patch the steps of a session whose level does not scale losses: from here on they may be scaled."""
     session.patch_steps()

@@ -1,7 +1,7 @@
 """Imports of the name ``apex``.
 
-Every module under :data:`FACE` is reachable under two names, its own and the one a script expects, and is the same
-object under both: state is never split, and what is pickled under one name loads under the other.
+Every module under :data:`FACE` has two names: its own, and the one that scripts import. Both names are one module
+object, so there is one copy of its state. Objects pickled under one name load under the other.
 """
 
 import importlib
@@ -21,17 +21,18 @@ NAME: Final = "apex"
 FACE: Final = "mpinit.compat.apex"
 BOOTSTRAP: Final = str(Path(__file__).with_name("bootstrap"))
 
-# A directory that has one of these is NVIDIA's package and not another project of the same name.
+# A directory with one of these is NVIDIA's package, not another project of the same name.
 _REAL_PARTS: Final = ("optimizers", "normalization", "multi_tensor_apply", "contrib", "transformer", "parallel")
 
 
 def install_as_apex() -> None:
-    """Make ``import apex`` (``from apex import amp``, ...) find mpinit's stand-in, in this process only.
+    """Make ``import apex`` (``from apex import amp``, ...) import mpinit's replacement, in this process only.
 
-    Call it before the first import of apex. Where a real apex is installed, ``apex.amp``, which it lacks or which no
-    longer runs, is mpinit's, and everything else is its own; one that cannot be imported is left aside. Modules and
-    names that are not covered are refused with what takes their place. Nothing is written anywhere; calling it twice
-    does nothing more.
+    Call it before the first import of apex. A second call does nothing. No file is written.
+
+    Where NVIDIA's apex is installed, only ``apex.amp`` is mpinit's; all other modules are NVIDIA's. An installed apex
+    that cannot be imported is ignored, with a warning. Importing a name that mpinit does not provide raises an
+    ImportError that names its replacement.
 
     Example:
         >>> import mpinit
@@ -41,7 +42,7 @@ def install_as_apex() -> None:
         'mpinit'
     """
     if not any(isinstance(finder, _Refusals) for finder in sys.meta_path):
-        sys.meta_path.append(_Refusals())  # asked last, for what no other finder has
+        sys.meta_path.append(_Refusals())  # last: called for names that no other finder has
     package = sys.modules.get(NAME)
     if package is None:
         _import_real_apex() or _provide()
@@ -50,68 +51,68 @@ def install_as_apex() -> None:
 
 
 def uninstall_apex() -> None:
-    """Undo :func:`install_as_apex`: the name ``apex`` means again what it meant before."""
+    """Undo :func:`install_as_apex`: the next ``import apex`` imports what it did before."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Refusals)]
-    _forget(NAME)
+    _drop_modules(NAME)
 
 
 class _Refusals(MetaPathFinder):
-    """Finds nothing; of apex's modules and names that something else takes the place of, it says what."""
+    """A finder that finds nothing: its errors name the replacement of a name of apex that mpinit does not provide."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """Raise the ImportError, where there is more to say than that there is none.
+        """Raise an ImportError for a name with a known replacement.
 
-        ``from apex.optimizers import FusedNovoGrad`` comes here too: a name that a package lacks may be a module in it.
+        ``from apex.optimizers import FusedNovoGrad`` also calls it: a name that a package lacks may be a module in it.
         """
         refuse_missing(NAME + fullname.removeprefix(FACE) if fullname.startswith(FACE) else fullname)
 
 
-def _forget(package: str) -> None:
+def _drop_modules(package: str) -> None:
     for name in [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]:
         del sys.modules[name]
 
 
 def _provide(part: str = "") -> ModuleType:
-    """Let ``apex``, or a part of it such as ".amp", and all modules inside be the stand-in's."""
-    _forget(NAME + part)
+    """Register mpinit's modules under the name ``apex``, or a part of it such as ".amp"."""
+    _drop_modules(NAME + part)
     face = importlib.import_module(FACE + part)
     names = [face.__name__, *(info.name for info in pkgutil.walk_packages(face.__path__, f"{face.__name__}."))]
-    # All at once: a module that is imported by its alias later would be bound in its parent, where
-    # ``apex.amp._amp_state`` must stay the object that the parent made of that name.
+    # All at once. A later import by the alias would bind the module in its parent, where ``apex.amp._amp_state`` must
+    # stay the object of that name, not become the module.
     for name in names:
         sys.modules[NAME + name.removeprefix(FACE)] = importlib.import_module(name)
     return face
 
 
 def _import_real_apex() -> bool:
-    """Import an installed apex, with ``apex.amp`` ours; False where there is none that can be imported."""
+    """Import an installed apex with mpinit's ``apex.amp``; return False where none can be imported."""
     spec = find_real_apex()
     if spec is None or spec.loader is None:
         return False
     package = sys.modules[NAME] = importlib.util.module_from_spec(spec)
-    # Before it runs, and may import its own.
+    # Before the package runs: it may import its own amp.
     package.__dict__["amp"] = _provide(".amp")
     try:
         spec.loader.exec_module(package)
     except Exception as error:
-        # Most often, it was built for another torch.
+        # Most often it was built for another version of torch.
         log.warning("the installed apex cannot be imported (%s: %s) and is left aside", type(error).__name__, error)
         return False
     return True
 
 
 def find_real_apex() -> ModuleSpec | None:
-    """The spec of an installed NVIDIA apex, or None; nothing is executed."""
+    """Return the spec of an installed NVIDIA apex, or None; run none of its code."""
     for finder in sys.meta_path:
-        # The bootstrap directory would only find us again.
+        # The bootstrap directory has mpinit's own apex.py.
         path = [entry for entry in sys.path if entry != BOOTSTRAP] if finder is PathFinder else None
         spec = finder.find_spec(NAME, path)
-        if spec is not None and _looks_real(spec):
+        if spec is not None and _is_nvidias(spec):
             return spec
     return None
 
 
-def _looks_real(spec: ModuleSpec) -> bool:
+def _is_nvidias(spec: ModuleSpec) -> bool:
     places = spec.submodule_search_locations or ()
     return any(Path(place, part).is_dir() for place in places for part in _REAL_PARTS)
 
@@ -146,6 +147,6 @@ MISSING: Final[dict[str, str]] = {
 
 
 def refuse_missing(name: str, kind: type[ImportError | AttributeError] = ImportError) -> None:
-    """Raise the error of a name of apex that something else takes the place of."""
+    """Raise the error for a name of apex that mpinit does not provide; it names the replacement."""
     if name in MISSING:
         raise kind(f"{name} is not part of the apex that mpinit provides. In its place, {MISSING[name]}", name=name)

@@ -27,7 +27,7 @@ def run_script(path: str, arguments: Sequence[str]) -> int:
         source = opened.read()
     main = ModuleType("__main__")
     main.__dict__.update(__file__=path, __builtins__=builtins, __cached__=None)
-    # For good, not for the length of the run: exit handlers, threads and pickles look the script's names up there.
+    # Never put back: exit handlers, threads and pickles of the script use this module after its last line.
     sys.modules["__main__"] = main
     exec(compile(source, path, "exec"), main.__dict__)
     return 0
@@ -65,7 +65,7 @@ def _why_not_runnable(name: str) -> str | None:
 def _prepare(argv: list[str], first_on_path: str) -> None:
     sys.argv[:] = argv
     if not sys.flags.safe_path and sys.path:
-        sys.path[0] = first_on_path  # in place of the directory of the mpinit command
+        sys.path[0] = first_on_path  # replaces the directory of the mpinit command
     install_as_apex()
-    # Processes that the script spawns inherit sys.path and nothing else of this.
+    # Processes that the script spawns inherit sys.path, but no import hooks.
     sys.path.insert(1, BOOTSTRAP)

@@ -1,7 +1,7 @@
-"""The package that scripts know as ``apex``, over mpinit and torch.
+"""The package that scripts import as ``apex``, implemented with mpinit and torch.
 
-It holds what such scripts use: amp, parallel, optimizers, normalization and multi_tensor_apply.
-Importing anything else, ``apex.contrib`` for one, is an ImportError, as with an apex built without it.
+It has amp, parallel, optimizers, normalization and multi_tensor_apply. Importing anything else, such as
+``apex.contrib``, raises an ImportError, as with an apex that was built without it.
 """
 
 from importlib import import_module
@@ -18,7 +18,8 @@ _ABSENT = ("RNN", "contrib", "fp16_utils", "fused_dense", "mlp", "pyprof", "repa
 
 
 def __getattr__(name: str) -> NoReturn:
-    # ``import apex; apex.contrib...`` stands under ``except ImportError`` in scripts that can do without it.
+    # An ImportError, not an AttributeError: scripts that run without it write ``import apex; apex.contrib...`` in a try
+    # block with ``except ImportError``.
     if name in _ABSENT:
         installed = f"install NVIDIA apex for apex.{name}: mpinit then provides apex.amp alone"
         raise ImportError(

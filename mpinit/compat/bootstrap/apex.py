@@ -1,6 +1,6 @@
-"""Found by processes that a script under ``mpinit run`` spawns: they inherit sys.path but no import hooks.
+"""The ``apex`` of processes that a script under ``mpinit run`` spawns: they inherit sys.path, but no import hooks.
 
-Importing this file installs the hooks and then stands aside for the package that they provide.
+Importing this file installs the hooks and replaces this module by the package that they provide.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The amp that scripts know, over mpinit's own functions; its functions follow the stricter "apex" cast policy."""
+"""``apex.amp``, implemented with mpinit's functions. Under O1 it uses the stricter "apex" cast policy."""
 
 from typing import NoReturn
 

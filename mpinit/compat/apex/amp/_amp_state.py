@@ -1,4 +1,4 @@
-"""``_amp_state``: what scripts read and write behind amp's back, as live views of the latest session."""
+"""``_amp_state``, apex's private state that scripts read and write: live views of the latest session."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +18,10 @@ _OPTIONS = (
 
 
 def training_session() -> Any:
-    """The latest session that has optimizers, or else the latest: a teacher's has no loss of its own.
+    """Return the latest session with optimizers, or else the latest. A teacher's session has none, and no loss.
 
     Raises:
-        AttributeError: there is none, as there is no such attribute of apex's state before ``initialize``.
+        AttributeError: there is no session yet, as in apex before ``initialize``.
     """
     live = _core.live_sessions()
     training = [session for session in live if session.optimizers] or live
@@ -31,12 +31,12 @@ def training_session() -> Any:
 
 
 class AmpState:
-    """The one object of its kind is :data:`_amp_state`.
+    """apex's private state. :data:`_amp_state` is the one instance.
 
     Attributes:
-        verbosity: how much the next ``initialize`` logs.
-        allow_incoming_model_not_fp32: let 16-bit models come in without a word.
-        disabled: whether the latest ``initialize`` was given ``enabled=False``.
+        verbosity: the verbosity of the latest ``initialize``.
+        allow_incoming_model_not_fp32: True: ``initialize`` does not warn about 16-bit models.
+        disabled: whether the latest ``initialize`` was called with ``enabled=False``.
     """
 
     def __init__(self) -> None:

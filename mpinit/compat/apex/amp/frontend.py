@@ -37,22 +37,22 @@ def initialize(
     """Initialise models and optimizers for mixed precision; apex's arguments in apex's order.
 
     Args:
-        models: a model, or a list of them.
-        optimizers: an optimizer, a list of them, or None.
-        enabled: with False nothing happens.
-        opt_level: "O0" to "O3"; also "O4" and "O5", which are O1 and O2 in bfloat16.
-        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale: override what the
-            level says; None leaves it.
-        cast_model_outputs: dtype of the models' outputs.
-        num_losses: how many losses have a scale of their own.
-        verbosity: 0 to 2; False is 0, and True is 1.
-        min_loss_scale, max_loss_scale: limits of a dynamic loss scale.
+        models: a model, or a list of models.
+        optimizers: an optimizer, a list of optimizers, or None. Default None.
+        enabled: False: do nothing and return the arguments. Default True.
+        opt_level: "O0" to "O3"; also "O4" and "O5", which are O1 and O2 in bfloat16. Default "O1".
+        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale: override the level's
+            value. Default None: the level's.
+        cast_model_outputs: dtype of the models' outputs. Default None: float32.
+        num_losses: number of losses, each with a scale of its own. Default 1.
+        verbosity: 0 to 2; False is 0, and True is 1. Default 1.
+        min_loss_scale, max_loss_scale: limits of a dynamic loss scale. Default None, and 2**24.
 
     Returns:
-        What was given: the model(s), and the optimizer(s) unless that was None.
+        The same objects as in the arguments: ``models``, or ``(models, optimizers)`` unless ``optimizers`` is None.
 
     Raises:
-        RuntimeError: no such level.
+        RuntimeError: there is no such level.
     """
     _amp_state.disabled = not enabled
     verbosity = int(verbosity) if isinstance(verbosity, bool) else verbosity
@@ -83,7 +83,7 @@ def initialize(
             verbosity=verbosity,
             min_loss_scale=min_loss_scale,
             max_loss_scale=max_loss_scale,
-            # apex looks for overflows where the scale is dynamic, and nowhere else.
+            # apex checks for overflow only with a dynamic scale.
             config={"cast_policy": "apex", "skip_nonfinite": False},
         )
     for optimizer in _as_list(optimizers):
@@ -92,29 +92,29 @@ def initialize(
     return result
 
 
-def _as_list(given: Any) -> list[Any]:
-    if given is None:
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
         return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _end_earlier_sessions(models: list[Any], optimizers: list[Any]) -> None:
-    """Let a model be initialised again with a new optimizer, as scripts do between two phases of training.
+    """End the earlier session of models that are initialised again, as scripts do between two phases of training.
 
-    That ends the session it was in, unless other models, or an optimizer given again, go on needing it: then
-    mpinit's own error says what to do.
+    A session goes on if one of its optimizers is passed again or one of its models is not. Then mpinit's own error
+    follows, which names the way out.
     """
     for model in models:
         earlier = _core.session_of(model)
         if earlier is None or any(optimizer in earlier.optimizers for optimizer in optimizers):
             continue
-        if all(any(own is given for given in models) for own in earlier.models):
+        if all(any(own is model for model in models) for own in earlier.models):
             log.info("%s is initialised again: its earlier session ends", type(model).__name__)
             mp.undo(model)
 
 
 def _share_scalers(optimizers: list[Any]) -> None:
-    """Give the loss scalers of these optimizers' session to every earlier one: apex knows one list, the latest."""
+    """Make earlier sessions use the loss scalers of these optimizers' session: apex has one list of scalers."""
     session = _core.session_of(optimizers[0]) if optimizers else None
     if session is None:
         return
@@ -131,13 +131,13 @@ def _share_scalers(optimizers: list[Any]) -> None:
 
 
 def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
-    """The loss scalers' state: ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
+    """Return the loss scalers' state: ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
 
     Args:
-        destination: filled and returned, where it is given.
+        destination: a mapping to fill and return. Default None: a new one.
 
     Returns:
-        The state; empty where amp is disabled.
+        The state; empty if amp is disabled.
     """
     saved: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
     if not _amp_state.disabled:
@@ -147,13 +147,13 @@ def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMa
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load what :func:`state_dict` returned; where there are more or fewer losses now, the first ones are loaded.
+    """Load a state that :func:`state_dict` returned. If the number of losses differs, load the first ones.
 
     Args:
         state_dict: the saved state.
 
     Raises:
-        RuntimeError: it holds something else.
+        RuntimeError: it has other keys, or a scaler's state is not valid.
     """
     if _amp_state.disabled:
         return
@@ -174,16 +174,16 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 
 class AmpStash:
-    """``optimizer._amp_stash``, of which scripts set :attr:`lazy_init_called`.
+    """The object at ``optimizer._amp_stash``; scripts set its :attr:`lazy_init_called`.
 
     Attributes:
-        lazy_init_called: whether there are masters; they exist from ``initialize`` on.
+        lazy_init_called: whether masters exist. Always True here: ``initialize`` makes them.
     """
 
     lazy_init_called = True
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Say where apex's lists of parameters are."""
+        """Raise an AttributeError that names the replacement of apex's lists of parameters."""
         raise AttributeError(
             f"_amp_stash.{name} is not part of the apex that mpinit provides: optimizer.param_groups has the model's "
             "own parameters, and amp.master_params(optimizer), in the same order, what the optimizer steps for each"
@@ -191,9 +191,9 @@ class AmpStash:
 
 
 def attach(optimizer: Optimizer) -> None:
-    """Put ``_amp_stash`` and the methods around it on an optimizer; harmless where they are there already."""
+    """Set ``_amp_stash`` and apex's private methods on an optimizer. A second call does no harm."""
     target: Any = optimizer
     target._amp_stash = AmpStash()
     target._amp_lazy_init = target._lazy_init_maybe_master_weights = lambda: None
-    # Masters that were given out and written to are rounded into their weights where they are asked for again.
+    # Calling master_params() rounds masters that a script has written to into their weights.
     target._master_params_to_model_params = lambda: deque(mp.master_params(optimizer), maxlen=0)

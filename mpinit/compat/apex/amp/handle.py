@@ -23,23 +23,23 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> AbstractContextManager[torch.Tensor]:
-    """The context in which to run ``scaled_loss.backward()``.
+    """Return a context manager in which to run ``scaled_loss.backward()``.
 
     Args:
-        loss: the loss.
-        optimizers: the optimizer, or a list of those whose gradients the backward pass computes; an overflow in one
-            of them skips the steps of all.
-        loss_id: which of ``num_losses`` it is.
-        model: accepted, unused.
-        delay_unscale: more backward passes follow before the step.
-        delay_overflow_check: accepted, unused.
+        loss: the loss, a tensor with one element.
+        optimizers: the optimizer, or a list of those whose gradients the backward pass computes. An overflow in the
+            gradients of one skips the steps of all.
+        loss_id: the number of the loss, below ``num_losses``. Default 0.
+        model: accepted and ignored.
+        delay_unscale: True: more backward passes follow before the step. Default False.
+        delay_overflow_check: the same as ``delay_unscale``.
 
     Returns:
         A context manager that yields the scaled loss.
 
     Raises:
-        RuntimeError: an optimizer that was not initialised.
-        ValueError: no such ``loss_id``, or optimizers of sessions that do not share its scaler.
+        RuntimeError: an optimizer was not initialised.
+        ValueError: there is no such ``loss_id``, or the optimizers' sessions do not share its scaler.
     """
     many = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     is_known = any(_core.session_of(optimizer) is not None for optimizer in many)
@@ -48,7 +48,7 @@ def scale_loss(
     later = delay_unscale or delay_overflow_check
     if len(many) == 1 or not is_known:
         return mp.scale_loss(loss, many, loss_id, delay_overflow_check=later)
-    # Whichever is entered first ends last: it moves the scale, by what all of them found.
+    # The block that is entered first is left last. It alone updates the scale, after all blocks have found overflows.
     blocks = [
         mp.scale_loss(loss, group, loss_id, delay_overflow_check=later or index > 0)
         for index, group in enumerate(_by_shared_scaler(many, loss_id))
@@ -59,13 +59,13 @@ def scale_loss(
 
 @contextmanager
 def _skipped_together(blocks: list[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The blocks as one; what was found in one of the optimizers then counts for all, without waiting for a device.
+    """Enter several blocks as one; after them, an overflow of one optimizer skips the steps of all.
 
-    mpinit lets each optimizer decide by its own gradients; apex skips them all.
+    In mpinit each optimizer skips by its own gradients; in apex all skip. No device sync is needed.
     """
     with ExitStack() as entered:
         scaled: list[torch.Tensor] = [entered.enter_context(block) for block in blocks]
-        # All are scaled alike, and one is what backward() is called on.
+        # All have the same scale, and backward() is called on one of them.
         for block in blocks[1:]:
             block.expect_no_use()
         yield scaled[0]
@@ -73,7 +73,7 @@ def _skipped_together(blocks: list[Any], optimizers: Sequence[Any]) -> Iterator[
 
 
 def _by_shared_scaler(optimizers: Sequence[Any], loss_id: int) -> Iterator[list[Any]]:
-    """The optimizers by session where the sessions share the scaler; else all in one, for mpinit to refuse."""
+    """Group the optimizers by session if the sessions share the scaler; else yield all, which mpinit refuses."""
     sessions = [_core.session_of(optimizer) for optimizer in optimizers]
     known = [session for session in sessions if session is not None]
     if len(known) < len(sessions) or len({id(session.losses.scaler(loss_id)) for session in known}) > 1:

@@ -8,7 +8,7 @@ from ... import _core
 
 
 def _number_of_rule(name: str, kind: type) -> Any:
-    """A number of the rule by which the scale moves, readable and writable."""
+    """Make a property that reads and writes a field of the scaler's rule."""
     return property(
         lambda self: getattr(self.core.rule, name),
         lambda self, value: _core.change_rule(self.core, **{name: kind(value)}),
@@ -16,7 +16,7 @@ def _number_of_rule(name: str, kind: type) -> Any:
 
 
 class LossScaler:
-    """One of ``amp._amp_state.loss_scalers``, whose private attributes scripts read and write; nothing is copied."""
+    """A view of one loss scaler, as in ``amp._amp_state.loss_scalers``; scripts read and write private attributes."""
 
     def __init__(self, core: _core.Scaler) -> None:
         if not isinstance(core, _core.Scaler):
@@ -32,7 +32,7 @@ class LossScaler:
 
     @property
     def dynamic(self) -> bool:
-        """Return whether the scale moves."""
+        """Return whether the scale is dynamic."""
         return self.core.rule.dynamic
 
     @property
@@ -52,7 +52,7 @@ class LossScaler:
     def _loss_scale(self, value: Any) -> None:
         self.core.set_scale(float(value))
         if not self.dynamic:
-            # A rule that starts at 1 never scales; this one does from now on.
+            # A static rule with an init_scale of 1 never scales.
             _core.change_rule(self.core, init_scale=float(value))
 
     @property
@@ -72,21 +72,21 @@ class LossScaler:
         self._overflowed = bool(value)
 
     def loss_scale(self) -> float:
-        """The scale in force."""
+        """Return the present loss scale."""
         return self.core.loss_scale()
 
     def clear_overflow_state(self) -> None:
-        """Forget the outcome of earlier checks."""
+        """Clear the overflow flag."""
         self._overflowed = False
 
     def update_scale(self) -> bool:
-        """Move a dynamic scale by what was found since the last update.
+        """Update a dynamic scale by the overflows found since the last update.
 
         Returns:
-            Whether an overflow was found, so that the step is to be skipped.
+            True if an overflow was found and the step must be skipped.
         """
         self.core.record_found_inf(torch.tensor(float(self._overflowed), dtype=torch.float32, device="cpu"))
-        # Not told from the scale going down: at its lower limit it does not.
+        # Read before the update: at its lower limit the scale does not go down.
         overflowed = self.core.has_overflow
         self.core.update()
         self._overflowed = False

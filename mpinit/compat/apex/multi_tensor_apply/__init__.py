@@ -1,4 +1,4 @@
-"""The switch by which scripts choose between apex's kernels and their own fallback: it says that there are none."""
+"""``multi_tensor_applier``, whose ``available`` is False: scripts then use their own fallback of apex's kernels."""
 
 from typing import Any, NoReturn
 
@@ -6,7 +6,7 @@ __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
 
 class MultiTensorApply:
-    """Never available: ``amp_C``, whose kernels it launches, is not part of what mpinit provides."""
+    """A launcher of the kernels in ``amp_C``. It is never available, because mpinit does not provide ``amp_C``."""
 
     available = False
 

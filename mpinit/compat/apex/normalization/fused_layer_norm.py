@@ -1,4 +1,4 @@
-"""The normalisations: computed in float32 inside, returned in the input's dtype, or the weight's for the Mixed ones."""
+"""apex's normalisations. They compute in float32 and return the input's dtype; Mixed ones return the weight's."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
@@ -10,7 +10,7 @@ from ...importing import refuse_missing
 
 
 class _Norm(nn.Module):
-    """Base of the modules: apex's arguments for torch's class, which is the next base of each."""
+    """The common base: apex's arguments for torch's class, which is the second base of each subclass."""
 
     _function: ClassVar[Callable[..., Tensor]]
     _is_mixed: ClassVar[bool] = False
@@ -27,17 +27,17 @@ class _Norm(nn.Module):
         self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input``; the result has its dtype, a Mixed norm's has the weight's."""
+        """Normalise ``input``; the result has the input's dtype, or the weight's for a Mixed norm."""
         norm: Any = self
         affine = (norm.weight, norm.bias) if isinstance(norm, nn.LayerNorm) else (norm.weight,)
         shape, eps = list(norm.normalized_shape), norm.eps or 1e-5
-        given = [tensor for tensor in affine if tensor is not None]
-        if all(tensor.dtype == input.dtype for tensor in given):
-            # torch's function accumulates in float32 itself.
+        present = [tensor for tensor in affine if tensor is not None]
+        if all(tensor.dtype == input.dtype for tensor in present):
+            # torch's function accumulates in float32.
             return self._function(input, shape, *affine, eps=eps)
         wide = [None if tensor is None else tensor.float() for tensor in affine]
         found = self._function(input.float(), shape, *wide, eps=eps)
-        return found.to(given[0].dtype if self._is_mixed else input.dtype)
+        return found.to(present[0].dtype if self._is_mixed else input.dtype)
 
 
 class FusedLayerNorm(_Norm, nn.LayerNorm):

@@ -1,4 +1,4 @@
-"""Functions shared by the optimizers, those that subclass torch's and those that do not."""
+"""Functions that the fused optimizers share."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,17 +7,17 @@ import torch
 
 
 class OverTorch(torch.optim.Optimizer):
-    """An optimizer of torch under apex's name and options; it stands before torch's class among the bases."""
+    """A mixin with apex's options for an optimizer of torch, whose class is the next base."""
 
     set_grad_none: bool
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients; without an argument, as the constructor's ``set_grad_none`` says."""
+        """Clear gradients. The default of ``set_to_none`` is the constructor's ``set_grad_none``."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this optimizer or of torch's; the options and step counts that apex's lack are filled in."""
-        # apex counts steps once a group; torch's optimizers count them for each parameter.
+        """Load a state of apex's or torch's optimizer; fill in options and step counts that apex's state lacks."""
+        # apex counts steps per group, torch's optimizers count them per parameter.
         state = {key: dict(value) for key, value in state_dict["state"].items()}
         filled = []
         for index, group in enumerate(state_dict["param_groups"]):
@@ -31,15 +31,15 @@ class OverTorch(torch.optim.Optimizer):
 
 
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Parameters or groups as groups with lists, which can be looked at before an optimizer consumes them."""
+    """Turn parameters or groups into groups with lists, so that reading them consumes no generator."""
     entries: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
     groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
-    held = ((group, group["params"]) for group in groups)
-    return [{**group, "params": [own] if isinstance(own, torch.Tensor) else list(own)} for group, own in held]
+    tensors = ((group, group["params"]) for group in groups)
+    return [{**group, "params": [own] if isinstance(own, torch.Tensor) else list(own)} for group, own in tensors]
 
 
 def can_fuse(groups: list[dict[str, Any]], kind: type[torch.optim.Optimizer], but_not_on: str = "") -> bool:
-    """Return whether torch has a fused kernel of this optimizer for the devices of all these parameters."""
+    """Return whether torch has a fused kernel of this optimizer for the device of every parameter."""
     entries = (entry for group in groups for entry in group["params"])
     params = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
     devices = {p.device.type for p in params}

@@ -7,7 +7,7 @@ import torch
 
 from ._shared import OverTorch, as_groups, can_fuse
 
-# So many steps that beta**steps is 0 in float32 for any beta that an optimizer is given: the correction is then 1.
+# After this many steps beta**steps is 0 in float32 for any beta below 1, so the bias correction is 1.
 _LONG_PAST_WARMUP = 1e9
 
 
@@ -16,16 +16,16 @@ class FusedAdam(OverTorch, torch.optim.Adam):
 
     Args:
         params: parameters or groups.
-        lr: the learning rate.
-        bias_correction: whether the running averages are corrected for their zero start.
-        betas: decay of the two running averages.
-        eps: added to the denominator.
-        adam_w_mode: decoupled weight decay (AdamW) rather than L2 regularisation.
-        weight_decay: its strength.
-        amsgrad: refused, as apex does.
-        set_grad_none: what ``zero_grad()`` does when it is not told.
-        capturable: as in torch.
-        master_weights: accepted; float32 masters are kept by ``amp.initialize(opt_level="O2")``.
+        lr: the learning rate. Default 1e-3.
+        bias_correction: whether the running averages are corrected for their zero start. Default True.
+        betas: decay rates of the two running averages. Default (0.9, 0.999).
+        eps: added to the denominator. Default 1e-8.
+        adam_w_mode: True: decoupled weight decay (AdamW); False: L2 regularisation (Adam). Default True.
+        weight_decay: the weight decay's coefficient. Default 0.
+        amsgrad: refused, as in apex.
+        set_grad_none: the default of ``zero_grad(set_to_none=...)``. Default True.
+        capturable: as in ``torch.optim.Adam``. Default False.
+        master_weights: accepted and ignored; ``amp.initialize(opt_level="O2")`` makes float32 masters.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -67,8 +67,8 @@ class FusedAdam(OverTorch, torch.optim.Adam):
         found = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         steps: list[torch.Tensor] = lists[-1]
         if steps and not group.get("bias_correction", True):
-            # The update knows no such option: it gets step counts at which the correction is 1, and the real
-            # counts go on beside them.
+            # torch's update has no such option. It is passed step counts at which the correction is 1; the real counts
+            # are incremented here.
             torch._foreach_add_(steps, 1)
             steps[:] = [torch.full_like(step, _LONG_PAST_WARMUP) for step in steps]
         return found

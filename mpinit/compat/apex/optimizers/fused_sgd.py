@@ -15,9 +15,9 @@ class FusedSGD(OverTorch, torch.optim.SGD):
         params: parameters or groups.
         lr: the learning rate; required.
         momentum, dampening, weight_decay, nesterov: as in ``torch.optim.SGD``.
-        wd_after_momentum: refused; torch adds the weight decay to the gradient, before the momentum.
-        materialize_master_grads: accepted; how gradients reach the masters is amp's business.
-        set_grad_none: what ``zero_grad()`` does when it is not told.
+        wd_after_momentum: True is refused: torch adds the weight decay to the gradient, before the momentum.
+        materialize_master_grads: accepted and ignored.
+        set_grad_none: the default of ``zero_grad(set_to_none=...)``. Default False.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -42,7 +42,7 @@ class FusedSGD(OverTorch, torch.optim.SGD):
                 "the gradient, or install NVIDIA apex for it"
             )
         groups = as_groups(params)
-        # On a CPU the fused kernel does not update 16-bit parameters rightly, which these may become.
+        # Not on a CPU: there the fused kernel updates 16-bit parameters wrongly, and initialize() may cast these.
         fused = can_fuse(groups, torch.optim.SGD, but_not_on="cpu")
         super().__init__(
             groups,

@@ -12,18 +12,18 @@ from ... import _core
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """torch's DistributedDataParallel with apex's arguments.
 
-    Buffers are broadcast once and not at each forward, as in apex. Wrap the model after ``amp.initialize``.
+    As in apex, buffers are broadcast once, not at each forward. Wrap the model after ``amp.initialize``.
 
     Args:
-        module: the model, on the device it shall run on.
-        message_size: elements a bucket should hold before it is reduced.
-        delay_allreduce: accepted for models whose parameters do not all take part in each iteration; those are
-            looked for at every forward then.
-        allreduce_always_fp32: reduce 16-bit gradients in float32.
-        gradient_average: False is refused: torch's engine averages.
+        module: the model, already on its device.
+        message_size: number of elements per bucket. Default 10,000,000.
+        delay_allreduce: sets torch's ``find_unused_parameters``, for models whose iterations do not use every
+            parameter. Default False.
+        allreduce_always_fp32: reduce 16-bit gradients in float32. Default False.
+        gradient_average: False is refused, because torch always averages. Default True.
         **ignored: apex's ``shared_param``, ``allreduce_trigger_params``, ``retain_allreduce_buffers``,
             ``num_allreduce_streams``, ``allreduce_communicators``, ``gradient_average_split_factor``,
-            ``gradient_predivide_factor`` and ``prof``: torch's engine needs none of them; the log says so once.
+            ``gradient_predivide_factor`` and ``prof``. torch needs none of them; a line in the log names them once.
     """
 
     _IGNORED = (
@@ -59,13 +59,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         element = max((p.element_size() for p in module.parameters()), default=4)
         megabytes = max(message_size * element / 2**20, 1e-3)
         super().__init__(module, bucket_cap_mb=megabytes, find_unused_parameters=delay_allreduce)
-        # Not by the constructor's option, which torch is renaming.
+        # Set here because torch is renaming the constructor's option.
         self.broadcast_buffers = False
         if allreduce_always_fp32:
             _core.reduce_in_float32(self)
 
     def disable_allreduce(self) -> None:
-        """Leave gradients unreduced from the next forward on."""
+        """Stop reducing gradients, from the next forward on."""
         self.require_backward_grad_sync = False
 
     def enable_allreduce(self) -> None:

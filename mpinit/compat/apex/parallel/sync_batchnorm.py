@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's SyncBatchNorm with apex's arguments. As torch's, it trains on accelerators.
+    """``torch.nn.SyncBatchNorm`` with apex's arguments. Like torch's, it trains only on accelerators.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, process_group: as in ``torch.nn.SyncBatchNorm``.
@@ -32,7 +32,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self.fuse_relu = fuse_relu
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        """Normalise ``input``, add ``z`` where it is given, and apply the ReLU where it was asked for."""
+        """Normalise ``input``, add ``z`` unless it is None, and apply the ReLU if ``fuse_relu`` is True."""
         output = super().forward(input)
         if z is not None:
             output = output + z
@@ -48,7 +48,7 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
         channel_last: accepted; torch reads the memory format from the input.
 
     Returns:
-        The model, or the module that replaces it where it is a BatchNorm itself.
+        The model, or the new module if the model is a BatchNorm itself.
 
     Example:
         >>> type(convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(2)))[0]).__name__
@@ -57,5 +57,5 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)  # type: ignore[no-untyped-call]
     for part in converted.modules():
         if type(part) is nn.SyncBatchNorm:
-            part.__class__ = SyncBatchNorm  # which scripts ask for by isinstance
+            part.__class__ = SyncBatchNorm  # scripts check it by isinstance
     return converted
