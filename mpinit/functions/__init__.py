@@ -1,3 +1,3 @@
-"""O1: torch's functions cast their arguments, at native speed, and everything can be put back."""
+"""O1: patches of torch's functions that cast their arguments, and the undo of these patches."""
 
 from .installation import apply as apply

@@ -1,10 +1,9 @@
-"""The cast policy, as data: which function runs in which type, under which names Python reaches it, and which devices
-do it by themselves.
+"""The cast policy, as data: the dtype that each function runs in, its names, and the devices with native support.
 
-The rows start from PyTorch's CUDA autocast lists. A device that is named in a row's ``native`` follows the row inside
-its own autocast kernels; on every other device the names in ``wraps`` are replaced by a thin wrapper. The names in
-``reaches`` need no wrapper: their Python bodies look one of the wrapped names up, or end in a native kernel. Adding a
-function is one row here and one row of ``tests/cast_samples.py``.
+The rows start from PyTorch's CUDA autocast lists. A device in a row's ``native`` follows the row by torch's own
+autocast. On every other device the names in ``wraps`` are replaced by wrappers. The names in ``reaches`` need no
+wrapper: their Python bodies call a wrapped name, or a kernel that autocast covers. To add a function, add a row here
+and one in ``tests/support/cast_samples.py``.
 """
 
 import enum
@@ -15,11 +14,14 @@ from typing import Final
 
 
 class Cast(enum.Enum):
-    """A treatment of a function's floating arguments while casts are on.
+    """A rule for a function's floating arguments while casts are on.
 
-    LOWER_PRECISION: cast to the 16-bit type. FP32: 16-bit arguments are cast to float32. PROMOTE: cast to the widest
-    type among them. BANNED: refuses float16 arguments, runs others in float32. REFUSED: an in-place function that
-    would have to write a float32 result into a 16-bit tensor.
+    Attributes:
+        LOWER_PRECISION: cast to the 16-bit dtype.
+        FP32: cast 16-bit arguments to float32.
+        PROMOTE: cast to the widest dtype among them.
+        BANNED: refuse float16 arguments; run others in float32.
+        REFUSED: an in-place function whose float32 result does not fit its 16-bit tensor; it raises.
     """
 
     LOWER_PRECISION = "lower_precision"
@@ -36,9 +38,9 @@ class CastRow:
     Attributes:
         wraps: dotted names replaced by a wrapper on devices that are not in ``native``.
         reaches: dotted names that follow the row without a wrapper of their own.
-        native: device types whose own autocast list does what the row says.
-        arguments: how many leading arguments are cast, lists of weights among them excepted: an RNN's weights are
-            left to the native casts inside, which are cached, on devices that have such. 0: all.
+        native: device types whose own autocast follows the row.
+        arguments: number of leading arguments to cast; 0: all. Lists of an RNN's weights are not cast on devices where
+            autocast casts them inside, because those casts are cached.
         casts_off: whether the body runs with casts off, because a native kernel inside would cast otherwise.
     """
 
@@ -55,10 +57,10 @@ class CastRow:
         return self.wraps + self.reaches
 
 
-# CUDA and XPU register the same lists; the CPU has a list of its own.
+# CUDA and XPU have the same autocast list; the CPU has its own.
 _LISTED: Final = frozenset({"cuda", "xpu"})
 _EVERYWHERE: Final = _LISTED | {"cpu"}
-# Devices whose own autocast casts matrix products, also those inside of a function.
+# Devices whose own autocast casts matrix products, also inside another function.
 CASTS_INSIDE: Final = _EVERYWHERE
 _NOWHERE: Final = frozenset[str]()
 
@@ -96,12 +98,12 @@ def _row(
 
 
 def _rows(cast: Cast, prefixes: str, names: str, native: frozenset[str] = _LISTED) -> Iterator[CastRow]:
-    """Rows that are alike: functions by the names they have below each prefix."""
+    """Yield a row for each of some functions that differ only in name."""
     return (_row(cast, name, f"{prefixes}:{name}", native=native) for name in names.split())
 
 
 def _losses(prefix: str, names: str) -> Iterator[CastRow]:
-    """Losses, wrapped where their Python bodies look a kernel up: a criterion may be bound under other names."""
+    """Yield rows of losses, wrapped at the kernel that their Python bodies call: users may bind a loss by any name."""
     return (_row(Cast.FP32, name, f"{prefix}:{name}", f"F:{name}", _EVERYWHERE) for name in names.split())
 
 
@@ -172,7 +174,7 @@ _FP32_ROWS: Final = (
 
 _STACKS: Final = "t:concat t:concatenate t:hstack t:vstack t:row_stack t:dstack t:column_stack"
 
-# torch's own promotion raises for tensors of the other 16-bit type; cat and stack need none.
+# Wrapped because torch's own promotion raises for tensors of the other 16-bit dtype. cat and stack promote without it.
 _PROMOTE_ROWS: Final = (
     *_rows(Cast.PROMOTE, "tT", "addcdiv addcmul dot vdot index_put index_copy scatter_add", _NOWHERE),
     _promote("atan2", "tT:atan2 tT:arctan2"),
@@ -225,5 +227,5 @@ APEX_POLICY: Final = tuple({row.name: row for row in (*TORCH_POLICY, *_APEX_ROWS
 
 
 def wrapped_on(row: CastRow, device_types: Iterable[str]) -> tuple[str, ...]:
-    """Which of these device types need the row's wrapper."""
+    """Return the device types among these that need the row's wrapper."""
     return tuple(device for device in device_types if device not in row.native)

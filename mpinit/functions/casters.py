@@ -1,4 +1,4 @@
-"""The wrappers: each casts a function's arguments as its row says, while the native flag of their device is on."""
+"""Wrappers that cast a function's arguments by its row of the policy, while their device's autocast flag is on."""
 
 import functools
 import inspect
@@ -22,13 +22,13 @@ _OWNER_PARAMETERS: Final = ("self", "cls", "ctx")
 
 
 def wrapper(row: CastRow, name: str, original: Function, devices: tuple[str, ...], allow_banned: bool) -> Function:
-    """Wrap what stands at ``name`` for the devices that do not follow the row by themselves, one after the other."""
+    """Wrap the function at ``name``, once for each device whose own autocast does not follow the row."""
     wrapped = _traceable_method(original, name) if name.startswith("torch.Tensor.") else original
     body = functools.partial(call_without_casts, wrapped) if row.casts_off else wrapped
     for device in devices:
         outer = _for_device(row, name, wrapped, body, device)
-        # Flags go off in the innermost body only: further out, a device whose turn is still to come would find its
-        # own flag off already and cast nothing.
+        # Flags are switched off in the innermost body only. Further out, the wrapper of the next device would find its
+        # flag off and cast nothing.
         body = _for_device(row, name, body, body, device) if row.casts_off else outer
         wrapped = outer
         if row.cast is Cast.BANNED and not allow_banned:
@@ -37,10 +37,10 @@ def wrapper(row: CastRow, name: str, original: Function, devices: tuple[str, ...
 
 
 def _traceable_method(original: Function, name: str) -> Function:
-    """A method that torch.compile can trace also where it is called as ``torch.Tensor.exp(x)``.
+    """Return a method that torch.compile can trace when it is called as ``torch.Tensor.exp(x)``.
 
-    It knows C methods by what stands in the class, which is the wrapper now, and takes ``x.exp()`` as it comes: the
-    call is looked up again when the graph runs.
+    torch.compile identifies a C method by the class's attribute, which is the wrapper now. While compiling, the call
+    becomes ``x.exp()``, which it can trace: the method is looked up again when the graph runs.
     """
     method = name.rpartition(".")[2]
 
@@ -54,7 +54,7 @@ def _traceable_method(original: Function, name: str) -> Function:
 
 def _named(function: Function, original: Function, name: str) -> Function:
     functools.update_wrapper(function, original)
-    # Pickle looks a function up by these two; a builtin's own say where C keeps it, not where the wrapper stands.
+    # Pickle finds a function by these two. Those of a builtin name its place in C, not the wrapper's namespace.
     owner, _, function.__name__ = name.rpartition(".")
     function.__qualname__ = f"Tensor.{function.__name__}" if owner == "torch.Tensor" else function.__name__
     function.__module__ = "torch" if owner == "torch.Tensor" else owner
@@ -62,7 +62,7 @@ def _named(function: Function, original: Function, name: str) -> Function:
 
 
 def _for_device(row: CastRow, name: str, original: Function, body: Function, device: str) -> Function:
-    """``body`` with its arguments cast while the device's casts are on, and ``original`` while they are off."""
+    """Make a function that casts and calls ``body`` while the device's casts are on, and else calls ``original``."""
     if row.cast is Cast.LOWER_PRECISION:
         return _lower(row.arguments if device in CASTS_INSIDE else 0, original, body, device)
     if row.cast is Cast.PROMOTE:
@@ -73,13 +73,13 @@ def _for_device(row: CastRow, name: str, original: Function, body: Function, dev
 
 
 def _fp32(original: Function, body: Function, device: str) -> Function:
-    # Locals instead of globals, and the loop written out: this is the wrapper that stands between small layers.
+    # Locals instead of globals, and an inlined loop, for speed: this wrapper is called between small layers.
     is_on, tensor_type, lower_types = torch.is_autocast_enabled, torch.Tensor, LOWER_PRECISION
 
     def fp32_function(*args: Any, **kwargs: Any) -> Any:
         if not is_on(device):
             return original(*args, **kwargs)
-        if kwargs and left_alone(kwargs):
+        if kwargs and fixes_result_dtype(kwargs):
             return call_without_casts(original, *args, **kwargs)
         cast = [
             value.float()
@@ -94,11 +94,11 @@ def _fp32(original: Function, body: Function, device: str) -> Function:
     return fp32_function
 
 
-def left_alone(kwargs: dict[str, Any]) -> bool:
+def fixes_result_dtype(kwargs: dict[str, Any]) -> bool:
     """Return whether a call fixes the dtype of its result: by ``out=``, or by a 16-bit ``dtype=``.
 
-    Such a call runs without casts, inside as well: a product in its body might not fit into ``out``, and a norm
-    refuses a ``dtype`` narrower than its input.
+    Such a call runs without casts, inside its body too: a product computed in 16 bits might not fit into ``out``, and
+    a norm refuses a ``dtype`` narrower than its input.
     """
     return kwargs.get("out") is not None or kwargs.get("dtype") in LOWER_PRECISION
 
@@ -111,7 +111,7 @@ def to_float(value: Any, device: str) -> Any:
 
 
 def _cast(value: Any, dtype: torch.dtype, device: str) -> Any:
-    """float32 and 16-bit tensors of the device, also inside lists and tuples, in ``dtype``."""
+    """Cast float32 and 16-bit tensors of the device to ``dtype``, also inside lists and tuples."""
     if isinstance(value, torch.Tensor):
         castable = value.dtype is not dtype and value.dtype in _CASTABLE and value.device.type == device
         return value.to(dtype) if castable else value
@@ -124,7 +124,7 @@ def _lower(leading: int, original: Function, body: Function, device: str) -> Fun
     def lower_precision_function(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_autocast_enabled(device):
             return original(*args, **kwargs)
-        if kwargs and left_alone(kwargs):
+        if kwargs and fixes_result_dtype(kwargs):
             return call_without_casts(original, *args, **kwargs)
         dtype = torch.get_autocast_dtype(device)
         if leading:
@@ -152,7 +152,7 @@ def found_dtypes(value: Any, device: str, found: list[torch.dtype]) -> None:
 
 
 def widest(found: list[torch.dtype]) -> torch.dtype | None:
-    """The type that holds all of these: float16 and bfloat16 meet in float32. None for none."""
+    """Return the narrowest dtype with the range and precision of all: float32 for several, None for none."""
     if not found:
         return None
     return found[0] if len(found) == 1 else torch.float32
@@ -162,7 +162,7 @@ def _promote(original: Function, body: Function, device: str) -> Function:
     def promoting_function(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_autocast_enabled(device):
             return original(*args, **kwargs)
-        if kwargs and left_alone(kwargs):
+        if kwargs and fixes_result_dtype(kwargs):
             return call_without_casts(original, *args, **kwargs)
         if not kwargs and _is_uniform(args, torch.get_autocast_dtype(device)):
             return body(*args)
@@ -172,7 +172,7 @@ def _promote(original: Function, body: Function, device: str) -> Function:
             args = tuple(_cast(value, torch.float32, device) for value in args)
             kwargs = {key: _cast(value, torch.float32, device) for key, value in kwargs.items()}
         elif found and found[0] is not torch.float32 and found[0] is not torch.get_autocast_dtype(device):
-            # A device's own promotion raises for the other 16-bit type.
+            # A device's own promotion raises for the other 16-bit dtype.
             return call_without_casts(body, *args, **kwargs)
         return body(*args, **kwargs)
 
@@ -180,7 +180,7 @@ def _promote(original: Function, body: Function, device: str) -> Function:
 
 
 def _is_uniform(args: tuple[Any, ...], lower: torch.dtype) -> bool:
-    """Return whether all tensors among ``args`` have one dtype that needs no cast: a fast check of the common case."""
+    """Return whether all tensors among ``args`` have the same dtype and need no cast; a fast path."""
     dtype: torch.dtype | None = None
     for value in args:
         if isinstance(value, torch.Tensor):
@@ -227,10 +227,10 @@ def _refused(name: str, original: Function, device: str) -> Function:
 def user_wrapper(cast: Cast, function: Function) -> Function:
     """Wrap a user's function: its arguments, nested containers included, are cast while casts are on.
 
-    A float32 function runs with casts off inside, or the matrix products in its body would go back to 16 bits. A
-    builtin function of torch runs with casts off as well, or its native row would have the last word.
+    A float32 function runs with casts off, because the matrix products in its body would cast to 16 bits again. A
+    builtin function of torch runs with casts off, because torch's own autocast would cast its arguments again.
     """
-    owners = 1 if _takes_owner(function) else 0
+    owners = 1 if _has_owner(function) else 0
     builtin = not isinstance(function, types.FunctionType) or (function.__module__ or "").partition(".")[0] == "torch"
     without_casts = cast is Cast.FP32 or builtin
 
@@ -248,8 +248,8 @@ def user_wrapper(cast: Cast, function: Function) -> Function:
     return user_function
 
 
-def _takes_owner(function: Function) -> bool:
-    """Return whether the first argument is an object, a class or an autograd context, which is not cast."""
+def _has_owner(function: Function) -> bool:
+    """Return whether the first argument is ``self``, ``cls`` or ``ctx``, which is not cast."""
     try:
         first = next(iter(inspect.signature(function).parameters), "")
     except (TypeError, ValueError):
@@ -258,7 +258,7 @@ def _takes_owner(function: Function) -> bool:
 
 
 def _dtype_for(cast: Cast, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Return the dtype to cast the arguments to; None where casts are off or there is nothing to cast."""
+    """Return the dtype to cast the arguments to; None if casts are off or no argument can be cast."""
     on = [device for device in device_types() if torch.is_autocast_enabled(device)]
     if not on:
         return None

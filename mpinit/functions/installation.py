@@ -1,4 +1,4 @@
-"""O1 installed: wrappers in torch's namespaces from the first session to the last, and casts on where a session is."""
+"""Installation of O1: wrappers in torch's namespaces while any session lives, and autocast flags of threads."""
 
 import functools
 import sys
@@ -22,13 +22,14 @@ from .casters import user_wrapper, wrapper
 
 _MARK: Final = "+mpinit"
 
-# Where torch.autograd.backward and .grad, however they were imported, enter the engine; themselves where it is not.
+# torch.autograd.backward and .grad both call _engine_run_backward, however they were imported. Versions without it
+# have the two functions themselves patched.
 _ENGINE: Final = ("_engine_run_backward",) if hasattr(torch.autograd, "_engine_run_backward") else ("backward", "grad")
 
 
 @dataclass(frozen=True)
 class Registration:
-    """A function registered by name: where it stands and what happens to its arguments."""
+    """A function registered by name: its namespace, its name there, and how its arguments are cast."""
 
     owner: Any
     name: str
@@ -38,15 +39,15 @@ class Registration:
 REGISTERED: Final[list[Registration]] = []
 
 
-# What one session needs, or all live sessions together: whether it is apex's policy, and whether banned functions run.
+# (whether the policy is apex's, whether banned functions run), for one session or for all live sessions together.
 _Needs = tuple[bool, bool]
 
 
 class Installation:
-    """Which sessions are live, and what stands in torch's namespaces for them."""
+    """The live sessions of O1, and the wrappers in torch's namespaces that they need."""
 
     def __init__(self) -> None:
-        # Taken with interrupts held: one behind a block's last line would leave it taken, and other threads waiting.
+        # Acquired with Ctrl-C delayed: a KeyboardInterrupt before the release would block all other threads.
         self._lock = threading.RLock()
         self._sessions: dict[object, _Needs] = {}
         self._installed: _Needs | None = None
@@ -54,11 +55,11 @@ class Installation:
         self._originals: dict[tuple[int, str], Any] = {}
 
     def original(self, owner: Any, name: str) -> Any:
-        """Return the function at ``owner.name`` without mpinit's wrapper; None where there is none."""
+        """Return the function at ``owner.name`` without mpinit's wrapper, or None."""
         return self._originals.get((id(owner), name), getattr(owner, name, None))
 
     def add(self, plan: Plan, undos: UndoStack) -> None:
-        """Add a session; the undos of several sessions may run in any order."""
+        """Add a session. The undos of several sessions may run in any order."""
         token = object()
         with InterruptsHeld(), self._lock:
             undos.push(lambda: self._remove(token))
@@ -78,15 +79,15 @@ class Installation:
             self._refresh()
 
     def refresh_registrations(self) -> None:
-        """Install anew for a changed list of registered functions."""
+        """Install again after the list of registered functions has changed."""
         with InterruptsHeld(), self._lock:
             self._installed = None
             self._refresh()
 
     def _refresh(self) -> None:
-        """Install what the live sessions need in torch's namespaces; start anew after an interrupted call."""
+        """Install the wrappers that the live sessions need; start again after an interrupted call."""
         sessions = self._sessions.values()
-        # The namespaces are one: the stricter policy and the wider permission hold for all.
+        # All sessions share the namespaces: the stricter policy and the wider permission apply to all.
         needs = any(is_apex for is_apex, _ in sessions), any(allows for _, allows in sessions)
         is_installed = needs == self._installed if sessions else not self._undos
         if is_installed:
@@ -99,7 +100,7 @@ class Installation:
             self._installed = needs
 
     def _install(self, needs: _Needs) -> None:
-        """Install all wrappers; the next :meth:`_refresh` removes those of an interrupted call."""
+        """Install all wrappers. After an interrupted call, the next :meth:`_refresh` removes them."""
         _mark_compile_caches(self._undos)
         _keep_casts_out_of_backward(self._undos)
         encoder_fast_path.keep_off(is_on, self._undos)
@@ -111,7 +112,7 @@ class Installation:
                 self._set(owner, name, function)
 
     def _bound_before(self) -> Iterator[tuple[str, str]]:
-        """Find names in the user's modules that are bound to functions (not methods) which are wrapped now."""
+        """Find names in the user's modules that were bound to a function before it was wrapped; skip methods."""
         found: dict[int, str] = {}
         for row in TORCH_POLICY:
             for name in row.wraps if wrapped_on(row, device_types()) else ():
@@ -123,14 +124,14 @@ class Installation:
     def _set(self, owner: Any, name: str, function: Any) -> None:
         original = getattr(owner, name)
         self._originals[id(owner), name] = original
-        _tell_torchscript(function, original, self._undos)
+        _register_with_torchscript(function, original, self._undos)
         self._undos.set_attribute(owner, name, function)
 
 
 def _wrappers(needs: _Needs) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """(owner, attribute, wrapper) for every name that needs one on the devices present.
+    """Yield (owner, attribute, wrapper) for every name that needs a wrapper on the devices present.
 
-    Names of one function share one wrapper, so that who knows it under one name (torch.compile) knows it under all.
+    All names of a function share one wrapper, because torch.compile identifies functions by object.
     """
     (is_apex, allows_banned), present = needs, device_types()
     for row in APEX_POLICY if is_apex else TORCH_POLICY:
@@ -145,7 +146,7 @@ def _wrappers(needs: _Needs) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 
 
 def resolve_owner(name: str) -> tuple[Any, str]:
-    """The namespace and the attribute of a dotted name below torch."""
+    """Split a dotted name below torch into its namespace, an object, and its attribute."""
     _, *path, attribute = name.split(".")
     owner: Any = torch
     for part in path:
@@ -154,20 +155,20 @@ def resolve_owner(name: str) -> tuple[Any, str]:
 
 
 def _registered_wrapper(registration: Registration) -> Any:
-    """The wrapper for a registered function; that of a static or class method is one too."""
+    """Make the wrapper of a registered function; for a static or class method it is a static or class method."""
     owner, name = registration.owner, registration.name
     homes = map(vars, getattr(owner, "__mro__", (owner,)))
-    standing = next((home[name] for home in homes if name in home), getattr(owner, name))
-    if isinstance(standing, (staticmethod, classmethod)):
-        return type(standing)(user_wrapper(registration.cast, standing.__func__))
-    return user_wrapper(registration.cast, standing)
+    attribute = next((home[name] for home in homes if name in home), getattr(owner, name))
+    if isinstance(attribute, (staticmethod, classmethod)):
+        return type(attribute)(user_wrapper(registration.cast, attribute.__func__))
+    return user_wrapper(registration.cast, attribute)
 
 
 def _keep_casts_out_of_backward(undos: UndoStack) -> None:
-    """Switch casts off while autograd's engine runs, for ``backward()`` and ``torch.autograd.grad`` alike.
+    """Switch casts off while autograd's engine runs, in ``backward()`` and ``torch.autograd.grad``.
 
-    A backward pass under casts would compute what ran in float32 in 16 bits. A graph made by ``create_graph=True`` is
-    the caller's to use: casts are back on when the call returns.
+    With casts on, the backward of operations that ran in float32 would compute in 16 bits. Casts are on again when the
+    call returns, so that a graph made by ``create_graph=True`` is used with them.
     """
     for name in _ENGINE:
         undos.set_attribute(torch.autograd, name, _without_casts(getattr(torch.autograd, name)))
@@ -182,27 +183,27 @@ def _without_casts(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mark_compile_caches(undos: UndoStack) -> None:
-    """Tell torch.compile that names mean other functions now.
+    """Make torch.compile recompile code compiled before the names were patched.
 
-    Its caches on disk know ``exp`` by name, and its table of functions that may stand in a graph is built once, from
-    what the names mean at that moment.
+    Its caches on disk identify ``exp`` by name. Its table of functions that are allowed in a graph is built once, from
+    the functions that the names refer to at that moment.
     """
     config: Any = torch.compiler.config
 
     def revert() -> None:
-        # torch keeps its settings per thread: in another thread than the one that installed there is no mark.
+        # torch's configuration is per thread: a thread that did not install the wrappers has no mark.
         config.cache_key_tag = config.cache_key_tag.removesuffix(_MARK)
-        _forget_function_tables()
+        _clear_function_tables()
 
     undos.push(revert)
     config.cache_key_tag = config.cache_key_tag.removesuffix(_MARK) + _MARK
-    _forget_function_tables()
+    _clear_function_tables()
 
 
-def _tell_torchscript(function: Any, original: Any, undos: UndoStack) -> None:
-    """Let TorchScript take a wrapper for what it stands for: it compiles by its own table, and casts nothing.
+def _register_with_torchscript(function: Any, original: Any, undos: UndoStack) -> None:
+    """Make TorchScript compile the original function in place of a wrapper; it then casts nothing.
 
-    torch scripts functions of its own for forward-mode derivatives, so this matters to those who never script.
+    It applies to users who never script, too: torch scripts its own functions for forward-mode derivatives.
     """
     table: dict[int, str] = torch.jit._builtins._get_builtin_table()  # type: ignore[no-untyped-call]
     before = table.get(id(function))
@@ -219,34 +220,39 @@ def _tell_torchscript(function: Any, original: Any, undos: UndoStack) -> None:
         function.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]
 
 
-def _forget_function_tables() -> None:
+def _clear_function_tables() -> None:
     rules = sys.modules.get("torch._dynamo.trace_rules")
     for table in ("get_torch_obj_rule_map", "get_tensor_method"):
-        forget = getattr(getattr(rules, table, None), "cache_clear", None)
-        if forget is not None:
-            forget()
+        clear = getattr(getattr(rules, table, None), "cache_clear", None)
+        if clear is not None:
+            clear()
 
 
 INSTALLATION: Final = Installation()
 
-# What sessions that were dropped without undo have left in the namespaces: taken out by the next one.
+# The undos of sessions that were garbage-collected without undo; the next session runs them.
 _dropped: Final[list[Undo]] = []
 
 
 def apply(plan: Plan, owner: object = None) -> Undo:
-    """Make torch's functions follow the cast policy, and switch casts on for this thread where the plan says so.
+    """Make torch's functions follow the cast policy, and switch casts on in this thread if the plan says so.
 
-    The engine is torch's own autocast; wrappers are put only around names that a device present does not have on its
-    own list. They are shared by all live sessions: the namespaces are as they were when the last one is undone. An
-    exception on the way, Ctrl-C at any line included, leaves everything as it was.
+    torch's own autocast does the casts. Only names that are not on the autocast list of a device present are wrapped.
+    All live sessions share the wrappers; the undo of the last session removes them. An exception, Ctrl-C at any line
+    included, undoes everything.
 
-    Where ``owner`` is dropped without the undo, the casts go off, and what is in the namespaces at the next call. The
-    undo is to be called in the same thread; called again it does nothing, or completes what was interrupted.
+    Args:
+        plan: the resolved configuration.
+        owner: an object whose garbage collection switches the casts off; the next call then removes the wrappers.
+            Default None.
+
+    Returns:
+        The undo, to be called in the same thread. A second call does nothing, or completes an interrupted one.
     """
     while _dropped:
-        left_over = _dropped[0]
-        left_over()
-        _dropped.remove(left_over)
+        undo = _dropped[0]
+        undo()
+        _dropped.remove(undo)
     undos = UndoStack()
     casts = ThreadCasts()
     try:
@@ -270,10 +276,10 @@ def _end(casts: ThreadCasts) -> None:
 
 
 def _until_dropped(owner: object, casts: ThreadCasts, undo: Undo) -> Undo:
-    """``undo``; casts go off when ``owner`` is dropped without it.
+    """Return ``undo``, and switch casts off when ``owner`` is garbage-collected before it was called.
 
-    Namespaces are left to the next session: the garbage collector comes at any time, in any thread, in the middle of
-    another installation for one.
+    The next session unpatches the namespaces then. The garbage collector cannot do it, because it may run in any
+    thread, in the middle of another installation.
     """
 
     def dropped() -> None:
@@ -290,15 +296,21 @@ def _until_dropped(owner: object, casts: ThreadCasts, undo: Undo) -> Undo:
     return undo_now
 
 
-# torch's own modules bind each other's functions all over: these are no early imports of a user's.
+# torch's modules import each other's functions by name; these are not a user's early imports.
 _OWN: Final = ("torch", "mpinit")
 _INSTALLED: Final = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 
 
 def bound_elsewhere(functions: Mapping[int, str], home: Any, *, users_only: bool) -> Iterator[tuple[str, str]]:
-    """Find module globals that are one of these functions, known by id: ("module.name", what it is called).
+    """Find globals of modules that are bound to one of some functions.
 
-    ``home`` is not looked into, nor, with ``users_only``, installed packages and the standard library.
+    Args:
+        functions: the id of each function -> its name.
+        home: a module to skip, such as the one that defines the functions.
+        users_only: skip installed packages and the standard library.
+
+    Yields:
+        ("module.global", the function's name).
     """
     for module_name, module in list(sys.modules.items()):
         if module is home or module_name.partition(".")[0] in _OWN or (users_only and _is_installed(module)):
@@ -310,5 +322,5 @@ def bound_elsewhere(functions: Mapping[int, str], home: Any, *, users_only: bool
 
 def _is_installed(module: Any) -> bool:
     path = getattr(module, "__file__", None)
-    # __main__ has no file in an interactive session; any other module without one is built in.
+    # In an interactive session __main__ has no file. Any other module without a file is built in.
     return path.startswith(_INSTALLED) if isinstance(path, str) else getattr(module, "__name__", "") != "__main__"

@@ -1,4 +1,4 @@
-"""Functions of the user's own under O1: registered by name, or marked with a decorator."""
+"""Casts of a user's own functions under O1, which are registered by name or decorated."""
 
 import difflib
 from collections.abc import Callable
@@ -16,12 +16,12 @@ T = TypeVar("T")
 def register_half_function(module: Any, name: str) -> None:
     """Make ``module.name`` run in the 16-bit type while casts are on.
 
-    Before or after ``initialize``; undoing the last session takes the wrapper out, the next ``initialize`` puts it
-    back. Code that has bound the function before (``from module import name``) keeps the one without casts: a
-    warning names the modules where that can be seen.
+    Call it before or after ``initialize``. It lasts for the process: ``undo`` of the last session removes the wrapper,
+    and the next ``initialize`` installs it again. Code that imported the function earlier (``from module import
+    name``) calls it without casts; a warning names the modules where that is found.
 
     Args:
-        module: a module, or a class whose (static) method is meant.
+        module: a module, or a class for one of its methods.
         name: the function's name in it.
 
     Raises:
@@ -37,10 +37,10 @@ def register_half_function(module: Any, name: str) -> None:
 def register_float_function(module: Any, name: str) -> None:
     """Make ``module.name`` run in float32, with casts off inside, while casts are on.
 
-    When it holds, and for which code: as for :func:`register_half_function`.
+    Its duration, and its effect on earlier imports, are those of :func:`register_half_function`.
 
     Args:
-        module: a module, or a class whose (static) method is meant.
+        module: a module, or a class for one of its methods.
         name: the function's name in it.
 
     Raises:
@@ -54,12 +54,12 @@ def register_float_function(module: Any, name: str) -> None:
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Make ``module.name`` run in the widest floating type among its arguments while casts are on.
+    """Make ``module.name`` run in the widest floating dtype among its arguments while casts are on.
 
-    When it holds, and for which code: as for :func:`register_half_function`.
+    Its duration, and its effect on earlier imports, are those of :func:`register_half_function`.
 
     Args:
-        module: a module, or a class whose (static) method is meant.
+        module: a module, or a class for one of its methods.
         name: the function's name in it.
 
     Raises:
@@ -73,16 +73,16 @@ def register_promote_function(module: Any, name: str) -> None:
 
 
 def half_function(function: Callable[P, T]) -> Callable[P, T]:
-    """A decorator: the function's arguments are cast to the 16-bit type while casts are on.
+    """Decorate a function: its floating arguments are cast to the 16-bit dtype while casts are on.
 
-    For plain functions, methods, and the ``forward`` of a ``torch.autograd.Function`` (below ``@staticmethod``).
-    Floating tensors are found inside nested containers; ``self``, ``cls`` and ``ctx`` are left alone.
+    It can be a plain function, a method, or the ``forward`` of a ``torch.autograd.Function`` (below
+    ``@staticmethod``). Tensors inside nested containers are cast too; ``self``, ``cls`` and ``ctx`` are not.
 
     Args:
-        function: what is to run in 16 bit.
+        function: the function to run in 16 bits.
 
     Returns:
-        A function with the same signature. Its result has the type that the body gives it.
+        A function with the same signature. Its result is not cast.
 
     Example:
         >>> import torch, mpinit
@@ -98,12 +98,12 @@ def half_function(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def float_function(function: Callable[P, T]) -> Callable[P, T]:
-    """A decorator: while casts are on, 16-bit arguments are cast to float32 and the body runs with casts off.
+    """Decorate a function: while casts are on, 16-bit arguments are cast to float32, and it runs with casts off.
 
-    For the same functions as :func:`half_function`.
+    It decorates the same kinds of functions as :func:`half_function`.
 
     Args:
-        function: what is to run in float32.
+        function: the function to run in float32.
 
     Returns:
         A function with the same signature.
@@ -122,12 +122,12 @@ def float_function(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def promote_function(function: Callable[P, T]) -> Callable[P, T]:
-    """A decorator: while casts are on, arguments are cast to the widest floating type among them.
+    """Decorate a function: while casts are on, its arguments are cast to the widest floating dtype among them.
 
-    For the same functions as :func:`half_function`.
+    It decorates the same kinds of functions as :func:`half_function`. float16 and bfloat16 together become float32.
 
     Args:
-        function: what takes arguments of several types.
+        function: a function of arguments with several dtypes.
 
     Returns:
         A function with the same signature.
@@ -167,7 +167,7 @@ def _find(module: Any, name: str) -> Any:
 
 
 def _warn_of_earlier_imports(module: Any, name: str, function: Any) -> None:
-    """Warn of ``from module import name`` done earlier: such a name is bound to the function without casts."""
+    """Warn about names bound by an earlier ``from module import name``: they call the function without casts."""
     found = bound_elsewhere({id(function): name}, module, users_only=False)
     bound = [where for where, _ in found if where.rpartition(".")[0] != getattr(module, "__name__", "")]
     if bound:

@@ -10,7 +10,7 @@ ALLOWED: frozenset[str] = frozenset()
 PACKAGE = ROOT / "mpinit"
 # Entries are removed as these are rewritten.
 NOT_YET = {
-    "amp.py", "basics", "checks.py", "cli", "distributed", "functions", "grad_scaler.py", "in_float32.py",
+    "amp.py", "basics", "checks.py", "cli", "distributed", "grad_scaler.py", "in_float32.py",
     "initialization.py", "inspect", "integrations", "masters", "model", "optimizer", "registry.py", "scaling",
     "session.py", "settings", "torch_internals", "train_state.py",
 }  # fmt: skip
