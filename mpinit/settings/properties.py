@@ -1,6 +1,6 @@
 """The table of properties: a frozen pydantic model with its rules across fields and its error texts.
 
-A property is written here and nowhere else: ``keywords.py`` and the reference page are made from this file.
+This file is the only place that defines a property: ``keywords.py`` and the reference page are generated from it.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ from .spellings import DEFAULT_INIT_SCALE, DEFAULT_MAX_SCALE
 
 @dataclass(frozen=True)
 class AlsoAccepts:
-    """A mark on a property: a type, as source, that its values may be given in beside its own."""
+    """A further type that a property accepts, as source code; it annotates the property."""
 
     type: str
 
@@ -58,65 +58,66 @@ KeepInputs = Annotated[tuple[KeepInput, ...], BeforeValidator(spellings.parse_ke
 EntryPoints = Annotated[tuple[str, ...], BeforeValidator(spellings.parse_entry_points)]
 
 
-def is_given(name: str, value: Any) -> bool:
+def is_override(name: str, value: Any) -> bool:
     """Return whether ``value`` sets the property ``name``.
 
-    None never does. The string "None", which a command line may hand over, says "nothing" to a property that can be
-    nothing, and leaves the others as they are.
+    None never does. The string "None", which a command line may pass, sets a property that can be None, and no other.
     """
     can_be_nothing = name in Properties.model_fields and Properties.model_fields[name].default in (None, ())
     return value is not None and (can_be_nothing or not spellings.is_nothing(value))
 
 
 class Properties(BaseModel):
-    """The properties as they were given: the five of the level and all that refine them.
+    """The properties after validation: the five that a level sets, and all others.
 
-    Frozen; serialises to JSON and back (dtypes by name) unless ``keep_fp32`` or ``keep_inputs`` hold types or
-    functions.
+    They are frozen. They serialise to JSON and back, with dtypes by name, unless ``keep_fp32`` or ``keep_inputs``
+    has types or functions.
 
     Attributes:
-        cast_model_type: dtype the model's floating parameters, buffers and inputs are cast to; None: don't cast.
+        cast_model_type: dtype that the model's floating parameters, buffers and inputs are cast to; None: no cast.
         patch_torch_functions: whether torch functions cast their arguments (O1).
-        patch_torch_functions_type: the 16-bit dtype those functions run in. Default float16.
-        keep_batchnorm_fp32: whether BatchNorm stays float32 in a 16-bit model; None where it does not apply.
-        master_weights: True: the optimizer steps float32 masters of 16-bit weights; "split": the same, stored as
-            the bfloat16 weight and a 16-bit remainder, exact to the bit; "model": the model's own parameters stay
-            float32 and are what the optimizer steps, and forwards see 16-bit casts of them; False or None: the
-            optimizer steps the weights themselves. A weight is its master rounded to nearest: ties to even with True
-            and "model", away from zero with "split".
-        loss_scale: "dynamic" or a static positive number.
+        patch_torch_functions_type: the 16-bit dtype that these functions run in. Default float16.
+        keep_batchnorm_fp32: whether BatchNorm stays float32 in a 16-bit model; None at O0 and O1, whose models are
+            float32.
+        master_weights: True: the optimizer steps float32 masters of 16-bit weights. "split": the same, bit for bit,
+            stored as the bfloat16 weight and a 16-bit remainder. "model": the model's parameters stay float32, the
+            optimizer steps them, and forwards use 16-bit casts of them. False or None: the optimizer steps the 16-bit
+            weights. A weight is its master rounded to nearest: ties to even with True and "model", away from zero with
+            "split".
+        loss_scale: "dynamic", or a static number above 0.
         cast_model_outputs: dtype of the model's floating outputs. Default None: float32.
-        keep_fp32: module types, dotted names (wildcards allowed) or predicates ``(name, module) -> bool``: these
-            modules stay float32. A name that matches no module is one of parameters or buffers: these tensors stay
-            float32 in a module that computes in 16 bits, whose code has to cast what it makes of them.
-        keep_inputs: names of arguments (wildcards allowed) or predicates ``(name, value) -> bool``: these arguments of
-            the models' forwards and entry points are passed as they are, targets of a loss for instance. Positional
-            arguments have the names of the signature. A model with a lambda here cannot be pickled.
-        entry_points: methods beside ``forward`` that are called from outside, such as "forward_features" or
-            "backbone.forward_features": their inputs and outputs are cast like forward's.
-        cast_policy: "torch" (PyTorch's CUDA autocast lists on every device) or the stricter "apex".
-        cast_scope: "thread": casts are on in the calling thread; "model": only inside initialised models' forward.
-        allow_banned: let functions run that the cast policy bans in float16.
-        init_loss_scale: dynamic scaling's first scale. Default 2**16.
+        keep_fp32: modules that stay float32: module types, dotted names (wildcards allowed) or predicates
+            ``(name, module) -> bool``. A name that matches no module is a name of parameters or buffers. These tensors
+            stay float32 in a 16-bit module, whose code must cast them.
+        keep_inputs: arguments of the models' forwards and entry points that are not cast, such as a loss's targets:
+            names (wildcards allowed) or predicates ``(name, value) -> bool``. Positional arguments have the names of
+            the signature. A model with a lambda here cannot be pickled.
+        entry_points: methods besides ``forward`` that you call from outside, such as "forward_features" or
+            "backbone.forward_features". Their inputs and outputs are cast like those of ``forward``.
+        cast_policy: "torch" (PyTorch's CUDA autocast lists on every device) or the stricter "apex". Default "torch".
+        cast_scope: "thread": casts are on in the calling thread. "model": only inside initialised models' forward.
+            Default "thread".
+        allow_banned: run functions that the cast policy bans in float16. Default False.
+        init_loss_scale: the first scale of dynamic scaling. Default 2**16.
         growth_factor: the scale is multiplied by this after ``growth_interval`` good steps. Default 2.
         backoff_factor: the scale is multiplied by this on overflow. Default 0.5.
-        growth_interval: good steps before the scale grows. Default 2,000.
-        hysteresis: overflows tolerated before the scale backs off. Default 1 (the first one).
-        min_loss_scale: dynamic scaling goes no lower. Default None: no limit.
-        max_loss_scale: dynamic scaling goes no higher. Default 2**24.
-        max_consecutive_skips: skipped steps in a row after which ``step()`` raises. Default 64.
-        skip_nonfinite: skip a step whose gradients hold inf or nan also where the loss scale does not move, on all
-            ranks: weights, states and schedulers (``scheduler_step``) stay as they are. True: always; False: never.
-            Default None: wherever it costs no wait for the device, on a CPU and with fused optimizers; at O0 off. The
-            third skip in a row is warned of, and ``max_consecutive_skips`` holds.
-        optimizer_state: what the optimizer's state is between steps: "float32" (default, the optimizer's own),
-            "bfloat16" or "int8" (1 byte a number and 4 for 128), rounded stochastically. For optimizers that update
-            each parameter by itself. Formats and when to use which: docs/explanation/optimizer-states.md.
+        growth_interval: number of good steps before the scale grows. Default 2,000.
+        hysteresis: the scale backs off at this many overflows. Default 1.
+        min_loss_scale: lower limit of a dynamic scale. Default None: no limit.
+        max_loss_scale: upper limit of a dynamic scale. Default 2**24.
+        max_consecutive_skips: ``step()`` raises after this many skipped steps in a row. Default 64.
+        skip_nonfinite: whether to skip a step whose gradients contain inf or nan, on all ranks, also without a dynamic
+            loss scale. Weights, optimizer states and schedulers (``scheduler_step``) do not change. Default None: only
+            if it costs no device sync: on a CPU and with fused optimizers, but not at O0. The third skip in a row
+            warns, and ``max_consecutive_skips`` applies.
+        optimizer_state: format of the optimizer's state between steps: "float32" (the optimizer's own), "bfloat16" or
+            "int8" (1 byte per number, and 4 per 128 numbers), rounded stochastically. Only for optimizers that update
+            each parameter by itself. Default "float32". See docs/explanation/optimizer-states.md.
         reduce_dtype: torch.float32: DistributedDataParallel sums 16-bit gradients over ranks in float32, a bucket at a
-            time, and rounds the mean once: twice the bytes sent, and one bucket in float32. Default None: in their own
-            type. FSDP2 reduces by its ``MixedPrecisionPolicy(reduce_dtype=...)``.
-        split_bucket_bytes: float32 bytes materialised at a time by ``master_weights="split"`` and ``optimizer_state``.
-            Default 64 MiB; on a CPU at most 16 MiB, where larger buckets are slower.
+            time, and rounds the mean once. This sends twice the bytes and needs one float32 bucket. Default None: in
+            the gradients' dtype. For FSDP2, set ``MixedPrecisionPolicy(reduce_dtype=...)``.
+        split_bucket_bytes: float32 bytes that ``master_weights="split"`` and ``optimizer_state`` materialise at a
+            time. Default 64 MiB; on a CPU at most 16 MiB, because larger buckets are slower there.
 
     Example:
         >>> Properties(loss_scale="128.0").loss_scale
@@ -220,9 +221,14 @@ def field_names() -> tuple[str, ...]:
 
 
 def build(values: dict[str, Any], sources: Mapping[str, str] | None = None) -> Properties:
-    """Validate ``values`` into Properties; pydantic's report becomes one plain ValueError.
+    """Validate ``values`` into Properties.
 
-    ``sources`` is for messages: property name -> the file that its value was read from.
+    Args:
+        values: property name -> value.
+        sources: property name -> the file that its value was read from, for messages.
+
+    Raises:
+        ValueError: a value is not valid, or values contradict each other; all faults are in one text.
     """
     try:
         return Properties(**values)
@@ -234,10 +240,10 @@ def _describe(item: Any, sources: Mapping[str, str]) -> str:
     text = str(item["msg"])
     name = ".".join(str(part) for part in item["loc"][:1])
     if item["type"] != "value_error":
-        # pydantic's own texts say what is allowed but not what was given; ours say both.
+        # pydantic's texts name the allowed values only; add the value that was passed.
         text = f"{text[:1].lower()}{text[1:]}, but {item['input']!r} was given"
     text = text.removeprefix("Value error, ")
-    # A contradiction belongs to no one property: its text names both.
+    # A contradiction concerns two properties, which its text names.
     concerned = [source for own, source in sources.items() if own == name or (not name and f"{own}=" in text)]
     return ": ".join([*dict.fromkeys(concerned), *([name] if name else []), text])
 

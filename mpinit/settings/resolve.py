@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from .properties import OPT_LEVELS, Properties, build, field_names, is_given
+from .properties import OPT_LEVELS, Properties, build, field_names, is_override
 from .spellings import LARGEST_COUNT, DefaultLevel, parse_bool, parse_whole_number
 
 Config = str | Path | Mapping[str, Any] | None
@@ -27,7 +27,7 @@ class Settings:
     process_group: Any = None
 
 
-# All arguments of initialize() that are no properties, which a message about a misspelt one lists too.
+# All arguments of initialize() that are not properties, for the message about a misspelt argument.
 _NO_PROPERTIES: Final = ("models", "optimizers", "opt_level", *[field.name for field in fields(Settings)])
 
 # Properties that release 0.2.0 had, and what replaces each.
@@ -36,8 +36,8 @@ _REMOVED: Final = {
     "gradient_release": "torch's own hooks step a parameter inside of backward(): docs/explanation/gradient-release.md",
 }
 
-# The settings that a configuration may hold too, and their limits. Each loss has a scaler, made at once: a million of
-# them is a mistake, and would take minutes.
+# Settings that a configuration may have too, and their limits. A scaler is made for each loss: making a million takes
+# minutes, and is a mistake.
 _NUMBERS: Final = {"num_losses": (1, 2**16), "verbosity": (-LARGEST_COUNT, LARGEST_COUNT)}
 
 
@@ -87,7 +87,7 @@ def read_config(config: Config, extra: tuple[str, ...] = ()) -> ReadConfig:
 
 def _read_toml(path: Path, name: str) -> dict[str, Any]:
     try:
-        # Some editors begin UTF-8 with a byte order mark, which is no TOML.
+        # Some editors write a byte order mark before UTF-8 text, which TOML does not allow.
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         reason = f"config file cannot be read: {error.strerror}; give a TOML file's path or a mapping"
@@ -104,7 +104,7 @@ def read_settings(keywords: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]
     """Split keywords into settings and properties.
 
     Returns:
-        The settings, the properties as they were given, and the properties that the configuration holds.
+        The settings, the properties among the keywords, and the properties of the configuration.
     """
     rest = dict(keywords)
     config = rest.pop("config", None)
@@ -112,7 +112,7 @@ def read_settings(keywords: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]
     enabled, awaits = rest.pop("enabled", True), rest.pop("await_optimizers", False)
     if not isinstance(awaits, bool):
         raise TypeError(f"await_optimizers must be True or False, not {awaits!r}")
-    # A command line makes strings of everything.
+    # Values from a command line are strings.
     enabled = parse_bool(enabled) if isinstance(enabled, str) else bool(enabled)
     numbers: dict[str, int] = {}
     for name, (smallest, largest) in _NUMBERS.items():
@@ -139,22 +139,22 @@ def read_settings(keywords: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]
 def resolve(opt_level: Any, overrides: Mapping[str, Any], config: Config = None) -> tuple[str, Properties]:
     """Resolve a level, a configuration and keyword overrides into one property set.
 
-    Keywords beat the configuration, and the configuration beats the level. A value of None means "not given"; the
-    string "None" means "nothing", or "not given" to a property that must be something. Where the 16-bit type comes
-    out as bfloat16 and no loss_scale was given, the level's "dynamic" becomes 1.0: bfloat16 has float32's range.
+    Keywords override the configuration, and the configuration overrides the level. None does not override anything.
+    The string "None" sets a property that can be None, and else does not override either. If the 16-bit dtype is
+    bfloat16 and nothing overrides loss_scale, the level's "dynamic" becomes 1.0: bfloat16 has float32's range.
     """
     from_config = read_config(config)
     level = _level_of(opt_level, from_config)
     check_names(overrides, field_names(), "initialize()", others=_NO_PROPERTIES)
-    by_keyword = _given(overrides)
-    given = _given(from_config) | by_keyword
-    sources = {name: from_config.source for name in given if name not in by_keyword}
+    by_keyword = _only_overrides(overrides)
+    chosen = _only_overrides(from_config) | by_keyword
+    sources = {name: from_config.source for name in chosen if name not in by_keyword}
     row = OPT_LEVELS[level]
-    if not given:
+    if not chosen:
         return level, row
-    values = {name: getattr(row, name) for name in row.model_fields_set} | given
-    if "loss_scale" not in given and row.loss_scale == "dynamic":
-        # Built with 1.0 first: rules look at the scale, and which type it is for is known of what was built.
+    values = {name: getattr(row, name) for name in row.model_fields_set} | chosen
+    if "loss_scale" not in chosen and row.loss_scale == "dynamic":
+        # Built with 1.0 first: the 16-bit dtype is known only after validation, and validation checks the scale.
         props = build(values | {"loss_scale": 1.0}, sources)
         if props.lower_precision_type is torch.bfloat16:
             return level, props
@@ -171,5 +171,5 @@ def _level_of(opt_level: Any, from_config: ReadConfig) -> str:
         raise ValueError(f"{from_config.source}: {error}") from None
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if is_given(name, value)}
+def _only_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if is_override(name, value)}

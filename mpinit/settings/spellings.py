@@ -12,10 +12,10 @@ import torch
 
 from ..basics.dtypes import dtype_name, parse_dtype
 
-# A scale is kept as a float32 beside its reciprocal: outside these limits one of the two is 0 or inf.
+# A scale and its reciprocal are float32 numbers. Outside these limits one of them is 0 or inf.
 SMALLEST_SCALE: Final = 2.0**-126
 LARGEST_SCALE: Final = 2.0**126
-# Counters are kept as int32 on the device.
+# Counters on the device are int32.
 LARGEST_COUNT: Final = 2**31 - 1
 
 DEFAULT_INIT_SCALE: Final = 2.0**16
@@ -50,10 +50,10 @@ def parse_bool(value: Any) -> bool:
 
 
 def parse_whole_number(value: Any, smallest: int = 0, largest: int = LARGEST_COUNT) -> int:
-    """Parse a whole number of any type that has one exactly; a boolean is refused."""
+    """Parse a value of any type that is exactly a whole number; refuse a boolean."""
     try:
         number = int(value)
-        # Compared as they are: through a float a large number would be another.
+        # Compared without a conversion to float, which would round a large number.
         exact = not isinstance(value, bool) and (isinstance(value, str) or bool(number == value))
     except (TypeError, ValueError, OverflowError, RuntimeError):
         exact = False

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpinit.basics.dtypes import dtype_name, is_lower_precision, parse_dtype
-from mpinit.settings.properties import OPT_LEVELS, Properties, build, field_names, is_given
+from mpinit.settings.properties import OPT_LEVELS, Properties, build, field_names, is_override
 from mpinit.settings.spellings import LARGEST_SCALE, SMALLEST_SCALE
 
 DTYPE_FIELDS = ("cast_model_type", "patch_torch_functions_type", "cast_model_outputs")
@@ -173,13 +173,13 @@ def test_the_16_bit_type_a_property_set_works_in(values: dict[str, Any], expecte
 
 @pytest.mark.parametrize("nothing", ["None", "none", ""])
 def test_nothing_is_a_value_only_where_a_property_can_be_nothing(nothing: str) -> None:
-    nullable = [name for name in field_names() if is_given(name, nothing)]
+    nullable = [name for name in field_names() if is_override(name, nothing)]
     for name in nullable:
         build({name: nothing})
     for name in set(field_names()) - set(nullable):
         with pytest.raises(ValueError, match=name):
             build({name: nothing})
-    assert not any(is_given(name, None) for name in field_names())
+    assert not any(is_override(name, None) for name in field_names())
 
 
 SPELLINGS = {
