@@ -39,12 +39,13 @@ def overflow_report(optimizer: Optimizer) -> OverflowReport:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> model, optimizer = mpinit.initialize(model, optimizer, opt_level="O2", verbosity=0)
-        >>> with mpinit.scale_loss(model(torch.ones(1, 4)).sum() * 1e6, optimizer) as scaled_loss:
+        >>> _ = model[0].weight.register_hook(lambda gradient: gradient * float("inf"))
+        >>> with mpinit.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
         ...     scaled_loss.backward()
         >>> optimizer.step()
         >>> report = mpinit.overflow_report(optimizer)
         >>> report.first_module, report.scale
-        ('1', 65536.0)
+        ('0', 65536.0)
         >>> mpinit.undo(model)
     """
     session = registry.session_of(optimizer)

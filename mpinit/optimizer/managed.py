@@ -20,6 +20,7 @@ from ..model.forward_weights import ACTIVE_CASTS, renew_casts
 from ..plan import Plan
 from ..scaling.scaler import LossScaler
 from ..torch_internals.native_autocast import CastsOff
+from ..torch_internals.running import reads_without_sync
 from ..torch_internals.step_hooks import StepHooks, has_step_hooks
 from .closures import FIRST, SECOND, Closure, ClosureSteps, SamSteps
 from .gradient_state import Phase, agreed, loss_reached_none
@@ -213,7 +214,11 @@ class ManagedOptimizer:
         """
         if self.gradients.state.phase is Phase.EMPTY:
             self.gradients.apply(loss_reached_none, scaler)
-        return self.skips.record_overflow(loss, scaler) if overflowed else None
+        if overflowed:
+            return self.skips.record_overflow(loss, scaler)
+        if not reads_without_sync(loss.device):
+            self.skips.remember(loss)
+        return None
 
     # -- its parameters -------------------------------------------------------------------------------------------
 

@@ -47,8 +47,8 @@ class OverflowReport:
         scale: the loss scale of its backward pass; None where it is unknown.
         loss: the loss, unscaled; None where reading it would have been a device sync.
         gradients: the parameters whose gradients contain inf or nan, the largest share first.
-        first_module: the dotted name of the module among these whose backward pass was first; None for parameters
-            outside of any module.
+        first_module: the dotted name of the module among these whose backward pass was first; None where every
+            module's gradients contain inf or nan, which does not show where they were made.
         advice: where the overflow began, as far as gradients show it, and what to do next.
     """
 
@@ -82,11 +82,18 @@ class OverflowReport:
         return "\n".join([*lines, self.advice])
 
 
-def _advice(loss: float | None, module: str | None) -> str:
+def _advice(loss: float | None, module: str | None, are_all_bad: bool) -> str:
     if loss is not None and not math.isfinite(loss):
         return (
             f"The loss itself was {loss:g}, so it began in the forward pass, in the data or in the loss: "
             "`with mpinit.watch_overflow(model) as watch` around one batch names the module"
+        )
+    if are_all_bad:
+        begin = "The" if loss is None else f"The loss was finite ({loss:g}), and the"
+        return (
+            f"{begin} gradients of every module contain inf or nan, so they do not show where it was made: "
+            "`with mpinit.watch_overflow(model) as watch` around one batch, forward and backward, names the module and "
+            "the operation; mpinit.suggest(model, optimizer, step) tries the cures out"
         )
     if module is None:
         return "The gradients have been cleared since: call mpinit.overflow_report(optimizer) before zero_grad()"
@@ -116,18 +123,28 @@ class OverflowLog:
     def read(self, scaler: LossScaler | None, scale: float | None, loss: torch.Tensor | None) -> OverflowReport:
         """Return a report of the gradients as they are now, which is a device sync."""
         order = {} if loss is None else order_of_leaves(loss)
-        found = []
+        found, modules = [], set()
         for index, weight in enumerate(self._members.parameters()):
-            bad = None if weight.grad is None else _bad_gradient(self._members.names.of(weight), weight.grad)
+            if weight.grad is None:
+                continue
+            name = self._members.names.of(weight)
+            modules.add(_module_of(name))
+            bad = _bad_gradient(name, weight.grad)
             if bad is not None:
                 # Without a graph: a model's last parameters come first in its backward pass.
                 found.append((order.get(weight, 0), -index, bad))
         found.sort(key=lambda row: row[:2])
         value = None if loss is None or loss.numel() != 1 else float(loss.detach())
-        module = found[0][2].name.rpartition(".")[0] if found else None
+        # The bias of the last module keeps a finite gradient where an activation in front of it is nan.
+        are_all_bad = len(modules) > 1 and modules == {_module_of(bad.name) for *_, bad in found}
+        module = _module_of(found[0][2].name) if found and not are_all_bad else None
         worst = sorted([bad for *_, bad in found], key=lambda bad: -bad.share)
         loss_id = None if scaler is None else scaler.loss_id
-        return OverflowReport(loss_id, scale, value, tuple(worst), module, _advice(value, module))
+        return OverflowReport(loss_id, scale, value, tuple(worst), module, _advice(value, module, are_all_bad))
+
+
+def _module_of(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
 
 
 def _bad_gradient(name: str, gradient: torch.Tensor) -> BadGradient | None:

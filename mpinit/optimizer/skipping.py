@@ -1,12 +1,13 @@
 """Steps of an optimizer that are done and skipped: counted, warned of, and refused after too many in a row."""
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
 
-from ..basics.logs import warn_user
+from ..basics.logs import log, warn_user
 from ..masters.full import FullMasters
 from ..plan import ScalingRule
 from ..scaling.scaler import LossScaler
@@ -84,6 +85,7 @@ class Skips:
         self._members = members
         self._gradients = gradients
         self._rule = rule
+        self._last_loss: torch.Tensor | None = None
         self._since_clamp_check = 0
 
     @functools.cached_property
@@ -96,9 +98,14 @@ class Skips:
         worst = self.log.write(scaler, scaler.loss_scale(), loss).gradients
         return f"{worst[0].name}, {worst[0].share:.0%} of it inf or nan" if worst else None
 
+    def remember(self, loss: torch.Tensor) -> None:
+        """Remember the loss of a backward pass whose check is not read yet: a skip is explained by it."""
+        self._last_loss = loss.detach()
+
     def count_done(self) -> None:
         """Count a step that was done."""
         self.counter.count(skipped=False)
+        self._last_loss = None
         self._since_clamp_check += 1
         if self._since_clamp_check == _CLAMP_CHECK_INTERVAL:
             self._clamp_weights()
@@ -109,6 +116,8 @@ class Skips:
         # Reading the counters is a device sync: one in as many steps as may be skipped in a row.
         if not is_capturing() and self.counter.is_due(self._rule.max_consecutive_skips):
             self._raise_after_too_many()
+            if self.counter.read().consecutive >= _SKIPS_TO_WARN_OF:
+                self._warn()
 
     def skip(self) -> None:
         """Count a step that is not done, and log its overflow.
@@ -123,15 +132,33 @@ class Skips:
         self.counter.count(skipped=True)
         self._clamp_weights()
         self._raise_after_too_many()
-        if not self._rule.dynamic and self.counter.read().consecutive == _SKIPS_TO_WARN_OF:
-            last = self.log.last
-            warn_user(
-                f"{_SKIPS_TO_WARN_OF} steps in a row were skipped because gradients were inf or nan: the data, or a "
-                f"training that diverges. {'' if last is None else last.advice}; skip_nonfinite=False lets them in"
+        if self.counter.read().consecutive == _SKIPS_TO_WARN_OF:
+            self._warn()
+
+    def _warn(self) -> None:
+        """Warn that several steps in a row were skipped, and of which kind the overflow is."""
+        record = self.log.last or self._log_now()
+        count, loss = self.counter.read().consecutive, record.loss
+        if loss is not None and not math.isfinite(loss):
+            why = f"the loss itself was {loss:g}, so that no loss scale can help. {record.advice}"
+        elif self._rule.dynamic:
+            at = "" if record.scale is None else f" at loss scales down to {record.scale:g}"
+            finite = "" if loss is None else f" although the loss was finite ({loss:g})"
+            why = (
+                f"gradients were inf or nan{at}{finite}. A dynamic scale that comes down to its limit at the beginning "
+                f"of a training does that. If it goes on: {record.advice}"
             )
+        else:
+            why = (
+                "gradients were inf or nan: the data, or a training that diverges. "
+                f"{record.advice}; skip_nonfinite=False lets them in"
+            )
+        # A dynamic scale skips steps in healthy trainings, too: no exception under "-W error".
+        (log.warning if self._rule.dynamic else warn_user)(f"{count} steps in a row were skipped because {why}")
 
     def _log_now(self) -> OverflowReport:
-        return self.log.write(self._gradients.state.scaler, self._gradients.last_scale(), None)
+        loss, self._last_loss = self._last_loss, None
+        return self.log.write(self._gradients.state.scaler, self._gradients.last_scale(), loss)
 
     def _raise_after_too_many(self) -> None:
         limit = self._rule.max_consecutive_skips

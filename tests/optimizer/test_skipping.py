@@ -1,6 +1,7 @@
 """Skipped steps: what they leave alone, how they are counted, when they become an error; and steps out of order."""
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -130,6 +131,52 @@ def test_too_many_skips_in_a_row_name_the_parameters(level: str) -> None:
         one(True)
     one(False)
     assert not mpinit.step_was_skipped(optimizer) and mpinit.step_counts(optimizer) == (2, 5)
+
+
+@pytest.mark.parametrize("level", SCALING)
+def test_third_skip_in_a_row_is_logged_with_its_kind(level: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning, which Python shows without any configuration of logging; once in each row of skips."""
+    model, optimizer = started(level)
+
+    def bad_loss() -> None:
+        iterate(mse(model, BATCH) * float("inf"), optimizer)
+
+    def bad_gradient() -> None:
+        iterate(poison(mse(model, BATCH), model[0].weight), optimizer)
+
+    def said() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        caplog.clear()
+        return found
+
+    for _ in range(2):
+        bad_loss()
+    iterate(mse(model, BATCH), optimizer)
+    assert said() == []
+    for _ in range(4):
+        bad_loss()
+    (text,) = said()
+    assert "3 steps in a row were skipped because the loss itself was inf, so that no loss scale can help" in text
+    iterate(mse(model, BATCH), optimizer)
+    scale = mpinit.loss_scale(optimizer)
+    for _ in range(3):
+        bad_gradient()
+    (text,) = said()
+    assert f"gradients were inf or nan at loss scales down to {scale / 4:g} although the loss was finite" in text
+    assert "'0'" in text and "no loss scale can help" not in text
+
+
+def test_report_where_every_gradient_is_bad_has_no_module_and_no_cure() -> None:
+    """A nan in a padded row, which the loss leaves out, spoils the gradients of every module behind it."""
+    model, optimizer = started("O2")
+    x = torch.ones(2, 6, device=device())
+    x[1] = float("nan")
+    iterate(model(x)[0].sum(), optimizer)
+    report = mpinit.overflow_report(optimizer)
+    assert report.loss is not None and math.isfinite(report.loss)
+    assert {name.partition(".")[0] for name in report.parameters} == {"0", "3"}
+    assert report.first_module is None
+    assert "keep_fp32" not in str(report) and "watch_overflow" in report.advice
 
 
 @pytest.mark.parametrize("level", SCALING)
