@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from mpinit.functions.cast_lists import APEX_POLICY, TORCH_POLICY, Cast, CastRow
-from mpinit.torch_internals.cpu_autocast_list import RUNS_AS_GIVEN
+from mpinit.torch_internals.cpu_autocast_list import RUNS_UNCAST
 
 # The matrix products inside run in 16 bits: float32 arguments come back in 16 bits.
 _PRODUCTS: Final = (
@@ -149,7 +149,7 @@ def page() -> str:
             products=_listing(_named(Cast.LOWER_PRECISION)),
             powers=_listing(_named(Cast.FP32)),
             on_cpu=_listing(sorted(FLOAT32_ON_CPU)),
-            as_given=_listing((name for name in RUNS_AS_GIVEN if not name.startswith("_")), indent=""),
+            as_given=_listing((name for name in RUNS_UNCAST if not name.startswith("_")), indent=""),
         ),
     ]
     return "\n".join(parts)

@@ -166,8 +166,8 @@ class Masters(ABC):
             _attach_gradient(master)
             stop_recording(master.weight)
             stop_recording(master.parameter)
-            self.data_use.forget(master.weight)
-            self.data_use.forget(master.parameter)
+            self.data_use.discard(master.weight)
+            self.data_use.discard(master.parameter)
             self._forget(master)
             del self._of[id(master.weight)]
 

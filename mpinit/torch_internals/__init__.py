@@ -1,1 +1,1 @@
-"""Everything that leans on the inside of torch, one file for each thing leant on or fault worked around."""
+"""Code that depends on private parts of torch or works around a fault of torch: one file for each of them."""

@@ -1,4 +1,4 @@
-"""Read or set attributes of many tensors in bulk: in C loops, because every step does it."""
+"""Reads and writes of attributes of many tensors, in C loops, because every step needs them."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -28,26 +28,28 @@ consume: Final = deque[Any](maxlen=0).extend
 
 
 def are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
-    """Return whether two sequences hold the same objects in the same order."""
+    """Return whether two sequences have the same objects in the same order."""
     return len(these) == len(those) and all(map(is_, these, those))
 
 
 class Entries:
-    """The keys and values that dicts had when this was made; each dict is an attribute of some object."""
+    """A record of the keys and values of dicts, each an attribute of some object, at the time it is made."""
 
     def __init__(self, owners: list[Any], name: str) -> None:
         self._owners, self._name, self._attribute = owners, name, attrgetter(name)
         self._dicts = list(map(self._attribute, owners))
-        self._entries = self._held()
+        self._entries = self._present()
 
-    def _held(self) -> list[Any]:
+    def _present(self) -> list[Any]:
         return [*chain(*self._dicts), *chain(*map(dict.values, self._dicts))]
 
     def are_as_seen(self) -> bool:
-        """Return whether the objects have the same dicts, with the same keys and values in the same order."""
+        """Return whether the objects still have the same dicts, with the same keys and values in the same order."""
         if (code := native()) is not None:
             return bool(code.are_as_seen(self._owners, self._name, self._dicts, self._entries))
-        return are_same(list(map(self._attribute, self._owners)), self._dicts) and are_same(self._held(), self._entries)
+        return are_same(list(map(self._attribute, self._owners)), self._dicts) and are_same(
+            self._present(), self._entries
+        )
 
 
 def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -56,7 +58,7 @@ def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
 
 
 def have_grads(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether any tensor has a ``grad``; stop at the first that has."""
+    """Return whether any tensor has a ``grad``."""
     return any(map(is_not, map(_GRAD_OF, tensors), repeat(None)))
 
 
@@ -66,7 +68,7 @@ def set_grads(tensors: Iterable[torch.Tensor], grads: Iterable[torch.Tensor | No
 
 
 def set_memory(tensors: Iterable[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
-    """Set each tensor's ``data`` to other memory, of its own shape and dtype."""
+    """Set each tensor's ``data`` to other memory of the same shape and dtype."""
     consume(map(_SET_DATA_OF, tensors, parts))
 
 

@@ -1,7 +1,7 @@
-"""Functions of torch's operations, compiled on a GPU where that is faster, with the same bits.
+"""Functions made of torch's operations that are compiled on a GPU if the result has the same bits.
 
-Twenty operations over a tensor read and write it twenty times; compiled they are one loop. On a CPU ``one_pass.cpp``
-does the same; without it rows are computed in chunks that stay in the cache.
+Twenty operations on a tensor read and write it twenty times; compiled they are one loop. On a CPU ``one_pass.cpp`` does
+the same. Without it, rows are computed in chunks that fit into the cache.
 """
 
 import warnings
@@ -13,19 +13,19 @@ import torch
 from ..basics.logs import log
 from .running import is_capturing, works_within_a_cache
 
-# Compiling lasts some seconds: as long as this many rows of 128 numbers without it.
+# Compiling lasts some seconds, as long as computing this many rows of 128 numbers without it.
 _WORTH_ROWS: Final = 1 << 20
-# Rows computed at a time where they stay in a cache; the last chunk includes the remainder.
+# Rows computed at a time, so that they fit into a cache; the last chunk includes the remainder.
 _CHUNK_ROWS: Final = 2048
 
 
 class CompiledKernel:
     """A function that writes into some of its arguments, row by row.
 
-    It is compiled for a device type after it was called on enough rows there, and compared on the present arguments.
-    Where the result differs in a bit, or there is no compiler, it runs uncompiled. Arguments are tensors of two
-    dimensions, with equal numbers of rows, and of one dimension, the same for every row. The function reads nothing
-    that it writes to, so that it may run twice.
+    It is compiled for a device type after enough calls there, and the compiled result is compared with the uncompiled
+    one. If a bit differs, or there is no compiler, it runs uncompiled. Two-dimensional arguments have equal numbers of
+    rows; a one-dimensional argument is the same for every row. The function must not read what it writes, because it
+    may run twice.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -39,7 +39,7 @@ class CompiledKernel:
             ends = [*range(_CHUNK_ROWS, rows - _CHUNK_ROWS + 1, _CHUNK_ROWS), rows]
             for begin, end in zip([0, *ends], ends, strict=False):
                 self._function(*(a[begin:end] if a.dim() == 2 else a for a in arguments))
-        # Compiled functions raise inside a dispatch mode (one that counts operations).
+        # Compiled functions raise inside a dispatch mode, such as one that counts operations.
         elif is_capturing() or torch._C._len_torch_dispatch_stack() or not self._runs_compiled(device.type, arguments):
             self._function(*arguments)
 
@@ -56,7 +56,7 @@ class CompiledKernel:
                 compiled(*arguments)
             return compiled is not None
         except Exception as error:
-            # In the middle of a step: the compiler was switched off, or its recompile limit was reached.
+            # The compiler was switched off, or its recompile limit was reached, in the middle of a step.
             log.info("a kernel runs as it is from here on: %s", str(error).partition("\n")[0])
             self._compiled[kind] = None
             return False

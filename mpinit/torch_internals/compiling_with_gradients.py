@@ -1,14 +1,14 @@
-"""torch.compile while 16-bit weights hold float32 gradients: the gradients are hidden while it compiles.
+"""Compilation of models whose 16-bit weights have float32 gradients: the gradients are hidden while it compiles.
 
-The fault: torch.compile looks at the gradient of every weight a graph takes in, and refuses one of another dtype than
-its weight's, though ``Tensor.grad_dtype`` allows it ("dtype mismatch between tensor and its gradient"). So a model that
-is compiled anew between a backward pass and ``zero_grad``, for inputs of another shape or in evaluation, would fail.
-Upstream: https://github.com/pytorch/pytorch/issues/111317, in torch 2.11 to 2.13. It can go when dynamo's
-``VariableBuilder.wrap_tensor`` reads ``grad_dtype``.
+torch.compile reads the gradient of every weight that is an input of a graph. It raises "dtype mismatch between tensor
+and its gradient" if the two dtypes differ, although ``Tensor.grad_dtype`` allows that. So a model could not be
+recompiled between a backward pass and ``zero_grad``, for inputs of another shape or in evaluation.
+Upstream: https://github.com/pytorch/pytorch/issues/111317, in torch 2.11 to 2.13. This file can be deleted when
+dynamo's ``VariableBuilder.wrap_tensor`` reads ``grad_dtype``.
 
-``torch._dynamo.reset()`` drops the callbacks of compilations: :func:`follow_dynamo` registers them again when the next
-backward pass begins. Compiled autograd has the same fault, and no gradients to hide help: it fails with torch's
-own words.
+``torch._dynamo.reset()`` drops the callbacks of compilations. :func:`follow_dynamo` registers them again when the next
+backward pass begins. Compiled autograd has the same fault; hiding gradients does not help there, and torch's error is
+raised.
 """
 
 import sys
@@ -27,7 +27,7 @@ _hidden: Final[list[tuple[torch.Tensor, torch.Tensor]]] = []
 
 
 def hide_gradients(models: Sequence[nn.Module], undos: UndoStack) -> None:
-    """Hide the gradients of another dtype than their weight's while a function is compiled."""
+    """Hide gradients whose dtype differs from their weight's, while a function is compiled."""
 
     def undo() -> None:
         _models.difference_update(models)
@@ -43,8 +43,8 @@ def hide_gradients(models: Sequence[nn.Module], undos: UndoStack) -> None:
 
 
 def follow_dynamo() -> None:
-    """Register the callbacks of compilations; cheap where they are registered."""
-    # Imported with the first optimizer of a process; before there is one there are no gradients of another dtype.
+    """Register the callbacks of compilations, unless they are registered."""
+    # torch imports it with the first optimizer. Without an optimizer there are no gradients of another dtype.
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is not None and _hide not in dynamo.callback_handler.start_callbacks and _models:
         dynamo.callback_handler.register_start_callback(_hide)

@@ -1,14 +1,13 @@
-"""The CPU's own autocast list where it departs from CUDA's, and how to make it follow.
+"""Functions that are on the CPU's autocast list but not on CUDA's, and their removal from the CPU's list.
 
-Beside what the two lists share, the CPU's names functions that CUDA's leaves alone. It casts some to float32 although
-their kernels take 16-bit tensors by now, and has ``cat``, ``stack`` and ``index_copy`` promote: that kernel raises
-"Unexpected floating ScalarType in at::autocast::prioritize" for any tensor of the other 16-bit type, one alone
-included, and inside ``roll``, ``matrix_exp``, ``gradient`` as well. Without it ``cat`` and ``stack`` promote by
-themselves.
+The CPU's autocast casts some functions to float32 although their kernels accept 16-bit tensors by now. It promotes the
+arguments of ``cat``, ``stack`` and ``index_copy``. That kernel raises "Unexpected floating ScalarType in
+at::autocast::prioritize" for a tensor of the other 16-bit dtype, also inside ``roll``, ``matrix_exp`` and ``gradient``.
+Off the list, ``cat`` and ``stack`` promote without autocast.
 
 Upstream: https://github.com/pytorch/pytorch/pull/191125 (the promotion), https://github.com/pytorch/pytorch/pull/63534
-and .../pull/77623 (the CPU's list). All versions since 1.10, 2.13 included. :data:`RUNS_AS_GIVEN` can go, name by name,
-when the CPU's list no longer has it.
+and .../pull/77623 (the CPU's list). In all versions since 1.10, 2.13 included. A name can be removed from
+:data:`RUNS_UNCAST` when it is no longer on the CPU's list.
 """
 
 import warnings
@@ -18,8 +17,8 @@ import torch
 
 from ..basics.patching import UndoStack
 
-# Kernels that take 16-bit tensors on a CPU: cast by its list, and not by CUDA's.
-RUNS_AS_GIVEN: Final = (
+# Functions whose CPU kernels accept 16-bit tensors. The CPU's autocast casts their arguments; CUDA's does not.
+RUNS_UNCAST: Final = (
     "cat",
     "stack",
     "index_copy",
@@ -47,12 +46,11 @@ _KERNELS: Final[Any] = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 def follow_cuda(undos: UndoStack) -> None:
-    """Take :data:`RUNS_AS_GIVEN` off the CPU's autocast list, for the process, until undone.
+    """Remove :data:`RUNS_UNCAST` from the CPU's autocast list, for the process, until undone.
 
-    Their kernels then see the tensors as they are given, as CUDA's do; nothing stands between, in eager mode or in a
-    compiled graph.
+    Their kernels then receive the arguments without casts, as on CUDA, in eager mode and in compiled graphs.
     """
-    names = [name for name in RUNS_AS_GIVEN if name != "trace" or _traces_16_bit()]
+    names = [name for name in RUNS_UNCAST if name != "trace" or _traces_16_bit()]
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     undos.push(library._destroy)
     with warnings.catch_warnings():
@@ -63,7 +61,7 @@ def follow_cuda(undos: UndoStack) -> None:
 
 
 def _traces_16_bit() -> bool:
-    """Return whether there is a kernel: torch 2.11 has none, and needs its list's cast to float32 to run."""
+    """Return whether ``trace`` has a 16-bit kernel. torch 2.11 has none, and needs the cast to float32."""
     one = torch.ones(1, 1, dtype=torch.float16, device="cpu")
     try:
         torch.ops.aten.trace.default.redispatch(_KERNELS, one)  # past autocast, which may be on

@@ -1,14 +1,16 @@
 """A switch for torch's fast path of nn.TransformerEncoderLayer and nn.MultiheadAttention.
 
-In evaluation without gradients torch computes a whole encoder layer in one kernel, in one type, from the weights of
-the modules inside, whose own ``forward`` is not called. Casts around those forwards, and modules in another type than
-the rest of the layer, are ignored or make the kernel raise. torch leaves the path by itself under CUDA's autocast flag
-and for a layer whose modules have hooks, but not under the flags of other devices, not for a patched forward, and
-nn.TransformerEncoder builds nested tensors for it without looking at hooks.
+In evaluation without gradients torch computes an encoder layer by one kernel, in one dtype. The kernel uses the weights
+of the modules inside and does not call their ``forward``. So it ignores casts around these forwards, and it raises for
+modules of another dtype than the rest of the layer.
+
+torch disables the path under CUDA's autocast flag, and for a layer whose modules have hooks. It does not disable it
+under the flags of other devices, nor for a patched ``forward``. nn.TransformerEncoder builds nested tensors for the
+path without checking for hooks.
 
 Upstream: https://github.com/pytorch/pytorch/issues/107663 and .../issues/191796 (flags of other devices),
-.../issues/128413 (modules inside are not called). All versions since 1.12, 2.13 included. This file can go when the
-layer asks for the flag of its input's device and looks for a ``forward`` on its modules' instances.
+.../issues/128413 (modules inside are not called). In all versions since 1.12, 2.13 included. This file can be deleted
+when the layer checks the flag of its input's device, and checks for a ``forward`` on its modules' instances.
 """
 
 import functools
@@ -22,7 +24,8 @@ from ..basics.patching import UndoStack
 
 _FUSED: Final = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
-# Conditions under which the path is off. One patch serves all: several, undone in any order, would not restore torch.
+# Conditions that switch the path off. They share one patch: several patches, undone in any order, would not restore
+# torch.
 _reasons: Final[dict[object, Callable[[], bool]]] = {}
 _patch: Final = UndoStack()
 
@@ -44,7 +47,7 @@ def keep_off(when: Callable[[], bool], undos: UndoStack) -> None:
 
     @functools.wraps(original)
     def get_fastpath_enabled() -> bool:
-        # torch.compile makes kernels of its own, and cannot trace the original.
+        # torch.compile generates its own kernels, and cannot trace the original.
         if torch.compiler.is_dynamo_compiling():
             return False
         return not any(when() for when in _reasons.values()) and original()
@@ -53,6 +56,6 @@ def keep_off(when: Callable[[], bool], undos: UndoStack) -> None:
 
 
 def is_bypassed(modules: Collection[nn.Module], among: Iterable[nn.Module]) -> bool:
-    """Return whether one of the modules lies in a layer ``among`` others that may compute without calling it."""
+    """Return whether one of the modules is inside a layer of ``among`` that may compute without calling it."""
     layers = [layer for layer in among if isinstance(layer, _FUSED)]
     return any(module in modules for layer in layers for module in layer.modules())

@@ -1,11 +1,12 @@
-"""16-bit casts of float32 parameters, made in one call, whose gradients autograd adds up in float32.
+"""16-bit casts of float32 parameters, made in one call, whose gradients autograd accumulates in float32.
 
-With ``parameter.to(torch.bfloat16)`` gradients are float32 too, but those of a weight that is used several times in a
-graph (in each step of an RNN, in two tied layers) are added up in 16 bit before they are widened. ``grad_dtype`` would
-prevent it, but can be set on leaves alone. Autograd adds gradients in the dtype that a function's output had when it
-was recorded: so outputs are recorded as float32 tensors, and their data is set to 16-bit data then.
+The gradients of ``parameter.to(torch.bfloat16)`` are float32 too. But if the cast is used several times in a graph, as
+in an RNN or in tied layers, autograd accumulates its gradients in 16 bits and widens the sum. ``grad_dtype`` would
+prevent that, but can be set on leaves only. Autograd accumulates in the dtype that a function's output had when it was
+recorded. So the outputs are recorded as float32 tensors, and their data is then replaced by 16-bit data.
 
-No upstream report was found. In torch 2.11 to 2.13; it can go when ``grad_dtype`` can be set on the result of ``to``.
+No upstream report was found. In torch 2.11 to 2.13; this file can be deleted when ``grad_dtype`` can be set on the
+result of ``to``.
 """
 
 import itertools
@@ -18,12 +19,12 @@ from torch import nn
 from .one_pass import native
 from .parameter_data import TENSOR_DATA
 
-# As many float32 numbers as a bucket of DistributedDataParallel holds: 25 MiB.
+# The float32 numbers in a bucket of DistributedDataParallel, which is 25 MiB.
 _NUMBERS_AT_A_TIME: Final = 25 * 2**20 // 4
 
 
 class _Recorded(torch.autograd.Function):
-    """A function from parameters to new tensors in their memory; it passes gradients on."""
+    """An identity function from parameters to new tensors that share their memory."""
 
     @staticmethod
     def forward(ctx: Any, new: list[torch.Tensor], *parameters: torch.Tensor) -> Any:
@@ -36,12 +37,14 @@ class _Recorded(torch.autograd.Function):
 
 
 def casts_with_float32_gradients(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor | None]:
-    """Return each ``parameter.to(dtype)``, with gradients that are added up in the parameters' dtype.
+    """Cast parameters to ``dtype``; their gradients accumulate in the parameters' dtype.
 
-    All are cast by one kernel, and one node of the graph stands for 25 MiB of parameters: their gradients arrive
-    together, when the last of them is there. DistributedDataParallel, whose buckets are as large, so begins to average
-    a bucket later by at most the time in which the backward pass computes one, and models below that size do not
-    overlap the two. None where a parameter is of another class, computed, sparse or of inference mode.
+    One kernel casts all. One node of the graph has 25 MiB of parameters, whose gradients are passed on together, when
+    the last is computed. DistributedDataParallel has buckets of the same size, so it starts to reduce a bucket later,
+    at most by the time that the backward pass needs for one. Models below 25 MiB do not overlap the two.
+
+    Returns:
+        The casts; None for a parameter of another class, or one that is computed, sparse or of inference mode.
     """
     if (code := native()) is not None:
         made: list[torch.Tensor | None] = code.casts(parameters, nn.Parameter, dtype, _NUMBERS_AT_A_TIME)
@@ -69,12 +72,12 @@ def _casts(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Ten
                 TENSOR_DATA.__set__(output, casts[index])
                 casts[index] = output
     for cast in casts:
-        cast.__class__ = nn.Parameter  # code that a forward runs may ask for one
+        cast.__class__ = nn.Parameter  # code in a forward may check isinstance(weight, nn.Parameter)
     return casts
 
 
 def _groups(parameters: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    """Yield the indices of parameters that require gradients, as many at a time as one node has."""
+    """Yield the indices of parameters that require gradients, one list for each node."""
     group: list[int] = []
     numbers = 0
     for index, parameter in enumerate(parameters):

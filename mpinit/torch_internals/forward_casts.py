@@ -24,21 +24,25 @@ T = TypeVar("T")
 
 
 class ForwardCasts:
-    """The casts of an initialised model around its forward, in any thread, weight casts cached until it ends.
+    """A context manager that sets the autocast state around the forward of an initialised model.
 
-    One object serves any number of models, threads and nested calls. Without a dtype the model has no casts: casts of
-    other sessions are off inside, and casts of a ``torch.autocast`` block of the user stay on. With a dtype,
-    for each device present, on entering:
+    One object can be used for several models and threads, and can be nested. The cached weight casts are dropped when
+    the thread's outermost block ends, so that they never outlive a weight update between two forwards. On exit, also
+    after an exception, the state is restored.
 
-    - flag on: it stays on, with this dtype;
-    - flag off and weight-cast cache off: switched off on purpose, stays off;
-    - flag off inside an open ``torch.autocast`` block of this thread: that block switched it off, it stays off,
-      unless torch itself opened the block to carry state into a checkpoint's recomputation;
-    - flag off otherwise (a thread, or ``cast_scope="model"``, in which it was not switched on): on, with this dtype.
+    Without a dtype, the model's forward has no casts. Casts of other sessions are off inside. Casts of the user's own
+    ``torch.autocast`` block stay on.
 
-    The cached weight casts are dropped when the thread's outermost block ends, so they never outlive a weight change
-    made between two forwards. On exit everything is put back, after an exception too. torch.compile cannot trace a
-    context manager that was made outside the compiled function: use :meth:`run` where the forward may be traced.
+    With a dtype, on entering, for each device present:
+
+    - The flag is on: it stays on, with this dtype.
+    - The flag and the weight-cast cache are off: the user switched casts off, so the flag stays off.
+    - The flag is off inside a ``torch.autocast`` block of this thread: the block switched it off, so it stays off. The
+      exception is a block that torch opened to restore the state of a checkpoint's recomputation.
+    - The flag is off otherwise, as in a new thread or with ``cast_scope="model"``: it is switched on, with this dtype.
+
+    torch.compile cannot trace a context manager that was made outside the compiled function. Use :meth:`run` where the
+    forward may be traced.
     """
 
     __slots__ = ("dtype",)
@@ -67,7 +71,7 @@ class ForwardCasts:
             if dtype_before is not dtype:
                 torch.set_autocast_dtype(device, dtype)
                 if depth > 1:
-                    torch.clear_autocast_cache()  # torch looks a cached cast up by weight alone, not by dtype
+                    torch.clear_autocast_cache()  # torch's cache is keyed by the weight, not by the dtype
         torch.set_autocast_cache_enabled(any_on)
         thread.forwards.append((state, depth - 1, depth))
 
@@ -94,12 +98,12 @@ NO_CASTS: Final = ForwardCasts(None)
 
 
 def _runs_without_casts(thread: Thread, depth: int) -> bool:
-    """Return whether the innermost block is the forward of a model without casts."""
+    """Return whether the innermost open block is the forward of a model without casts."""
     return bool(thread.forwards) and thread.forwards[-1][1:] == (depth, depth)
 
 
 def _without_sessions(thread: Thread, state: State, depth: int) -> State:
-    """Compute the state without sessions that switched casts on: that of a ``torch.autocast`` block, or none."""
+    """Compute the state as it would be without any session: that of a ``torch.autocast`` block, or casts off."""
     for found, outside, inside in reversed(thread.forwards):
         if inside != depth:
             break
@@ -108,16 +112,16 @@ def _without_sessions(thread: Thread, state: State, depth: int) -> State:
         return thread.base or state
     if state[1] or not _carried_by_torch():
         return state
-    # A checkpoint's recomputation has the casts of the forward that it repeats.
+    # torch restores the casts of the original forward around a checkpoint's recomputation.
     return thread.base or ([(device, False, dtype) for device, _, dtype in state[0]], True)
 
 
 def _traced_forward(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[None]:
-    """:class:`ForwardCasts` under torch.compile, where the nesting of torch.autocast blocks cannot be read.
+    """Return :class:`ForwardCasts` for torch.compile, which cannot read the nesting of torch.autocast blocks.
 
-    The cache is off inside: the compiler merges equal casts by itself, and a block inside the graph that switches
-    the flag off then counts as on purpose. A flag that is on counts as a session's inside a forward with casts, and
-    while the cache is off: also that of a block of the user's in a thread where a session is live.
+    The cache is off inside: the compiler merges equal casts itself, and a block in the graph that switches the flag off
+    is then treated as the user's choice. A flag that is on is treated as a session's inside a forward with casts, and
+    also while the cache is off. That includes a user's own block in a thread with a live session.
     """
     caching, on = torch.is_autocast_cache_enabled(), flags()
     if dtype is not None:
@@ -130,7 +134,7 @@ def _traced_forward(dtype: torch.dtype | None) -> contextlib.AbstractContextMana
 def _carried_by_torch() -> bool:
     """Return whether torch opened an autocast block on this stack to restore the state of another call.
 
-    Called only where the flag is off inside an open block, which is rare: walking up the stack is cheap enough.
+    It walks up the stack. That is rare: it is called only if the flag is off inside an open block.
     """
     frame: Any = sys._getframe(2)
     while frame is not None:

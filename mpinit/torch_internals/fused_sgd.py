@@ -1,7 +1,7 @@
-"""SGD's fused kernel does not update 16-bit parameters on a CPU rightly: such groups are stepped without it.
+"""A check of SGD's fused kernel, which updates 16-bit parameters on a CPU wrongly; such groups are stepped without it.
 
-From 16 elements on, all-ones weights stay 1.0. Seen in torch 2.11 to 2.13; no upstream report was found. The kernel
-itself is asked, once a process and type, so this file can go when no supported version of torch answers wrongly.
+A weight of 16 or more ones stays 1.0. Seen in torch 2.11 to 2.13; no upstream report was found. The kernel is run on a
+sample, once per process and dtype. This file can be deleted when every supported version of torch is right.
 """
 
 import functools
@@ -18,7 +18,7 @@ from ..basics.dtypes import is_lower_precision
 def stepped_wrongly(
     optimizers: Sequence[Optimizer], groups: Iterable[dict[str, Any]], targets: Mapping[torch.Tensor, torch.dtype]
 ) -> list[dict[str, Any]]:
-    """The groups with parameters that the kernel would step wrongly, whether it is in use or not."""
+    """List the groups with parameters that the fused kernel would step wrongly, whether or not they use it."""
     if not any(isinstance(each, torch.optim.SGD) for each in optimizers):
         return []
     found = []
@@ -31,7 +31,7 @@ def stepped_wrongly(
 
 @contextmanager
 def unfused(groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Groups' ``fused`` switched off for a step."""
+    """Switch ``fused`` off in these groups for a step."""
     switched = [group for group in groups if group.get("fused")]
     for group in switched:
         group["fused"] = False
@@ -44,7 +44,7 @@ def unfused(groups: list[dict[str, Any]]) -> Iterator[None]:
 
 @functools.cache
 def fused_sgd_is_sound_on_cpu(dtype: torch.dtype) -> bool:
-    """Return whether SGD's fused kernel updates parameters of this kind correctly, by running it on a sample."""
+    """Return whether SGD's fused kernel updates parameters of this dtype correctly; run it on a sample."""
     parameter = torch.ones(512, dtype=dtype, device="cpu")
     torch._fused_sgd_(
         *([parameter], [torch.ones_like(parameter)], []),

@@ -1,11 +1,14 @@
-"""The native autocast flag: which devices have one, and how to switch it on, off and back, cheaply.
+"""torch's autocast flags: the devices that have one, and functions that switch them on and off and restore them.
 
-The flag is the one truth for "casts are on": there is no flag of mpinit's own. torch keeps it per thread and per
-device type. Beside it torch keeps, per thread, whether weight casts are cached, and this is the second half of the
-state: a flag that is off while the cache is off too was switched off on purpose (:func:`disable_casts`, or a
-``torch.autocast(enabled=False)`` in a thread whose flag mpinit had switched on), and the forward of an initialised
-model then leaves it off. What carries torch's autocast state elsewhere (checkpoint's recomputation) carries
-both halves.
+Casts are on if torch's flag is on; mpinit has no flag of its own. torch has one flag per thread and device type. Per
+thread it also has a flag that enables the cache of weight casts. mpinit uses the two together:
+
+- Autocast off, cache on: nobody switched casts on in this thread. The forward of an initialised model switches them on.
+- Autocast off, cache off: the user switched casts off, by :func:`disable_casts`, or by
+  ``torch.autocast(enabled=False)`` in a thread where mpinit had switched them on. The forward of an initialised model
+  does not switch them on.
+
+Code that restores torch's autocast state elsewhere, such as a checkpoint's recomputation, restores both flags.
 """
 
 import contextlib
@@ -19,7 +22,7 @@ import torch
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# A plain global and not functools.cache: torch.compile reads globals, but steps around cached functions with a warning.
+# A global, not functools.cache: torch.compile reads globals, but warns about cached functions.
 _devices: tuple[str, ...] = ()
 
 
@@ -27,7 +30,7 @@ def device_types() -> tuple[str, ...]:
     """List the device types of this process that have an autocast flag, "cpu" first."""
     global _devices
     if not _devices:
-        # Of those present: a CUDA build names CUDA where there is no device too, and its autocast only warns there.
+        # Only if it is present: a CUDA build without a device names CUDA too, and its autocast only warns.
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         has_flag = accelerator is not None and torch.amp.is_autocast_available(accelerator.type)
         _devices = ("cpu", accelerator.type) if accelerator is not None and has_flag else ("cpu",)
@@ -39,40 +42,42 @@ def is_on() -> bool:
     return any(map(torch.is_autocast_enabled, device_types()))
 
 
-# What torch keeps for a thread: (device type, flag, dtype) for each device present; whether weight casts are cached.
+# A thread's state: (device type, flag, dtype) for each device present, and whether weight casts are cached.
 State = tuple[list[tuple[str, bool, torch.dtype]], bool]
 
 
 class Thread:
-    """The autocast states that one thread's forwards and sessions restore at their end.
+    """The autocast states of one thread that its forwards and sessions restore at their end.
 
     Attributes:
-        forwards: what each open ``ForwardCasts`` found, and how many autocast blocks are open outside of it and inside.
-        asked: the sessions that have casts on in this thread, oldest first, and their dtypes.
-        base: what stood before the first of them.
-        has_ended: whether one has ended since then: a block that it ended in puts back what it had switched on.
+        forwards: for each open ``ForwardCasts``: the state before it, and the number of open autocast blocks outside
+            and inside of it.
+        sessions: the sessions with casts on in this thread, oldest first, and their dtypes.
+        base: the state before the first session.
+        has_ended: whether a session has ended since then. If it ended inside a block, the block's end switches its
+            casts on again.
     """
 
     def __init__(self) -> None:
         self.forwards: list[tuple[State, int, int]] = []
-        self.asked: dict[ThreadCasts, torch.dtype] = {}
+        self.sessions: dict[ThreadCasts, torch.dtype] = {}
         self.base: State | None = None
         self.has_ended = False
 
     def begin(self, casts: "ThreadCasts", dtype: torch.dtype) -> None:
-        if not self.asked:
+        if not self.sessions:
             self.follow_ended()
             self.base, self.has_ended = present_state(), False
-        self.asked[casts] = dtype
+        self.sessions[casts] = dtype
         self._set()
 
     def follow_ended(self) -> None:
-        """Switch casts off that are on outside of every block although their session has ended."""
+        """Switch off casts of an ended session that the end of a block has switched on again."""
         if self.has_ended and is_on() and not open_autocast_blocks():
             self._set()
 
     def _set(self) -> None:
-        dtypes = list(self.asked.values())
+        dtypes = list(self.sessions.values())
         if dtypes:
             put_back(([(device, True, dtypes[-1]) for device in device_types()], False))
         elif self.base is not None:
@@ -96,7 +101,7 @@ def present_state() -> State:
 
 
 def put_back(state: State) -> None:
-    """Set the calling thread's state. Flags are switched off last: until the state is complete, a flag is on."""
+    """Set the calling thread's state. Flags are switched off last, so that a flag is on until the state is complete."""
     for device, on, dtype in state[0]:
         if on:
             torch.set_autocast_enabled(device, True)
@@ -108,16 +113,17 @@ def put_back(state: State) -> None:
 
 
 def open_autocast_blocks() -> int:
-    """Count the ``torch.autocast`` blocks, and forwards with casts, that are open in this thread."""
-    # torch returns the depth only when it changes it. Ctrl-C cannot come between two calls of one builtin function.
+    """Count the ``torch.autocast`` blocks and the forwards with casts that are open in this thread."""
+    # torch returns the depth only when it changes it. A KeyboardInterrupt cannot be raised between two builtin calls
+    # of one map.
     return list(map(operator.call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)))[-1]
 
 
 class ThreadCasts:
-    """A session's casts in the thread that makes this, with the weight-cast cache off, until the session ends.
+    """The casts of a session in the thread that creates this object, until the session ends.
 
-    The cache stays off because nothing shows when weights change outside of a forward. The latest session that has not
-    ended sets the dtype; sessions may end in any order.
+    The cache of weight casts is off, because weights may change outside of a forward without notice. The latest
+    session that has not ended sets the dtype; sessions may end in any order.
     """
 
     def __init__(self) -> None:
@@ -126,18 +132,22 @@ class ThreadCasts:
         self._has_ended = False
 
     def begin(self, dtype: torch.dtype) -> None:
-        """Switch casts on; :meth:`end` also reverses an interrupted call."""
+        """Switch casts on. After an interrupted call, :meth:`end` reverses it."""
         self._thread.begin(self, dtype)
 
     def end(self) -> bool:
         """Reverse :meth:`begin`; a second call completes an interrupted one.
 
-        Inside a block of this thread the flags follow when it ends; in another thread, and in a block of
-        ``torch.autocast``, when the thread next ends a backward pass, a step or the forward of an initialised model.
+        Inside a block of mpinit in this thread, the flags are switched off when the block ends. In another thread, or
+        in a ``torch.autocast`` block, they are switched off later: when that thread next ends a backward pass, a step
+        or the forward of an initialised model.
+
+        Returns:
+            True if it was called in the thread that began.
         """
         if self._has_ended:
             return True
-        self._thread.asked.pop(self, None)
+        self._thread.sessions.pop(self, None)
         self._thread.has_ended = True
         is_here = self._thread is thread_state.value
         if is_here:
@@ -147,9 +157,11 @@ class ThreadCasts:
 
 
 class CastsAs:
-    """A block that sets every autocast flag of this thread to a remembered state, and restores it on exit.
+    """A block that sets every autocast flag of this thread, and restores the flags on exit.
 
-    ``caching``: whether weight casts are cached inside; None: as they are.
+    Args:
+        state: device type -> flag.
+        caching: whether weight casts are cached inside. Default None: as before.
     """
 
     __slots__ = ("_before", "_caching", "_flags")
@@ -195,7 +207,7 @@ def set_flags(state: Mapping[str, bool]) -> None:
 
 @contextlib.contextmanager
 def traced(on: Mapping[str, bool], dtype: torch.dtype | None, caching: bool) -> Iterator[None]:
-    """Run a block with these flags; ``torch.autocast`` is the one context manager that torch.compile can trace."""
+    """Run a block with these flags, by ``torch.autocast``, the only context manager that torch.compile can trace."""
     devices = device_types()
     first, last = devices[0], devices[-1]
     with (
@@ -210,13 +222,12 @@ def _traced_off() -> contextlib.AbstractContextManager[None]:
 
 
 def disable_casts() -> contextlib.AbstractContextManager[None]:
-    """Run a block without casts, on every device, in any thread, inside and around initialised models.
+    """Run a block without casts, on every device, also in the forward of an initialised model called in the block.
 
-    It wins over the forward of an initialised model called in the block. Inside a function compiled by torch.compile
-    it is traced.
+    It can be used in any thread, inside a model's forward, and inside a function compiled by torch.compile.
 
     Returns:
-        A context manager; it may be entered inside another.
+        A context manager, which can be nested.
 
     Example:
         >>> import torch, mpinit
@@ -226,11 +237,11 @@ def disable_casts() -> contextlib.AbstractContextManager[None]:
         torch.float32
         >>> mpinit.undo(model)
     """
-    # The cache goes off as well: by that a model's forward tells casts that were switched off on purpose.
+    # The cache is switched off too: that is how a model's forward sees that the user switched casts off.
     return _traced_off() if torch.compiler.is_compiling() else CastsOff(caching=False)
 
 
 def call_without_casts(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function with every cast off, also where torch.compile traces the call."""
+    """Call a function with all casts off; torch.compile can trace the call."""
     with _traced_off() if torch.compiler.is_compiling() else CastsOff():
         return function(*args, **kwargs)

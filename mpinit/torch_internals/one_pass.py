@@ -1,7 +1,6 @@
-"""The functions of ``one_pass.cpp``, loaded where ``mpinit build-native`` has built them.
+"""The loader of ``one_pass.cpp``, native code that ``mpinit build-native`` compiles.
 
-A training process never builds them. Without them, or with ``MPINIT_NATIVE=0``, torch's operations compute the same
-bits.
+A training process never compiles it. Without it, or with ``MPINIT_NATIVE=0``, torch's operations compute the same bits.
 """
 
 import hashlib
@@ -19,7 +18,7 @@ from torch import _appdirs
 from ..basics.logs import log
 
 SOURCE: Final = Path(__file__).with_suffix(".cpp")
-# Its text is hashed too: the compiler's flags are there.
+# This file has the compiler's flags, so its text is hashed too.
 _BUILDER: Final = Path(__file__).with_name("one_pass_build.py")
 
 _NOT_TRIED: Final = object()
@@ -27,14 +26,14 @@ _module: Any = _NOT_TRIED
 
 
 def native() -> Any | None:
-    """Return the module, which the first call loads; None where it is not built, or switched off."""
+    """Return the module, loaded at the first call; None if it is not built or is switched off."""
     if _module is _NOT_TRIED:
         use_native(None if is_switched_off() else _load_if_built())
     return _module
 
 
 def use_native(module: Any | None) -> None:
-    """Use this module in this process from here on; None: torch's operations."""
+    """Use this module in this process from now on; None: use torch's operations."""
     global _module
     _module = module
 
@@ -45,7 +44,7 @@ def is_switched_off() -> bool:
 
 
 def describe_native() -> str:
-    """Return whether the module is there, and if not, why."""
+    """Describe whether the module is loaded, and if not, why."""
     if native() is not None:
         return "built"
     if is_switched_off():
@@ -56,9 +55,9 @@ def describe_native() -> str:
 
 
 def library() -> Path:
-    """Return the path of the module built for this source, torch, Python and CPU, whether it is there or not.
+    """Return the path of the module for this source, torch, Python and CPU. The file need not exist.
 
-    It is in the folder where torch keeps the extensions that it builds (``TORCH_EXTENSIONS_DIR``).
+    It is in torch's folder of extensions (``TORCH_EXTENSIONS_DIR``).
     """
     built_for: list[Any] = [SOURCE.read_text("utf-8"), _BUILDER.read_text("utf-8"), torch.__version__]
     built_for += [torch.version.git_version, sys.implementation.cache_tag]
@@ -87,7 +86,7 @@ def _load_if_built() -> Any | None:
 
 
 def _cpu_flags() -> str:
-    """Return the CPU's features, as Linux lists them."""
+    """Return the CPU's features, as listed by Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:

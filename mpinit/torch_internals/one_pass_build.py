@@ -1,6 +1,6 @@
-"""The compiler's call for ``one_pass.cpp``, by ``mpinit build-native`` alone.
+"""Compilation of ``one_pass.cpp``, which only ``mpinit build-native`` runs.
 
-torch.utils.cpp_extension.load is no way: it compiles with ninja, in every process that loads the result.
+torch.utils.cpp_extension.load is not used: it needs ninja, and may compile in every process that loads the result.
 """
 
 import importlib
@@ -23,10 +23,13 @@ _HOW_TO_INSTALL: Final = "apt install g++, dnf install gcc-c++ or, on macOS, xco
 
 
 def build(force: bool = False) -> bool:
-    """Compile ``one_pass.cpp`` for this machine, where that was not done; return whether the compiler ran.
+    """Compile ``one_pass.cpp`` for this machine, unless it is compiled already.
 
     Args:
-        force: compile it again where it is built.
+        force: compile it again. Default False.
+
+    Returns:
+        True if the compiler ran.
 
     Raises:
         RuntimeError: the system, a compiler or Python's headers are missing, or the compiler failed.
@@ -36,7 +39,7 @@ def build(force: bool = False) -> bool:
         return False
     if os.name != "posix":
         raise RuntimeError(f"native code is built on Linux and macOS, not on {platform.system()}")
-    # It takes a second to import, and only a build needs it.
+    # Imported here because the import lasts a second.
     cpp_extension: Any = importlib.import_module("torch.utils.cpp_extension")
     compiler = shlex.split(cpp_extension.get_cxx_compiler())
     if shutil.which(compiler[0]) is None:
@@ -47,7 +50,7 @@ def build(force: bool = False) -> bool:
     if not Path(includes[-1], "Python.h").exists():
         raise RuntimeError(f"Python's headers are not in {includes[-1]}: install them (apt install python3-dev)")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Processes that load the module while it is built again find the old one or the new one, whole.
+    # The rename is atomic: a process that loads the module meanwhile reads the old file or the new one.
     unfinished = path.with_name(f"{os.getpid()}.so")
     arguments = _arguments(includes, ["-L" + cpp_extension.TORCH_LIB_PATH], unfinished)
     try:

@@ -1,6 +1,6 @@
-"""Every operation that torch dispatches, and the places of operations in the order of the autograd graph.
+"""The operations that torch dispatches, and the order of nodes in the autograd graph.
 
-The numbers that autograd gives its nodes rise in the order in which a forward pass makes them; none of it is public.
+Autograd numbers its nodes in the order in which a forward pass creates them. The numbers are not public.
 """
 
 import dis
@@ -15,16 +15,18 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Numbers from here on mark nodes that accumulate a leaf's gradient: they have no number of their own.
+# Nodes that accumulate a leaf's gradient have no number of their own; theirs are from here on.
 _NO_NUMBER: Final = 2**63
 
 Run = Callable[[], Any]
 
 
 class OperationsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode in which every operation of this thread, and of backward passes it starts, goes through ``around``.
+    """A mode that calls ``around`` for every operation of this thread and of the backward passes that it starts.
 
-    That is called with the operation, its arguments and a function that runs it, and returns the operation's result.
+    Args:
+        around: called with the operation, its arguments, its keyword arguments, and a function that runs it. It
+            returns the operation's result.
     """
 
     def __init__(self, around: Callable[[Any, tuple[Any, ...], Mapping[str, Any], Run], Any]) -> None:
@@ -39,13 +41,13 @@ class OperationsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def next_number() -> int:
-    """Return the number that the next node of the graph is going to have."""
+    """Return the number of the next node of the graph."""
     number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     return number
 
 
 class Node(NamedTuple):
-    """A node of the graph: its name, its number, and the tensor whose gradient it accumulates where it does that."""
+    """A node of the graph: its name, its number, and the leaf whose gradient it accumulates, or None."""
 
     name: str
     number: int
@@ -53,7 +55,7 @@ class Node(NamedTuple):
 
 
 def running_node() -> Node | None:
-    """Return the node whose backward runs in this thread; None outside of every backward pass."""
+    """Return the node whose backward runs in this thread; None outside of a backward pass."""
     node: Any = torch._C._current_autograd_node()
     if node is None:
         return None
@@ -64,8 +66,9 @@ def running_node() -> Node | None:
 def order_of_leaves(result: torch.Tensor, at_most: int = 20_000) -> dict[torch.Tensor, int]:
     """Compute the order in which a backward pass from ``result`` reaches the leaves, also after that pass.
 
-    Each leaf that requires gradients with a number; the lower, the earlier. Empty where the graph says nothing, or
-    has more than ``at_most`` nodes.
+    Returns:
+        Each leaf that requires gradients -> a number; lower numbers are reached earlier. Empty if the graph has no
+        leaves, or more than ``at_most`` nodes.
     """
     found: dict[torch.Tensor, int] = {}
     if result.grad_fn is None:
@@ -91,13 +94,13 @@ def order_of_leaves(result: torch.Tensor, at_most: int = 20_000) -> dict[torch.T
 
 
 _TORCH: Final = str(Path(torch.__file__).parent).replace("\\", "/")
-# Between an operation and what watches operations.
+# Files of torch whose frames are between an operation and the mode that watches it.
 _BETWEEN: Final = tuple(f"{_TORCH}/{name}" for name in ("_dynamo/", "_compile.py", "utils/_python_dispatch.py"))
 
 
 @dataclass(frozen=True)
 class Caller:
-    """The call of an operation; ``called`` is "float" in ``x.float()``, "" for an operator like ``@``."""
+    """The line that calls an operation; ``called`` is "float" for ``x.float()``, "" for an operator such as ``@``."""
 
     file: str
     line: int
@@ -106,7 +109,7 @@ class Caller:
 
 
 def caller_of_operation(watchers: tuple[str, ...]) -> Caller | None:
-    """Find the nearest frame neither of a watcher's file nor between it and the operation; None in torch's threads."""
+    """Find the frame that called the present operation, outside the files of ``watchers``; None in torch's threads."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename.replace("\\", "/")
@@ -118,7 +121,7 @@ def caller_of_operation(watchers: tuple[str, ...]) -> Caller | None:
 
 @functools.lru_cache(maxsize=4096)
 def _called(code: CodeType, position: int) -> str:
-    """Find the name that the instruction at ``position`` calls: the one loaded where its call begins."""
+    """Find the name that the instruction at ``position`` calls: the name that was loaded for the call."""
     loaded: dict[tuple[int | None, int | None], str] = {}
     for instruction in dis.get_instructions(code):
         where = instruction.positions

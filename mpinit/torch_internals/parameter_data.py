@@ -1,10 +1,11 @@
-"""Reads and writes of ``parameter.data``: the one way to write to a parameter that torch does not count.
+"""A record of uses of ``parameter.data``, through which a parameter can be written without torch counting it.
 
-torch counts writes to a tensor in its version. A tensor that ``.data`` returns shares the memory and has a version of
-its own, so a write through it changes nothing on the parameter. While any weight with a float32 master lives,
-``torch.nn.Parameter`` has a ``data`` property that records whose ``data`` was read or replaced. So it has while a
-forward runs with casts in the places of its parameters (``model/forward_weights.py``). It is the only patch of a class
-of torch's while a session without O1 lives, and can go when torch counts writes through ``.data``.
+torch counts in-place writes to a tensor in its version counter. The tensor that ``.data`` returns shares the memory but
+has its own counter, so a write through it does not change the parameter's counter. Therefore
+``torch.nn.Parameter.data`` is replaced by a property that records each read and write. It is installed while a weight
+with a float32 master lives, and while a forward runs with casts in the places of its parameters
+(``model/forward_weights.py``). Without O1 it is the only patch of a class of torch. It can be deleted when torch counts
+writes through ``.data``.
 """
 
 from collections.abc import Sequence
@@ -22,13 +23,16 @@ TENSOR_DETACH: Final[Any] = torch.Tensor.detach
 
 @dataclass(eq=False, slots=True)
 class DataUse:
-    """Ids of parameters by how their ``data`` was used.
+    """The uses of ``data`` of some parameters, by the parameters' ids.
 
     Attributes:
-        touched: read or replaced: their memory may be written to at any time, unseen.
-        replaced: replaced since this set was last emptied: their memory may have another dtype, shape or layout.
-        kept: for those that :meth:`keep` was called with, a copy of their numbers from when ``data`` was touched first.
-        moves: for those, how often :meth:`keep` has found other numbers than the copy's, where reading does not wait.
+        touched: parameters whose ``data`` was read or replaced. Their memory may be written at any time, uncounted.
+        replaced: parameters whose ``data`` was replaced since this set was last cleared. Their memory may have another
+            dtype, shape or layout.
+        kept: parameters that :meth:`keep` was called with -> a copy of their numbers, made when ``data`` was first
+            touched; None before.
+        moves: parameters -> how often :meth:`keep` found numbers that differ from the copy. Only on devices that are
+            read without a device sync.
     """
 
     touched: set[int] = field(default_factory=set)
@@ -36,14 +40,14 @@ class DataUse:
     kept: dict[int, torch.Tensor | None] = field(default_factory=dict)
     moves: dict[int, int] = field(default_factory=dict)
 
-    def forget(self, parameter: torch.Tensor) -> None:
-        """Drop what is known of a parameter."""
+    def discard(self, parameter: torch.Tensor) -> None:
+        """Drop the records of a parameter."""
         self.touched.discard(id(parameter))
         self.replaced.discard(id(parameter))
         self.kept.pop(id(parameter), None)
 
     def keep(self, parameter: torch.Tensor) -> None:
-        """Keep a copy of a parameter's present numbers, if its ``data`` was touched, or as soon as it is."""
+        """Copy a parameter's present numbers if its ``data`` was touched, or else when it is touched."""
         key, before = id(parameter), self.kept.get(id(parameter))
         self.kept[key] = now = _copy_of(parameter) if key in self.touched else None
         if now is None or before is None:
@@ -52,7 +56,7 @@ class DataUse:
             self.moves[key] = self.moves.get(key, 0) + 1
 
     def touch(self, parameter: torch.Tensor) -> None:
-        """Record that a parameter's ``data`` is about to be returned to a caller."""
+        """Record that a parameter's ``data`` is about to be read or replaced."""
         key = id(parameter)
         if key in self.kept and self.kept[key] is None:
             self.kept[key] = _copy_of(parameter)
@@ -60,7 +64,7 @@ class DataUse:
 
 
 def have_same_bits(these: torch.Tensor, those: torch.Tensor) -> bool:
-    """Compare two tensors bit by bit; waits for their device."""
+    """Compare two tensors bit by bit; this needs a device sync."""
     bits = torch.int16 if these.element_size() == 2 else torch.int32
     is_alike = these.shape == those.shape and these.dtype == those.dtype
     return is_alike and torch.equal(these.contiguous().view(bits), those.contiguous().view(bits))
@@ -72,19 +76,19 @@ def _copy_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 _recorded_in: Final[dict[int, DataUse]] = {}
-# Many parameters at once, for a short time: by the id of their record.
+# Records of many parameters at once, for a short time, by the id of the record.
 _batches: Final[dict[int, tuple[Sequence[torch.Tensor], DataUse]]] = {}
 
 
 def record_data_use(parameter: torch.Tensor, use: DataUse) -> None:
-    """Record in ``use`` from here on when ``parameter.data`` is read or replaced."""
+    """Record in ``use``, from now on, when ``parameter.data`` is read or replaced."""
     if not _recorded_in:
         _patch()
     _recorded_in[id(parameter)] = use
 
 
 def stop_recording(parameter: torch.Tensor) -> None:
-    """Reverse :func:`record_data_use`; with the last parameter the class is what it was."""
+    """Reverse :func:`record_data_use`; for the last parameter, remove the property from the class."""
     _recorded_in.pop(id(parameter), None)
     _unpatch()
 

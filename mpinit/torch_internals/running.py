@@ -1,4 +1,4 @@
-"""Ask torch for its present mode (tracing, backward, graph capture), and for costs of a device."""
+"""torch's present mode (tracing, backward pass, graph capture), and properties of devices."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,27 +14,27 @@ _TRACING_MODES: Final = tuple(torch._C._TorchDispatchModeKey.__members__.values(
 def is_tracing_symbolically() -> bool:
     """Return whether torch.fx runs code with proxies instead of tensors.
 
-    Ask ``is_compiling`` first: torch.compile would trace torch.fx's function, which reads thread-local variables.
+    Check ``is_compiling`` first: torch.compile would trace torch.fx's function, which reads thread-local variables.
     """
     return not torch.compiler.is_compiling() and _symbolic_trace.is_fx_symbolic_tracing()
 
 
 def current_pass() -> int:
-    """Return the number of the backward pass that runs in this thread; -1 without one.
+    """Return the number of the backward pass that runs in this thread, or -1.
 
-    Activation checkpointing runs forwards in a backward pass.
+    A forward may run in a backward pass: activation checkpointing does that.
     """
     return int(torch._C._current_graph_task_id())
 
 
-# The number of the backward pass that this thread is inside of, -1 outside: asked for each gradient.
+# Returns the number of the backward pass that runs in this thread, or -1; called for each gradient.
 current_graph_task: Final[Callable[[], int]] = torch._C._current_graph_task_id
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call a function at the end of this thread's backward pass, after DDP has averaged its gradients.
 
-    DDP queues its own callback during the pass. A callback that is queued by a callback runs after it.
+    DDP queues its own callback during the pass. A callback that a callback queues runs after it.
     """
     queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
     queue(lambda: queue(callback))
@@ -42,9 +42,9 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 @contextmanager
 def out_of_traces() -> Iterator[None]:
-    """Let torch.jit.trace record nothing inside the block: what runs there belongs to no graph.
+    """Stop torch.jit.trace from recording operations inside the block.
 
-    Work that is done once would be in the first of two graphs of a model, and torch.jit.trace compares two.
+    torch.jit.trace traces a model twice and compares the graphs; work that is done only once would differ.
     """
     state = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ def out_of_traces() -> Iterator[None]:
 
 
 def is_eager() -> bool:
-    """Return whether operations compute numbers now: nothing is traced, and functorch transforms nothing."""
+    """Return whether operations compute numbers now: no tracing, and no functorch transform."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._is_tracing()
@@ -64,26 +64,26 @@ def is_eager() -> bool:
     )
 
 
-# On a CPU, memory past this size goes back to the system after every step and is faulted in again by the next:
-# buckets of 16 MiB were measured to step twice as fast as ones of 64.
+# On a CPU, larger blocks are returned to the system after every step and cost page faults in the next one. Buckets of
+# 16 MiB were measured to step twice as fast as buckets of 64 MiB.
 _CPU_BUCKET_BYTES: Final = 16 * 2**20
 
 
 def reads_without_sync(device: torch.device) -> bool:
-    """Return whether a number is read from the device without a device sync."""
+    """Return whether reading a number from the device needs no device sync."""
     return device.type == "cpu"
 
 
 def bucket_bytes_at_most(device: torch.device, wanted: int) -> int:
-    """Limit ``wanted``, the bytes of a bucket, to the size that is fastest on the device."""
+    """Limit ``wanted``, the bytes of a bucket, to the largest size that is fast on the device."""
     return min(wanted, _CPU_BUCKET_BYTES) if device.type == "cpu" else wanted
 
 
 def works_within_a_cache(device: torch.device) -> bool:
-    """Return whether several passes over memory are fastest in pieces that fit into a cache."""
+    """Return whether several passes over memory are faster in pieces that fit into a cache."""
     return device.type == "cpu"
 
 
 def is_capturing() -> bool:
-    """Return whether a CUDA graph is being captured: no number may be read meanwhile."""
+    """Return whether a CUDA graph is being captured, which forbids reading numbers from the device."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

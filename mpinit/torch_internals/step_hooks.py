@@ -1,7 +1,7 @@
-"""Step hooks, run once around everything that a step is.
+"""Step hooks of optimizers, run once around a whole step.
 
-``Optimizer.step`` of torch runs the optimizer's hooks, and those registered for all, inside itself. There they come
-between a master's step and its rounding, and once for every part of a step that is done in parts.
+torch's ``Optimizer.step`` runs the optimizer's own hooks and the global ones. mpinit may call it inside a step, once
+for each bucket. Hooks would then run several times, and before masters are rounded into their weights.
 """
 
 from collections import OrderedDict
@@ -16,7 +16,7 @@ _GLOBAL: Final = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return whether any hook would run."""
+    """Return whether a step of this optimizer would run any user's hook."""
     # Called in every step, where a generator would be one more frame of Python.
     for name in _OWN:
         if getattr(optimizer, name, None):
@@ -25,7 +25,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 class StepHooks:
-    """The hooks of one step: inside the block the optimizer's own step runs none of them."""
+    """The hooks of one step. Inside the block, the optimizer's own step runs none of them."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Any = optimizer
@@ -33,10 +33,14 @@ class StepHooks:
             [hook for hook in (*getattr(module, g).values(), *getattr(optimizer, o).values()) if hook not in _own_hooks]
             for g, o in zip(_GLOBAL, _OWN, strict=True)
         )
-        self._held: list[tuple[Any, str, Any]] = []
+        self._hidden: list[tuple[Any, str, Any]] = []
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Run what comes before a step; each may return other arguments."""
+        """Run the pre-hooks, which may replace the arguments.
+
+        Returns:
+            The arguments and keyword arguments of the step.
+        """
         for hook in self._before:
             result = hook(self._optimizer, args, kwargs)
             if result is not None:
@@ -52,27 +56,27 @@ class StepHooks:
     def __enter__(self) -> Self:
         for owner, names in ((module, _GLOBAL), (self._optimizer, _OWN)):
             for name in names:
-                self._held.append((owner, name, getattr(owner, name)))
+                self._hidden.append((owner, name, getattr(owner, name)))
                 setattr(owner, name, OrderedDict())
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._held:
-            owner, name, hooks = self._held.pop()
+        while self._hidden:
+            owner, name, hooks = self._hidden.pop()
             setattr(owner, name, hooks)
 
 
-# Step pre-hooks of the package itself, and their handles.
+# mpinit's own step pre-hooks -> their handles.
 _own_hooks: Final[dict[Any, Any]] = {}
 
 
 def register_own_hook(hook: Callable[[Optimizer, Any, Any], None]) -> None:
-    """Register a step pre-hook for all optimizers, which is no user's: :class:`StepHooks` leaves it out."""
+    """Register a step pre-hook of mpinit for all optimizers; :class:`StepHooks` does not run it."""
     _own_hooks[hook] = module.register_optimizer_step_pre_hook(hook)
 
 
 def remove_own_hook(hook: Callable[[Optimizer, Any, Any], None]) -> None:
-    """Remove the hook, where it is registered."""
+    """Remove the hook, if it is registered."""
     handle = _own_hooks.pop(hook, None)
     if handle is not None:
         handle.remove()

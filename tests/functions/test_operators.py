@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mpinit.functions import apply
 from mpinit.functions.cast_lists import Cast
 from mpinit.functions.installation import resolve_owner
-from mpinit.torch_internals.cpu_autocast_list import RUNS_AS_GIVEN
+from mpinit.torch_internals.cpu_autocast_list import RUNS_UNCAST
 from mpinit.torch_internals.forward_casts import ForwardCasts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -217,7 +217,7 @@ def test_every_operator_does_what_the_policy_says(shard: int) -> None:
 def test_every_kernel_on_the_cpus_list_alone_follows_cuda_or_is_named_on_the_page() -> None:
     named = {name.rpartition(".")[2] for name in FLOAT32_ON_CPU}
     renamed = {"grid_sampler_2d_cpu_fallback", "lu_with_info", "mkldnn_rnn_layer"}
-    for kernel in listed_on_cpu_only() - set(RUNS_AS_GIVEN):
+    for kernel in listed_on_cpu_only() - set(RUNS_UNCAST):
         name = kernel.removeprefix("fft_").removeprefix("linalg_").removeprefix("_")
         assert name in named | renamed or f"torch.nn.functional.{name}" in ROWS or name in INSIDE_ROWS, kernel
 
