@@ -31,6 +31,7 @@ _LEVELS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
     **{level: (level, {}) for level in ("O0", "O1", "O2", "O3", "O4", "O5")},
     "O5 split": ("O5", {"master_weights": "split"}),
 }
+_FUNCTIONS_ONLY: Final = ("O1", "O4")
 # Of a trained 16-bit weight: the kind of its master, and the type of its gradient where that is not its own.
 _MASTERS: Final[Mapping[MasterWeightsMode, tuple[str, torch.dtype | None]]] = {
     MasterWeightsMode.FULL: ("float32", torch.float32),
@@ -80,7 +81,8 @@ class Audit:
     Attributes:
         rows: every parameter, in the model's order.
         bytes_per_parameter: "now" and each level -> "weights", "masters", "gradients", "optimizer state" -> mean bytes
-            in training; a level that refuses this model is missing.
+            in training; a level that refuses this model is missing. An initialised model counts as it was loaded: O1
+            and O4 leave weights in that dtype.
         advice: what to do, in words; "" where every weight can move.
     """
 
@@ -108,7 +110,7 @@ class Audit:
             for row, share in zip(rows, shares, strict=True)
         ]
         sizes = [
-            [level, *(f"{kinds[kind]:.2f}" for kind in KINDS), f"{sum(kinds.values()):.2f}"]
+            [_label(level, kinds), *(f"{kinds[kind]:.2f}" for kind in KINDS), f"{sum(kinds.values()):.2f}"]
             for level, kinds in self.bytes_per_parameter.items()
         ]
         return (head, cells), (["bytes a parameter", *KINDS, "together"], sizes)
@@ -118,6 +120,12 @@ class Audit:
         more = [f"and {len(self.rows) - _SHOWN} more: see .rows"] if len(self.rows) > _SHOWN else []
         shown = [plain_table(*parameters, numbers=(1, 5)), *more, "", plain_table(*sizes, numbers=range(1, 6))]
         return "\n".join([*shown, *(["", self.advice] if self.advice else [])])
+
+
+def _label(level: str, kinds: Mapping[str, float]) -> str:
+    """Mark the levels that cast functions, and leave 16-bit weights as they were loaded, without masters."""
+    is_as_loaded = level in _FUNCTIONS_ONLY and kinds["weights"] < torch.float32.itemsize
+    return f"{level} (weights as loaded)" if is_as_loaded else level
 
 
 def audit(model: nn.Module, optimizer: Any = None) -> Audit:
@@ -179,11 +187,19 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
         except ValueError:
             continue  # what initialize would refuse as well
         is_cast = plan.masters is not MasterWeightsMode.NONE
-        to = {p: targets.get(p, torch.float32 if is_cast else p.dtype) for p in model.parameters()}
+        to = {p: targets.get(p, torch.float32 if is_cast else _loaded_dtype(p, session)) for p in model.parameters()}
         # What is kept now is no measure of what is kept there.
         after = {p: foreseen.get(p, _UNKNOWN)._replace(state=None) for p in to}
         sizes[level] = _bytes([_row("", p, to[p], plan.masters, after[p]) for p in to])
     return Audit(rows, sizes, _advice(rows, foreseen, session))
+
+
+def _loaded_dtype(parameter: Any, session: Session | None) -> torch.dtype:
+    """Return the dtype that a parameter had before ``initialize``: O1 and O4 leave that as it is."""
+    if session is None:
+        return parameter.dtype  # type: ignore[no-any-return]
+    master = session.masters.of(parameter)
+    return session.values.casts.original_dtype(parameter) if master is None else master.original_dtype
 
 
 def _row(name: str, parameter: Any, weight: torch.dtype, kind: MasterWeightsMode, known: "_Foreseen") -> AuditRow:
@@ -309,8 +325,10 @@ def _advice(rows: tuple[AuditRow, ...], foreseen: Mapping[Any, _Foreseen], sessi
     share = _mean(narrow)
     if share >= _MUCH:
         way = "mpinit.initialize(model, optimizer, opt_level='O5')" if session is None else "master_weights=True"
+        worst = max(narrow, key=lambda row: row.stuck or 0.0)
         lines.append(
-            f"{share:.0%} of the {narrow[0].weight} weights stay as they are in a step, {narrow[0].name!r} among them: "
+            f"{share:.0%} of the {worst.weight} weights stay as they are in a step, and {worst.stuck or 0.0:.0%} of "
+            f"{worst.name!r}: "
             f"{way} gives them float32 masters, in which small steps add up. Steps then count in full: a rate that was "
             "tuned without masters may be too high with them"
         )

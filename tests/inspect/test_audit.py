@@ -13,6 +13,7 @@ from torch import nn
 import mpinit
 from mpinit.settings.properties import OPT_LEVELS
 
+WIDTHS = (torch.float32, torch.bfloat16)
 TOGETHER = {"O0": 16, "O1": 16, "O2": 18, "O3": 8, "O4": 16, "O5": 18, "O5 split": 14}
 
 
@@ -44,6 +45,38 @@ def test_bytes_of_an_initialised_pair_are_those_foreseen(name: str, level: str) 
     states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     assert sum(v.nbytes for v in states) / count <= foreseen["optimizer state"] + 1e-9
     assert sum(p.nbytes for p in model.parameters()) / count == foreseen["weights"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype"),
+    [
+        *[(asked, dtype) for asked in ({}, {"master_weights": "split"}, {"keep_fp32": ["0"]}) for dtype in WIDTHS],
+        # A bfloat16 model becomes float32 for good, after undo() too.
+        ({"master_weights": "model"}, torch.float32),
+    ],
+)
+def test_levels_are_foreseen_from_the_dtype_that_an_initialised_model_had(
+    asked: dict[str, Any], dtype: torch.dtype
+) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32)).to(dtype)
+    model[1].requires_grad_(False)
+    optimizer = adamw(model)
+    before = mpinit.audit(model, optimizer)
+    mpinit.initialize(model, optimizer, "O5", verbosity=0, **asked)
+    after = mpinit.audit(model)
+    assert {**after.bytes_per_parameter, "now": None} == {**before.bytes_per_parameter, "now": None}
+    is_wide = dtype is torch.float32
+    assert ("O4 (weights as loaded)" in str(after)) is not is_wide
+    assert ("O1 (weights as loaded)" in str(before)) is not is_wide
+    if is_wide:
+        assert after.bytes_per_parameter["O1"]["weights"] == 4.0
+
+
+def test_advice_names_the_parameter_that_moves_least() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.LayerNorm(64, bias=False)).bfloat16()
+    found = mpinit.audit(model, adamw(model, 1e-4))
+    assert found.stuck["0.weight"] < found.stuck["1.weight"] == 1.0
+    assert "100% of '1.weight'" in found.advice
 
 
 def test_states_in_fewer_bytes_count_as_what_they_are() -> None:
