@@ -33,7 +33,7 @@ ROOMS: Final[dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Message:
-    """A text, the class of the error (or "warning"), and the module it is in."""
+    """A text, the class of the error (or "warning", "note"), and the module it is in."""
 
     text: str
     kind: str
@@ -71,12 +71,14 @@ def functions_of(tree: ast.Module) -> Iterator[ast.FunctionDef]:
 
 
 def raised(scope: ast.FunctionDef) -> Iterator[tuple[str, ast.expr]]:
-    """(class of the error or "warning", its first argument) of what a function raises and warns of."""
+    """(class of the error, "warning" or "note", its first argument) of what a function raises, warns of and adds."""
     for node in _own(scope):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             yield _name(node.exc.func), node.exc.args[0]
         elif isinstance(node, ast.Call) and _name(node.func) in ("warn_user", "warn") and node.args:
             yield "warning", node.args[0]
+        elif isinstance(node, ast.Call) and _name(node.func) == "add_note" and node.args:
+            yield "note", node.args[0]
 
 
 def _own(scope: ast.FunctionDef) -> Iterator[ast.AST]:

@@ -106,11 +106,24 @@ def scale_loss(
     if session is None:
         return Unscaled(loss)
     if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"the loss must be a tensor, not {type(loss).__name__}")
+        raise TypeError(f"the loss must be a tensor, not {type(loss).__name__}{_hint_of_loss(loss)}")
     return session.losses.scaled(loss, many, loss_id, delay_unscale or delay_overflow_check)
 
 
+def _hint_of_loss(loss: Any) -> str:
+    """Return a hint for what was probably given in the place of a loss, or ""."""
+    if isinstance(loss, (float, int)) or hasattr(loss, "dtype"):
+        return ": give the loss itself, without .item() or .numpy(), whose gradients are computed from it"
+    return ": give the loss of this output, as output.loss" if hasattr(loss, "loss") else ""
+
+
 def _shared(optimizers: Any) -> tuple[Session | None, list[Optimizer]]:
+    given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    if any(isinstance(item, nn.Module) for item in given):
+        raise TypeError(
+            "optimizers must be a torch.optim.Optimizer, or a list or tuple of them; got a model: scale_loss needs the "
+            "optimizer whose gradients this backward pass computes, as mpinit.scale_loss(loss, optimizer)"
+        )
     many = list(dict.fromkeys(checks.as_optimizers(optimizers)))
     return registry.shared_session(many), many
 

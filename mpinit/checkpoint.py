@@ -14,6 +14,9 @@ from .session import Session
 
 _GRAD_SCALER = ("scale", "_growth_tracker")
 
+# Where scripts put the state of scalers in their checkpoints: mpinit's, apex's, torch.amp's.
+_IN_CHECKPOINTS: Final = ("mpinit", "amp", "scaler", "grad_scaler")
+
 # The columns of scalers_as_rows(); a tolerance of -1: the rule has no hysteresis.
 _COLUMNS: Final = ("loss_scale", "unskipped", "tolerance", "scales")
 
@@ -55,9 +58,15 @@ def checked_state(session: Session, state: Mapping[str, Any]) -> dict[str, Any]:
     faults += [f"{key!r} is not known here" for key in states if key not in expected]
     faults += [f"{key} {fault}" for key in expected if key in states for fault in check_state(states[key])]
     if faults:
+        inside = next((key for key in _IN_CHECKPOINTS if isinstance(state.get(key), Mapping)), None)
+        way_out = (
+            f"This is a whole checkpoint: the scalers' state is its entry {inside!r}"
+            if inside is not None
+            else "Initialise with the num_losses the state was saved with"
+        )
         raise ValueError(
             f"the state does not fit {session.describe()} with num_losses={len(session.scalers)}, and nothing was "
-            f"loaded: {'; '.join(faults)}. Initialise with the num_losses the state was saved with"
+            f"loaded: {'; '.join(faults)}. {way_out}"
         )
     return {key: states[key] for key in expected}
 

@@ -57,6 +57,11 @@ def _hint(item: Any, kind: type) -> str:
         return ". The loss comes first and its optimizers second: are the two swapped?"
     if isinstance(item, Mapping):
         return ", as state_dict() returns: give the object that has it"
+    if kind is Optimizer and callable(getattr(item, "step", None)):
+        return (
+            ", whose class is not derived from torch.optim.Optimizer: derive it, or initialise the model alone, with "
+            'master_weights="model" at opt_level="O5", whose parameters stay float32 for an optimizer of any kind'
+        )
     return ""
 
 
@@ -105,6 +110,11 @@ def check(
     if props.patch_torch_functions and names:
         _warn_about_16_bit_weights(names)
     _check_belonging(index, optimizers, awaits)
+    if optimizers and index.parameters and not any(parameter.requires_grad for _, parameter in index.parameters):
+        warn_user(
+            f"no parameter of {' and '.join(type(model).__name__ for model in models)} requires a gradient, so nothing "
+            "is trained: call requires_grad_() on the parameters to train, before backward() at the latest"
+        )
     if len(models) > 1 and not awaits and plan.masters in (MasterWeightsMode.FULL, MasterWeightsMode.SPLIT):
         warn_about_target_networks(index, optimizers)
     return index, names

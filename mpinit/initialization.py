@@ -192,7 +192,10 @@ def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> Non
         if session is not None:
             found[session] = None
         elif owner not in registry.disabled:
-            raise ValueError(f"this {type(owner).__name__} is not initialised, so there is nothing to undo")
+            raise ValueError(
+                f"this {type(owner).__name__} is not initialised, so there is nothing to undo: one undo is enough "
+                "for all that was initialised in the same call"
+            )
     try:
         for_each(Session.undo, sorted(found, key=lambda session: -session.number))
     finally:

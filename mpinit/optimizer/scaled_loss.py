@@ -1,5 +1,6 @@
 """The scaling of losses: the context around a backward pass, which unscales the gradients at its end."""
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -10,12 +11,12 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
-from ..basics.logs import log
+from ..basics.logs import log, warn_user
 from ..distributed.sharding import is_distributed
 from ..masters.masters import IN_FLOAT32
 from ..scaling.scaler import LossScaler
 from ..torch_internals.bulk import have_grads
-from ..torch_internals.running import reads_without_sync
+from ..torch_internals.running import is_capturing, reads_without_sync
 from .gradient_state import NESTED_BLOCK, cleared, loss_reached_none
 from .gradients import Done, Gradients
 from .managed import ManagedOptimizer
@@ -91,8 +92,14 @@ class ScaledLoss:
             found = self._unscale([*self._own, *self._others], done)
             for optimizer in self._optimizers:
                 optimizer.members.values.bind_gradients()
-        if exc_type is None:
+        if exc is None:
             self._finish(found)
+        else:
+            _explain(exc, self._loss)
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what is meant for the loss, where the ``with`` was forgotten."""
+        raise AttributeError(_without_with(name), name=name, obj=self)
 
     def _watch(self, scaled: torch.Tensor) -> None:
         """Record whether a backward pass goes through ``scaled``, where all gradients come from this block."""
@@ -155,8 +162,76 @@ class ScaledLoss:
             )
 
 
+def _without_with(name: str) -> str:
+    """Return what to write in the place of an attribute of the context that ``scale_loss`` returns."""
+    if name.startswith("_"):
+        return f"the context of mpinit.scale_loss has no attribute {name!r}"
+    return (
+        "mpinit.scale_loss returns a context manager, not a tensor; write "
+        f"`with mpinit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.{name}(...)`"
+    )
+
+
+def _explain(error: BaseException, loss: Any) -> None:
+    """Add to an error of ``backward()`` what torch does not know: which loss it was called for."""
+    if not isinstance(error, RuntimeError) or not isinstance(loss, torch.Tensor):
+        return
+    if "only for scalar outputs" in str(error) and loss.dim():
+        shape = tuple(loss.shape)
+        error.add_note(
+            f"mpinit: the loss given to scale_loss has the shape {shape}, one number for each sample or element; give "
+            "their mean, mpinit.scale_loss(loss.mean(), optimizer)"
+        )
+    elif "does not require grad" in str(error) and not loss.requires_grad:
+        error.add_note(
+            "mpinit: no gradient leads from the loss given to scale_loss to a parameter: all parameters are frozen "
+            "(requires_grad is False), or the loss was computed under torch.no_grad(), or detached"
+        )
+
+
+# Losses are multiplied by less than this for other reasons: weights of tasks, numbers of micro-batches.
+_SMALLEST_SECOND_SCALE: Final = 256.0
+
+
+def _warn_of_second_scaler(loss: torch.Tensor, scaler: LossScaler) -> None:
+    """Warn where ``torch.amp.GradScaler`` scales the same loss, before ``scale_loss`` or inside its block.
+
+    Gradients stay right, but each scale halves at the overflows of the other, and steps are skipped without need. It
+    reads numbers off the device, so it is called until the first step is checked, and no longer.
+    """
+
+    def check(factor: float) -> None:
+        if factor >= _SMALLEST_SECOND_SCALE and math.frexp(factor)[0] == 0.5:
+            warn_user(
+                "the loss of mpinit.scale_loss was multiplied by a large number elsewhere, as "
+                "torch.amp.GradScaler.scale does: with two loss scales steps are skipped without need. Remove the "
+                "GradScaler, or keep it alone, with mpinit.initialize(..., loss_scale=1.0) and without "
+                "mpinit.scale_loss"
+            )
+
+    def check_gradient(grad: torch.Tensor) -> None:
+        if not grad.dim():
+            check(grad.item() / scaler.loss_scale())
+
+    if loss.is_meta or torch.compiler.is_compiling() or is_capturing():
+        return
+    scale = getattr(loss.grad_fn, "_saved_other", None)
+    if isinstance(scale, torch.Tensor) and not scale.dim() and not scale.requires_grad:
+        check(scale.item())
+    if loss.requires_grad and not loss.dim():
+        loss.register_hook(check_gradient)  # type: ignore[no-untyped-call]
+
+
 class Unscaled(nullcontext[Any]):
     """The context that ``scale_loss`` returns where gradients are not scaled: it yields the loss."""
+
+    def __exit__(self, *raised: Any) -> None:
+        if raised[1] is not None:
+            _explain(raised[1], self.enter_result)
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what is meant for the loss, where the ``with`` was forgotten."""
+        raise AttributeError(_without_with(name), name=name, obj=self)
 
     def expect_no_use(self) -> None:
         """Skip the check that ``backward()`` used this loss: there is none."""
@@ -197,6 +272,8 @@ class Losses:
                 each.gradients.apply(loss_reached_none, scaler)
             return Unscaled(loss if loss.dtype in _FLOATS else loss.float())
         others = [] if scaler.is_identity else managed.gradients_beside(own)
+        if managed.shared.ranks.is_first_step and not scaler.is_identity:
+            _warn_of_second_scaler(loss, scaler)
         return ScaledLoss(loss, scaler, own, others, delay)
 
     def scaled_output(self, output: torch.Tensor, loss_id: int) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """Resolution of a level, a configuration and keywords into one property set; later ones override earlier ones."""
 
+import contextlib
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -9,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from ..basics.dtypes import parse_dtype
 from .properties import OPT_LEVELS, Properties, build, field_names, is_override
 from .spellings import LARGEST_COUNT, DefaultLevel, parse_bool, parse_whole_number
 
@@ -30,10 +33,33 @@ class Settings:
 # All arguments of initialize() that are not properties, for the message about a misspelt argument.
 _NO_PROPERTIES: Final = ("models", "optimizers", "opt_level", *[field.name for field in fields(Settings)])
 
+# The levels that a dtype in the place of a level probably means.
+_LEVELS_OF: Final = {
+    torch.float32: "'O0'",
+    torch.float16: "'O2' (float16 weights, float32 masters) or 'O1' (float16 functions, float32 weights)",
+    torch.bfloat16: "'O5' (bfloat16 weights, float32 masters) or 'O4' (bfloat16 functions, float32 weights)",
+}
+
 # Properties that release 0.2.0 had, and what replaces each.
 _REMOVED: Final = {
     "compile_step": "torch.compile(optimizer.step) compiles a step",
     "gradient_release": "torch's own hooks step a parameter inside of backward(): docs/explanation/gradient-release.md",
+}
+
+# Names that other libraries use, and what is written here in their place.
+_OF_OTHERS: Final = {
+    **dict.fromkeys(
+        ("dtype", "torch_dtype", "param_dtype", "model_dtype", "compute_dtype", "precision", "mixed_precision"),
+        "cast_model_type, or opt_level='O5' for bfloat16 and opt_level='O2' for float16, both with float32 masters",
+    ),
+    **dict.fromkeys(("fp16", "half", "float16"), "opt_level='O2'"),
+    **dict.fromkeys(("bf16", "bfloat16"), "opt_level='O5'"),
+    **dict.fromkeys(("level", "optimization_level"), "opt_level"),
+    **dict.fromkeys(("init_scale", "initial_scale", "initial_scale_power"), "init_loss_scale"),
+    **dict.fromkeys(("scale_window", "loss_scale_window"), "growth_interval"),
+    **dict.fromkeys(("output_dtype", "cast_outputs"), "cast_model_outputs"),
+    **dict.fromkeys(("min_scale", "max_scale"), "min_loss_scale and max_loss_scale"),
+    **dict.fromkeys(("scale_factor", "loss_scale_factor"), "growth_factor and backoff_factor"),
 }
 
 # Settings that a configuration may have too, and their limits. A scaler is made for each loss: making a million takes
@@ -54,9 +80,21 @@ def check_level(opt_level: Any) -> str:
     if isinstance(opt_level, str) and opt_level in OPT_LEVELS:
         return str(opt_level)
     raise ValueError(
-        f"opt_level={opt_level!r} is not a level: a level is the capital letter O, not the digit zero, followed by "
-        f"a number; the levels are {', '.join(map(repr, OPT_LEVELS))}"
+        f"opt_level={opt_level!r} is not a level{_meant_level(opt_level)}; the levels are "
+        f"{', '.join(map(repr, OPT_LEVELS))}, the capital letter O and a number"
     )
+
+
+def _meant_level(value: Any) -> str:
+    """Return a hint at the level that a value probably means, or ""."""
+    if isinstance(value, bool):
+        return ": the third argument of initialize is the level, and enabled=True or enabled=False is a keyword"
+    number = re.fullmatch(r"[oO0]?(\d)", str(value).strip())
+    if number and f"O{number[1]}" in OPT_LEVELS:
+        return f": did you mean 'O{number[1]}'?"
+    with contextlib.suppress(ValueError):
+        return f": did you mean {_LEVELS_OF[parse_dtype(value)]}?"
+    return ""
 
 
 def check_names(names: Iterable[Any], allowed: tuple[str, ...], where: str, others: tuple[str, ...] = ()) -> None:
@@ -65,7 +103,9 @@ def check_names(names: Iterable[Any], allowed: tuple[str, ...], where: str, othe
         if name in _REMOVED:
             raise ValueError(f"{where}: {name} was removed: {_REMOVED[name]}")
         if name not in allowed:
-            near = difflib.get_close_matches(str(name), others + allowed, n=1, cutoff=0.4)
+            if name in _OF_OTHERS:
+                raise ValueError(f"{where} has no property {name!r}; give {_OF_OTHERS[name]}")
+            near = difflib.get_close_matches(str(name), others + allowed, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f". There are: {', '.join(others + allowed)}"
             raise ValueError(f"{where} has no property {name!r}{hint}")
 
@@ -86,9 +126,11 @@ def read_config(config: Config, extra: tuple[str, ...] = ()) -> ReadConfig:
 
 
 def _read_toml(path: Path, name: str) -> dict[str, Any]:
+    text = ""
     try:
         # Some editors write a byte order mark before UTF-8 text, which TOML does not allow.
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
+        return tomllib.loads(text)
     except OSError as error:
         reason = f"config file cannot be read: {error.strerror}; give a TOML file's path or a mapping"
         raise OSError(error.errno, reason, str(path)) from None
@@ -97,7 +139,22 @@ def _read_toml(path: Path, name: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{name} is nested too deeply; properties are plain values and lists of names") from None
     except ValueError as error:  # TOMLDecodeError is one, and so is what a path with a null byte raises
-        raise ValueError(f"{name} is not TOML: {error}") from None
+        raise ValueError(f"{name} is not TOML: {error}{_meant_value(text, error)}") from None
+
+
+def _meant_value(text: str, error: ValueError) -> str:
+    """Return a hint where the line that an error names has a bare word as its value, which is no TOML, or ""."""
+    at = re.search(r"\(at line (\d+)", str(error))
+    line = text.splitlines()[int(at[1]) - 1 :][:1] if at else []
+    found = re.fullmatch(r"\s*([\w-]+)\s*=\s*([A-Za-z_][\w.]*)\s*(?:#.*)?", line[0]) if line else None
+    if found is None:
+        return ""
+    name, word = found.groups()
+    if word.lower() in ("true", "false"):
+        return f"; TOML's booleans are in lower case: {name} = {word.lower()}"
+    if word == "None":
+        return f'; TOML has no None: delete the line, or write {name} = "None"'
+    return f'; a string is in quotes: {name} = "{word}"'
 
 
 def read_settings(keywords: Mapping[str, Any]) -> tuple[Settings, dict[str, Any], ReadConfig]:

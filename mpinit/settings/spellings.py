@@ -115,7 +115,8 @@ def parse_loss_scale(value: Any) -> Any:
 def check_scale(scale: float) -> float:
     """Return ``scale``, or raise a ValueError where scaling by it could not be undone in float32."""
     if not math.isfinite(scale) or scale <= 0:
-        raise ValueError(f'a loss scale of {scale} cannot be undone; give "dynamic" or a finite number above 0')
+        fault = "is not above 0" if scale <= 0 else "is not finite"
+        raise ValueError(f'a loss scale of {scale} {fault}; give "dynamic" or a finite number above 0, such as 128.0')
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
         raise ValueError(
             f"a loss scale of {scale} leaves float32's range, or its reciprocal does; give a number between 2**-126 "

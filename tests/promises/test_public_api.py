@@ -247,7 +247,15 @@ def test_a_loss_and_its_optimizer_swapped(pair_messages: tuple[nn.Module, torch.
 @pytest.mark.parametrize(
     ("keywords", "said"),
     [
-        ({"opt_levle": "O2"}, "did you mean 'opt_level'\\?$"),
+        ({"opt_levle": "O2"}, r"^initialize\(\) has no property 'opt_levle'; did you mean 'opt_level'\?$"),
+        ({"zzz": 1}, "no property 'zzz'. There are: models, optimizers, opt_level, .*loss_scale"),
+        ({"dtype": torch.bfloat16}, "no property 'dtype'; give cast_model_type, or opt_level='O5'"),
+        ({"torch_dtype": "auto"}, "no property 'torch_dtype'; give cast_model_type"),
+        ({"mixed_precision": "bf16"}, "no property 'mixed_precision'; give cast_model_type"),
+        ({"bf16": True}, "no property 'bf16'; give opt_level='O5'$"),
+        ({"scale_window": 1000}, "no property 'scale_window'; give growth_interval$"),
+        ({"loss_scale": -1}, 'loss_scale: a loss scale of -1.0 is not above 0; give "dynamic"'),
+        ({"loss_scale": "nan"}, "loss scale of nan is not finite"),
         ({"opt_level": "O2", "keep_fp32": "hedd"}, "'hedd' matches no module; there are '0', '1'"),
         ({"opt_level": "O2", "keep_fp32": "10"}, "'10' matches no module; near it are '1', '0'"),
     ],
@@ -255,6 +263,27 @@ def test_a_loss_and_its_optimizer_swapped(pair_messages: tuple[nn.Module, torch.
 def test_refused_keyword_lists_the_allowed_ones(keywords: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         mpinit.initialize(net(), **keywords)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("o2", "did you mean 'O2'?"),
+        ("02", "did you mean 'O2'?"),
+        (2, "did you mean 'O2'?"),
+        (" O2 ", "did you mean 'O2'?"),
+        ("O9", "opt_level='O9' is not a level; the levels are 'O0'"),
+        ("bf16", "did you mean 'O5' (bfloat16 weights, float32 masters) or 'O4'"),
+        (torch.float16, "did you mean 'O2' (float16 weights, float32 masters) or 'O1'"),
+        (True, "the third argument of initialize is the level, and enabled=True or enabled=False is a keyword"),
+    ],
+)
+def test_a_value_that_is_no_level_is_answered_with_the_one_meant(given: Any, meant: str) -> None:
+    model = net()
+    with pytest.raises(ValueError) as caught:
+        mpinit.initialize(model, sgd(model), given)
+    says(caught, meant, "'O5'")
+    assert "digit" not in str(caught.value)
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {

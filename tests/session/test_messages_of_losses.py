@@ -1,0 +1,209 @@
+"""What a user reads who gives ``scale_loss`` something else, forgets its ``with``, or scales the loss twice."""
+
+import traceback
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpinit
+
+
+def pair(level: str = "O2", **keywords: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mpinit.initialize(model, optimizer, level, verbosity=0, **keywords)
+    return model, optimizer
+
+
+def loss_of(model: nn.Module, rows: int = 1) -> torch.Tensor:
+    return model(torch.ones(rows, 4)).square().mean()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_backward_without_with_is_answered_with_the_with(level: str) -> None:
+    model, optimizer = pair(level)
+    context = mpinit.scale_loss(loss_of(model), optimizer)
+    with pytest.raises(
+        AttributeError, match=r"write `with mpinit.scale_loss\(loss, optimizer\) as scaled_loss: scaled"
+    ):
+        context.backward()  # type: ignore[union-attr]
+    assert not hasattr(context, "item") and not hasattr(context, "__array__")
+    with pytest.raises(AttributeError, match="has no attribute '_private'"):
+        context._private  # type: ignore[union-attr]  # noqa: B018
+    with context as scaled_loss:  # the same context works
+        scaled_loss.backward()
+    optimizer.step()
+    assert mpinit.step_counts(optimizer) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda loss: loss.item(), r"must be a tensor, not float: give the loss itself, without .item\(\)"),
+        (lambda loss: loss.detach().numpy(), "must be a tensor, not ndarray: give the loss itself"),
+        (lambda loss: type("Output", (), {"loss": loss})(), "not Output: give the loss of this output, as output.loss"),
+        (lambda loss: {"nll": loss}, "must be a tensor, not dict$"),
+    ],
+)
+def test_a_loss_that_is_no_tensor_is_answered_with_the_one_to_give(loss: Any, said: str) -> None:
+    model, optimizer = pair()
+    with pytest.raises(TypeError, match=said):
+        mpinit.scale_loss(loss(loss_of(model)), optimizer)
+
+
+def test_a_model_in_the_place_of_the_optimizer_is_answered_with_the_call() -> None:
+    model, _ = pair()
+    for given in (model, [model]):
+        with pytest.raises(TypeError, match=r"as mpinit.scale_loss\(loss, optimizer\)") as caught:
+            mpinit.scale_loss(loss_of(model), given)  # type: ignore[arg-type]
+        assert "swapped" not in str(caught.value)
+
+
+def shown(error: BaseException) -> str:
+    """Return what Python prints of an error, notes included."""
+    return "".join(traceback.format_exception_only(error))
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_a_loss_of_several_numbers_is_named_with_its_shape(level: str) -> None:
+    model, optimizer = pair(level, init_loss_scale=4.0)
+    with (
+        pytest.raises(RuntimeError, match="only for scalar outputs") as caught,
+        mpinit.scale_loss(model(torch.ones(3, 4)), optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+    assert "has the shape (3, 2)" in shown(caught.value) and "loss.mean()" in shown(caught.value)
+    # A gradient of one's own is no mistake.
+    with mpinit.scale_loss(model(torch.ones(3, 4)), optimizer) as scaled_loss:
+        scaled_loss.backward(torch.ones(3, 2))
+    optimizer.step()
+    assert mpinit.step_counts(optimizer) == (1, 0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_a_loss_without_gradients_is_explained(level: str) -> None:
+    model, optimizer = pair(level)
+    with torch.no_grad():
+        loss = loss_of(model)
+    with (
+        pytest.raises(RuntimeError, match="does not require grad") as caught,
+        mpinit.scale_loss(loss, optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+    assert "all parameters are frozen" in shown(caught.value) and "torch.no_grad()" in shown(caught.value)
+
+
+def test_an_error_of_the_users_own_gets_no_note() -> None:
+    model, optimizer = pair()
+    with pytest.raises(RuntimeError) as caught, mpinit.scale_loss(loss_of(model), optimizer):
+        raise RuntimeError("mine: does not require grad")
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_model_that_is_frozen_whole_is_warned_of() -> None:
+    model = nn.Linear(4, 2).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="no parameter of Linear requires a gradient, so nothing is trained"):
+        mpinit.initialize(model, optimizer, "O2", verbosity=0)
+    mpinit.undo(model)
+    mpinit.initialize(model, opt_level="O2", verbosity=0)  # for inference nothing is missing
+    mpinit.undo(model)
+    model.bias.requires_grad_(True)
+    mpinit.initialize(model, optimizer, "O2", verbosity=0)
+
+
+WAYS = {
+    "before": lambda scaler, loss, scaled: scaled,
+    "inside": lambda scaler, loss, scaled: scaler.scale(scaled),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_loss_scales_are_warned_of(way: str) -> None:
+    model, optimizer = pair()
+    scaler = torch.amp.GradScaler("cpu")
+    loss = loss_of(model)
+    with (
+        pytest.warns(UserWarning, match="multiplied by a large number elsewhere, as torch.amp.GradScaler.scale does"),
+        mpinit.scale_loss(scaler.scale(loss) if way == "before" else loss, optimizer) as scaled_loss,
+    ):
+        WAYS[way](scaler, loss, scaled_loss).backward()
+
+
+@pytest.mark.parametrize("factor", [0.25, 3.0, torch.tensor(64.0), torch.tensor(100.0)])
+def test_a_loss_with_a_weight_of_its_own_is_not_warned_of(factor: Any) -> None:
+    model, optimizer = pair(init_loss_scale=4.0)
+    with mpinit.scale_loss(loss_of(model) * factor, optimizer) as scaled_loss:
+        (scaled_loss * factor).backward()
+    optimizer.step()
+    assert mpinit.step_counts(optimizer) == (1, 0)
+
+
+def test_a_gradscaler_alone_is_not_warned_of() -> None:
+    model, optimizer = pair(loss_scale=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(loss_of(model)).backward()
+    scaler.step(optimizer)
+    assert mpinit.step_counts(optimizer) == (1, 0)
+
+
+def test_a_whole_checkpoint_is_answered_with_its_entry() -> None:
+    model, optimizer = pair()
+    for key in ("mpinit", "amp"):
+        whole = {"model": model.state_dict(), key: mpinit.state_dict(optimizer)}
+        with pytest.raises(ValueError, match=f"a whole checkpoint: the scalers' state is its entry '{key}'"):
+            mpinit.load_state_dict(whole, optimizer)
+        mpinit.load_state_dict(whole[key], optimizer)
+
+
+def test_undo_twice_says_that_once_is_enough() -> None:
+    model, optimizer = pair()
+    mpinit.undo(model)
+    with pytest.raises(ValueError, match="one undo is enough for all that was initialised in the same call"):
+        mpinit.undo(optimizer)
+
+
+class Descent:
+    """An optimizer of a user's own, which is not derived from torch's."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(0.1 * parameter.grad)
+
+
+def test_an_optimizer_that_is_not_torchs_is_refused_with_a_way_that_trains() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    with pytest.raises(TypeError, match='derive it, or initialise the model alone, with master_weights="model"'):
+        mpinit.initialize(model, Descent(model.parameters()), "O5")  # type: ignore[type-var]
+    # What the message advises trains: float32 weights after 20 steps of 1e-4 of their size.
+    before = model.weight.detach().clone()
+    mpinit.initialize(model, opt_level="O5", master_weights="model", verbosity=0)
+    optimizer = Descent(model.parameters())
+    for _ in range(20):
+        (model(torch.ones(1, 4)).sum() * 1e-4).backward()
+        optimizer.step()
+        model.zero_grad()
+    assert model.weight.dtype is torch.float32
+    torch.testing.assert_close(model.weight.detach(), before - 20 * 0.1 * 1e-4, rtol=0, atol=1e-6)
+
+
+def test_groups_replaced_by_hand_and_a_move_to_meta_are_warned_of_at_the_step() -> None:
+    model, optimizer = pair()
+    optimizer.param_groups[0]["params"] = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    with mpinit.scale_loss(loss_of(model), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.warns(UserWarning, match=r"optimizer.step\(\) does nothing: .*none of its parameters has a gradient"):
+        optimizer.step()
+
+    model, optimizer = pair()
+    model.to("meta")
+    with mpinit.scale_loss(model(torch.ones(1, 4, device="meta")).mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.warns(UserWarning, match=r"optimizer.step\(\) does nothing: .*none of its parameters has a gradient"):
+        optimizer.step()
