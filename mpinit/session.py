@@ -284,7 +284,7 @@ class Session:
                 failed.push(partial(_remove, self.optimizers, optimizer))
                 self.optimizers.append(optimizer)
         self._undos.push(undos.unwind)
-        failed.push(partial(self._undos.forget, undos.unwind))
+        failed.push(partial(self._undos.discard, undos.unwind))
         return failed.unwind
 
     def _discard(self, ids: set[int]) -> None:

@@ -1,1 +1,1 @@
-"""Small things that know nothing of mixed precision: dtypes, reversible changes, walking containers, the logger."""
+"""Helpers that do not depend on mixed precision: dtypes, reversible patches, nested containers, the logger."""

@@ -1,4 +1,4 @@
-"""Names of dtypes, and casts between them."""
+"""Names of dtypes, and casts between dtypes."""
 
 from typing import Any, Final
 
@@ -35,7 +35,7 @@ def parse_dtype(value: Any) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as configuration files and JSON have it, "float16" for ``torch.float16``."""
+    """Return the name of a dtype in configuration files and JSON: "float16" for ``torch.float16``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -45,7 +45,7 @@ def is_lower_precision(dtype: torch.dtype) -> bool:
 
 
 def cast_within_range(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``values.to(dtype)``, with the largest number of ``dtype`` for finite values that would overflow."""
+    """Return ``values.to(dtype)``; finite values that would overflow become the largest number of ``dtype``."""
     if not may_overflow(values.dtype, dtype):
         return values.to(dtype)
     largest = torch.finfo(dtype).max
@@ -57,9 +57,9 @@ def cast_to(dtype: torch.dtype, clamps: bool, values: torch.Tensor) -> torch.Ten
     return cast_within_range(values, dtype) if clamps else values.to(dtype)
 
 
-def may_overflow(given: torch.dtype, dtype: torch.dtype) -> bool:
-    """Return whether finite values of one floating dtype may overflow in another."""
-    return torch.finfo(given).max > torch.finfo(dtype).max
+def may_overflow(source: torch.dtype, dtype: torch.dtype) -> bool:
+    """Return whether finite values of ``source`` may overflow in ``dtype``."""
+    return torch.finfo(source).max > torch.finfo(dtype).max
 
 
 def as_float32(gradient: torch.Tensor) -> torch.Tensor:

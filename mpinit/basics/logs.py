@@ -1,4 +1,4 @@
-"""Messages to users: one logger, silent on every rank but the first, and warnings at the user's line."""
+"""Messages to users: a logger that logs on rank 0 only, and warnings at the user's line."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ log = logging.getLogger("mpinit")
 log.addFilter(_speaks)
 
 
-# The package's own files, and torch's: a hook is called by the user's call of a method of torch's.
+# The files of mpinit, and those of torch: a user's call of a method of torch may call a hook of mpinit.
 _NOT_THE_USERS: Final = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 
 

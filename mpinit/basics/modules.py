@@ -1,4 +1,4 @@
-"""The modules and tensors of models."""
+"""Walks over the modules and tensors of models."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from torch import nn
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """List ``model.modules()`` in a third of the time, because torch makes a generator for each module."""
+    """List ``model.modules()`` in a third of its time; torch makes a generator for each module."""
     found: dict[nn.Module, None] = {model: None}
-    left = [iter(model._modules.values())]
-    while left:
-        for module in left[-1]:
+    pending = [iter(model._modules.values())]
+    while pending:
+        for module in pending[-1]:
             if module is not None and module not in found:
                 found[module] = None
                 below = module._modules
                 if below:
-                    left.append(iter(below.values()))
+                    pending.append(iter(below.values()))
                     break
         else:
-            left.pop()
+            pending.pop()
     return list(found)
 
 
@@ -45,16 +45,16 @@ def dotted(module_name: str, name: str) -> str:
 class ModelIndex:
     """The modules and tensors of models, read in one walk for the checks, casts and hooks of one ``initialize``.
 
-    The index is for one call and is dropped at its end, because it would keep replaced parameters alive.
+    It is dropped at the end of the call, because it would keep replaced parameters alive.
 
     Attributes:
         models: the models, in order.
         named_modules: (dotted name, module) of each model in turn, as ``nn.Module.named_modules`` yields them.
-        names: each module once -> its first dotted name.
-        first_parents: each module -> the module whose child it has that name as; None for a model.
-        parents: each module -> all modules that it is a child of.
+        names: module -> its first dotted name.
+        first_parents: module -> its parent under that name; None for a model.
+        parents: module -> all its parents.
         shares_modules: whether a module has several names.
-        own: each module -> the names and tensors that :func:`own_tensors` lists.
+        own: module -> its own tensors with their names, as :func:`own_tensors` lists them.
         parameters, buffers: (dotted name, tensor), once for each module that has the tensor.
     """
 
@@ -71,9 +71,9 @@ class ModelIndex:
 
     def _walk(self, model: nn.Module) -> None:
         seen: set[nn.Module] = set()
-        left: list[tuple[str, nn.Module, nn.Module | None]] = [("", model, None)]
-        while left:
-            name, module, parent = left.pop()
+        pending: list[tuple[str, nn.Module, nn.Module | None]] = [("", model, None)]
+        while pending:
+            name, module, parent = pending.pop()
             if module in seen:
                 self.shares_modules = True
                 continue
@@ -90,12 +90,12 @@ class ModelIndex:
                 # A list, because a ScriptModule's table cannot be reversed.
                 for own, child in reversed(list(children.items())):
                     if child is not None:
-                        left.append((prefix + own, child, module))
+                        pending.append((prefix + own, child, module))
                         if is_new:
                             self.parents.setdefault(child, []).append(module)
 
     def read_tensors(self) -> None:
-        """Read the tensors of the modules, again after FSDP has put other ones there."""
+        """Read the tensors of the modules. Call it again after FSDP has replaced parameters."""
         self.own: dict[nn.Module, list[tuple[str, torch.Tensor]]] = {}
         self.parameters: list[tuple[str, nn.Parameter]] = []
         self.buffers: list[tuple[str, torch.Tensor]] = []
@@ -111,17 +111,17 @@ class ModelIndex:
 
     @cached_property
     def paths(self) -> list[tuple[str, nn.Module]]:
-        """All dotted names of all modules; a module that is shared has several."""
+        """All dotted names of all modules; a shared module has several."""
         if not self.shares_modules:
             return self.named_modules
         return [named for model in self.models for named in model.named_modules(remove_duplicate=False)]
 
     def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """List every parameter and buffer under each of its dotted names, without the model's number."""
+        """List every parameter and buffer under each of its dotted names, without the model's index."""
         return [(dotted(path, name), tensor) for path, module in self.paths for name, tensor in self.own[module]]
 
     def named_by_model(self, tensors: Iterable[torch.Tensor]) -> list[str]:
-        """List the names of tensors, each once in each model, with the model's number where there are several.
+        """List the names of tensors, each once per model, with the model's index if there are several models.
 
         In each model parameters are listed before buffers.
         """
@@ -143,7 +143,7 @@ class ModelIndex:
         ]
 
     def parameters_by_model(self) -> list[list[nn.Parameter]]:
-        """List the parameters of each model, each once, as ``nn.Module.parameters`` yields them."""
+        """List the parameters of each model, in the order of ``nn.Module.parameters``."""
         found: list[dict[nn.Parameter, None]] = []
         for name, module in self.named_modules:
             if not name:
@@ -154,7 +154,7 @@ class ModelIndex:
         return [list(parameters) for parameters in found]
 
     def places_of_buffers(self) -> dict[torch.Tensor, list[tuple[nn.Module, str]]]:
-        """Find for each buffer every module that has it, and its name there."""
+        """Find every (module, name) of each buffer."""
         places: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
         for module in self.names:
             for name, buffer in module._buffers.items():
@@ -163,7 +163,11 @@ class ModelIndex:
         return places
 
     def replace_buffers(self, casts: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Follow casts that have put other tensors in the places of buffers."""
+        """Update the index after casts have replaced buffers.
+
+        Args:
+            casts: buffer -> its replacement.
+        """
         if casts:
             self.buffers = [(name, casts.get(buffer, buffer)) for name, buffer in self.buffers]
             self.own = {
@@ -177,12 +181,12 @@ class ModelIndex:
 
 @dataclass(frozen=True)
 class Names:
-    """The dotted names of models' parameters and buffers, as they are when they are asked for."""
+    """The dotted names of models' parameters and buffers, looked up at each call."""
 
     models: Sequence[nn.Module]
 
     def of(self, tensor: torch.Tensor) -> str:
-        """Look up a tensor's dotted name in its model, with the model's index where there are several."""
+        """Return a tensor's dotted name, with the model's index if there are several models."""
         for index, model in enumerate(self.models):
             for own in (model.named_parameters(), model.named_buffers()):
                 for name, each in own:

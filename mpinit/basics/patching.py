@@ -1,4 +1,4 @@
-"""Reversible changes: a patch is a record that can be reverted, and records are reverted in reverse order."""
+"""Reversible patches of attributes, and a block that delays Ctrl-C."""
 
 import signal
 import threading
@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 
 
 def for_each(function: Callable[[Item], object], items: Iterable[Item]) -> None:
-    """Call a function with every item, also after it has raised; raise the first error at the end."""
+    """Call a function with every item, also after a call has raised; raise the first error at the end."""
     errors: list[BaseException] = []
     for item in items:
         try:
@@ -24,7 +24,7 @@ def for_each(function: Callable[[Item], object], items: Iterable[Item]) -> None:
 
 
 def _raise_first(errors: Sequence[BaseException]) -> None:
-    """Raise the first error, with a note of each other one that says something else."""
+    """Raise the first error; its notes list the other errors with different texts."""
     described = dict.fromkeys(f"{type(error).__name__}: {error}" for error in errors)
     for other in list(described)[1:]:
         errors[0].add_note(f"and {other}")
@@ -48,12 +48,12 @@ def _reverting(owner: Any, name: str, only: Any = _ABSENT) -> Undo:
 
 
 class UndoStack:
-    """Undo functions, unwound last in, first out; every one runs even when another raises.
+    """A stack of undo functions; :meth:`unwind` runs all of them, newest first, even if some raise.
 
-    An undo is dropped only after it has run: a second call of :meth:`unwind` continues an interrupted one. So every
-    undo has to be correct also after it ran before, in part or as a whole.
+    An undo is removed only after it has returned, so a second call of :meth:`unwind` continues an interrupted one.
+    Therefore an undo must be correct also after it ran before, in part or as a whole.
 
-    As a context manager it unwinds where the block raises, and keeps the undos otherwise.
+    As a context manager it unwinds if the block raises, and does nothing otherwise.
     """
 
     def __init__(self) -> None:
@@ -63,16 +63,21 @@ class UndoStack:
         self._undos.append(undo)
 
     def set_attribute(self, owner: Any, name: str, value: Any, stays_wrapped: bool = False) -> None:
-        """Set ``owner.name``; the undo puts back exactly what stood in the owner's own namespace.
+        """Set ``owner.name``, and push the undo, which restores the owner's own namespace.
 
-        An inherited value is not copied into the instance: the undo deletes the name.
-        ``stays_wrapped``: a value that others have set since stays.
+        If the value was inherited, the undo deletes the name.
+
+        Args:
+            owner: the object.
+            name: the attribute's name.
+            value: the new value.
+            stays_wrapped: the undo does nothing if other code has set the attribute since. Default False.
         """
         self._undos.append(_reverting(owner, name, value if stays_wrapped else _ABSENT))
         setattr(owner, name, value)
 
-    def forget(self, undo: Undo) -> None:
-        """Remove an undo function that has been run; harmless where it is absent."""
+    def discard(self, undo: Undo) -> None:
+        """Remove an undo function that was run outside of :meth:`unwind`, if it is there."""
         self._undos = [each for each in self._undos if each != undo]
 
     def __len__(self) -> int:
@@ -86,11 +91,11 @@ class UndoStack:
             self.unwind()
 
     def unwind(self) -> None:
-        """Run and forget every undo, newest first.
+        """Run and remove every undo, newest first.
 
-        One that raises is tried once more at once, since an interruption (Ctrl-C) comes only once; where it raises
-        again it is kept for the next unwinding, and the older ones run all the same. The first error is raised after
-        all have run; its notes have the others that were kept.
+        An undo that raises is called once more, because Ctrl-C interrupts it only once. If it raises again, it stays
+        on the stack for the next call, and the older ones still run. The first error is raised at the end; its notes
+        list the other errors.
         """
         first_error: BaseException | None = None
         kept: list[BaseException] = []
@@ -110,25 +115,25 @@ class UndoStack:
             _raise_first([first_error, *kept])
 
 
-class InterruptsHeld:
-    """A block that delays Ctrl-C to its end, in the main thread; other threads never get one."""
+class InterruptsDelayed:
+    """A block in the main thread that delays Ctrl-C to its end. Other threads are never interrupted by it."""
 
-    __slots__ = ("_before", "_noted")
+    __slots__ = ("_before", "_received")
 
     def __enter__(self) -> None:
-        self._noted: list[tuple[int, FrameType | None]] = []
+        self._received: list[tuple[int, FrameType | None]] = []
         self._before: Any = None
         if threading.current_thread() is threading.main_thread():
             before = signal.getsignal(signal.SIGINT)
             if callable(before):
                 self._before = before
-                signal.signal(signal.SIGINT, self._note)
+                signal.signal(signal.SIGINT, self._receive)
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
-            for number, frame in self._noted[:1]:
+            for number, frame in self._received[:1]:
                 self._before(number, frame)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noted.append((number, frame))
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received.append((number, frame))

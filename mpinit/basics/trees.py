@@ -1,7 +1,7 @@
-"""Casting what goes into a model and what comes out, whatever containers hold it, and carrying back what was written.
+"""Casts of nested containers: a model's inputs and outputs.
 
-A container is copied only where something in it changes. The caller's own objects keep the types they have; what a
-model writes into its copy of one (an entry, an attribute, an element of a tensor) is written into the caller's too.
+A container is copied only if something inside it is cast. The caller's objects keep their types. Writes of a model into
+its copy of a container or tensor are copied back into the caller's.
 """
 
 import copy
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-# Neither walked nor cast.
+# Types that are neither walked nor cast.
 _LEAVES: Final = (str, bytes, int, float, complex, torch.nn.Module, type)
 
 
@@ -38,7 +38,7 @@ class TreeCast:
 
     def __init__(self, dtype: torch.dtype, originals: dict[int, Any] | None = None) -> None:
         self._dtype = dtype
-        # Compiled code cannot ask for an object's id or a tensor's version.
+        # Compiled code cannot read an object's id or a tensor's version.
         self._by_identity = not torch.compiler.is_compiling()
         self._seen: dict[int, _Visit] = {}
         self._leaves: list[tuple[torch.Tensor, torch.Tensor, int]] = []

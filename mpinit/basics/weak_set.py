@@ -9,10 +9,10 @@ Member = TypeVar("Member")
 
 
 class WeakIdSet(MutableSet[Member]):
-    """Objects that are held weakly and known by identity; their ``==``, hash and truth value are never asked for.
+    """A set of weak references that compares its members by identity, never by ``==`` or hash.
 
-    Python's ``WeakSet`` compares an object with itself by ``==``, because it compares two references to it. Modules
-    such as tensordict's ``TensorDictParams`` compare their tensors then, element by element.
+    Python's ``WeakSet`` compares two references to the same object by ``==``. Modules such as tensordict's
+    ``TensorDictParams`` would then compare their tensors element by element.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Unwrapping of optimizers and models by the attributes that wrappers of other libraries document."""
+"""Unwrapping of optimizers and models, by attributes that other libraries document for their wrappers."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -15,25 +15,31 @@ _FRAMEWORKS: Final = ("accelerate", "lightning", "lightning_fabric", "pytorch_li
 _DEEPEST: Final = 8
 
 
-def unwrapped(given: Any, is_known: Callable[[Any], bool]) -> Any:
+def unwrapped(wrapper: Any, is_known: Callable[[Any], bool]) -> Any:
     """Unwrap an optimizer or model.
 
+    An optimizer with groups or state of its own (Lookahead) is not a wrapper. A subclass of Optimizer is one only if a
+    framework defines it; others do more in their step.
+
+    Args:
+        wrapper: the object.
+        is_known: whether an object is one to stop at.
+
     Returns:
-        The nearest wrapped object that is known; without one the optimizer whose groups and state a wrapper exposes as
-        its own; else ``given``. An optimizer with groups or state of its own (Lookahead) is no wrapper. A subclass of
-        Optimizer is none either, unless a framework made it: its step does more.
+        The outermost known object. If there is none, the innermost optimizer that has the groups and state of its
+        wrapper. If there is none either, ``wrapper``.
     """
-    present, hands_on = given, given
+    present, found = wrapper, wrapper
     for _ in range(_DEEPEST):
         if is_known(present):
             return present
         inner = wrapped_in(present)
         if inner is None:
             break
-        if hands_on is present and _shows(present, inner):
-            hands_on = inner
+        if found is present and _shows(present, inner):
+            found = inner
         present = inner
-    return hands_on
+    return found
 
 
 def wrapped_in(wrapper: Any) -> Any:
@@ -47,7 +53,7 @@ def wrapped_in(wrapper: Any) -> Any:
 
 
 def iter_unwrapped(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield a model, and the wrapped one for as long as a model is nothing but a wrapper."""
+    """Yield a model, and then each wrapped model, while a model has nothing but the wrapped one."""
     present: Any = model
     while present is not None:
         yield present
@@ -56,7 +62,7 @@ def iter_unwrapped(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _shows(wrapper: Any, inner: Any) -> bool:
-    """Return whether a wrapper of an optimizer has the inner one's groups and state, and steps as that does."""
+    """Return whether a wrapper of an optimizer has the inner optimizer's groups and state, and steps like it."""
     if not isinstance(inner, Optimizer) or getattr(wrapper, "base", None) is inner:
         return False
     roots = {base.__module__.partition(".")[0] for base in type(wrapper).__mro__}

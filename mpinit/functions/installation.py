@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from ..basics.logs import log
-from ..basics.patching import InterruptsHeld, Undo, UndoStack
+from ..basics.patching import InterruptsDelayed, Undo, UndoStack
 from ..plan import Plan
 from ..torch_internals import cpu_autocast_list, encoder_fast_path
 from ..torch_internals.native_autocast import ThreadCasts, call_without_casts, device_types, is_on
@@ -61,7 +61,7 @@ class Installation:
     def add(self, plan: Plan, undos: UndoStack) -> None:
         """Add a session. The undos of several sessions may run in any order."""
         token = object()
-        with InterruptsHeld(), self._lock:
+        with InterruptsDelayed(), self._lock:
             undos.push(lambda: self._remove(token))
             self._sessions[token] = plan.properties.cast_policy == "apex", plan.properties.allow_banned
             self._refresh()
@@ -74,13 +74,13 @@ class Installation:
                 )
 
     def _remove(self, token: object) -> None:
-        with InterruptsHeld(), self._lock:
+        with InterruptsDelayed(), self._lock:
             self._sessions.pop(token, None)
             self._refresh()
 
     def refresh_registrations(self) -> None:
         """Install again after the list of registered functions has changed."""
-        with InterruptsHeld(), self._lock:
+        with InterruptsDelayed(), self._lock:
             self._installed = None
             self._refresh()
 

@@ -6,7 +6,7 @@ from typing import Any, final
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ...basics.patching import InterruptsHeld
+from ...basics.patching import InterruptsDelayed
 from ...distributed.sharding import sharded_as
 from ..float_split import flat
 from .codec import BLOCK, Codec, Codes, in_rows
@@ -76,7 +76,7 @@ class EncodedState(torch.Tensor):
         dense = values.detach()
         if dense.stride() != self.stride() or dense.dtype != torch.float32:
             dense = torch.empty_strided(self.size(), self.stride(), device=self.device).copy_(dense)
-        with InterruptsHeld():
+        with InterruptsDelayed():
             self._encode(dense)
 
     def _encode(self, dense: torch.Tensor) -> None:
