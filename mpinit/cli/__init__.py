@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
-# A command's line in `mpinit --help`. Its file has `describe`, which adds its arguments to a parser, and `run`, which
-# is given them and returns the exit status.
+# Command -> its line in `mpinit --help`. A command's file has `describe`, which adds arguments to a parser, and `run`,
+# which is called with the parsed arguments and returns the exit status.
 COMMANDS: Final = {
     "levels": "show what the levels set, with overrides applied",
     "explain": "run a model once and show which operation runs in which type, and why",
@@ -18,9 +18,9 @@ COMMANDS: Final = {
     "build-native": "compile what speeds up optimizer steps on this machine's CPU",
     "run": "run a script that was written for apex, unmodified",
 }
-# Commands of versions before, and what does the same.
+# Removed commands, and their replacements.
 _REMOVED: Final = {"doctor": "torch.utils.benchmark.Timer measures a matrix product in each type on a machine"}
-# A user's script shows its own errors; of the others what is raised is said in one line, with exit status 2.
+# `run` shows the script's own traceback. Errors of other commands are one line on stderr, with exit status 2.
 _SHOW_THEIR_OWN: Final = ("run",)
 
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """What is ours and what belongs to the script: all that follows its name, whatever it looks like."""
+    """Split the words at the script's name: mpinit's own, and the script's arguments."""
     end = len(words)
     if words[:1] == ["run"]:
         end = next((index for index, word in enumerate(words) if index and not word.startswith("-")), end) + 1
@@ -57,13 +57,13 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(name: str, arguments: argparse.Namespace) -> int:
-    """Run a command; what goes wrong is one line on stderr and exit status 2, unless ``--traceback`` is given."""
+    """Run a command. An error is one line on stderr and exit status 2, unless ``--traceback`` is set."""
     try:
         status = int(_file_of(name).run(arguments))
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # The reader has gone, as `head` does; what Python would still write has to go somewhere.
+        # The reader was closed, as `head` does. Python still flushes stdout at exit, so it must be writable.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -89,14 +89,18 @@ def _file_of(name: str) -> Any:
 
 
 class _OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line; ``--help`` has the rest."""
+    """A parser whose errors are one line; ``--help`` has the usage."""
 
     def error(self, message: str) -> Any:
         sys.exit(_fail(self.prog.removeprefix("mpinit "), f"{message}; see {self.prog} --help"))
 
 
 def _parser(chosen: str | None = None) -> argparse.ArgumentParser:
-    """The parser; with one command's name, only that one's arguments are described, and imported for it."""
+    """Make the parser.
+
+    Args:
+        chosen: the command whose arguments are added; other commands are not imported. Default None: all.
+    """
     parser = argparse.ArgumentParser(prog="mpinit", description="Mixed precision for PyTorch training scripts.")
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")

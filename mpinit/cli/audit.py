@@ -1,4 +1,4 @@
-"""``mpinit audit``: where each number of a training lives, what it takes, and which weights cannot move."""
+"""``mpinit audit``: dtypes and bytes of weights, gradients and states, and weights that updates cannot change."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from .output import show_json, show_table, show_text
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The arguments."""
+    """Add the arguments."""
     parser.description = (
         "Show, without a step, where each number of a training lives, in which type, bytes a parameter now and at each "
         "level, and the share of weights that the optimizer's steps are too small to move."
@@ -28,7 +28,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Audit it and show the report."""
+    """Audit the model and show the report."""
     model, optimizer = make(arguments.factory)
     if arguments.dtype is not None:
         model = model.to(parse_dtype(arguments.dtype))
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_optimizer(name: str, model: nn.Module, rate: float | None = None) -> torch.optim.Optimizer:
-    """An optimizer of torch.optim by its name, in any case, or one that ``pkg.mod:name`` names."""
+    """Make an optimizer of torch.optim by its name, in upper or lower case, or of the class ``pkg.mod:name``."""
     known = {key.lower(): getattr(torch.optim, key) for key in dir(torch.optim)}
     kind = load(name) if ":" in name else known.get(name.lower())
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):

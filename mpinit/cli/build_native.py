@@ -1,4 +1,4 @@
-"""``mpinit build-native``: compile what speeds up optimizer steps on this machine's CPU."""
+"""``mpinit build-native``: compiles native code for optimizer steps on this machine's CPU."""
 
 import argparse
 import time

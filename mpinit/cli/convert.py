@@ -1,8 +1,10 @@
 """``mpinit convert``: a checkpoint of apex, torch.amp or mpinit in another's form.
 
-All three are dicts with a model's and an optimizer's state dict, and differ in three things: where the loss scale is
-(apex "amp", torch.amp "scaler", mpinit "mpinit"), whether it is a GradScaler's state, and where steps are counted
-(apex's fused optimizers: in their groups).
+All three are dicts with the state dicts of a model and an optimizer. They differ in three things:
+
+- the key of the loss scale: "amp" for apex, "scaler" for torch.amp, "mpinit" for mpinit;
+- its form: torch.amp has the state of a GradScaler;
+- the step counts: apex's fused optimizers have them in their groups, torch's in each parameter's state.
 """
 
 import argparse
@@ -29,7 +31,7 @@ _GRAD_SCALER: Final = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_inte
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The arguments."""
+    """Add the arguments."""
     parser.description = (
         "Turn a checkpoint (a dict with a model's and an optimizer's state dict and a loss scale, saved by torch.save) "
         "of apex, torch.amp or mpinit into another's: weights in float32, the loss scale in the form "
@@ -46,19 +48,19 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read, convert, write."""
+    """Read the checkpoint, convert it, and write the result."""
     source, target = Path(arguments.source), Path(arguments.target)
     if target.exists() and source.exists() and target.samefile(source):
         raise ValueError(f"{target} is the file to read; give another name")
-    # A link that leads nowhere is there, too.
+    # lexists, because a broken symbolic link exists too.
     if os.path.lexists(target) and not arguments.force:
         raise ValueError(f"{target} is there already; give another name, or --force")
-    result, said = converted(_read(source, arguments.trust), arguments.to, arguments.loss_id)
+    result, changes = converted(_read(source, arguments.trust), arguments.to, arguments.loss_id)
     _write(result, target)
     if arguments.json:
-        show_json({"in": str(source), "out": str(target), "to": arguments.to, "keys": list(result), "changes": said})
+        show_json({"in": str(source), "out": str(target), "to": arguments.to, "keys": list(result), "changes": changes})
     else:
-        show_text("\n".join([f"{target}: {', '.join(result)}", *(f"  {line}" for line in said)]))
+        show_text("\n".join([f"{target}: {', '.join(result)}", *(f"  {line}" for line in changes)]))
     return 0
 
 
@@ -82,9 +84,9 @@ def _read(source: Path, trusts: bool) -> Any:
 
 
 def _write(result: dict[str, Any], target: Path) -> None:
-    """Write beside the target first, under a name that no file has: what was there stays whole until the new one is."""
+    """Write a new file beside the target, and rename it: an old file stays complete until the new one is."""
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-    # "x" makes the file anew, or fails where there is one, be it a link.
+    # Mode "x" fails if the file exists, also as a link.
     with open(unfinished, "xb") as file:
         try:
             torch.save(result, file)
@@ -96,11 +98,15 @@ def _write(result: dict[str, Any], target: Path) -> None:
 
 
 def converted(checkpoint: Any, to: str, loss_id: int = 0) -> tuple[dict[str, Any], list[str]]:
-    """A checkpoint in another's form."""
+    """Convert a checkpoint to the form ``to``.
+
+    Returns:
+        The new checkpoint, and a line for each change.
+    """
     if not isinstance(checkpoint, Mapping):
         raise ValueError(f"the file holds {type(checkpoint).__name__}, not a dict with a model and an optimizer in it")
-    result, said = dict(checkpoint), list[str]()
-    scales = _take_scales(result)
+    result, changes = dict(checkpoint), list[str]()
+    scales = _pop_scales(result)
     is_known = bool(scales)
     for name, value in result.items():
         if not isinstance(value, Mapping):
@@ -112,9 +118,9 @@ def converted(checkpoint: Any, to: str, loss_id: int = 0) -> tuple[dict[str, Any
                 f"model.state_dict() and [{name!r}]['optimizer_state_dict']"
             )
         if "state" in value and "param_groups" in value:
-            result[name], is_known = _with_steps(value, name, said), True
+            result[name], is_known = _with_steps(value, name, changes), True
         elif any(isinstance(tensor, torch.Tensor) for tensor in value.values()):
-            result[name], is_known = _in_float32(value, name, said), True
+            result[name], is_known = _in_float32(value, name, changes), True
     if not is_known:
         raise ValueError(
             "found no loss scale, model or optimizer in the file to convert; its keys are "
@@ -123,14 +129,14 @@ def converted(checkpoint: Any, to: str, loss_id: int = 0) -> tuple[dict[str, Any
     if scales:
         result[_SCALER_KEY[to]] = _written(scales, to, loss_id)
         shown = ", ".join(f"{state['loss_scale']:g}" for state in scales.values())
-        said.append(f"loss scale {shown} under {_SCALER_KEY[to]!r}")
+        changes.append(f"loss scale {shown} under {_SCALER_KEY[to]!r}")
     else:
-        said.append("no loss scale found: give mpinit.load_state_dict none, or start with a fresh scaler")
-    return result, said
+        changes.append("no loss scale found: give mpinit.load_state_dict none, or start with a fresh scaler")
+    return result, changes
 
 
-def _take_scales(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The loss scalers' states, taken out of a checkpoint, as mpinit's."""
+def _pop_scales(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Remove the loss scalers' states from a checkpoint, and return them in mpinit's form."""
     for key in _SCALER_KEYS:
         state = result.get(key)
         found: dict[str, dict[str, Any]] = {}
@@ -163,21 +169,21 @@ def _written(scales: dict[str, dict[str, Any]], to: str, loss_id: int) -> dict[s
     return {"scale": chosen["loss_scale"], **_GRAD_SCALER, "_growth_tracker": chosen["unskipped"]}
 
 
-def _in_float32(state: Mapping[str, Any], name: str, said: list[str]) -> Mapping[str, Any]:
+def _in_float32(state: Mapping[str, Any], name: str, changes: list[str]) -> Mapping[str, Any]:
     lower = [key for key, value in state.items() if isinstance(value, torch.Tensor) and is_lower_precision(value.dtype)]
     if lower:
-        said.append(f"{name}: {len(lower)} tensors were 16-bit, the first {lower[0]!r}; widened to float32")
+        changes.append(f"{name}: {len(lower)} tensors were 16-bit, the first {lower[0]!r}; widened to float32")
     return {**state, **{key: state[key].float() for key in lower}} if lower else state
 
 
-def _with_steps(state: Mapping[str, Any], name: str, said: list[str]) -> dict[str, Any]:
-    """apex's fused optimizers count steps in their groups, torch's for each parameter: say both."""
+def _with_steps(state: Mapping[str, Any], name: str, changes: list[str]) -> dict[str, Any]:
+    """Copy the step counts of apex's fused optimizers, which are in the groups, to each parameter's state."""
     per_parameter = dict(state["state"])
     steps = {index: group["step"] for group in state["param_groups"] if "step" in group for index in group["params"]}
     lacking = [index for index in steps if per_parameter.get(index) and "step" not in per_parameter[index]]
     for index in lacking:
         per_parameter[index] = {**per_parameter[index], "step": torch.tensor(float(steps[index]), dtype=torch.float32)}
     if lacking:
-        given_to = counted(len(lacking), "parameter")
-        said.append(f"{name}: the step in the groups, as apex's fused optimizers have it, given to {given_to}")
+        receivers = counted(len(lacking), "parameter")
+        changes.append(f"{name}: the step in the groups, as apex's fused optimizers have it, given to {receivers}")
     return {**state, "state": per_parameter}

@@ -1,4 +1,4 @@
-"""``mpinit explain``: which operation of a model runs in which type, and why."""
+"""``mpinit explain``: the dtypes of a model's operations, and the reasons."""
 
 import argparse
 import importlib
@@ -25,7 +25,7 @@ _INPUT_HINT: Final = (
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The arguments."""
+    """Add the arguments."""
     parser.description = (
         "Run a model once on random numbers, as it would be at a level, and show which operation runs in which type, "
         "why, and what is cast."
@@ -50,7 +50,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run it and show the report."""
+    """Run the model and show the report."""
     model = make(arguments.factory)[0].to(arguments.device)
     chance = torch.Generator().manual_seed(0)
     inputs = [make_input(spec, arguments.batch, chance).to(arguments.device) for spec in arguments.input]
@@ -85,9 +85,9 @@ def _sentence(error: BaseException) -> str:
 
 
 def _show(report: str) -> None:
-    """Print a report; a reason that has no room beside its operation stands below it."""
+    """Print a report; print a reason below its operation if the line would be too long."""
     last = 0
-    # What it advises to callers of mpinit.explain, in the options here.
+    # Replace the arguments of mpinit.explain that the report names by the options of this command.
     for line in re.sub(r"\.rows\b", "--json", re.sub(r"\bloss=", "--loss", report)).splitlines():
         if line and not line.strip("- "):
             last = line.rindex(" ") + 1
@@ -99,7 +99,7 @@ def _show(report: str) -> None:
 
 
 def load(name: str) -> Any:
-    """The object that ``pkg.mod:attribute`` names; modules in the working directory are found."""
+    """Import the object that ``pkg.mod:attribute`` names; search the working directory too."""
     module_name, colon, path = name.partition(":")
     if not colon or not module_name or not path:
         raise ValueError(f"{name!r} names no object; write the module, a colon and the name, such as models.cnn:build")
@@ -109,7 +109,7 @@ def load(name: str) -> Any:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # a module that the user's own needs
+            raise  # a module that the user's module imports
         raise ValueError(f"there is no module {error.name!r}, neither installed nor in {os.getcwd()}") from None
     for part in path.split("."):
         if not hasattr(found, part):
@@ -119,7 +119,11 @@ def load(name: str) -> Any:
 
 
 def make(name: str) -> tuple[nn.Module, Any]:
-    """The model of a factory, called with the same random numbers each time, and its optimizer or None."""
+    """Call a factory with a fixed seed.
+
+    Returns:
+        The model, and its optimizer or None.
+    """
     factory = load(name)
     torch.manual_seed(0)
     made = factory if isinstance(factory, nn.Module) else factory()
@@ -130,7 +134,7 @@ def make(name: str) -> tuple[nn.Module, Any]:
 
 
 def mean_square(output: Any) -> torch.Tensor:
-    """The mean square of the first floating tensor in an output."""
+    """Compute the mean square of the first floating tensor in an output."""
     if isinstance(output, torch.Tensor):
         return output.float().square().mean()
     values = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
@@ -143,7 +147,7 @@ def mean_square(output: Any) -> torch.Tensor:
 
 
 def make_input(spec: str, batch: int, generator: torch.Generator) -> torch.Tensor:
-    """A random tensor as ``--input`` says."""
+    """Make a random tensor from the text of ``--input``."""
     shape_text, _, rest = spec.partition(":")
     dtype_text, _, below = rest.partition(":")
     dtype = _DTYPES.get(dtype_text or "float32")

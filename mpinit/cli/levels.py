@@ -1,4 +1,4 @@
-"""``mpinit levels``: what the levels set."""
+"""``mpinit levels``: the properties that each level sets."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ _LISTS: Final = ("keep_fp32", "keep_inputs", "entry_points")
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The arguments."""
+    """Add the arguments."""
     parser.description = (
         "Show what the levels set. Without a level: the main properties of all of them; with one or more: every "
         "property. --set and --config apply to each, as keywords of mpinit.initialize do."
@@ -33,7 +33,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show them."""
+    """Show the table."""
     overrides = dict(_override(text) for text in arguments.set)
     config = _config(arguments.config)
     for setting in ("opt_level", "num_losses", "verbosity"):
@@ -51,14 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         show_json({level: properties.model_dump(mode="json") for level, properties in found.items()})
         return 0
-    given = {name for name in field_names() if name in overrides or name in config}
-    shown = [name for name in field_names() if arguments.levels or name in _TABLE or name in given]
+    overridden = {name for name in field_names() if name in overrides or name in config}
+    shown = [name for name in field_names() if arguments.levels or name in _TABLE or name in overridden]
     columns = len(found) + 1 + bool(arguments.levels)
-    rows = [_row(name, found, given)[:columns] for name in shown]
-    title = "What the levels set" + (", with overrides (*)" if given else "")
+    rows = [_row(name, found, overridden)[:columns] for name in shown]
+    title = "What the levels set" + (", with overrides (*)" if overridden else "")
     show_table(title, ["property", *found, "from"][:columns], rows)
     for why in dict.fromkeys(refused.values()):
-        show_text(f"refused at {', '.join(level for level, said in refused.items() if said == why)}: {why}")
+        show_text(f"refused at {', '.join(level for level, reason in refused.items() if reason == why)}: {why}")
     return 0
 
 
@@ -78,16 +78,16 @@ def _override(text: str) -> tuple[str, Any]:
     return name, [part.strip() for part in value.split(",")] if name in _LISTS else value
 
 
-def _row(name: str, found: dict[str, Properties], given: set[str]) -> list[str]:
+def _row(name: str, found: dict[str, Properties], overridden: set[str]) -> list[str]:
     by_level = any(name in OPT_LEVELS[level].model_fields_set for level in found)
-    source = "override" if name in given else "level" if by_level else "default"
-    # Where functions are not patched, there is no type that they run in.
-    unused = name == "patch_torch_functions_type" and name not in given
+    source = "override" if name in overridden else "level" if by_level else "default"
+    # Without patched functions the property has no effect.
+    unused = name == "patch_torch_functions_type" and name not in overridden
     values = [
         _text(None if unused and not properties.patch_torch_functions else getattr(properties, name))
         for properties in found.values()
     ]
-    return [f"{name}*" if name in given else name, *values, source]
+    return [f"{name}*" if name in overridden else name, *values, source]
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""How results are shown: text and tables within 80 columns, or JSON."""
+"""Output of results: text and tables of at most 80 columns, or JSON."""
 
 import json
 import math
@@ -14,7 +14,7 @@ WIDTH: Final = 80
 
 
 def show_json(value: Any) -> None:
-    """Print a value as JSON, in which infinities and nan, which it does not know, are null."""
+    """Print a value as JSON; infinities and nan, which JSON does not have, become null."""
     print(json.dumps(_finite(value), indent=1))
 
 
@@ -27,13 +27,13 @@ def _finite(value: Any) -> Any:
 
 
 def show_text(text: str) -> None:
-    """Print lines, and wrap those that are too long."""
+    """Print lines; wrap those longer than 80 columns."""
     for line in text.splitlines():
         print("\n".join(wrapped(line, WIDTH)))
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Text as lines of at most ``width``, broken at blanks; a name alone after a dot or an underscore."""
+    """Wrap text at blanks to lines of at most ``width``; wrap a name without blanks after dots and underscores."""
     if len(indent + text) <= width:
         return [indent + text]
     wrapper = textwrap.TextWrapper(width, indent, indent, replace_whitespace=False, break_on_hyphens=False)
@@ -42,7 +42,7 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def show_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> None:
-    """Print a table; where it is too wide, cells of the widest columns take several lines."""
+    """Print a table; if it is too wide, wrap the cells of its widest columns."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     while sum(widths) + 2 * (len(widths) - 1) > WIDTH:
         room = [width - len(name) for name, width in zip(head, widths, strict=True)]

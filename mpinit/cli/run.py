@@ -1,10 +1,10 @@
-"""``mpinit run``: a script that was written for apex, as it is."""
+"""``mpinit run``: runs a script that was written for apex, unmodified."""
 
 import argparse
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """The arguments."""
+    """Add the arguments."""
     parser.usage = "mpinit run [-h] (-m MODULE | SCRIPT) [ARGUMENT ...]"
     parser.description = (
         "Run a script that was written for apex as it is: `import apex` finds mpinit's stand-in, in this process "
@@ -15,7 +15,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run it."""
+    """Run the script or module."""
     from ..compat.running import run_module, run_script
 
     return (run_module if arguments.is_module else run_script)(arguments.target, arguments.rest)
