@@ -1,11 +1,11 @@
-"""Plugs for frameworks whose loops own backward and step: one file a framework, imported only when it is used."""
+"""Integrations of frameworks whose loops call backward and step: one file each, imported only when used."""
 
 import importlib
 from typing import Any
 
 
 def require(package: str) -> Any:
-    """The package that a plug is for."""
+    """Import a framework, or raise an ImportError that names the command to install it."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

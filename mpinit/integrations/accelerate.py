@@ -1,4 +1,4 @@
-"""Accelerate: ``attach`` lets an ``Accelerator`` run backward, clipping, steps and checkpoints over a session."""
+"""Accelerate: ``attach`` makes an ``Accelerator`` work with initialised optimizers."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -14,20 +14,24 @@ require("accelerate")
 
 
 def attach(accelerator: Any, optimizers: Any) -> None:
-    """Let an Accelerator's ``backward``, ``clip_grad_norm_`` and ``save_state`` know of initialised optimizers.
+    """Make an Accelerator's ``backward``, ``clip_grad_norm_`` and ``save_state`` work with initialised optimizers.
 
-    ``accelerator.backward(loss)`` leaves unscaled gradients, float32 where there are masters; a step that overflows is
-    skipped, ``optimizer_step_was_skipped`` says so, prepared schedulers wait; ``save_state`` holds the loss scale too.
-    Where nothing is scaled (bfloat16, a scale of 1) only checkpoints need it: what was saved at one level is then
-    loaded at any other. ``mpinit.undo`` takes it back.
+    - ``accelerator.backward(loss)`` scales the loss and unscales the gradients, which are float32 where weights have
+      masters.
+    - A step with an overflow is skipped; ``optimizer_step_was_skipped`` is then True, and prepared schedulers do not
+      step.
+    - ``save_state`` saves the loss scale too.
+
+    Without loss scaling (bfloat16, a static scale of 1) only checkpoints need it: a checkpoint of one level then loads
+    at any other. ``mpinit.undo`` undoes it.
 
     Args:
         accelerator: an ``Accelerator(mixed_precision="no")``.
-        optimizers: initialised ones, one or a list, from before or after ``prepare``; more may follow in another call.
+        optimizers: an initialised optimizer, or a list of them, before or after ``prepare``. Call it again for more.
 
     Raises:
-        ValueError: the Accelerator has mixed precision of its own, or leaves training to DeepSpeed and the like.
-        RuntimeError: an optimizer is not initialised, or FSDP is going to replace its parameters.
+        ValueError: the Accelerator has mixed precision of its own, or uses DeepSpeed or another engine.
+        RuntimeError: an optimizer is not initialised, or FSDP will replace its parameters.
 
     Example:
         >>> import accelerate, mpinit, torch
@@ -44,30 +48,30 @@ def attach(accelerator: Any, optimizers: Any) -> None:
         >>> mpinit.undo(model)
     """
     check(accelerator)
-    given = [registry.unwrapped(optimizer) for optimizer in checks.as_list(optimizers, Optimizer, "optimizers")]
+    inner = [registry.unwrapped(optimizer) for optimizer in checks.as_list(optimizers, Optimizer, "optimizers")]
     prepared = [registry.unwrapped(wrapper) for wrapper in accelerator._optimizers]
-    if accelerator.distributed_type.name == "FSDP" and not all(optimizer in prepared for optimizer in given):
+    if accelerator.distributed_type.name == "FSDP" and not all(optimizer in prepared for optimizer in inner):
         raise RuntimeError(
             "FSDP replaces the parameters: first accelerator.prepare(model, optimizer), then mpinit.initialize(model, "
             "optimizer.optimizer), then attach(accelerator, optimizer)"
         )
-    session = registry.shared_session(given)
+    session = registry.shared_session(inner)
     if session is None:
         return
     session.when_undone(partial(_set_scaler, accelerator, accelerator.scaler))
     others = [] if accelerator.scaler is None else accelerator.scaler.optimizers
-    _set_scaler(accelerator, LossScaling(list(dict.fromkeys([*others, *given]))))
+    _set_scaler(accelerator, LossScaling(list(dict.fromkeys([*others, *inner]))))
 
 
 def _set_scaler(accelerator: Any, scaler: Any) -> None:
     accelerator.scaler = scaler
     for wrapper in accelerator._optimizers:
-        # As the constructor does with the scaler of an Accelerator that has one.
+        # As Accelerate's constructor does for an Accelerator with a scaler.
         wrapper.__setstate__({"scaler": scaler})
 
 
 def check(accelerator: Any) -> None:
-    """Refuse an Accelerator that casts, or runs backward, in a way of its own."""
+    """Refuse an Accelerator with casts or a backward pass of its own."""
     if accelerator.mixed_precision != "no":
         raise ValueError(
             f"mixed_precision={accelerator.mixed_precision!r} casts once more what mpinit casts: make the Accelerator "
@@ -78,7 +82,7 @@ def check(accelerator: Any) -> None:
 
 
 class LossScaling:
-    """``scale_loss`` in the form of the scaler that Accelerate calls: its backward leaves unscaled gradients."""
+    """A scaler with the interface that Accelerate calls, over ``scale_loss``: gradients are unscaled after backward."""
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
         self.optimizers = optimizers
@@ -87,20 +91,20 @@ class LossScaling:
         return SimpleNamespace(backward=partial(self._backward, loss))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """A step, which Accelerate takes for skipped where ``optimizer.step`` was not called."""
+        """Step, unless the step is skipped: Accelerate checks whether ``optimizer.step`` was called."""
         session = registry.of(optimizer)
         skips = session is not None and session.managed.find(optimizer).skips_step()
         return None if skips else optimizer.step(*args, **kwargs)
 
     def update(self) -> None:
-        """``backward`` has moved the scale."""
+        """Do nothing: ``backward`` has updated the scale."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As :func:`mpinit.state_dict`."""
+        """Return :func:`mpinit.state_dict` of the optimizers."""
         return amp.state_dict(self.optimizers[0])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :func:`mpinit.load_state_dict`."""
+        """Load a state by :func:`mpinit.load_state_dict`."""
         amp.load_state_dict(state, self.optimizers[0])
 
     def _backward(self, loss: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Lightning: mixed precision as the precision plugin of its Trainer, or of Fabric."""
+"""Lightning: a precision plugin for its Trainer and for Fabric."""
 
 import contextlib
 import functools
@@ -21,15 +21,15 @@ _HOOKS: Final = ("train_batch_end", "train_epoch_start", "train_end", "validatio
 
 @final
 class MixedPrecision(Precision):  # type: ignore[misc]
-    """``Trainer(plugins=[MixedPrecision("O2")])`` or ``Fabric(plugins=[MixedPrecision("O2")])``.
+    """A plugin: ``Trainer(plugins=[MixedPrecision("O2")])`` or ``Fabric(plugins=[MixedPrecision("O2")])``.
 
-    A Trainer's module is initialised before its optimizers are made; when the run ends that is undone, and weights are
-    float32 again. Checkpoints hold float32 weights and the loss scale. Schedulers of steps pass over skipped ones.
-    Lightning's callbacks that average weights read and write what these mean in float32.
+    With a Trainer, the module is initialised before ``configure_optimizers``, and undone when the run ends: weights are
+    float32 again. Checkpoints have float32 weights and the loss scale. Schedulers that step per batch do not step after
+    a skipped step. Lightning's callbacks that average weights read and write float32 values.
 
-    Fabric does not show a plugin the optimizers: call ``mpinit.add_optimizers(optimizer)`` after ``fabric.setup``, or
-    ``mpinit.initialize`` before it on all that shares a loss: what is initialised is left as it is. The loss scale is
-    saved by ``fabric.save(path, {..., "precision": plugin})``.
+    Fabric does not pass optimizers to a plugin. Call ``mpinit.add_optimizers(optimizer)`` after ``fabric.setup``. Or
+    call ``mpinit.initialize`` before it, on all models and optimizers that share a loss; the plugin does not initialise
+    them again. Save the loss scale by ``fabric.save(path, {..., "precision": plugin})``.
 
     Args:
         opt_level: as for :func:`mpinit.initialize`. Default "O1".
@@ -46,7 +46,7 @@ class MixedPrecision(Precision):  # type: ignore[misc]
         >>> mpinit.undo(model.module)
     """
 
-    main_params = staticmethod(amp.master_params)  # What is clipped.
+    main_params = staticmethod(amp.master_params)  # Lightning clips their gradients.
 
     def __init__(self, opt_level: str = "O1", **properties: Any) -> None:
         self._settings = {"opt_level": opt_level, **properties, "await_optimizers": True}
@@ -56,7 +56,7 @@ class MixedPrecision(Precision):  # type: ignore[misc]
         self._state: dict[str, Any] = {}
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Initialise it, unless the caller did."""
+        """Initialise the module, unless it is initialised."""
         if registry.of(module) is None:
             amp.initialize(module, **self._settings)
             self._undos.push(lambda: None if registry.of(module) is None else amp.undo(module))
@@ -65,13 +65,13 @@ class MixedPrecision(Precision):  # type: ignore[misc]
         return module
 
     def connect(self, model: torch.nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
-        """Take in what the Trainer's ``configure_optimizers`` made."""
+        """Add the optimizers that the Trainer's ``configure_optimizers`` returned."""
         self._has_trainer = True
         if optimizers:
             amp.add_optimizers(optimizers)
         for scheduler in [config.scheduler for config in lr_schedulers if config.interval == "step"]:
             self._undos.push(wait_for_steps(scheduler, amp.step_was_skipped))
-        # Under DDP the model is its wrapper.
+        # With DDP the model is the wrapper.
         module: Any = next(each for each in model.modules() if isinstance(each, _lightning.LightningModule))
         for callback in [each for each in module.trainer.callbacks if isinstance(each, _AVERAGERS)]:
             for name in map("on_{}".format, _HOOKS):
@@ -79,12 +79,12 @@ class MixedPrecision(Precision):  # type: ignore[misc]
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
-        """Undo what was done here; the loss scale is kept for checkpoints and the next run."""
+        """Undo the initialisation; keep the loss scale for checkpoints and the next run."""
         self._state = self.state_dict()
         self._undos.unwind()
         self._modules, self._has_trainer = [], False
 
-    # Lightning's own call the Trainer's hooks.
+    # Overridden because Lightning's own call the Trainer's hooks.
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> Any:
         return super().pre_backward(tensor, module) if self._has_trainer else tensor
 
@@ -92,7 +92,7 @@ class MixedPrecision(Precision):  # type: ignore[misc]
         return super().post_backward(tensor, module) if self._has_trainer else tensor
 
     def backward(self, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        """A scaled backward pass for all optimizers; the Trainer's ``args`` begin with one of them."""
+        """Run a backward pass of the scaled loss for all optimizers. A Trainer passes one of them first in ``args``."""
         sessions = [session for session in registry.sessions_of(self._modules) if session.optimizers]
         if registry.sessions_of(self._modules, scaled=True):
             registry.shared_session([session.optimizers[0] for session in sessions])
@@ -102,7 +102,7 @@ class MixedPrecision(Precision):  # type: ignore[misc]
             super().backward(tensor, model, *args, **kwargs) if self._has_trainer else tensor.backward(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **kwargs: Any) -> Any:
-        """A step; the closure comes first, unless the optimizer evaluates the loss by itself."""
+        """Step; run the closure before, unless the optimizer calls it itself, as LBFGS does."""
         registry.session_meant(optimizer)
         if not self._has_trainer:
             return optimizer.step(closure, **kwargs)
@@ -113,12 +113,12 @@ class MixedPrecision(Precision):  # type: ignore[misc]
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale, where there is one."""
+        """Return the loss scale's state; empty without loss scaling."""
         states = map(checkpoint.session_state, registry.sessions_of(self._modules, scaled=True))
         return next(states, dict(self._state))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set it, or keep it for a module to come."""
+        """Load the loss scale's state, or keep it until a module is initialised."""
         self._state = state
         for session in registry.sessions_of(self._modules if state else [], scaled=True):
             checkpoint.load_session_state(session, state)
@@ -134,9 +134,9 @@ def _in_float32(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wait_for_steps(scheduler: Any, was_skipped: Callable[[Optimizer], bool]) -> Undo:
-    """Let ``scheduler.step`` do nothing where its optimizer skipped the last step.
+    """Patch ``scheduler.step`` to do nothing if its optimizer skipped the last step.
 
-    The scheduler stays the object it was, and of its class; its attributes, and with them its state dict, gain nothing.
+    The scheduler keeps its class, and its state dict does not change.
     """
     kind = type(scheduler)
 

@@ -1,4 +1,4 @@
-"""``save_pretrained`` of an initialised model: weights of one dtype under a config that names it."""
+"""``save_pretrained`` of an initialised model: weights of one dtype, which its config names."""
 
 import copy
 import inspect
@@ -13,13 +13,14 @@ from ..basics.dtypes import cast_within_range, dtype_name, is_lower_precision
 
 
 def save_in(model: Any, dtype: torch.dtype | Callable[[], torch.dtype] = torch.float32) -> None:
-    """Let ``model.save_pretrained`` write weights in ``dtype``, and a config that says so, until ``mpinit.undo``.
+    """Make ``model.save_pretrained`` write weights in ``dtype``, and a config with this dtype, until ``mpinit.undo``.
 
-    Left alone it writes the masters' float32 beside a config that says 16 bit, and ``from_pretrained`` casts to that.
+    Without it, the file has the masters' float32 values, but the config says 16 bits, and ``from_pretrained`` casts.
 
     Args:
-        model: an initialised model of Transformers or PEFT, or one that holds such, as Sentence Transformers' do.
-        dtype: for weights that were cast, or what gives it when asked; those that were kept stay as they are.
+        model: an initialised model of Transformers or PEFT, or one that contains one, as in Sentence Transformers.
+        dtype: the dtype of weights that were cast, or a function that returns it. Weights that ``initialize`` did not
+            cast keep their dtype. Default float32.
 
     Raises:
         RuntimeError: the model is not initialised.
@@ -36,7 +37,7 @@ def save_in(model: Any, dtype: torch.dtype | Callable[[], torch.dtype] = torch.f
     def save_pretrained(self: Any, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
         wanted = dtype() if callable(dtype) else dtype
         state = self.state_dict() if state_dict is None else state_dict
-        cast = _cast(self, state, wanted, is_own=state_dict is None)  # Nothing in a copy, which is float32.
+        cast = _cast(self, state, wanted, is_own=state_dict is None)  # empty for a deep copy, which is float32
         if cast and kwargs.get("push_to_hub"):
             raise ValueError(
                 "save_pretrained(push_to_hub=True) would upload a config that names the weights' 16-bit type: call "
@@ -55,7 +56,7 @@ def save_in(model: Any, dtype: torch.dtype | Callable[[], torch.dtype] = torch.f
 
 
 def _with_configs(model: Any) -> list[Any]:
-    """The outermost modules that write weights beside a config: the model, or those that another framework holds."""
+    """List the outermost modules with a config: the model, or modules inside it, as in Sentence Transformers."""
     save = getattr(type(model), "save_pretrained", None)
     if save is not None and (hasattr(model, "peft_config") or "state_dict" in inspect.signature(save).parameters):
         return [model]
@@ -63,10 +64,10 @@ def _with_configs(model: Any) -> list[Any]:
 
 
 def _cast(model: Any, state: dict[str, Any], dtype: torch.dtype, is_own: bool) -> dict[str, Any]:
-    """Entries of weights that were cast, in ``dtype``; those of tied weights are one tensor, as files want them.
+    """Return the entries of weights that were cast, in ``dtype``. Entries of tied weights share one tensor.
 
-    A weight that is in this type already is written as it is, which is what was trained: split masters round ties away
-    from zero, and a cast of a float32 state to even.
+    A weight that has this dtype is used itself, not a cast of its master: split masters round ties away from zero, but
+    a cast rounds ties to even.
     """
     cast, of_weight = {}, dict[int, torch.Tensor]()
     for name, weight in model.state_dict(keep_vars=True).items():

@@ -33,23 +33,24 @@ _INSTEAD = {
 
 
 def enable(trainer: Any, opt_level: "Level" = "O5", *, save_dtype: Any = torch.float32, **properties: Any) -> None:
-    """Make a Trainer train in mixed precision, whatever dtype its model was loaded in: one line before ``train()``.
+    """Make a Trainer train in mixed precision, from a model of any dtype. Call it once before ``train()``.
 
-    Accumulation, clipping, evaluation, generation and callbacks stay as they are. Every ``checkpoint-N`` holds the
-    masters' float32 bits, and the loss scale where there is one: ``resume_from_checkpoint`` gives the bits of a run
-    that was not interrupted. ``mpinit.undo(trainer.model)`` takes everything back.
+    Accumulation, clipping, evaluation, generation and callbacks work as before. Each ``checkpoint-N`` has the masters'
+    float32 values and the loss scale. A run resumed by ``resume_from_checkpoint`` is equal, bit for bit, to one without
+    interruption. ``mpinit.undo(trainer.model)`` undoes it.
 
     Args:
-        trainer: a Trainer, or of a subclass; its optimizer was given to it, or is going to be made by it.
-        opt_level: as of :func:`mpinit.initialize`. Default "O5": bfloat16 weights, float32 masters.
-        save_dtype: of weights and config that ``trainer.save_model`` and ``model.save_pretrained`` write outside of
-            ``train()``: float32, the masters' bits, or a 16-bit type. Default float32.
-        **properties: any other argument of :func:`mpinit.initialize`. ``keep_fp32`` is, by default, what Transformers
-            and PEFT leave float32 too: buffers that are not loaded (rotary frequencies), and adapters that are trained.
+        trainer: a Trainer, or an instance of a subclass. Its optimizer may be passed to it or be created by it.
+        opt_level: as in :func:`mpinit.initialize`. Default "O5": bfloat16 weights, float32 masters.
+        save_dtype: the dtype of weights that ``trainer.save_model`` and ``model.save_pretrained`` write outside of
+            ``train()``, and of the config: float32 (the masters' values) or a 16-bit dtype. Default float32.
+        **properties: any other argument of :func:`mpinit.initialize`. The default of ``keep_fp32`` is the tensors that
+            Transformers and PEFT keep in float32: buffers that are not in checkpoints (rotary frequencies), and
+            adapters that are trained.
 
     Raises:
-        ValueError: the Trainer casts by itself, makes its model in ``train()``, or leaves training to FSDP, DeepSpeed
-            or DataParallel. Nothing was changed.
+        ValueError: the Trainer casts by itself, creates its model in ``train()``, or uses FSDP, DeepSpeed or
+            DataParallel. Nothing was changed.
 
     Example:
         >>> import mpinit, transformers
@@ -64,22 +65,21 @@ def enable(trainer: Any, opt_level: "Level" = "O5", *, save_dtype: Any = torch.f
     wanted = parse_dtype(save_dtype)
     _check(trainer)
     model, optimizer = trainer.model, registry.unwrapped(trainer.optimizer)
-    given = [] if optimizer is None else [optimizer]
+    initialised = [] if optimizer is None else [optimizer]
     if not {"keep_fp32", "config"} & properties.keys():
         properties["keep_fp32"] = _float32_as_usual(model)
-    amp.initialize([model], given, opt_level, await_optimizers=optimizer is None, **properties)
+    amp.initialize([model], initialised, opt_level, await_optimizers=optimizer is None, **properties)
     session = registry.of(model)
     if session is None:
         return
-    if given:
-        attach(trainer.accelerator, given)
+    if initialised:
+        attach(trainer.accelerator, initialised)
     create_optimizer = MethodType(functools.partial(_create_optimizer, trainer.create_optimizer), trainer)
     session.patch(trainer, "create_optimizer", create_optimizer)
-    # A Trainer fails on a scaler.pt where it has no scaler: the loss scale is in a file of ours, which a Trainer at
-    # another level, or without mpinit, passes over.
+    # Not in scaler.pt: a Trainer without a scaler fails on that file. Trainers without mpinit ignore loss_scale.pt.
     for name, method in (("_save_scaler", _save_loss_scale), ("_load_scaler", _load_loss_scale)):
         session.patch(trainer, name, MethodType(method, trainer))
-    # Training goes on from a checkpoint, which is float32 whatever is asked for.
+    # Checkpoints of train() are always float32, because training resumes from them.
     save_in(model, lambda: torch.float32 if trainer.is_in_train else wanted)
 
 
@@ -90,7 +90,7 @@ def _save_loss_scale(trainer: Any, folder: str) -> None:
 
 
 def _load_loss_scale(trainer: Any, folder: str | None) -> None:
-    # The second is the Trainer's own: of a run with fp16=True.
+    # The second is the Trainer's own file, of a run with fp16=True.
     for file in [] if folder is None else [Path(folder, _LOSS_SCALE), Path(folder, "scaler.pt")]:
         if file.is_file():
             amp.load_state_dict(torch.load(file, weights_only=True), trainer.optimizer)
@@ -107,7 +107,7 @@ def _check(trainer: Any) -> None:
 
 
 def _float32_as_usual(model: Any) -> list[str]:
-    """List what Transformers and PEFT keep in float32 over 16-bit weights: buffers in no checkpoint, and adapters."""
+    """List the tensors that Transformers and PEFT keep in float32: buffers in no checkpoint, and trained adapters."""
     saved = model.state_dict()
     computed = [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and name not in saved]
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]

@@ -1,1 +1,1 @@
-"""Loss scaling: how the scale moves, and the context around the backward pass."""
+"""Loss scaling: the scale, and the rule that updates it."""

@@ -1,7 +1,7 @@
-"""A loss scaler: a scale that is updated by a frozen rule, and its counters, on the device of the loss.
+"""A loss scaler: a scale and its counters on the device of the loss, updated by a frozen rule.
 
-A rule is no scaling, a static scale or a dynamic one. The dynamic one is that of Micikevicius et al., "Mixed Precision
-Training" (2018), section 3.2, with the hysteresis of Megatron-LM.
+The rule is no scaling, a static scale or a dynamic scale. The dynamic rule is that of Micikevicius et al., "Mixed
+Precision Training" (2018), section 3.2, with the hysteresis of Megatron-LM.
 """
 
 from collections.abc import Mapping
@@ -21,16 +21,18 @@ class LossScaler:
     The state is a few 0-dimensional tensors on the loss's device. Updating them needs no device sync.
 
     Attributes:
-        loss_id: of the losses that it scales.
-        scaled_count, loaded_count: how often something was scaled, and a state was loaded.
-        found_inf: what the checks of gradients found since the last update, 0-dimensional; None without a check.
+        loss_id: the number of the loss, below ``num_losses``.
+        scaled_count, loaded_count: how often a loss was scaled, and how often a state was loaded.
+        found_inf: the result of gradient checks since the last update, a 0-dimensional tensor above 0 for inf or nan;
+            None without a check.
     """
 
     def __init__(self, rule: ScalingRule, loss_id: int = 0) -> None:
         self._rule = rule
         self.loss_id = loss_id
-        # The scale, good updates since it last changed, and overflows until it backs off: 0 once exhausted, until
-        # it grows. On the CPU whatever the default device is, because a tensor on the meta device has no value.
+        # The scale; the number of good updates since it last changed; the number of overflows until it backs off, which
+        # stays 0 until the scale grows. On the CPU, because the default device may be meta, whose tensors have no
+        # value.
         self._state = (
             torch.tensor(rule.init_scale, dtype=torch.float32, device="cpu"),
             torch.zeros((), dtype=torch.int32, device="cpu"),
@@ -42,29 +44,29 @@ class LossScaler:
 
     @property
     def rule(self) -> ScalingRule:
-        """The numbers by which the scale is updated; setting others keeps the scale."""
+        """The rule that updates the scale. Setting another rule does not change the scale."""
         return self._rule
 
     @rule.setter
     def rule(self, rule: ScalingRule) -> None:
         self._rule = rule
-        # torch grows the scale when the count equals the interval; a count beyond the interval would never do.
+        # torch grows the scale when the count equals the interval; a count above it would never be equal.
         self._state[1].clamp_(max=rule.growth_interval - 1)
 
     @property
     def is_identity(self) -> bool:
-        """Return whether scaling by this scaler never changes anything."""
+        """Return whether the scale is always 1."""
         return not self._rule.dynamic and self._rule.init_scale == 1.0
 
     @property
     def device(self) -> torch.device:
-        """The state's device: that of the last loss scaled."""
+        """The device of the state, which is that of the last scaled loss."""
         return self._state[0].device
 
     def to(self, device: torch.device) -> None:
         """Move the state to ``device``."""
         if self.device != device:
-            # A loss on the meta device has no numbers: the state from before it is continued.
+            # A tensor on the meta device has no value: keep the state from before.
             was_meta = self._state[0].is_meta
             self._before_meta = before = self._before_meta if was_meta else self._state
             self._state = (before[0].to(device), before[1].to(device), before[2].to(device))
@@ -84,23 +86,23 @@ class LossScaler:
         return loss * self._state[0]
 
     def inverse_scale(self) -> torch.Tensor:
-        """Return the reciprocal of the scale, 0-dimensional float32 on the scaler's device; rounded once."""
+        """Return the reciprocal of the scale, a 0-dimensional float32 tensor on the scaler's device."""
         return self._state[0].double().reciprocal().float()
 
     def scale_now(self) -> torch.Tensor:
-        """Return a copy of the scale, 0-dimensional, which later updates do not change."""
+        """Return a copy of the scale, a 0-dimensional tensor; later updates do not change it."""
         return self._state[0].clone()
 
     def loss_scale(self) -> float:
-        """Return the scale; reading it is a device sync."""
+        """Return the scale as a float; this needs a device sync."""
         return float(self._state[0].item())
 
     def set_scale(self, scale: float) -> None:
-        """Set the scale, and keep the growth counter."""
+        """Set the scale; the counters do not change."""
         self._state[0].fill_(check_scale(scale))
 
     def copy_scale(self, scale: torch.Tensor) -> None:
-        """Set the scale to that of other ranks, 0-dimensional, without a device sync."""
+        """Set the scale to that of another rank, a 0-dimensional tensor, without a device sync."""
         self._state[0].copy_(scale)
 
     @property
@@ -114,7 +116,7 @@ class LossScaler:
 
     @property
     def has_overflow(self) -> bool:
-        """Return whether a check since the last update found inf or nan; reading that is a device sync."""
+        """Return whether a check since the last update found inf or nan; this needs a device sync."""
         return self.found_inf is not None and bool(self.found_inf.item() > 0)
 
     def record_found_inf(self, found_inf: torch.Tensor) -> None:
@@ -124,7 +126,7 @@ class LossScaler:
             self.found_inf = found_inf.clone() if self.found_inf is None else torch.maximum(self.found_inf, found_inf)
 
     def update(self) -> None:
-        """Update the scale by what checks found since the last update; without a check nothing happens."""
+        """Update the scale by the checks since the last update; do nothing if there was no check."""
         found_inf, self.found_inf = self.found_inf, None
         if found_inf is None:
             return
@@ -135,7 +137,7 @@ class LossScaler:
             tolerance.sub_(overflow.int()).clamp_(min=0)
             backs_off = overflow & (tolerance == 0)
             tolerance.masked_fill_(grows, rule.hysteresis)
-            # A tolerated overflow still ends the run of good steps. -1, because torch's update adds 1 for a good one.
+            # A tolerated overflow resets the number of good steps, too. -1, because torch's update then adds 1.
             unskipped.masked_fill_(overflow & ~backs_off, -1)
             found_inf = backs_off.float()
         torch._amp_update_scale_(
@@ -144,7 +146,7 @@ class LossScaler:
         scale.clamp_(rule.min_scale, rule.max_scale)
 
     def counters(self) -> torch.Tensor:
-        """Return all of the state in one float64 tensor on its device."""
+        """Return the whole state as one float64 tensor on its device."""
         return torch.stack([number.double() for number in self._state])
 
     def load_counters(self, counters: torch.Tensor) -> None:
@@ -156,8 +158,8 @@ class LossScaler:
         """Return the state as plain numbers.
 
         Returns:
-            ``loss_scale`` and ``unskipped``, ``tolerance`` where hysteresis counts, and ``scales``, False, where losses
-            are not scaled at all.
+            ``loss_scale`` and ``unskipped``; ``tolerance`` if hysteresis is above 1; ``scales``, which is False, if
+            losses are not scaled.
         """
         state: dict[str, Any] = {"loss_scale": self.loss_scale(), "unskipped": self.unskipped}
         if self.is_identity:
@@ -167,12 +169,12 @@ class LossScaler:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Load a state of :meth:`state_dict`, all of it or nothing.
+        """Load a state of :meth:`state_dict`; if it is not valid, change nothing.
 
-        A static scale stays the one that was asked for. A dynamic scale becomes the saved one, within its limits.
+        A static scale does not change. A dynamic scale becomes the saved one, within its limits.
 
         Returns:
-            Whether the state was loaded. A dynamic scale is kept where the saved one is 1 because nothing was scaled.
+            True if the state was loaded. False if a dynamic scale was kept, because the saved run scaled no losses.
         """
         faults = check_state(state)
         if faults:
@@ -195,7 +197,7 @@ class LossScaler:
 
 
 def check_state(state: Any) -> list[str]:
-    """Return the faults that keep ``state`` from being a loss scaler's state; empty for a valid one."""
+    """List the faults of a loss scaler's state; empty for a valid one."""
     if not isinstance(state, Mapping):
         return [f"is {state!r}, not a mapping with loss_scale and unskipped"]
     faults = [f"has no {key!r}" for key in ("loss_scale", "unskipped") if key not in state]
