@@ -1,1 +1,1 @@
-"""What precision does, to look at: reads, never changes."""
+"""Reports on precision: they read models and optimizers, and change nothing."""

@@ -1,4 +1,4 @@
-"""Before training: where each number lives, in which type, and which weights an optimizer's steps cannot move."""
+"""``mpinit.audit``: dtypes and bytes of a training run, and the weights that its updates are too small to change."""
 
 import dataclasses
 import json
@@ -26,19 +26,19 @@ from .copies import copy_of_optimizer, same_random_numbers
 from .numbers import kept_values
 
 KINDS: Final = ("weights", "masters", "gradients", "optimizer state")
-# What is foreseen beside what is there now.
+# The configurations that the report compares with the present one.
 _LEVELS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
     **{level: (level, {}) for level in ("O0", "O1", "O2", "O3", "O4", "O5")},
     "O5 split": ("O5", {"master_weights": "split"}),
 }
 _FUNCTIONS_ONLY: Final = ("O1", "O4")
-# Of a trained 16-bit weight: the kind of its master, and the type of its gradient where that is not its own.
+# For a trained 16-bit weight: the kind of its master, and its gradient's dtype, None for the weight's.
 _MASTERS: Final[Mapping[MasterWeightsMode, tuple[str, torch.dtype | None]]] = {
     MasterWeightsMode.FULL: ("float32", torch.float32),
     MasterWeightsMode.SPLIT: ("split", None),
 }
 _MASTER_BYTES: Final = {"": 0, "float32": 4, "split": 2}
-# Of each weight a part is stepped, on random gradients of two sizes: so often, and the last steps count.
+# A part of each weight is stepped on random gradients of two sizes; the last _COUNTED of _STEPS steps are measured.
 _LARGEST_SIDE: Final = 256
 _STEPS, _COUNTED = 16, 8
 _SIZES: Final = (1e-3, 1e-4)
@@ -54,13 +54,13 @@ class AuditRow:
 
     Attributes:
         name: its dotted name.
-        elements: how many numbers it holds; of a sharded one, in this process.
-        weight: the name of the type it is stored in.
-        master: "float32", "split" (16 bits beside the weight), or "" where it has none.
-        gradient: the type of its gradient in training; "" where it is not trained.
-        rate: the learning rate of its group; None where no optimizer has it.
-        state: bytes of optimizer's state for each of its numbers.
-        stuck: share of its numbers that a step leaves as they are; None where that is not known.
+        elements: its number of elements; of a sharded parameter, those of this process.
+        weight: the name of its dtype.
+        master: "float32", "split" (a 16-bit remainder), or "" without a master.
+        gradient: the name of its gradient's dtype in training; "" if it is frozen.
+        rate: the learning rate of its group; None if no optimizer has it.
+        state: bytes of optimizer state per element.
+        stuck: share of its elements that a step does not change, 0 to 1; None if that is not known.
     """
 
     name: str
@@ -76,14 +76,14 @@ class AuditRow:
 @final
 @dataclass(frozen=True)
 class Audit:
-    """What :func:`audit` found; printed, a table and the advice.
+    """The report of :func:`audit`; printed, it is two tables and the advice.
 
     Attributes:
         rows: every parameter, in the model's order.
         bytes_per_parameter: "now" and each level -> "weights", "masters", "gradients", "optimizer state" -> mean bytes
-            in training; a level that refuses this model is missing. An initialised model counts as it was loaded: O1
-            and O4 leave weights in that dtype.
-        advice: what to do, in words; "" where every weight can move.
+            per parameter in training. A level that refuses this model is missing. Weights at O1 and O4 have the dtype
+            that they had before ``initialize``.
+        advice: the configuration to use, as text; "" if every weight can change.
     """
 
     rows: tuple[AuditRow, ...]
@@ -92,16 +92,16 @@ class Audit:
 
     @property
     def stuck(self) -> dict[str, float]:
-        """Dotted name -> share of its numbers that a step leaves as they are, the largest first, where it is known."""
+        """Dotted name -> share of the parameter's elements that a step does not change, the largest first."""
         known = {row.name: row.stuck for row in self.rows if row.stuck is not None}
         return dict(sorted(known.items(), key=lambda item: -item[1]))
 
     def to_json(self) -> str:
-        """Everything as JSON."""
+        """Return the whole report as JSON."""
         return json.dumps(dataclasses.asdict(self) | {"stuck": self.stuck}, indent=1)
 
     def tables(self) -> tuple[_Table, _Table]:
-        """Head and rows of two tables: the parameters that move least, and the bytes a parameter."""
+        """Return head and rows of two tables: the parameters that change least, and the bytes per parameter."""
         head = ["parameter", "numbers", "weight", "master", "gradient", "stuck"]
         rows = sorted(self.rows, key=lambda row: -(row.stuck or 0.0))[:_SHOWN]
         shares = ["-" if row.stuck is None else f"{row.stuck:.1%}" for row in rows]
@@ -129,24 +129,24 @@ def _label(level: str, kinds: Mapping[str, float]) -> str:
 
 
 def audit(model: nn.Module, optimizer: Any = None) -> Audit:
-    """Say where each number of a training lives, what it takes, and which weights cannot move, without a step.
+    """Report dtypes and bytes of a training run, and the share of weights that its updates cannot change.
 
-    A weight cannot move where its optimizer's step is smaller than half a unit in its last place. How large that is
-    follows from the rate and the kind of optimizer: its own code steps copies of at most 256 x 256 numbers of each
-    weight, in float32, on random gradients of two sizes. Where the steps are the same for both, as with Adam, they are
-    those of any training; elsewhere, as with SGD, gradients that are there tell their size, and without them nothing
-    is foreseen. Model, optimizer and random numbers are left as they are.
+    It needs no step, and does not change the model, the optimizer or random numbers. A weight does not change if the
+    update is smaller than half a unit in its last place. To measure updates, the optimizer's own code steps float32
+    copies of parts of the weights (at most 256 x 256 elements each), on random gradients of two sizes. With Adam, both
+    sizes lead to the same updates, so these are typical. With SGD they differ: the report then uses the size of the
+    present gradients, and reports no share without gradients.
 
     Args:
-        model: initialised or not; in a wrapper (DistributedDataParallel, a compiled one) or not.
-        optimizer: initialised or not, or what a framework puts around it. Default None: those that an initialised
-            model was initialised with; without any, the bytes of what is there.
+        model: a module, initialised or not, also in a wrapper such as DistributedDataParallel or a compiled module.
+        optimizer: an optimizer, initialised or not, also in a framework's wrapper. Default None: the optimizers that
+            the model was initialised with. Without any, only dtypes and bytes are reported.
 
     Returns:
         The report, with ``.rows``, ``.stuck``, ``.bytes_per_parameter``, ``.advice``, ``.to_json()``.
 
     Raises:
-        TypeError: what is given is no module or no optimizer.
+        TypeError: ``model`` is not a module, or ``optimizer`` is not an optimizer.
 
     Example:
         >>> import torch, mpinit
@@ -161,8 +161,8 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
         raise TypeError(f"audit takes a module and an optimizer, not {type(model).__name__}")
     *_, model = iter_unwrapped(model)
     session = registry.of(model)
-    given = [] if optimizer is None else [registry.unwrapped(optimizer)]
-    optimizers = given or ([] if session is None else list(session.optimizers))
+    inner = [] if optimizer is None else [registry.unwrapped(optimizer)]
+    optimizers = inner or ([] if session is None else list(session.optimizers))
     if not all(isinstance(each, Optimizer) for each in optimizers):
         raise TypeError(f"audit takes an optimizer of torch's kind, not {type(optimizer).__name__}")
     foreseen: dict[Any, _Foreseen] = {}
@@ -185,10 +185,10 @@ def audit(model: nn.Module, optimizer: Any = None) -> Audit:
         try:
             targets = select(index, plan).targets
         except ValueError:
-            continue  # what initialize would refuse as well
+            continue  # initialize would refuse it, too
         is_cast = plan.masters is not MasterWeightsMode.NONE
         to = {p: targets.get(p, torch.float32 if is_cast else _loaded_dtype(p, session)) for p in model.parameters()}
-        # What is kept now is no measure of what is kept there.
+        # The present state's bytes do not apply to another level.
         after = {p: foreseen.get(p, _UNKNOWN)._replace(state=None) for p in to}
         sizes[level] = _bytes([_row("", p, to[p], plan.masters, after[p]) for p in to])
     return Audit(rows, sizes, _advice(rows, foreseen, session))
@@ -203,7 +203,7 @@ def _loaded_dtype(parameter: Any, session: Session | None) -> torch.dtype:
 
 
 def _row(name: str, parameter: Any, weight: torch.dtype, kind: MasterWeightsMode, known: "_Foreseen") -> AuditRow:
-    """A parameter whose weight is in a type, with a kind of masters where that is a 16-bit one."""
+    """Make the row of a parameter whose weight has a dtype, and a kind of master if that is a 16-bit dtype."""
     master, gradient = (_MASTERS.get(kind) if is_lower_precision(weight) else None) or ("", weight)
     state = known.slots * (torch.float32 if master else weight).itemsize if known.state is None else known.state
     trained = dtype_name(gradient or weight) if parameter.requires_grad else ""
@@ -225,7 +225,7 @@ def _size(dtype: str) -> int:
 
 
 class _Foreseen(NamedTuple):
-    """What an optimizer does with a parameter, as in a row; of what it keeps, bytes now and the count of numbers."""
+    """The values of a row that depend on the optimizer: ``slots`` is the number of state elements per element."""
 
     kind: str = ""
     rate: float | None = None
@@ -238,7 +238,7 @@ _UNKNOWN: Final = _Foreseen()
 
 
 class _Steps(NamedTuple):
-    """What steps were: their mean size, the share of numbers they left, and how many are kept for a number."""
+    """Measured steps: their mean size, the share of elements they did not change, and state elements per element."""
 
     size: float
     stuck: float
@@ -247,7 +247,7 @@ class _Steps(NamedTuple):
 
 @torch.no_grad()
 def _foresee(optimizer: Optimizer, session: Session | None) -> dict[Any, _Foreseen]:
-    """What an optimizer does with its parameters, by copies of parts of them."""
+    """Measure an optimizer's steps on copies of parts of its parameters."""
     found = {
         p: _Foreseen(type(optimizer).__name__, float(group.get("lr", 0.0)), _bytes_kept(optimizer.state.get(p), p))
         for group in optimizer.param_groups
@@ -261,7 +261,7 @@ def _foresee(optimizer: Optimizer, session: Session | None) -> dict[Any, _Forese
             measured: dict[Any, _Steps] = {}
             if uneven and all(p.grad is not None for p in parts):
                 measured = _run(optimizer, parts, {p: _size_of(p.grad) for p in parts})
-        except Exception:  # whatever a foreign optimizer may say to a copy of itself, or to a step without a closure
+        except Exception:  # an optimizer may refuse to be copied, or to step without a closure, with any error
             return found
     for p, known in found.items():
         stuck = None if p in uneven else (small[p].stuck + large[p].stuck) / 2
@@ -272,7 +272,7 @@ def _foresee(optimizer: Optimizer, session: Session | None) -> dict[Any, _Forese
 
 
 def _part(parameter: Any, session: Session | None) -> torch.Tensor:
-    """A part of what is stepped, in the type that keeps it."""
+    """Copy a part of the values that the optimizer steps, in their dtype."""
     values = local(kept_values(parameter, session).detach())
     return values[tuple(slice(0, _LARGEST_SIDE) for _ in values.shape)].clone()
 
@@ -283,7 +283,7 @@ def _size_of(gradient: torch.Tensor) -> float:
 
 
 def _run(optimizer: Optimizer, parts: Mapping[Any, torch.Tensor], sizes: Mapping[Any, float]) -> dict[Any, _Steps]:
-    """Step copies of parts on random gradients of these root mean squares."""
+    """Step copies of the parts on random gradients with these root mean squares."""
     copies = {p: nn.Parameter(part.float()) for p, part in parts.items()}
     twin = copy_of_optimizer(optimizer, copies, with_state=False)
     chance = torch.Generator().manual_seed(0)
@@ -304,7 +304,7 @@ def _run(optimizer: Optimizer, parts: Mapping[Any, torch.Tensor], sizes: Mapping
 
 
 def _kept(state: Any) -> list[torch.Tensor]:
-    """What a state keeps by element, and not once for all."""
+    """List the tensors of a parameter's state that have an entry per element."""
     values = state.values() if isinstance(state, dict) else ()
     return [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point() and v.numel() > 1]
 

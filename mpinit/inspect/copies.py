@@ -1,4 +1,4 @@
-"""Copies of a model and its optimizer, to be run instead of them at any level."""
+"""Copies of a model and its optimizer, which a report runs in place of the originals, at any level."""
 
 import copy
 import functools
@@ -41,11 +41,11 @@ def plain_copy(model: nn.Module, advice: str) -> nn.Module:
 
 
 def float32_copy(model: nn.Module) -> nn.Module:
-    """Make a copy with float32 parameters: the masters' values where there are masters."""
+    """Make a copy with float32 parameters, which have the masters' values if there are masters."""
     clone = plain_copy(model, "give mpinit.suggest a model that can be copied")
     for parameter in clone.parameters():
         parameter.grad = None
-    # torch's own way in, on a copy of ours alone.
+    # A private method of torch, called on our own copy only.
     convert: Any = nn.Module._apply
     convert(clone, lambda tensor: tensor.float() if is_lower_precision(tensor.dtype) else tensor)
     return clone
@@ -66,7 +66,7 @@ def copy_of_optimizer(optimizer: Optimizer, copies: Mapping[Any, Any], with_stat
         memo[id(optimizer.state)] = defaultdict(dict)
     for name, value in vars(optimizer).items():
         if isinstance(value, types.MethodType) or hasattr(value, "__wrapped__"):
-            continue  # what initialize or a scheduler put there
+            continue  # set by initialize or by a scheduler
         setattr(twin, name, OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo))
     for parameter, state in twin.state.items():
         for key, value in state.items() if isinstance(state, dict) else ():
@@ -79,7 +79,7 @@ def copy_of_optimizer(optimizer: Optimizer, copies: Mapping[Any, Any], with_stat
 def at_level(
     models: list[nn.Module], optimizers: list[Optimizer], level: str, properties: Properties, check: bool = True
 ) -> Iterator[Session]:
-    """Initialise copies of models, and of their optimizers, for the block, without warnings."""
+    """Initialise copies of models and their optimizers inside the block, without warnings."""
     plan = make_plan(properties)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -97,7 +97,7 @@ def at_level(
 
 @contextmanager
 def kept_from_running(model: nn.Module, tool: str, advice: str) -> Iterator[None]:
-    """Raise a ValueError where the original of a copy is called in the block; scripted modules take no such hook."""
+    """Raise a ValueError if the original of a copy is called in the block; scripted modules are not checked."""
 
     def refuse(module: nn.Module, args: Any) -> None:
         raise ValueError(f"the model given to {tool} ran, and not the copy of it: {advice}. Nothing was changed")
@@ -112,10 +112,10 @@ def kept_from_running(model: nn.Module, tool: str, advice: str) -> Iterator[None
 
 @contextmanager
 def same_random_numbers() -> Iterator[Undo]:
-    """Put back the generators of torch on every device in use, of Python, and of numpy where it is loaded.
+    """Restore the random generators of torch (all devices in use), Python and numpy (if imported) after the block.
 
     Yields:
-        A function that puts back the state at the beginning, as often as it is called; at the end it is called, too.
+        A function that restores the generators to their state at the beginning.
     """
     undos = [functools.partial(random.setstate, random.getstate())]
     undos.append(functools.partial(torch.set_rng_state, torch.get_rng_state()))

@@ -1,4 +1,4 @@
-"""One run of a model, watched: which operation ran in which type, and why."""
+"""``mpinit.explain``: the dtypes of the operations in one run of a model, and the reasons."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -24,27 +24,26 @@ _ADVICE: Final = "let loss= use nothing but the output, and forward nothing but 
 def explain(
     model: nn.Module, *args: Any, loss: Loss | None = None, opt_level: str | None = None, **kwargs: Any
 ) -> PrecisionReport:
-    """Run a model once and report which operation ran in which type, and why.
+    """Run a model once and report the dtype of each operation, and the reason.
 
-    The model may be initialised or not; ``opt_level`` asks what a level would do to one that is not. It is a copy of
-    the model, with copies of its inputs, that runs: at the model's own level with all that it was initialised with, or
-    at ``opt_level``. Weights, buffers, inputs, gradients, attributes and random numbers are as before, also where the
-    run raises; weights, buffers and inputs take their memory twice while it runs. Hooks on parameters' gradients, such
-    as those that step an optimizer in the backward pass, are not copied and do not run.
+    It runs a copy of the model on copies of the inputs: an initialised model with its own configuration, any other at
+    ``opt_level``. Weights, buffers, inputs, gradients, attributes and random numbers do not change, also if the run
+    raises. The copies need as much memory as the weights, buffers and inputs. Hooks on parameters' gradients, such as
+    those that step an optimizer in the backward pass, are not copied and do not run.
 
     Args:
-        model: a module; of a compiled one, the model inside is run. Of one that is part of an initialised model, give
-            the whole.
-        args, kwargs: what it is called with; any shapes and dtypes that it takes.
-        loss: from the output to a 0-dimensional loss, for the backward pass as well. Default: forward only.
-        opt_level: "O0" to "O5", for a model that is not initialised. Default: the model as it is.
+        model: a module, initialised or not. Of a compiled module, the module inside is run. Pass a whole initialised
+            model, not a part of it.
+        args, kwargs: the arguments of the call, with any shapes and dtypes that the model accepts.
+        loss: a function from the output to a 0-dimensional loss, for the backward pass too. Default None: forward only.
+        opt_level: "O0" to "O5", only for a model that is not initialised. Default None: the model without any level.
 
     Returns:
         The report, for ``print(report)``, with ``.rows``, ``.flagged``, ``.to_json()``.
 
     Raises:
-        ValueError: an unknown level, a level for a model that is initialised already, or a model that cannot be copied.
-        TypeError: what is given is no module or function, or the loss is no 0-dimensional tensor.
+        ValueError: the level is unknown, the model is initialised already, or it cannot be copied.
+        TypeError: ``model`` is not a module, ``loss`` is not a function, or its result is not 0-dimensional.
 
     Example:
         >>> import torch, mpinit
@@ -56,7 +55,7 @@ def explain(
         torch.float32
     """
     _check(model, loss, opt_level)
-    model = getattr(model, "_orig_mod", model)  # of a compiled model, whose copy is one of the model inside
+    model = getattr(model, "_orig_mod", model)  # a compiled model: copy the model inside
     session = registry.of(model)
     with same_random_numbers():
         twin, args, kwargs = _copied(model, args, kwargs)
@@ -91,8 +90,8 @@ def _check(model: Any, loss: Any, opt_level: Any) -> None:
 def _copied(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    given = tensors_in((args, kwargs))
-    memo: dict[int, Any] = {id(x): x.detach().clone().requires_grad_(x.requires_grad) for x in given}
+    tensors = tensors_in((args, kwargs))
+    memo: dict[int, Any] = {id(x): x.detach().clone().requires_grad_(x.requires_grad) for x in tensors}
     return plain_copy(model, "explain the part that can be copied"), *copy.deepcopy((args, kwargs), memo)
 
 
@@ -100,11 +99,11 @@ def _copied(
 def _at_level(
     model: nn.Module, session: Session | None, twin: nn.Module, opt_level: str | None
 ) -> Iterator[Session | None]:
-    """Initialise the copy as the model was, or at a level."""
+    """Initialise the copy with the model's configuration, or at a level."""
     if session is not None:
         level, properties = session.opt_level, session.properties
         copies = dict(zip(model.modules(), twin.modules(), strict=True))
-        # Gradients of weights with masters arrive in float32; any optimizer makes them.
+        # Gradients of weights with masters are float32. SGD stands in for the optimizers: any makes masters.
         stepped = {parameter for each in session.optimizers for parameter in session.managed.find(each).parameters()}
         pairs = zip(model.parameters(), twin.parameters(), strict=True)
         trained = [copied for original, copied in pairs if original in stepped]
@@ -126,9 +125,9 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: 
     with torch.enable_grad():
         value = loss(model(*args, **kwargs))
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            given = f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise TypeError(f"loss must return a tensor with one number, not {given}")
+            returned = f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise TypeError(f"loss must return a tensor with one number, not {returned}")
         leaves = [leaf for leaf in (*model.parameters(), *tensors_in((args, kwargs))) if leaf.requires_grad]
         if value.requires_grad and leaves:
-            # No other tensor that the loss may use gets a gradient.
+            # inputs=, so that no other tensor that the loss uses gets a gradient.
             torch.autograd.backward(value.reshape(()) if value.dim() else value, inputs=leaves)

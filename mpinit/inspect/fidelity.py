@@ -1,4 +1,4 @@
-"""Whether what is trained is what will be served: the forward of training beside that of a plain 16-bit model."""
+"""``mpinit.fidelity``: compares a model's forward in training with that of the 16-bit model that will be served."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,16 +19,17 @@ from .trace import ModelTrace
 @final
 @dataclass(frozen=True)
 class Fidelity:
-    """How far two forwards on the same inputs are apart; false where they are, as in ``assert mpinit.fidelity(...)``.
+    """Differences of two forwards on the same inputs; true if there are none: ``assert mpinit.fidelity(...)``.
 
     Attributes:
         mean: mean absolute difference of the outputs' numbers.
-        largest: the largest; inf where one of the two is not finite and the other is, or is of another sign.
-        share: the share of numbers that differ by more than the tolerance.
-        first_module: the dotted name of the module whose result differed first, in the order in which they return; ""
-            is the model itself, None where no result of a module differed.
-        tolerance: as given.
-        served: the type of the model that serves, by name.
+        largest: the largest absolute difference; inf if only one number of a pair is finite, or their infinities have
+            opposite signs.
+        share: share of the numbers that differ by more than the tolerance, 0 to 1.
+        first_module: the dotted name of the first module to return whose result differed. "" is the model itself; None:
+            no result differed.
+        tolerance: the tolerance of the call.
+        served: the name of the served model's dtype.
     """
 
     mean: float
@@ -60,28 +61,28 @@ def fidelity(
     tolerance: float = 0.0,
     **keywords: Any,
 ) -> Fidelity:
-    """Compare the forward that is trained with that of the plain 16-bit model that will be served.
+    """Compare a model's forward in training with that of the plain 16-bit model that will be served.
 
-    The model runs in evaluation, as its session has it run (or as it is, in the casts that are on here, where it has
-    none). A copy of it without any of that runs beside it, all of it in the session's 16-bit type, as a server loads a
-    checkpoint. At O5 and O2 the two are equal to the bit, where nothing is kept in float32; with float32 weights under
-    casts of functions (O1, ``torch.autocast``) they are not. Modes, weights, buffers and random numbers are left as
-    they are.
+    The model runs in evaluation mode with its session's casts; without a session, with the casts that are on. Then a
+    copy without mpinit runs, entirely in the session's 16-bit dtype, as a server loads a checkpoint. At O2 and O5 the
+    two are equal, bit for bit, unless modules are kept in float32. With float32 weights and casts of functions (O1,
+    ``torch.autocast``) they differ. Modes, weights, buffers and random numbers do not change.
 
     Args:
-        model: initialised or not; of a compiled one, the model inside runs.
-        inputs, keywords: what it is called with; the copy gets floating ones in its own type.
-        served: the model that serves, where that is not a copy: loaded from a checkpoint. What cannot be copied, as
-            FSDP2's models, needs it.
-        output: from a model's output to what is compared, as log-probabilities. Default: all floating tensors in it.
-        tolerance: difference from which on numbers count in ``.share``. Default 0.
+        model: a module, initialised or not. Of a compiled module, the module inside runs.
+        inputs, keywords: the arguments of the call. The copy receives floating tensors in its own dtype.
+        served: the served model, such as one loaded from a checkpoint. Required for a model that cannot be copied, such
+            as FSDP2's. Default None: a copy of ``model``.
+        output: a function from a model's output to the tensors to compare, such as log-probabilities. Default None: all
+            floating tensors in the output.
+        tolerance: numbers that differ by more count in ``.share``. Default 0.
 
     Returns:
         The report, with ``.mean``, ``.largest``, ``.share``, ``.first_module``.
 
     Raises:
-        TypeError: no module.
-        ValueError: a model that cannot be copied; outputs without floating tensors, or not of one shape.
+        TypeError: ``model`` is not a module.
+        ValueError: the model cannot be copied, or the outputs have no floating tensors, or have different shapes.
 
     Example:
         >>> import torch, mpinit
@@ -123,18 +124,22 @@ def fidelity(
 
 
 def _served(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy as a server has it: what is 16-bit in training is what a 16-bit checkpoint holds, the rest is cast."""
+    """Make a copy as a server loads it: 16-bit weights as in a 16-bit checkpoint, and all others cast."""
     plain = plain_copy(model, "give served=, a plain model in 16 bit that was loaded from the checkpoint")
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in (*plain.named_parameters(), *plain.named_buffers()):
         if tensor.is_floating_point():
-            held = own[name].detach()
-            tensor.data = held.clone() if held.dtype == dtype else cast_within_range(tensor.detach(), dtype)
+            own_values = own[name].detach()
+            tensor.data = own_values.clone() if own_values.dtype == dtype else cast_within_range(tensor.detach(), dtype)
     return plain
 
 
 def _run(model: nn.Module, inputs: Any, keywords: Mapping[str, Any]) -> tuple[Any, dict[str, list[torch.Tensor]]]:
-    """The output, and what each module returned last, in their order."""
+    """Run the model.
+
+    Returns:
+        The output, and the last result of each module, in the order in which they returned.
+    """
     results: dict[str, list[torch.Tensor]] = {}
 
     def ended(name: str, output: Any) -> None:
@@ -153,7 +158,7 @@ def _run(model: nn.Module, inputs: Any, keywords: Mapping[str, Any]) -> tuple[An
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Absolute differences in float32; 0 for two that are alike infinite or nan, inf where one is and the other not."""
+    """Compute absolute differences in float32: 0 for equal infinities and for two nans, inf if only one is finite."""
     one, other = one.detach().float(), other.detach().float()
     alike = (one == other) | (one.isnan() & other.isnan())
     return torch.where(alike, 0.0, (one - other).abs().nan_to_num(nan=torch.inf))

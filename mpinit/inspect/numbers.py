@@ -1,4 +1,4 @@
-"""The tensors in a tree, their numbers as a person reads them, and small samples by which two are compared."""
+"""Tensors in nested containers: their statistics, and small samples for comparisons."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ import torch
 from ..basics.dtypes import dtype_name
 from ..session import Session
 
-# Elements kept of a tensor that is going to be compared: enough to tell two tensors apart by their norms.
+# Number of elements in a sample of a tensor.
 SAMPLE: Final = 4096
 
 
 @dataclass(frozen=True)
 class TensorStats:
-    """What a tensor held.
+    """The statistics of a tensor.
 
     Attributes:
         dtype, shape: the tensor's.
-        low, high: the smallest and the largest finite number; both 0.0 where there is none.
+        low, high: the smallest and the largest finite number; both 0.0 if no number is finite.
         largest: the largest finite magnitude.
-        nonfinite: how many elements were inf or nan.
+        nonfinite: the number of elements that are inf or nan.
     """
 
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class TensorStats:
 
 
 def stats_of(tensor: torch.Tensor) -> TensorStats:
-    """The statistics of a dense floating tensor; waits for its device."""
+    """Compute the statistics of a dense floating tensor; this needs a device sync."""
     values = tensor.detach().float()
     finite = torch.isfinite(values)
     kept = values[finite]
@@ -48,7 +48,7 @@ def stats_of(tensor: torch.Tensor) -> TensorStats:
 
 
 def tensors_in(tree: Any, depth: int = 8) -> Iterator[torch.Tensor]:
-    """The tensors in arguments or results: alone, or in tuples, lists, dicts and dataclasses."""
+    """Yield the tensors in arguments or results, also inside tuples, lists, dicts and dataclasses."""
     if isinstance(tree, torch.Tensor):
         yield tree
         return
@@ -62,29 +62,29 @@ def tensors_in(tree: Any, depth: int = 8) -> Iterator[torch.Tensor]:
 
 
 def floating_tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Those of them that are floating and dense, and have numbers."""
+    """Yield the tensors in arguments or results that are floating and dense, and are not on the meta device."""
     for tensor in tensors_in(tree):
         if tensor.is_floating_point() and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
             yield tensor
 
 
 def kept_values(parameter: Any, session: Session | None) -> torch.Tensor:
-    """What is stepped of a parameter: its master's values, or else its own."""
+    """Return the values that an optimizer steps: those of the parameter's master, or else its own."""
     has_master = session is not None and session.masters.of(parameter) is not None
     values = session.values.of(parameter) if session is not None and has_master else None
     return parameter.detach() if values is None else values
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a floating tensor holds neither inf nor nan."""
-    # A sum is a third of the work of looking at each element; only where it is bad do the elements count.
+    """Return whether a floating tensor has neither inf nor nan."""
+    # A sum is a third of the work of checking each element. It may overflow, so the elements decide then.
     if tensor.dtype in (torch.float32, torch.float64) and bool(torch.isfinite(tensor.sum())):
         return True
     return bool(torch.isfinite(tensor).all())
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Up to about ``SAMPLE`` elements of a tensor, evenly spread, in float32 and in memory of their own."""
+    """Copy at most about ``SAMPLE`` evenly spaced elements of a tensor, in float32."""
     flat = tensor.detach().reshape(-1)
     step = max(1, flat.numel() // SAMPLE)
     return flat[::step].to(torch.float32, copy=True)

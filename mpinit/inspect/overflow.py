@@ -1,4 +1,4 @@
-"""Which parameter, module and operation an overflow came from: after it, from gradients, or while it happens."""
+"""The origin of an overflow: parameters and modules after a skipped step, or the operation while it runs."""
 
 import functools
 import math
@@ -19,17 +19,17 @@ from .trace import BACKWARD, FORWARD, ModelTrace, Place
 
 
 def overflow_report(optimizer: Optimizer) -> OverflowReport:
-    """Why the last step of an optimizer was skipped. Good steps pay nothing for it.
+    """Report why the last step of an optimizer was skipped. Steps without an overflow cost nothing.
 
-    Which gradients hold inf or nan is recorded when an overflow is found, with the order in which the backward pass
-    came to them, so the report can be had after ``zero_grad()`` too. Gradients do not tell which *operation* began it:
-    for that run the batch again in :func:`watch_overflow`.
+    When an overflow is found, the parameters with inf or nan in their gradients are recorded, with the order in which
+    the backward pass reached them. So it can be called after ``zero_grad()`` too. Gradients do not show which
+    *operation* overflowed first. To find it, run the batch again inside :func:`watch_overflow`.
 
     Args:
         optimizer: an initialised optimizer.
 
     Returns:
-        The report; printed, it is a few lines of text. Where no step has overflowed, one without parameters.
+        The report; printed, it is a few lines of text. If no step has overflowed, it has no parameters.
 
     Raises:
         RuntimeError: the optimizer is not initialised.
@@ -60,18 +60,19 @@ def overflow_report(optimizer: Optimizer) -> OverflowReport:
 
 
 def watch_overflow(model: nn.Module) -> "OverflowWatch":
-    """Context manager that looks at every operation for the first that makes inf or nan out of finite numbers.
+    """Find the first operation in a block that computes inf or nan from finite numbers.
 
-    In the forward pass, in the backward pass, and in the loss. It works on any model, initialised or not, and changes
-    no number; runs inside are several times slower. Its hooks are removed at the end, also after an exception. What a
-    program writes out as infinite (a mask of -inf) is no fault, and neither is what does no harm: where results and
-    gradients are finite, nothing is found.
+    It checks the forward pass, the loss and the backward pass of any model, initialised or not, and changes no number.
+    Code in the block is several times slower. The hooks are removed at the end, also after an exception.
+
+    Infinities that do no harm are not reported: a mask of -inf, and any other if results and gradients are finite.
 
     Args:
-        model: whose modules are named.
+        model: the model whose modules are named in the report.
 
-    Yields:
-        The watch, with ``first_module``, ``kind``, and all of it, inputs too, as a :class:`Fault` in ``first``.
+    Returns:
+        A context manager that yields an :class:`OverflowWatch`: its ``first_module`` and ``kind`` name the place, and
+        its ``first`` is the :class:`Fault` with the operation and its inputs.
 
     Example:
         >>> import torch, mpinit
@@ -87,7 +88,7 @@ def watch_overflow(model: nn.Module) -> "OverflowWatch":
     return OverflowWatch(model)
 
 
-# What these give is not computed: memory as it is, or what was there before.
+# Operations that compute nothing: their results are uninitialised memory or existing numbers.
 _NOT_COMPUTED: Final = ("empty", "new_empty", "resize", "set_", "detach", "alias", "_local_scalar_dense", "_amp_")
 _CASTS: Final = ("_to_copy", "copy_", "copy", "to")
 _ENOUGH: Final = 1000
@@ -96,18 +97,18 @@ _FLOAT16_MAX: Final = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class Fault:
-    """An operation that made inf or nan, or a place where they came in.
+    """The origin of inf or nan: an operation, the model's inputs or a parameter.
 
     Attributes:
-        kind: "forward" or "backward" (an operation's result left the range), "cast" (a cast to 16 bit did), "float32"
-            (made in float32, where precision is not at fault), "data" (the model's inputs), "weights" (a parameter).
-        module: the dotted name of the module; "" is the model itself, None what is outside of it, as the loss is.
+        kind: "forward" or "backward" (an operation's result overflowed), "cast" (a cast to 16 bits overflowed),
+            "float32" (computed in float32, so precision is not the cause), "data" (the model's inputs had it),
+            "weights" (a parameter had it).
+        module: the dotted name of the module. "" is the model itself; None: outside of the model, as in the loss.
         phase: "forward" or "backward".
-        operation: torch's name for it, as "aten.mm.default"; the parameter's name where ``kind`` is "weights".
-        dtype: of the result.
-        inputs: what it was computed from.
-        may_be_meant: whether it does no harm by itself: float32 arithmetic whose result may not be used, and -inf, as
-            in a mask.
+        operation: torch's name of the operation, as "aten.mm.default"; a parameter's name if ``kind`` is "weights".
+        dtype: dtype of the result.
+        inputs: statistics of the operation's inputs.
+        may_be_meant: whether it may be harmless: -inf, as in a mask, or a float32 result that may not be used.
     """
 
     kind: str
@@ -120,7 +121,7 @@ class Fault:
 
     @property
     def where(self) -> str:
-        """The module, in words."""
+        """The module's name, as text."""
         if self.module is None:
             return "the loss (outside of the model)"
         return f"module {self.module!r}" if self.module else "the model's own forward"
@@ -144,22 +145,22 @@ _SENTENCES: Final = {
 
 @final
 class OverflowWatch:
-    """Notes every operation that makes inf or nan out of finite numbers: what :func:`watch_overflow` yields.
+    """A record of the operations that compute inf or nan from finite numbers, which :func:`watch_overflow` yields.
 
-    A mask of -inf is no fault: what a program writes out as infinite is meant to be. It can be asked inside of the
-    block and after it.
+    It can be read inside the block and after it. A mask of -inf is not reported, because the program writes it.
 
     Attributes:
-        peaks: the module of a forward operation -> the largest finite magnitude it gave; what is beyond float16 only
-            where it was not given that large: a mask of ``finfo(dtype).min`` is another number in each type.
-        result_peaks: a module -> the largest finite magnitude that it returned.
-        sensitivity: 16-bit type -> module -> how far rounding its operations' results to that type moves the loss, to
-            first order: the sum of abs(gradient x rounding error).
+        peaks: module -> the largest finite magnitude among its operations' results in the forward pass. Values beyond
+            float16 count only if the operation's inputs were smaller: a mask of ``finfo(dtype).min`` is a different
+            number in each dtype.
+        result_peaks: module -> the largest finite magnitude that it returned.
+        sensitivity: 16-bit dtype -> module -> how far rounding its operations' results to this dtype changes the loss,
+            to first order: the sum of abs(gradient x rounding error).
         largest_gradient: the largest finite magnitude in a backward pass.
-        results_are_bad: whether a result of the model, or a loss made of it, was inf or nan.
-        gradients_are_bad: whether anything in a backward pass was.
+        results_are_bad: whether a result of the model, or a loss computed from it, was inf or nan.
+        gradients_are_bad: whether a result in a backward pass was inf or nan.
         went_backward: whether there was a backward pass.
-        batch: samples of the model's inputs, of its first call; None before it.
+        batch: samples of the model's inputs at its first call; None before it.
     """
 
     def __init__(self, model: torch.nn.Module, rounded_to: Iterable[torch.dtype] = ()) -> None:
@@ -187,9 +188,9 @@ class OverflowWatch:
                     module = name.rpartition(".")[0]
                     self._faults.append(Fault("weights", module, FORWARD, name, tensor.dtype, (stats_of(values),)))
         with ExitStack() as stack:
-            # Only a module's own hooks are shown its keywords; scripted modules take no hooks.
+            # Only a module's own hooks receive keyword arguments; scripted modules cannot have hooks.
             if not isinstance(self._model, torch.jit.ScriptModule):
-                hook = self._model.register_forward_pre_hook(self._look_at_inputs, with_kwargs=True, prepend=True)
+                hook = self._model.register_forward_pre_hook(self._read_inputs, with_kwargs=True, prepend=True)
                 stack.callback(hook.remove)
             stack.enter_context(self._trace)
             self._stack = stack.pop_all()
@@ -200,7 +201,7 @@ class OverflowWatch:
 
     @property
     def first(self) -> Fault | None:
-        """The first fault that did harm; where results and gradients are finite, what may be meant did none."""
+        """The first fault that did harm. A fault that may be meant did none if results and gradients are finite."""
         if self.results_are_bad:
             return next(iter((*self._faults, *self._infinite_inputs)), None)
         surely = [fault for fault in self._faults if not fault.may_be_meant]
@@ -208,18 +209,18 @@ class OverflowWatch:
 
     @property
     def first_module(self) -> str | None:
-        """The dotted name of its module; "" is the model itself, None what is outside of it, or nothing found."""
+        """The dotted name of the first fault's module. "" is the model itself; None: outside of it, or no fault."""
         return None if self.first is None else self.first.module
 
     @property
     def kind(self) -> str | None:
-        """Its kind, one of those of :class:`Fault`; None where nothing was found."""
+        """The first fault's kind, as in :class:`Fault`; None if there is no fault."""
         return None if self.first is None else self.first.kind
 
     def __str__(self) -> str:
         return "nothing left the range" if self.first is None else str(self.first)
 
-    def _look_at_inputs(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _read_inputs(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = list(floating_tensors((args, kwargs)))
         if self.batch is None:
             self.batch = [sample_of(tensor) for tensor in tensors]
@@ -229,12 +230,12 @@ class OverflowWatch:
                 (self._infinite_inputs if _may_be_mask(tensor) else self._faults).append(fault)
 
     def _module_begins(self, name: str, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        """The model's own inputs are the data."""
+        """Check the inputs, if the module is the model itself: they are the data."""
         if not name and isinstance(module, torch.jit.ScriptModule):
-            self._look_at_inputs(module, args, {})
+            self._read_inputs(module, args, {})
 
     def _module_ends(self, name: str, output: Any) -> None:
-        """What the model gives tells whether a fault did harm."""
+        """Check the results, if the module is the model itself: they show whether a fault did harm."""
         for tensor in floating_tensors(output):
             peak = _peak(tensor)
             if math.isfinite(peak):
@@ -245,7 +246,7 @@ class OverflowWatch:
     def _operation(
         self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]
     ) -> Any:
-        """Look at what it is given where that is about to be overwritten, run it, look at its result."""
+        """Run an operation and check its result; check its inputs before if it overwrites them."""
         name = operation._schema.name.removeprefix("aten::")
         if self._is_weighing or name.startswith(_NOT_COMPUTED) or getattr(operation, "is_view", False):
             return run()
@@ -265,11 +266,11 @@ class OverflowWatch:
                 if place.phase == FORWARD and self.sensitivity:
                     self._weighed.append((place.module, tensor))
             else:
-                self._note_bad(str(operation), name, tensor, before or _Inputs(args, kwargs), place)
+                self._record_bad(str(operation), name, tensor, before or _Inputs(args, kwargs), place)
         return result
 
     def _weigh_last(self) -> None:
-        """Wait for the gradients of the last operation's results, which have their place in the graph by now."""
+        """Register hooks on the last operation's results, which are in the graph by now, for their gradients."""
         for module, tensor in self._weighed:
             if tensor.requires_grad and not tensor.is_leaf:
                 values = tensor.detach()
@@ -283,7 +284,7 @@ class OverflowWatch:
     def _weigh(
         self, module: str | None, errors: dict[torch.dtype, torch.Tensor], gradient: torch.Tensor | None
     ) -> None:
-        if gradient is None:  # of a result that the loss does not depend on
+        if gradient is None:  # the loss does not depend on this result
             return
         self._is_weighing = True
         try:
@@ -293,14 +294,14 @@ class OverflowWatch:
         finally:
             self._is_weighing = False
 
-    def _note_bad(self, operation: str, name: str, tensor: torch.Tensor, inputs: "_Inputs", place: Place) -> None:
+    def _record_bad(self, operation: str, name: str, tensor: torch.Tensor, inputs: "_Inputs", place: Place) -> None:
         if place.phase == BACKWARD:
             self.went_backward = self.gradients_are_bad = True
         elif place.module is None and tensor.numel() == 1:
             self.results_are_bad = True
-        # An inf among the inputs may become nan here.
-        came_in = inputs.any_nan or (inputs.any_inf and not bool(tensor.isnan().any()))
-        if came_in or inputs.infinite_number or len(self._faults) == _ENOUGH:
+        # An operation may turn an inf among its inputs into nan.
+        was_in_inputs = inputs.any_nan or (inputs.any_inf and not bool(tensor.isnan().any()))
+        if was_in_inputs or inputs.infinite_number or len(self._faults) == _ENOUGH:
             return
         kind: str = place.phase
         if not is_lower_precision(tensor.dtype):

@@ -1,4 +1,4 @@
-"""What :func:`mpinit.explain` finds: every operation of a run, by module and dtypes, and why it runs as it does."""
+"""The report of :func:`mpinit.explain`: the operations of a run, by module and dtypes, and the reasons."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from ..torch_internals.operations import caller_of_operation
 from .numbers import tensors_in
 from .trace import BACKWARD, FORWARD, ModelTrace, Place
 
-# Operations that make another view of the same numbers compute nothing.
+# Operations that return a view and compute nothing.
 _VIEWS: Final = frozenset(
     {
         "view",
@@ -55,21 +55,21 @@ _FORWARD_ONLY: Final = "Forward only: give loss=, a function of the output, for 
 @final
 @dataclass(frozen=True)
 class Row:
-    """Operations that agree in module, dtypes and reason.
+    """A group of operations with the same module, name, dtypes and reason.
 
     Attributes:
-        module: the module's dotted name; "" is the model itself, "(loss)" what belongs to no module of it.
-        module_type: its class.
+        module: the module's dotted name. "" is the model itself; "(loss)": outside of the model.
+        module_type: the module's class.
         phase: "forward" or "backward".
         op: the operation's name in torch's dispatcher, such as "addmm" or "_softmax".
         inputs: the floating dtypes among its inputs, each once, in order.
-        outputs: the same of its outputs.
-        why: why it runs in the type it does: policy row, weight type, promotion, user's code.
-        where: the file and line of a cast in the user's code; "" elsewhere.
-        flagged: whether it ran in 16 bits though the cast policy calls for float32.
+        outputs: the floating dtypes among its outputs, each once, in order.
+        why: the reason of its dtype: policy row, weight type, promotion or user's code.
+        where: the file and line of a cast in the user's code; else "".
+        flagged: whether it ran in 16 bits although the cast policy requires float32.
         count: how often it ran.
-        casts: how many of these were casts of floating numbers.
-        cast_bytes: the bytes that those casts wrote.
+        casts: how often it was a cast of a floating tensor.
+        cast_bytes: the bytes that these casts wrote.
     """
 
     module: str
@@ -92,12 +92,12 @@ class Row:
 
     @property
     def computes(self) -> bool:
-        """Whether it computes floating numbers: a view does not."""
+        """Return whether it computes floating-point numbers; a view does not."""
         return bool(self.dtypes) and self.op not in _VIEWS
 
     def cells(self) -> list[str]:
         return [
-            self.module or f"({self.module_type})",  # the model itself has no dotted name
+            self.module or f"({self.module_type})",  # the model itself has the name ""
             self.op if self.phase == FORWARD else f"{self.op} (backward)",
             f"{self.count:,}",
             *(", ".join(dtypes) for dtypes in (self.inputs, self.outputs)),
@@ -109,12 +109,12 @@ class Row:
 @final
 @dataclass(frozen=True)
 class PrecisionReport:
-    """What precision does in one run of a model: ``print`` it, or ask for its rows.
+    """The dtypes of the operations in one run of a model; printed, it is a table.
 
     Attributes:
         model: the model's class.
-        level: its opt_level; "" where it is not initialised.
-        rows: every operation, in the order in which it was first met.
+        level: its opt_level; "" if it is not initialised.
+        rows: all operations, in the order in which they first ran.
     """
 
     model: str
@@ -123,11 +123,11 @@ class PrecisionReport:
 
     @property
     def flagged(self) -> tuple[Row, ...]:
-        """Operations that ran in 16 bits though the cast policy calls for float32."""
+        """Operations that ran in 16 bits although the cast policy requires float32."""
         return tuple(row for row in self.rows if row.flagged)
 
     def summary(self) -> str:
-        """What was seen, in one line."""
+        """Return a summary in one line."""
         forward, backward = (sum(row.count for row in self.rows if row.phase == p) for p in (FORWARD, BACKWARD))
         casts = sum(row.casts for row in self.rows)
         size = bytes_text(sum(row.cast_bytes for row in self.rows))
@@ -141,7 +141,7 @@ class PrecisionReport:
     def __str__(self) -> str:
         title = f"{self.model} {f'at {self.level}' if self.level else 'as it is, not initialised'}"
         rows = [row for row in self.rows if row.computes]
-        # What is flagged is shown whatever else there is.
+        # Flagged rows are always shown.
         shown = sorted(range(len(rows)), key=lambda index: not rows[index].flagged)[:_SHOWN]
         hidden = len(rows) - len(shown)
         return "\n".join(
@@ -154,7 +154,7 @@ class PrecisionReport:
         )
 
     def to_json(self) -> str:
-        """Everything as JSON."""
+        """Return the whole report as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
 
@@ -165,10 +165,10 @@ _CASTING: Final = frozenset(
 )
 _LOWER: Final = ("float16", "bfloat16")
 _FLOAT32: Final = "float32"
-# What operations are in that no module runs: the loss, most of all.
+# The module of operations outside of the model, such as those of the loss.
 _NO_MODULE: Final = "(loss)"
 
-# The dispatcher's operations have the name of their row in the cast policy, but for these.
+# The dispatcher's operations whose name differs from their row in the cast policy.
 _OTHER_NAMES: Final = {
     **dict.fromkeys(("_convolution", "mkldnn_convolution", "cudnn_convolution", "miopen_convolution"), "convolution"),
     **dict.fromkeys(("convolution_overrideable", "_slow_conv2d_forward"), "convolution"),
@@ -201,7 +201,7 @@ _PREFIXES: Final = (
 
 
 class _Reason(NamedTuple):
-    """Why; where in the user's code a cast is; whether it ran in 16 bits though the cast policy calls for float32."""
+    """The reason of an operation's dtype, with the fields ``why``, ``where`` and ``flagged`` of a :class:`Row`."""
 
     why: str
     where: str = ""
@@ -210,9 +210,9 @@ class _Reason(NamedTuple):
 
 @dataclass
 class _Frame:
-    """A module's forward that is running: its own floating dtypes, and the casts that its code has made so far.
+    """The running forward of a module: the dtypes of its own tensors, and the casts in its code so far.
 
-    Whether casts were on is asked where it begins: inside the kernels that cast, torch says that they are off.
+    ``casts_on`` is read when it begins, because autocast's own kernels switch the flag off.
     """
 
     weights: tuple[str, ...]
@@ -222,10 +222,10 @@ class _Frame:
 
 
 class Recording:
-    """Counts operations, by the module of ``model`` whose forward they belong to, and says why they run as they do.
+    """A counter of operations by module of ``model``, dtypes and reason.
 
     Attributes:
-        trace: to be entered around the run.
+        trace: a context manager to enter around the run.
     """
 
     def __init__(self, model: nn.Module, session: Session | None) -> None:
@@ -235,13 +235,13 @@ class Recording:
         self._kept = () if session is None else tuple(session.selection.float32_modules)
         is_apex = self._plan is not None and self._plan.properties.cast_policy == "apex"
         self._policy: dict[str, CastRow] = {row.name: row for row in (APEX_POLICY if is_apex else TORCH_POLICY)}
-        # In front, what is outside of all modules.
+        # The first frame is outside of all modules.
         self._frames = [_Frame((), False, is_on(), {})]
-        # Count, casts and bytes cast of every row.
+        # Row -> its count, casts, and bytes written by casts.
         self._rows: dict[Row, list[int]] = {}
 
     def rows(self) -> tuple[Row, ...]:
-        """What was counted, in the order in which it was first met."""
+        """Return the rows, in the order in which their operations first ran."""
         return tuple(
             dataclasses.replace(row, count=count, casts=casts, cast_bytes=cast_bytes)
             for row, (count, casts, cast_bytes) in self._rows.items()
@@ -298,7 +298,7 @@ class Recording:
         return self._of_inputs(inputs, outputs)._replace(flagged=flagged)
 
     def _row_of(self, operation: str) -> CastRow | None:
-        """The policy's row that an operation of the dispatcher carries out; None for in-place ones and others."""
+        """Return the policy's row of an operation of the dispatcher; None for in-place operations and those without."""
         row = self._policy.get(_OTHER_NAMES.get(operation, operation))
         if row is not None:
             return None if operation.endswith("_") else row
@@ -339,7 +339,7 @@ class Recording:
 
 
 def _of_row(row: CastRow, inputs: tuple[str, ...], lower: bool) -> _Reason | None:
-    """Of an operation that has a row, while casts are on; None where the row was not followed."""
+    """Return the reason of an operation that has a row, while casts are on; None if it did not follow the row."""
     if row.cast is Cast.PROMOTE:
         return _Reason(f"policy: {row.name} takes the widest type given")
     if row.cast is Cast.LOWER_PRECISION:
@@ -348,7 +348,7 @@ def _of_row(row: CastRow, inputs: tuple[str, ...], lower: bool) -> _Reason | Non
         return _Reason(f"policy: {row.name} runs in {_FLOAT32}")
     caller = caller_of_operation(_WATCHERS)
     if caller is not None and caller.called and not any(n.rpartition(".")[2] == caller.called for n in row.names):
-        # A kernel of torch's calls it, behind the casts.
+        # A kernel of torch calls it, after the casts.
         return _Reason(f"inside {caller.called}, which runs in {inputs[0]}")
     return None
 
@@ -358,7 +358,7 @@ def _floating(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
 
 
 def _cast_of(operation: Any, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> tuple[str, str] | None:
-    """From which floating dtype to which an operation casts; None where it is no cast."""
+    """Return the names of the source and target dtype of a cast; None if the operation does not cast."""
     if operation is torch.ops.aten._to_copy.default and args and outputs:
         source, target = args[0], outputs[0]
     elif operation is torch.ops.aten.copy_.default and len(args) > 1:

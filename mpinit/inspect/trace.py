@@ -1,4 +1,4 @@
-"""Runs of a model with every operation seen, and known by the module that it belongs to."""
+"""A trace of a model's run: every operation, with the module that it belongs to."""
 
 import threading
 from bisect import bisect_right
@@ -13,17 +13,17 @@ from ..torch_internals.operations import OperationsSeen, next_number, running_no
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
-# What operations belong to that no module of the model made: the loss, most of all.
+# The module of operations outside of the model, such as those of the loss.
 OUTSIDE: Final = None
 
 
 class Place(NamedTuple):
-    """Where the program is.
+    """The place in a run where an operation is called.
 
     Attributes:
         phase: "forward" or "backward".
-        module: the dotted name of the module; "" is the model itself, None what is outside of it.
-        node: the name of the node of the backward graph that runs; "" in a forward.
+        module: the dotted name of the module. "" is the model itself; None: outside of it.
+        node: the name of the running node of the backward graph; "" in a forward.
     """
 
     phase: str
@@ -32,10 +32,15 @@ class Place(NamedTuple):
 
 
 class ModelTrace:
-    """While it is entered, the operations and modules of ``model`` are shown; afterwards all hooks are gone.
+    """A context manager that calls functions for the operations and modules of ``model``.
 
-    A backward operation belongs to the module in whose forward its node was made: the numbers that autograd gives its
-    nodes rise, so it is enough to know which module ran from which number on.
+    A backward operation belongs to the module whose forward created its node. Autograd numbers its nodes in order of
+    creation, so the trace records the first node number of each module's forward.
+
+    Args:
+        model: the model.
+        operation: called for each operation.
+        begins, ends: called when a module's forward begins and ends.
     """
 
     def __init__(self, model: nn.Module, operation: Any, begins: Any, ends: Any) -> None:
@@ -51,7 +56,7 @@ class ModelTrace:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            # Hooks of the process: modules with hooks of their own take other paths.
+            # Global hooks: modules with hooks of their own may run other code.
             stack.callback(module_hooks.register_module_forward_pre_hook(self._begin).remove)
             stack.callback(module_hooks.register_module_forward_hook(self._end, always_call=True).remove)
             stack.enter_context(self._mode)
@@ -64,25 +69,25 @@ class ModelTrace:
     def _begin(self, module: nn.Module, inputs: Any) -> None:
         if self._is_ours(module):
             self._running.append(self._names[module])
-            self._note()
+            self._record_number()
             self._begins(self._names[module], module, inputs)
 
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._is_ours(module) and self._running:
             name = self._running.pop()
-            self._note()
+            self._record_number()
             self._ends(name, output)
 
     def _is_ours(self, module: nn.Module) -> bool:
         return module in self._names and threading.get_ident() == self._thread
 
-    def _note(self) -> None:
+    def _record_number(self) -> None:
         self._numbers.append(next_number())
         self._ran.append(self._running[-1] if self._running else OUTSIDE)
 
     def place(self) -> Place:
         node = running_node()
-        # While a forward is computed again in the backward pass, modules run.
+        # Modules also run in a backward pass, when a checkpoint recomputes its forward.
         if self._running or node is None:
             return Place(FORWARD, self._running[-1] if self._running else OUTSIDE, "")
         if node.leaf is not None:
