@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from sphinx.pycode import ModuleAnalyzer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -37,6 +38,9 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 autodoc_typehints = "signature"
+# `initialize` has 34 arguments: one a line, where they do not fit into one.
+python_maximum_signature_line_length = 100
+python_display_short_literal_types = True
 TORCH = "https://docs.pytorch.org/docs/stable/"
 
 
@@ -71,6 +75,14 @@ def _let_long_names_break(app: Any, tree: nodes.document, page: str) -> None:
             literal.extend(inside)
 
 
+def _show_one_signature() -> None:
+    """Let autodoc show the signature of ``initialize`` itself, and not that of each overload, 34 arguments long."""
+    analyzer = ModuleAnalyzer.for_module("mpinit.initialization")
+    analyzer.analyze()
+    del analyzer.overloads["initialize"]
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    _show_one_signature()
     app.connect("doctree-resolved", _let_long_names_break)

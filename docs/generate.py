@@ -11,7 +11,7 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -164,20 +164,14 @@ def properties() -> str:
         "| property | default | what it is |",
         "|---|---|---|",
     ]
-    described = dict(_attributes(Properties.__doc__ or ""))
+    # A pipe would end the table's cell.
+    described = {
+        name: _linked(text.replace("``", "`").replace("|", "\\|"))
+        for name, text in keyword_types.attributes(Properties)
+    }
     for name, field in Properties.model_fields.items():
         parts.append(f"| `{name}` | {_cell(field.default)} | {described[name]} |")
     return "\n".join(parts) + "\n"
-
-
-def _attributes(docstring: str) -> Iterator[tuple[str, str]]:
-    """(name, text) of the entries under ``Attributes:``; an entry may name two."""
-    block = docstring.split("Attributes:")[1].split("Example:")[0]
-    for entry in re.split(r"\n {8}(?=\w)", block)[1:]:
-        names, _, text = entry.partition(":")
-        for name in names.split(","):
-            # A pipe would end the table's cell.
-            yield name.strip(), _linked(" ".join(text.split()).replace("``", "`").replace("|", "\\|"))
 
 
 def _linked(text: str) -> str:
@@ -209,6 +203,7 @@ MADE: Final = {
     "reference/gradient-states.md": gradient_states.page,
     "reference/all-messages.md": messages.page,
     "../mpinit/settings/keywords.py": keyword_types.page,
+    "../mpinit/initialization.py": keyword_types.initialization,
 }
 
 

@@ -1,8 +1,12 @@
 """The functions that begin, extend and end sessions: ``initialize``, ``add_optimizers``, ``undo``."""
 
-from collections.abc import Sequence
-from typing import Any, TypeVar, Unpack, overload
+from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, get_overloads, overload
+
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -12,56 +16,163 @@ from .basics.patching import UndoStack, for_each
 from .basics.tables import counted
 from .plan import make_plan
 from .session import Request, Session
-from .settings.keywords import Keywords, Level
+from .settings.keywords import Config, Dtype, KeepFp32, KeepInputs, Level
 from .settings.resolve import read_settings, resolve
 from .settings.spellings import DEFAULT_LEVEL
 
-# One of them, or a list or tuple: what is given comes back with its type.
+# One of them, or a list or tuple: objects are returned with the type that they were passed with.
 Models = TypeVar("Models", bound=nn.Module | Sequence[nn.Module])
 Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
 
 
 @overload
 def initialize(
-    models: Models, optimizers: None = None, opt_level: Level = "O1", **keywords: Unpack[Keywords]
+    models: Models,
+    optimizers: None = None,
+    opt_level: Level = "O1",
+    *,
+    enabled: bool | str = True,
+    await_optimizers: bool | str = False,
+    num_losses: int | str = 1,
+    config: Config = None,
+    verbosity: int | str = 1,
+    process_group: Any = None,
+    cast_model_type: Dtype | Literal[False] | None = None,
+    patch_torch_functions: bool | str | None = None,
+    patch_torch_functions_type: Dtype | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | Literal["split", "model", "True", "False"] | None = None,
+    loss_scale: float | Literal["dynamic"] | str | None = None,
+    cast_model_outputs: Dtype | None = None,
+    keep_fp32: KeepFp32 | Sequence[KeepFp32] | None = (),
+    keep_inputs: KeepInputs | Sequence[KeepInputs] | None = (),
+    entry_points: str | Sequence[str] | None = (),
+    cast_policy: Literal["torch", "apex"] | None = "torch",
+    cast_scope: Literal["thread", "model"] | None = "thread",
+    allow_banned: bool | str | None = False,
+    init_loss_scale: float | str | None = 65536.0,
+    growth_factor: float | str | None = 2.0,
+    backoff_factor: float | str | None = 0.5,
+    growth_interval: int | str | None = 2000,
+    hysteresis: int | str | None = 1,
+    min_loss_scale: float | str | None = None,
+    max_loss_scale: float | str | None = 16777216.0,
+    max_consecutive_skips: int | str | None = 64,
+    skip_nonfinite: bool | str | None = None,
+    optimizer_state: Literal["float32", "bfloat16", "int8"] | torch.dtype | None = "float32",
+    reduce_dtype: Dtype | None = None,
+    split_bucket_bytes: int | str | None = 67108864,
 ) -> Models: ...
 
 
 @overload
 def initialize(
-    models: Models, optimizers: Optimizers, opt_level: Level = "O1", **keywords: Unpack[Keywords]
+    models: Models,
+    optimizers: Optimizers,
+    opt_level: Level = "O1",
+    *,
+    enabled: bool | str = True,
+    await_optimizers: bool | str = False,
+    num_losses: int | str = 1,
+    config: Config = None,
+    verbosity: int | str = 1,
+    process_group: Any = None,
+    cast_model_type: Dtype | Literal[False] | None = None,
+    patch_torch_functions: bool | str | None = None,
+    patch_torch_functions_type: Dtype | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | Literal["split", "model", "True", "False"] | None = None,
+    loss_scale: float | Literal["dynamic"] | str | None = None,
+    cast_model_outputs: Dtype | None = None,
+    keep_fp32: KeepFp32 | Sequence[KeepFp32] | None = (),
+    keep_inputs: KeepInputs | Sequence[KeepInputs] | None = (),
+    entry_points: str | Sequence[str] | None = (),
+    cast_policy: Literal["torch", "apex"] | None = "torch",
+    cast_scope: Literal["thread", "model"] | None = "thread",
+    allow_banned: bool | str | None = False,
+    init_loss_scale: float | str | None = 65536.0,
+    growth_factor: float | str | None = 2.0,
+    backoff_factor: float | str | None = 0.5,
+    growth_interval: int | str | None = 2000,
+    hysteresis: int | str | None = 1,
+    min_loss_scale: float | str | None = None,
+    max_loss_scale: float | str | None = 16777216.0,
+    max_consecutive_skips: int | str | None = 64,
+    skip_nonfinite: bool | str | None = None,
+    optimizer_state: Literal["float32", "bfloat16", "int8"] | torch.dtype | None = "float32",
+    reduce_dtype: Dtype | None = None,
+    split_bucket_bytes: int | str | None = 67108864,
 ) -> tuple[Models, Optimizers]: ...
 
 
-def initialize(models: Any, optimizers: Any = None, opt_level: str = DEFAULT_LEVEL, **keywords: Any) -> Any:
+def initialize(
+    models: Any, optimizers: Any = None, opt_level: str = DEFAULT_LEVEL, *others: Any, **keywords: Any
+) -> Any:
     """Make models and their optimizers train in mixed precision, in place.
+
+    Keywords override the configuration, which overrides the level. A keyword of None counts as not given.
 
     Args:
         models: a module, or a list or tuple of modules; not yet wrapped in DistributedDataParallel or the like.
         optimizers: an optimizer, a list or tuple, or None (inference, or an optimizer of your own).
         opt_level: "O0" (float32), "O1" (patched functions, default), "O2" (16-bit weights, float32 masters), "O3"
             (16-bit throughout), "O4" and "O5" (O1 and O2 in bfloat16).
-        enabled: False makes this and every other function of mpinit a no-op for these objects.
-        await_optimizers: whether optimizers come later, by :func:`add_optimizers`: until then every trainable weight
-            keeps its float32 values.
-        cast_model_type: dtype of parameters, buffers and inputs; False: don't cast.
+        enabled: False makes this and every other function of mpinit a no-op for these objects. Default True.
+        await_optimizers: whether optimizers are added later, by :func:`add_optimizers`. Until then every trainable
+            weight keeps its float32 values. Default False.
+        num_losses: number of losses that have a scaler each (``loss_id`` of :func:`scale_loss`). Default 1.
+        config: a TOML file's path or a mapping with the same keys. Keywords override it, and it overrides the level.
+            Default None.
+        verbosity: 0: no log lines; 1 and above: one line at level INFO. Default 1.
+        process_group: a process group (of ``torch.distributed``) of ranks that step together although they do not share
+            gradients: pipeline stages, models sharded over different meshes, gradients that are averaged by hand. All
+            of them skip a step if one overflowed. Default None: the ranks over which parameters are sharded, or to
+            which DistributedDataParallel leaves some parameters.
+        cast_model_type: dtype that the model's floating parameters, buffers and inputs are cast to; None: no cast. As a
+            keyword, False means no cast, and None the level's value.
         patch_torch_functions: whether torch functions cast their arguments (O1).
-        patch_torch_functions_type: the 16-bit dtype they run in. Default float16.
-        keep_batchnorm_fp32: whether BatchNorm stays float32 in a 16-bit model.
-        master_weights: True, False, "model" (float32 outside of forwards) or "split": see :class:`Properties`.
-        loss_scale: "dynamic" or a positive number. Default the level's; 1.0 where the 16-bit type is bfloat16.
-        cast_model_outputs: dtype of floating outputs. Default float32.
-        keep_fp32: module types, dotted names with wildcards (of modules, or else of parameters and buffers), or a
-            predicate (name, module) -> bool: left in float32.
-        num_losses: how many losses have a scaler of their own (``loss_id`` of :func:`scale_loss`).
-        min_loss_scale, max_loss_scale: limits of dynamic scaling. Default none and 2**24.
-        config: a TOML file's path or a mapping with the same keys; keywords beat it, it beats the level.
-        verbosity: 0 nothing, 1 and above one log line. :func:`mpinit.explain` says what O1 casts.
-        process_group: a process group (of ``torch.distributed``) of ranks whose steps are one, though their
-            gradients are not: pipeline stages, models sharded over different meshes, gradients that are averaged by
-            hand. All of them skip a step where one overflowed. Default: the ranks that parameters are sharded
-            over, or that DistributedDataParallel leaves some parameters to.
-        **keywords: those above, and any other field of :class:`Properties`.
+        patch_torch_functions_type: the 16-bit dtype that these functions run in. Default float16.
+        keep_batchnorm_fp32: whether BatchNorm stays float32 in a 16-bit model; None at O0 and O1, whose models are
+            float32.
+        master_weights: True: the optimizer steps float32 masters of 16-bit weights. "split": the same, bit for bit,
+            stored as the bfloat16 weight and a 16-bit remainder. "model": the model's parameters stay float32, the
+            optimizer steps them, and forwards use 16-bit casts of them. False or None: the optimizer steps the 16-bit
+            weights. A weight is its master rounded to nearest: ties to even with True and "model", away from zero with
+            "split".
+        loss_scale: "dynamic", or a static number above 0.
+        cast_model_outputs: dtype of the model's floating outputs. Default None: float32.
+        keep_fp32: modules that stay float32: module types, dotted names (wildcards allowed) or predicates ``(name,
+            module) -> bool``. A name that matches no module is a name of parameters or buffers. These tensors stay
+            float32 in a 16-bit module, whose code must cast them.
+        keep_inputs: arguments of the models' forwards and entry points that are not cast, such as a loss's targets:
+            names (wildcards allowed) or predicates ``(name, value) -> bool``. Positional arguments have the names of
+            the signature. A model with a lambda here cannot be pickled.
+        entry_points: methods besides ``forward`` that you call from outside, such as "forward_features" or
+            "backbone.forward_features". Their inputs and outputs are cast like those of ``forward``.
+        cast_policy: "torch" (PyTorch's CUDA autocast lists on every device) or the stricter "apex". Default "torch".
+        cast_scope: "thread": casts are on in the calling thread. "model": only inside initialised models' forward.
+            Default "thread".
+        allow_banned: run functions that the cast policy bans in float16. Default False.
+        init_loss_scale: the first scale of dynamic scaling. Default 2**16.
+        growth_factor: the scale is multiplied by this after ``growth_interval`` good steps. Default 2.
+        backoff_factor: the scale is multiplied by this on overflow. Default 0.5.
+        growth_interval: number of good steps before the scale grows. Default 2,000.
+        hysteresis: the scale backs off at this many overflows. Default 1.
+        min_loss_scale: lower limit of a dynamic scale. Default None: no limit.
+        max_loss_scale: upper limit of a dynamic scale. Default 2**24.
+        max_consecutive_skips: ``step()`` raises after this many skipped steps in a row. Default 64.
+        skip_nonfinite: whether to skip a step whose gradients contain inf or nan, on all ranks, also without a dynamic
+            loss scale. Weights, optimizer states and schedulers (``scheduler_step``) do not change. Default None: only
+            if it costs no device sync: on a CPU and with fused optimizers, but not at O0. The third skip in a row
+            warns, and ``max_consecutive_skips`` applies.
+        optimizer_state: format of the optimizer's state between steps: "float32" (the optimizer's own), "bfloat16" or
+            "int8" (1 byte per number, and 4 per 128 numbers), rounded stochastically. Only for optimizers that update
+            each parameter by itself. Default "float32". See docs/explanation/optimizer-states.md.
+        reduce_dtype: torch.float32: DistributedDataParallel sums 16-bit gradients over ranks in float32, a bucket at a
+            time, and rounds the mean once. This sends twice the bytes and needs one float32 bucket. Default None: in
+            the gradients' dtype. For FSDP2, set ``MixedPrecisionPolicy(reduce_dtype=...)``.
+        split_bucket_bytes: float32 bytes that ``master_weights="split"`` and ``optimizer_state`` materialise at a time.
+            Default 64 MiB; on a CPU at most 16 MiB, because larger buckets are slower there.
 
     Returns:
         The objects given, as one object, a list or a tuple as they were; only the models where ``optimizers`` is None.
@@ -79,6 +190,11 @@ def initialize(models: Any, optimizers: Any = None, opt_level: str = DEFAULT_LEV
         (torch.float16, torch.float32)
         >>> mpinit.undo(model)
     """
+    if others:
+        raise TypeError(
+            "initialize() has three positional arguments: models, optimizers and opt_level. The others are keywords, "
+            "such as enabled=True, which is the third argument of apex"
+        )
     model_list = checks.as_list(models, nn.Module, "models")
     optimizer_list = [] if optimizers is None else checks.as_optimizers(optimizers)
     settings, given, from_config = read_settings(keywords)
@@ -102,6 +218,20 @@ def initialize(models: Any, optimizers: Any = None, opt_level: str = DEFAULT_LEV
     else:
         registry.disable(model_list, optimizer_list)
     return models if optimizers is None else (models, optimizers)
+
+
+def _signature() -> inspect.Signature:
+    """Return the signature that ``inspect.signature``, ``help`` and notebooks show: that of the second overload."""
+    full = inspect.signature(get_overloads(initialize)[-1])
+    models, optimizers, *others = full.parameters.values()
+    shown = [
+        models.replace(annotation="nn.Module | Sequence[nn.Module]"),
+        optimizers.replace(default=None, annotation="Optimizer | Sequence[Optimizer] | None"),
+    ]
+    return full.replace(parameters=[*shown, *others], return_annotation="Models | tuple[Models, Optimizers]")
+
+
+vars(initialize)["__signature__"] = _signature()
 
 
 def _announce(session: Session, names_in_16_bit: list[str]) -> None:

@@ -7,44 +7,45 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import nn
 
-Level = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
+# A command line passes strings: the literals are for editors.
+Level = Literal["O0", "O1", "O2", "O3", "O4", "O5"] | str
 Dtype = torch.dtype | Literal["float16", "fp16", "half", "bfloat16", "bf16", "float32", "fp32", "float"]
 Config = str | Path | Mapping[str, Any] | None
-_KeepFp32 = type[nn.Module] | str | Callable[[str, nn.Module], bool]
-_KeepInputs = str | Callable[[str, Any], bool]
+KeepFp32 = type[nn.Module] | str | Callable[[str, nn.Module], bool]
+KeepInputs = str | Callable[[str, Any], bool]
 
 
 class Keywords(TypedDict, total=False):
     """The optional arguments of ``initialize``: its settings, and the fields of :class:`Properties`."""
 
-    enabled: bool
-    await_optimizers: bool
-    num_losses: int
+    enabled: bool | str
+    await_optimizers: bool | str
+    num_losses: int | str
     config: Config
-    verbosity: int
+    verbosity: int | str
     process_group: Any
     cast_model_type: Dtype | Literal[False] | None
-    patch_torch_functions: bool | None
+    patch_torch_functions: bool | str | None
     patch_torch_functions_type: Dtype | None
-    keep_batchnorm_fp32: bool | None
-    master_weights: bool | Literal["split", "model"] | None
-    loss_scale: float | Literal["dynamic"] | None
+    keep_batchnorm_fp32: bool | str | None
+    master_weights: bool | Literal["split", "model", "True", "False"] | None
+    loss_scale: float | Literal["dynamic"] | str | None
     cast_model_outputs: Dtype | None
-    keep_fp32: _KeepFp32 | Sequence[_KeepFp32] | None
-    keep_inputs: _KeepInputs | Sequence[_KeepInputs] | None
+    keep_fp32: KeepFp32 | Sequence[KeepFp32] | None
+    keep_inputs: KeepInputs | Sequence[KeepInputs] | None
     entry_points: str | Sequence[str] | None
     cast_policy: Literal["torch", "apex"] | None
     cast_scope: Literal["thread", "model"] | None
-    allow_banned: bool | None
-    init_loss_scale: float | None
-    growth_factor: float | None
-    backoff_factor: float | None
-    growth_interval: int | None
-    hysteresis: int | None
-    min_loss_scale: float | None
-    max_loss_scale: float | None
-    max_consecutive_skips: int | None
-    skip_nonfinite: bool | None
+    allow_banned: bool | str | None
+    init_loss_scale: float | str | None
+    growth_factor: float | str | None
+    backoff_factor: float | str | None
+    growth_interval: int | str | None
+    hysteresis: int | str | None
+    min_loss_scale: float | str | None
+    max_loss_scale: float | str | None
+    max_consecutive_skips: int | str | None
+    skip_nonfinite: bool | str | None
     optimizer_state: Literal["float32", "bfloat16", "int8"] | torch.dtype | None
     reduce_dtype: Dtype | None
-    split_bucket_bytes: int | None
+    split_bucket_bytes: int | str | None

@@ -74,7 +74,8 @@ class Properties(BaseModel):
     has types or functions.
 
     Attributes:
-        cast_model_type: dtype that the model's floating parameters, buffers and inputs are cast to; None: no cast.
+        cast_model_type: dtype that the model's floating parameters, buffers and inputs are cast to; None: no cast. As
+            a keyword, False means no cast, and None the level's value.
         patch_torch_functions: whether torch functions cast their arguments (O1).
         patch_torch_functions_type: the 16-bit dtype that these functions run in. Default float16.
         keep_batchnorm_fp32: whether BatchNorm stays float32 in a 16-bit model; None at O0 and O1, whose models are

@@ -20,7 +20,21 @@ Config = str | Path | Mapping[str, Any] | None
 
 @dataclass(frozen=True)
 class Settings:
-    """The keywords of ``initialize`` that are no properties, with their defaults."""
+    """The keywords of ``initialize`` that are no properties, with their defaults.
+
+    Attributes:
+        enabled: False makes this and every other function of mpinit a no-op for these objects. Default True.
+        await_optimizers: whether optimizers are added later, by :func:`add_optimizers`. Until then every trainable
+            weight keeps its float32 values. Default False.
+        num_losses: number of losses that have a scaler each (``loss_id`` of :func:`scale_loss`). Default 1.
+        config: a TOML file's path or a mapping with the same keys. Keywords override it, and it overrides the level.
+            Default None.
+        verbosity: 0: no log lines; 1 and above: one line at level INFO. Default 1.
+        process_group: a process group (of ``torch.distributed``) of ranks that step together although they do not share
+            gradients: pipeline stages, models sharded over different meshes, gradients that are averaged by hand. All
+            of them skip a step if one overflowed. Default None: the ranks over which parameters are sharded, or to
+            which DistributedDataParallel leaves some parameters.
+    """
 
     enabled: bool = True
     await_optimizers: bool = False
@@ -167,6 +181,9 @@ def read_settings(keywords: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]
     config = rest.pop("config", None)
     from_config = read_config(config, tuple(_NUMBERS))
     enabled, awaits = rest.pop("enabled", True), rest.pop("await_optimizers", False)
+    if isinstance(awaits, str):
+        with contextlib.suppress(ValueError):
+            awaits = parse_bool(awaits)
     if not isinstance(awaits, bool):
         raise TypeError(f"await_optimizers must be True or False, not {awaits!r}")
     # Values from a command line are strings.

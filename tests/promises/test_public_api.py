@@ -1,6 +1,7 @@
 """The public names: their types, their signatures, their messages."""
 
 import inspect
+import pydoc
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from mpinit import amp
 from mpinit.amp import initialize
 from mpinit.settings.keywords import Keywords
 from mpinit.settings.properties import OPT_LEVELS, Properties
-from mpinit.settings.resolve import Settings
+from mpinit.settings.resolve import Settings, read_settings, resolve
 
 FUNCTIONS = {
     *("initialize", "add_optimizers", "scale_loss", "master_params", "float32_weights"),
@@ -35,7 +36,6 @@ INSPECTORS = {
 }
 
 SIGNATURES = {
-    "initialize": "(models, optimizers=None, opt_level='O1', **keywords)",
     "add_optimizers": "(optimizers)",
     "scale_loss": "(loss, optimizers, loss_id=0, model=None, delay_unscale=False, delay_overflow_check=False)",
     "master_params": "(optimizer)",
@@ -76,6 +76,32 @@ def test_names_order_and_defaults_of_the_arguments(name: str) -> None:
     parameters = inspect.signature(getattr(mpinit, name)).parameters.values()
     bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
     assert str(inspect.Signature(bare)) == SIGNATURES[name]
+
+
+def test_initialize_shows_every_keyword_with_its_type_and_default() -> None:
+    signature = inspect.signature(mpinit.initialize)
+    parameters = signature.parameters
+    assert list(parameters) == ["models", "optimizers", "opt_level", *Keywords.__annotations__]
+    assert [parameters[name].default for name in ("optimizers", "opt_level")] == [None, "O1"]
+    kinds = {parameters[name].kind for name in Keywords.__annotations__}
+    assert kinds == {inspect.Parameter.KEYWORD_ONLY}
+    of_levels = {name for props in OPT_LEVELS.values() for name in props.model_fields_set}
+    for name, field in Properties.model_fields.items():
+        assert parameters[name].default == (None if name in of_levels else field.default), name
+        assert "None" in parameters[name].annotation
+    assert parameters["loss_scale"].annotation == "float | Literal['dynamic'] | str | None"
+    assert [parameters[field.name].default for field in fields(Settings)] == [
+        field.default for field in fields(Settings)
+    ]
+    text = pydoc.render_doc(mpinit.initialize, renderer=pydoc.plaintext)
+    for name in parameters:
+        assert len(re.findall(rf"\b{name}: ", text)) >= 2, f"{name} is in the signature and in the list of arguments"
+
+
+def test_the_defaults_shown_are_what_a_call_without_them_uses() -> None:
+    shown = inspect.signature(mpinit.initialize).parameters
+    for level in OPT_LEVELS:
+        assert resolve(level, {name: shown[name].default for name in Properties.model_fields}) == resolve(level, {})
 
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS | INSPECTORS))
@@ -140,6 +166,30 @@ def test_a_keyword_beats_a_configuration_also_the_default(pair: tuple[nn.Module,
     assert mpinit.loss_scale(optimizer) == 2.0**16
     with pytest.raises(ValueError, match="num_losses=1"):
         mpinit.loss_scale(optimizer, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("enabled", "False", False),
+        ("await_optimizers", "true", True),
+        ("num_losses", "2", 2),
+        ("verbosity", "0", 0),
+        ("loss_scale", "128.0", 128.0),
+        ("keep_batchnorm_fp32", "True", True),
+        ("master_weights", "False", False),
+        ("growth_factor", "4.0", 4.0),
+        ("backoff_factor", "0.25", 0.25),
+        ("growth_interval", "100", 100),
+        ("max_loss_scale", "2048", 2048.0),
+        ("skip_nonfinite", "True", True),
+        ("split_bucket_bytes", "1024", 1024),
+    ],
+)
+def test_a_string_that_the_types_allow_is_the_value_it_spells(name: str, text: str, value: Any) -> None:
+    settings, given, _ = read_settings({name: text})
+    found = getattr(settings, name) if hasattr(settings, name) else getattr(resolve("O2", given)[1], name)
+    assert found == value and type(found) is type(value)
 
 
 def test_strings_from_a_command_line(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
@@ -327,6 +377,13 @@ def test_the_same_optimizer_twice(pair_messages: tuple[nn.Module, torch.optim.Op
     with pytest.raises(ValueError) as caught:
         mpinit.initialize(net(), optimizer, "O2")
     says(caught, "SGD", "undo")
+
+
+def test_a_fourth_positional_argument_is_answered_with_the_keyword() -> None:
+    model = net()
+    with pytest.raises(TypeError, match=r"three positional arguments: .* keywords, such as enabled=True, .* of apex"):
+        mpinit.initialize(model, sgd(model), "O2", True)  # type: ignore[call-overload]
+    assert next(model.parameters()).dtype is torch.float32
 
 
 def test_duplicates_in_one_call() -> None:

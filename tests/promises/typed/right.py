@@ -1,6 +1,6 @@
 """Uses that a type checker accepts, and the types that come out of them."""
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any, assert_type
 
@@ -49,3 +49,26 @@ def every_kind_of_value(model: Net, optimizer: Adam, arguments: Namespace, rest:
     mpinit.initialize(model, optimizer, "O2", keep_fp32=[nn.LayerNorm, "head", lambda name, module: "norm" in name])
     mpinit.initialize(model, optimizer, "O2", keep_inputs="targets", entry_points=["features"], max_loss_scale=8)
     mpinit.GradScaler(optimizer, loss_id=0, enabled=True)
+
+
+class Arguments(Namespace):
+    opt_level: str
+    loss_scale: str | None
+    keep_batchnorm_fp32: str | None
+    growth_interval: str
+
+
+def strings_of_a_command_line(model: Net, optimizer: Adam, parser: ArgumentParser) -> None:
+    arguments = parser.parse_args(namespace=Arguments())
+    mpinit.initialize(
+        model,
+        optimizer,
+        opt_level=arguments.opt_level,
+        loss_scale=arguments.loss_scale,
+        keep_batchnorm_fp32=arguments.keep_batchnorm_fp32,
+        growth_interval=arguments.growth_interval,
+    )
+    mpinit.initialize(model, optimizer, "O2", loss_scale="128.0", keep_batchnorm_fp32="True", enabled="False")
+    mpinit.initialize(model, optimizer, "O2", loss_scale="dynamic", cast_model_type="bf16", master_weights="True")
+    mpinit.initialize(model, optimizer, "O1", min_loss_scale="None", max_loss_scale="2048", num_losses="2")
+    mpinit.initialize(model, optimizer, "O1", patch_torch_functions="True", verbosity="0", await_optimizers="True")

@@ -10,12 +10,15 @@ import mpinit
 def uses(model: nn.Linear, optimizer: SGD, loss: torch.Tensor) -> None:
     mpinit.initialize(3, 4)  # wrong
     mpinit.initialize(model, optimizer, opt_levle="O2")  # wrong
-    mpinit.initialize(model, optimizer, opt_level="O9")  # wrong
+    mpinit.initialize(model, optimizer, opt_level=2)  # wrong
     mpinit.initialize(model, optimizer, master_weights="splitt")  # wrong
+    mpinit.initialize(model, optimizer, cast_policy="amp")  # wrong
+    mpinit.initialize(model, optimizer, optimizer_state="int4")  # wrong
+    mpinit.initialize(model, optimizer, config=3)  # wrong
     mpinit.initialize(optimizer, model)  # wrong
     mpinit.initialize(model.parameters(), optimizer)  # wrong
     mpinit.initialize(model, model.parameters())  # wrong
-    mpinit.initialize(model, optimizer, loss_scale="dynamik")  # wrong
+    mpinit.initialize(model, optimizer, loss_scale=[128.0])  # wrong
     mpinit.initialize(model, optimizer, cast_model_type="int4")  # wrong
     mpinit.initialize(model, optimizer, "O2", True)  # wrong
     mpinit.initialize(model, optimizer)[0].backward()  # wrong
