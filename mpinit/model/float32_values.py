@@ -14,7 +14,7 @@ as the parameters inside ``with float32_weights(model)``. One rule holds for all
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
@@ -29,7 +29,7 @@ from ..distributed.sharding import is_sharded, local, shard
 from ..masters.full import FullMasters
 from ..masters.law import is_rounding, meaning, round_into
 from ..masters.masters import Master, Masters
-from ..torch_internals.bulk import are_same, grads_of, set_grads, versions_of
+from ..torch_internals.bulk import are_same, changed_grads, set_grads, versions_of
 from ..torch_internals.parameter_data import TENSOR_DATA, have_same_bits, record_data_use
 from ..torch_internals.running import call_after_backward, current_graph_task, reads_without_sync
 from .casting import TensorCasts
@@ -159,7 +159,12 @@ class Float32Values:
             wide = (saved if values is None else values).detach().to(torch.float32, copy=True)
         self._entries.append(
             _Entry(
-                weakref.ref(wide), wide.detach(), wide._version, tensor, self._clock(tensor, master is not None), agreed
+                weakref.ref(wide),
+                wide.detach(),
+                wide._version,
+                tensor,
+                self._record_clock(tensor, master is not None),
+                agreed,
             )
         )
         return wide
@@ -192,7 +197,7 @@ class Float32Values:
         finally:
             self.masters.keeps_bits = before
             for entry in current:
-                entry.clock = self._clock(entry.tensor)
+                entry.clock = self._record_clock(entry.tensor)
 
     @torch.no_grad()
     def _apply_entries(self) -> None:
@@ -201,7 +206,7 @@ class Float32Values:
             if entry.values._version == entry.version:
                 continue
             if _holds_present_numbers(self, entry):
-                entry.version, entry.clock = entry.values._version, self._clock(entry.tensor)
+                entry.version, entry.clock = entry.values._version, self._record_clock(entry.tensor)
             else:
                 written.setdefault(id(entry.tensor), []).append(entry)
         if written:
@@ -210,7 +215,7 @@ class Float32Values:
                 tensor.copy_(values)
                 self.load(tensor, values)
                 for entry in entries:
-                    entry.version, entry.clock = entry.values._version, self._clock(tensor)
+                    entry.version, entry.clock = entry.values._version, self._record_clock(tensor)
         self._entries = [entry for entry in self._entries if entry.handed_out() is not None]
 
     def _check_entries(self, written: Sequence[list["_Entry"]]) -> list[tuple[list["_Entry"], torch.Tensor]]:
@@ -236,19 +241,29 @@ class Float32Values:
             checked.append((entries, values))
         return checked
 
-    def _clock(self, tensor: torch.Tensor, is_recorded: bool = False) -> tuple[int, ...]:
+    def _record_clock(self, tensor: torch.Tensor, is_recorded: bool = False) -> tuple[int, ...]:
+        """Watch a tensor from here on for writes through its data, and read its clock.
+
+        Args:
+            tensor: the 16-bit parameter or buffer.
+            is_recorded: whether uses of its ``data`` are recorded already, as those of weights with masters are.
+        """
+        if not tensor.is_inference():
+            use, key = self.masters.data_use, id(tensor)
+            if key in use.touched:
+                use.keep(tensor)
+            elif key not in use.kept and isinstance(tensor, nn.Parameter) and not tensor.is_meta:
+                use.kept[key] = None
+                if not is_recorded:
+                    record_data_use(tensor, use)
+        return self._clock(tensor)
+
+    def _clock(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """Read how often a tensor was written to: its versions, and how often its data was found changed."""
         if tensor.is_inference():
             return ()
-        use, key = self.masters.data_use, id(tensor)
-        if key in use.touched:
-            use.keep(tensor)
-        elif key not in use.kept and isinstance(tensor, nn.Parameter) and not tensor.is_meta:
-            use.kept[key] = None
-            if not is_recorded:
-                record_data_use(tensor, use)
         part = getattr(tensor, "_local_tensor", tensor)
-        return tensor._version, part._version, use.moves.get(key, 0)
+        return tensor._version, part._version, self.masters.data_use.count_moves(tensor)
 
     def _has_moved(self, entry: "_Entry") -> bool:
         if self._clock(entry.tensor) != entry.clock:
@@ -313,7 +328,9 @@ class Float32Values:
         self.moved()
         for handed_out, saved, tensor in self._block_entries:
             if handed_out() is not None:
-                self._entries.append(_Entry(handed_out, saved, saved._version, tensor, self._clock(tensor), False))
+                self._entries.append(
+                    _Entry(handed_out, saved, saved._version, tensor, self._record_clock(tensor), False)
+                )
         self._block_entries = []
 
 
@@ -465,7 +482,7 @@ class HandedOutMasters:
         self._bound: list[torch.Tensor | None] = []
         self._theirs: list[torch.Tensor | None] = []
         self._copies: dict[int, int] = {}
-        self._on_gradient = _OnGradient(weakref.ref(self))
+        self._on_gradient = _bind_once_a_pass(weakref.ref(self))
 
     def add(self, masters: Iterable[Master]) -> None:
         """Hand out masters, those that are handed out already among them."""
@@ -516,19 +533,21 @@ class HandedOutMasters:
         if not (self._table.are_in_model or self._table.is_open):
             self.bind_gradients()
 
-    @torch.no_grad()
     def bind_gradients(self, anew: bool = False) -> None:
         """Set each master's ``grad`` to its weight's, or to a float32 copy of that where it has another dtype.
 
         Args:
-            anew: also where the weights' gradients are those that were bound last. Default False.
+            anew: also where masters or float32 copies have other gradients than were bound last. Default False.
         """
-        theirs = grads_of(self._weights)
-        if not anew and are_same(theirs, self._theirs):
-            return
+        theirs = changed_grads(self._weights, self._theirs)
+        if theirs is None:
+            if not anew or not (self._copies or changed_grads(self._parameters, self._bound)):
+                return
+            theirs = self._theirs
         bound, self._copies = theirs, {}
         if not _FLOAT32.issuperset({gradient.dtype for gradient in theirs if gradient is not None}):
-            bound = [None if gradient is None else gradient.float() for gradient in theirs]
+            with torch.no_grad():
+                bound = [None if gradient is None else gradient.float() for gradient in theirs]
             copies = enumerate(zip(bound, theirs, strict=True))
             self._copies = {i: mine._version for i, (mine, its) in copies if mine is not None and mine is not its}
         set_grads(self._parameters, bound)
@@ -542,9 +561,11 @@ class HandedOutMasters:
         """
         if len(self._table.handed_out) != len(self.masters):
             self._drop_discarded()
-        mine = grads_of(self._parameters)
-        if not self._copies and are_same(mine, self._bound):
-            return
+        mine = changed_grads(self._parameters, self._bound)
+        if mine is None:
+            if not self._copies:
+                return
+            mine = self._bound
         is_changed = False
         for index, (master, gradient, bound) in enumerate(zip(self.masters, mine, self._bound, strict=True)):
             if gradient is bound:
@@ -649,21 +670,21 @@ class HandedOutMasters:
         master.last_seen = None
 
 
-class _OnGradient:
-    """A post-accumulate-grad hook of all weights: the first one of a backward pass binds gradients at its end."""
+def _bind_once_a_pass(known: "weakref.ref[HandedOutMasters]") -> Callable[[torch.Tensor], None]:
+    """Make a post-accumulate-grad hook of all weights: the first one of a backward pass binds gradients at its end."""
+    # A closure: it runs for every weight in every backward pass, and a method takes a third longer.
+    last = -1
+    current = current_graph_task
 
-    __slots__ = ("_known", "_pass")
-
-    def __init__(self, known: "weakref.ref[HandedOutMasters]") -> None:
-        self._known = known
-        self._pass = -1
-
-    def __call__(self, _: torch.Tensor) -> None:
-        if self._pass != (now := current_graph_task()):
-            self._pass = now
-            handed_out = self._known()
+    def on_gradient(_: torch.Tensor) -> None:
+        nonlocal last
+        if last != (now := current()):
+            last = now
+            handed_out = known()
             if handed_out is not None:
                 call_after_backward(handed_out.bind_after_backward)
+
+    return on_gradient
 
 
 # -- a block --------------------------------------------------------------------------------------------------------

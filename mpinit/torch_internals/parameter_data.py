@@ -55,6 +55,15 @@ class DataUse:
         if reads_without_sync(now.device) and not have_same_bits(now, before):
             self.moves[key] = self.moves.get(key, 0) + 1
 
+    def count_moves(self, parameter: torch.Tensor) -> int:
+        """Count how often numbers were found changed, now among them; changes nothing."""
+        key = id(parameter)
+        before, moves = self.kept.get(key), self.moves.get(key, 0)
+        if before is None or not reads_without_sync(before.device):
+            return moves
+        now = getattr(TENSOR_DETACH(parameter), "_local_tensor", TENSOR_DETACH(parameter))
+        return moves if have_same_bits(now, before) else moves + 1
+
     def touch(self, parameter: torch.Tensor) -> None:
         """Record that a parameter's ``data`` is about to be read or replaced."""
         key = id(parameter)
