@@ -57,6 +57,15 @@ def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     return list(map(_GRAD_OF, tensors))
 
 
+def changed_grads(tensors: list[Any], expected: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
+    """Return each tensor's ``grad``; None where all are the objects that were expected, the usual case."""
+    code = native()
+    if code is not None and code.grads_are(tensors, expected):
+        return None
+    found = grads_of(tensors)
+    return None if are_same(found, expected) else found
+
+
 def have_grads(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether any tensor has a ``grad``."""
     return any(map(is_not, map(_GRAD_OF, tensors), repeat(None)))

@@ -900,7 +900,25 @@ PyObject* versions(PyObject*, PyObject* given) {
   });
 }
 
+// grads_are(tensors, expected): whether each tensor's grad is the expected one, None among them; two lists.
+PyObject* grads_are(PyObject*, PyObject* args) {
+  PyObject *tensors, *expected;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &tensors, &PyList_Type, &expected)) return nullptr;
+  const Py_ssize_t count = PyList_GET_SIZE(tensors);
+  if (PyList_GET_SIZE(expected) != count) Py_RETURN_FALSE;
+  return guarded([&]() -> PyObject* {
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      PyObject *tensor = PyList_GET_ITEM(tensors, i), *grad = PyList_GET_ITEM(expected, i);
+      if (!THPVariable_Check(tensor) || !(grad == Py_None || THPVariable_Check(grad))) Py_RETURN_FALSE;
+      const at::Tensor& found = THPVariable_Unpack(tensor).grad();
+      if (grad == Py_None ? found.defined() : !found.is_same(THPVariable_Unpack(grad))) Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+  });
+}
+
 PyMethodDef methods[] = {
+    {"grads_are", grads_are, METH_VARARGS, nullptr},
     {"are_as_seen", are_as_seen, METH_VARARGS, nullptr},
     {"versions", versions, METH_O, nullptr},
     {"casts", casts, METH_VARARGS, nullptr},
