@@ -157,21 +157,16 @@ class Float32Values:
         # An entry is an ordinary tensor also inside of torch.inference_mode(), where torch would count no writes.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             wide = (saved if values is None else values).detach().to(torch.float32, copy=True)
-        self._entries.append(
-            _Entry(
-                weakref.ref(wide),
-                wide.detach(),
-                wide._version,
-                tensor,
-                self._record_clock(tensor, master is not None),
-                agreed,
-            )
-        )
+        if master is None:
+            self.masters.data_use.watch(tensor, is_recorded=False)
+        clock = self.masters.data_use.clock(tensor)
+        self._entries.append(_Entry(weakref.ref(wide), wide.detach(), wide._version, tensor, clock, agreed))
         return wide
 
     def prepare_entries(self) -> None:
         """Prepare for the entries of one state dict: in bulk."""
         self.apply_writes(with_gradients=False)
+        self.masters.data_use.watch_all([master.weight for master in self.masters])
         self._agreeing = self.masters.agreeing() if isinstance(self.masters, FullMasters) else set()
 
     def record_block_entry(self, wide: torch.Tensor, saved: torch.Tensor) -> None:
@@ -241,32 +236,14 @@ class Float32Values:
             checked.append((entries, values))
         return checked
 
-    def _record_clock(self, tensor: torch.Tensor, is_recorded: bool = False) -> tuple[int, ...]:
-        """Watch a tensor from here on for writes through its data, and read its clock.
-
-        Args:
-            tensor: the 16-bit parameter or buffer.
-            is_recorded: whether uses of its ``data`` are recorded already, as those of weights with masters are.
-        """
-        if not tensor.is_inference():
-            use, key = self.masters.data_use, id(tensor)
-            if key in use.touched:
-                use.keep(tensor)
-            elif key not in use.kept and isinstance(tensor, nn.Parameter) and not tensor.is_meta:
-                use.kept[key] = None
-                if not is_recorded:
-                    record_data_use(tensor, use)
-        return self._clock(tensor)
-
-    def _clock(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Read how often a tensor was written to: its versions, and how often its data was found changed."""
-        if tensor.is_inference():
-            return ()
-        part = getattr(tensor, "_local_tensor", tensor)
-        return tensor._version, part._version, self.masters.data_use.count_moves(tensor)
+    def _record_clock(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Watch a tensor from here on, and read its clock."""
+        use = self.masters.data_use
+        use.watch(tensor, is_recorded=self.masters.of(tensor) is not None)
+        return use.clock(tensor)
 
     def _has_moved(self, entry: "_Entry") -> bool:
-        if self._clock(entry.tensor) != entry.clock:
+        if self.masters.data_use.clock(entry.tensor) != entry.clock:
             return True
         values = self.of(entry.tensor) if entry.agreed else None
         return values is not None and not _is_masters_memory(self.masters, entry.tensor, values)
@@ -417,7 +394,7 @@ class _Entry:
         values: its memory.
         version: its version when it was made, or when writes to it were applied last.
         tensor: the 16-bit tensor that it is a copy of.
-        clock: the tensor's versions then.
+        clock: the tensor's clock then, see :meth:`DataUse.clock`.
         agreed: whether the tensor was its master's rounding then.
     """
 

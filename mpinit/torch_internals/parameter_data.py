@@ -8,7 +8,7 @@ with a float32 master lives, and while a forward runs with casts in the places o
 writes through ``.data``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -55,14 +55,44 @@ class DataUse:
         if reads_without_sync(now.device) and not have_same_bits(now, before):
             self.moves[key] = self.moves.get(key, 0) + 1
 
-    def count_moves(self, parameter: torch.Tensor) -> int:
-        """Count how often numbers were found changed, now among them; changes nothing."""
-        key = id(parameter)
-        before, moves = self.kept.get(key), self.moves.get(key, 0)
-        if before is None or not reads_without_sync(before.device):
-            return moves
-        now = getattr(TENSOR_DETACH(parameter), "_local_tensor", TENSOR_DETACH(parameter))
-        return moves if have_same_bits(now, before) else moves + 1
+    def watch(self, tensor: torch.Tensor, is_recorded: bool) -> None:
+        """Count from here on in a tensor's :meth:`clock` the writes through its ``data``, too.
+
+        Args:
+            tensor: a parameter or buffer.
+            is_recorded: whether :func:`record_data_use` was called for it.
+        """
+        key = id(tensor)
+        if tensor.is_inference():
+            return
+        if key in self.touched:
+            self.keep(tensor)
+        elif key not in self.kept and isinstance(tensor, nn.Parameter) and not tensor.is_meta:
+            self.kept[key] = None
+            if not is_recorded:
+                record_data_use(tensor, self)
+
+    def watch_all(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Watch parameters whose data use is recorded: in bulk."""
+        for parameter in parameters:
+            if id(parameter) in self.touched:
+                self.keep(parameter)
+            elif not parameter.is_meta:
+                self.kept.setdefault(id(parameter))
+
+    def clock(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Read how often a tensor was written to: its versions, and how often its data was found changed.
+
+        Changes nothing. Empty for an inference tensor, which has no version.
+        """
+        if tensor.is_inference():
+            return ()
+        part = getattr(tensor, "_local_tensor", tensor)
+        before, moves = self.kept.get(id(tensor)), self.moves.get(id(tensor), 0)
+        if before is not None and reads_without_sync(before.device):
+            now = getattr(TENSOR_DETACH(tensor), "_local_tensor", TENSOR_DETACH(tensor))
+            moves += not have_same_bits(now, before)
+        return tensor._version, part._version, moves
 
     def touch(self, parameter: torch.Tensor) -> None:
         """Record that a parameter's ``data`` is about to be read or replaced."""
