@@ -20,6 +20,10 @@ VENV ?= .venv
 # An exact version, installed before the package and named again with it: its extras then find torch in place, and no
 # other build is fetched for what they depend on.
 TORCH ?= torch==2.13.0
+# Of the same index and in the same command as torch: one of another index fails with "operator torchvision::nms does
+# not exist". For a machine without a GPU: make TORCH_INDEX=https://download.pytorch.org/whl/cpu test
+TORCHVISION ?= torchvision==0.28.0
+TORCH_INDEX ?=
 NEWEST_TORCH ?= torch==2.15.0
 ARGS ?=
 
@@ -47,15 +51,19 @@ $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mpinit needs Python 3.11 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 ...")'
 	@echo "Installing into $(VENV); most of it is torch, which takes a minute or more on a fast line."
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP) "$(TORCH)"
+	$(PIP) $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"
+	@touch $@
+
+$(VENV)/.torchvision: $(VENV)/.torch
+	$(PIP) $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)" "$(TORCHVISION)"
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	$(PIP) "$(TORCH)" --editable ".[demo]"
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	$(PIP) "$(TORCH)" --editable ".[dev]"
+$(VENV)/.dev: $(VENV)/.torchvision pyproject.toml
+	$(PIP) "$(TORCH)" "$(TORCHVISION)" --editable ".[dev]"
 	@touch $@ $(VENV)/.demo $(VENV)/.bench
 
 $(VENV)-newest/.test: pyproject.toml

@@ -4,11 +4,10 @@ import os
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from engines import assert_same
-from frameworks import let_torchvision_load
+from frameworks import let_torchvision_load, needs
 from loops import Batch, backward, batches, mlp
 from processes import ranks
 from torch.nn.functional import mse_loss
@@ -18,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 import mpinit
 
 let_torchvision_load()
-lightning = pytest.importorskip("lightning")
+lightning = needs("lightning")
 
 LEVELS: dict[str, dict[str, Any]] = {
     "O2": {"opt_level": "O2", "init_loss_scale": 2.0**21, "max_loss_scale": 2.0**30, "growth_interval": 3},

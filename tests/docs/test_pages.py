@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import let_torchvision_load, names_for
+from frameworks import let_torchvision_load, names_for, needs
 from snippets import PRINTS, Snippet, blocks, same_but_for_numbers, snippets
 
 import mpinit
@@ -145,7 +145,7 @@ def test_links_lead_to_files_and_every_page_is_reached(page: Path) -> None:
 
 
 def test_names_in_tables_break_between_their_words_only() -> None:
-    nodes = pytest.importorskip("docutils.nodes")
+    nodes = needs("docutils.nodes")
     cell = nodes.entry("", nodes.literal("", "mpinit.stuck(optimizer, n_steps=3)"), nodes.literal("", ".plot()"))
     runpy.run_path(str(DOCS / "conf.py"))["_let_long_names_break"](None, nodes.table("", cell), "page")
     pieces = [[str(part) for part in literal.findall(nodes.Text)] for literal in cell.findall(nodes.literal)]
@@ -352,7 +352,7 @@ def test_it_is_one_page_and_the_readme_leads_to_it() -> None:
     assert "](CONTRIBUTING.md)" in TEXTS[README]
 
 
-pytest.importorskip("sklearn")
+needs("sklearn")
 
 
 @pytest.fixture(scope="module")

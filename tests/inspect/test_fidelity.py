@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import let_torchvision_load, tiny_model
+from frameworks import let_torchvision_load, needs, tiny_model
 from loops import iterate
 from models import LEVELS
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ def test_split_masters_round_ties_away_from_zero_and_are_served_as_they_are() ->
 
 @pytest.mark.parametrize("way", ["O5", "split"])
 def test_with_lora(way: str) -> None:
-    peft = pytest.importorskip("peft")
+    peft = needs("peft")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(tiny_model("llama").bfloat16(), lora).train()
     learnt(model, **WAYS[way])

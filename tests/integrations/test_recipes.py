@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from frameworks import needs
 from loops import iterate, same
 from models import sgd
 from recipe_names import names_of
@@ -27,7 +28,7 @@ pytestmark = [pytest.mark.long, *map(pytest.mark.filterwarnings, IGNORED)]
 def run(library: str, folder: Path) -> dict[str, Any]:
     """The names that a reader has after the block of a library."""
     for needed in (library, *NEEDED.get(library, ())):
-        pytest.importorskip(needed)
+        needs(needed)
     folder.mkdir()
     names = {"torch": torch, "mpinit": mpinit, **names_of(library, folder)}
     RECIPES[library].run(names)
@@ -116,7 +117,7 @@ def test_trainers_of_others_learn_as_in_float32(library: str, tmp_path: Path, mo
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_preferences_are_learnt_by_adapters_with_checkpointed_activations(reentrant: bool, tmp_path: Path) -> None:
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    trl, datasets = needs("trl"), needs("datasets")
     losses = []
     for level in (None, "O5"):
         names = names_of("trl", tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import same_bits, samples, tiny_model
+from frameworks import needs, same_bits, samples, tiny_model
 from loops import backward
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, BertTokenizer, Trainer, TrainingArguments, default_data_collator, get_scheduler
@@ -144,7 +144,7 @@ def test_a_run_resumes_at_another_level(before: str, after: str, tmp_path: Path)
 
 
 def test_sentence_transformers_save_float32(tmp_path: Path) -> None:
-    modules = pytest.importorskip("sentence_transformers.models")
+    modules = needs("sentence_transformers.models")
     tiny_model("bert").bert.save_pretrained(tmp_path / "bert")
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c"]))
     BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "bert")

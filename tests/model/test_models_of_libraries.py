@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import let_torchvision_load, tiny_model
+from frameworks import let_torchvision_load, needs, tiny_model
 from loops import backward
 from models import equal_tensors
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ IDS = torch.arange(24).reshape(3, 8) % 32
 
 def adapted(base: torch.dtype, reentrant: bool | None, **more: Any) -> Any:
     let_torchvision_load()
-    peft = pytest.importorskip("peft")
+    peft = needs("peft")
     torch.manual_seed(0)
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **more)
     model = peft.get_peft_model(tiny_model("llama").to(base), lora)
@@ -58,7 +58,7 @@ def test_adapters_kept_in_float32_train_alike_when_recomputed(
 
 def test_a_compiled_model_returns_every_entry() -> None:
     let_torchvision_load()
-    pytest.importorskip("transformers")
+    needs("transformers")
     model = tiny_model("llama")
     names = list(model(input_ids=IDS, labels=IDS))  # the last, a cache's, is another in each version of the library
     mpinit.initialize(model, opt_level="O5", verbosity=0)

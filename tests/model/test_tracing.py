@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from frameworks import needs
 from models import CASES
 from torch import nn
 
@@ -55,7 +56,8 @@ def test_a_write_before_a_trace_counts_and_is_in_no_graph(level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_tensorboard_adds_the_graph_of_a_model(level: str, tmp_path: Path) -> None:
-    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    needs("tensorboard")
+    tensorboard = needs("torch.utils.tensorboard")
     model, x = started("cnn", level)
     with tensorboard.SummaryWriter(str(tmp_path)) as writer:
         writer.add_graph(model, x)
@@ -75,8 +77,8 @@ def onnx_file(model: nn.Module, x: torch.Tensor, dynamo: bool) -> bytes:
 @pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_onnx_file_of_convolutions_runs_or_the_export_names_the_way_out(level: str, dynamo: bool) -> None:
-    runtime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
+    runtime = needs("onnxruntime")
+    needs("onnxscript")
     model, x = started("cnn", level)
     expected = model(x).float().detach()
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from frameworks import needs
 from loops import iterate
 from torch import nn
 
@@ -121,9 +122,9 @@ def what_it_is(way: str, level: str) -> str:
     return str(next(copied.parameters()).dtype).removeprefix("torch.")
 
 
-def needs(way: str) -> None:
+def skip_without_package_of(way: str) -> None:
     if way.startswith(("cloudpickle", "dill")):
-        pytest.importorskip(way.split(",")[0])
+        needs(way.split(",")[0])
 
 
 def test_the_table_on_the_page() -> None:
@@ -141,7 +142,7 @@ def test_the_table_on_the_page() -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("way", [way for row in list(ROWS)[:2] for way in ROWS[row]])
 def test_a_copy_is_a_model_of_its_own(way: str, level: str) -> None:
-    needs(way)
+    skip_without_package_of(way)
     model, optimizer = trained(level)
     values = {name: value.clone() for name, value in model.state_dict().items()}
     expected = model(X).detach()
@@ -200,7 +201,7 @@ assert registry.of(model) is None
 
 @pytest.mark.long
 def test_cloudpickle_takes_a_model_whose_class_another_process_does_not_have(tmp_path: Path) -> None:
-    cloudpickle = pytest.importorskip("cloudpickle")
+    cloudpickle = needs("cloudpickle")
 
     class Local(nn.Sequential):
         def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import let_torchvision_load
+from frameworks import is_installed, let_torchvision_load
 from loops import backward, poison
 from masters_by_hand import rounded
 from torch import nn
@@ -450,8 +450,10 @@ def test_optimizers_step_masters_as_by_hand(package: str) -> None:
     let_torchvision_load()
     try:
         makers = list(PACKAGES[package]())
-    except ImportError as error:
-        pytest.skip(f"not installed: {error}")
+    except ModuleNotFoundError as error:
+        if is_installed(error.name or ""):
+            raise
+        pytest.skip(f"{error.name} is not installed")
     outcomes = {(name, run): survey(make, run) for name, make in makers for run in RUNS}
     assert any(outcome == "equal" for outcome in outcomes.values())
     for outcome in sorted(set(outcomes.values())):

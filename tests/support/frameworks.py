@@ -1,10 +1,13 @@
 """What the tests of frameworks share."""
 
 import functools
+import importlib
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 LEVELS: dict[str, dict[str, Any]] = {
@@ -19,6 +22,22 @@ LEVELS: dict[str, dict[str, Any]] = {
 }
 
 _libraries: list[torch.library.Library] = []
+
+
+def is_installed(name: str) -> bool:
+    """Return whether the package that a module belongs to is installed, whether or not it can be imported."""
+    return importlib.util.find_spec(name.partition(".")[0]) is not None
+
+
+def needs(name: str) -> Any:
+    """Import a module, and skip the test or file if its package is not installed.
+
+    An import that fails for another reason, such as a torchvision of another index than torch's, fails the test:
+    ``pytest.importorskip`` would skip it.
+    """
+    if not is_installed(name):
+        pytest.skip(f"{name.partition('.')[0]} is not installed", allow_module_level=True)
+    return importlib.import_module(name)
 
 
 def let_torchvision_load() -> None:
