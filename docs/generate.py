@@ -34,7 +34,7 @@ PACKAGE: Final = PAGES.parent / "mpinit"
 
 # What a reader looks for together; a test shows that no public name is missing.
 GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
-    "Set up and take back": ("initialize", "add_optimizers", "undo", "Properties", "install_as_apex"),
+    "Set up and take back": ("initialize", "add_optimizers", "undo", "Properties", "register_input", "install_as_apex"),
     "Backward and step": (
         "scale_loss",
         "GradScaler",

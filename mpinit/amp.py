@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import checkpoint, checks, registry
+from .basics.input_classes import register_input
 from .basics.tables import counted
 from .distributed import norms
 from .distributed.sharding import is_sharded
@@ -47,6 +48,7 @@ __all__ = [
     "promote_function",
     "register_float_function",
     "register_half_function",
+    "register_input",
     "register_promote_function",
     "scale_loss",
     "scheduler_step",

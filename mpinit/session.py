@@ -27,6 +27,7 @@ from .masters.states import EncodedStates
 from .model import casting, forward, selection, state_dict
 from .model.boundary import ForwardGuard
 from .model.float32_values import Float32Values
+from .model.input_values import InputWarnings
 from .model.shared_memory import check_memory
 from .optimizer.managed import Shared
 from .optimizer.members import Members
@@ -117,6 +118,8 @@ class Session:
         plan, push, selected = self.plan, self._undos.push, self.selection
         targets = dict(selected.targets)
         self.forward_guard.has_float32_values = selected.holds_16_bit or plan.makes_masters
+        if plan.cast_model and is_lower_precision(plan.model_dtype):
+            self.forward_guard.inputs = InputWarnings()
         self.forward_guard.reduces_in_float32 = self.properties.reduce_dtype is torch.float32
         self.forwards = forward.patch_forwards(index, selected, plan, self, self.forward_guard, self._undos)
         if selected.kept and encoder_fast_path.is_bypassed(selected.kept, index.names):

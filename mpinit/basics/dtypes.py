@@ -49,6 +49,8 @@ def cast_within_range(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not may_overflow(values.dtype, dtype):
         return values.to(dtype)
     largest = torch.finfo(dtype).max
+    if is_lower_precision(values.dtype):
+        values = values.float()  # bfloat16 has no 65,504: a clamp in it would give 65,536
     return torch.where(values.isinf(), values, values.clamp(-largest, largest)).to(dtype)
 
 

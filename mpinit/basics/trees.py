@@ -4,6 +4,7 @@ A container is copied only if something inside it is cast. The caller's objects 
 its copy of a container or tensor are copied back into the caller's.
 """
 
+import collections
 import copy
 import dataclasses
 import operator
@@ -11,7 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Final
 
 import torch
+from torch.utils._pytree import SUPPORTED_NODES
 
+from .input_classes import REGISTERED, registered_cast
+
+TensorCast = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 # Types that are neither walked nor cast.
 _LEAVES: Final = (str, bytes, int, float, complex, torch.nn.Module, type)
 
@@ -20,9 +25,11 @@ def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
     """Cast every floating tensor in a nest of containers to ``dtype``; everything else keeps its identity.
 
     Lists, tuples, named tuples (PackedSequence among them), dicts, UserDict, their subclasses (transformers'
-    ModelOutput and BatchEncoding among them) and dataclasses are walked; one none of whose leaves changed is returned
-    as it is, any other as a copy of its own type. Everything else is left alone: integer, bool and complex tensors,
-    numbers, arrays, modules, objects of other classes. Gradients flow back through the casts.
+    ModelOutput and BatchEncoding among them), dataclasses, tensordicts, graphs of torch_geometric and objects of
+    classes that are registered in torch's pytree are walked; one none of whose leaves changed is returned as it is,
+    any other as a copy of its own type. Objects of classes that were registered by ``register_input`` are cast by the
+    function registered. Everything else is left alone: integer, bool and complex tensors, numbers, arrays, modules,
+    objects of other classes. Gradients flow back through the casts.
     """
     return TreeCast(dtype)(tree)
 
@@ -31,13 +38,25 @@ class TreeCast:
     """Casts of several trees that belong together (the arguments of one call), and the reverse for results.
 
     What two of the trees share is shared afterwards, and a tree may hold itself. ``originals`` says what stands for
-    what in results: the id of what was passed -> the caller's own.
+    what in results: the id of what was passed -> the caller's own. ``cast`` casts one tensor.
     """
 
-    __slots__ = ("_by_identity", "_dtype", "_is_same", "_leaves", "_originals", "_seen", "_walked")
+    __slots__ = (
+        "_by_identity",
+        "_cast",
+        "_dtype",
+        "_is_same",
+        "_leaves",
+        "_originals",
+        "_seen",
+        "_walked",
+    )
 
-    def __init__(self, dtype: torch.dtype, originals: dict[int, Any] | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, originals: dict[int, Any] | None = None, cast: TensorCast = torch.Tensor.to
+    ) -> None:
         self._dtype = dtype
+        self._cast = cast
         # Compiled code cannot read an object's id or a tensor's version.
         self._by_identity = not torch.compiler.is_compiling()
         self._seen: dict[int, _Visit] = {}
@@ -52,11 +71,13 @@ class TreeCast:
         if isinstance(tree, torch.Tensor):
             if not tree.is_floating_point() or tree.dtype is self._dtype:
                 return tree
-            cast = tree.to(self._dtype)
+            cast = self._cast(tree, self._dtype)
             self._leaves.append((tree, cast, cast._version if self._by_identity and not cast.is_inference() else -1))
             return cast
         if tree is None or isinstance(tree, _LEAVES):
             return tree
+        if REGISTERED and (cast_object := registered_cast(type(tree))) is not None:
+            return cast_object(tree, self._dtype)
         if isinstance(tree, tuple):
             leaves = [self(value) for value in tree]
             same = [self._is_same(new, old) for new, old in zip(leaves, tree, strict=True)]
@@ -66,13 +87,21 @@ class TreeCast:
         return self._cast_container(tree)
 
     def _cast_container(self, tree: Any) -> Any:
-        if not (isinstance(tree, (list, MutableMapping)) or dataclasses.is_dataclass(tree)):
+        is_walked = isinstance(tree, (list, MutableMapping)) or dataclasses.is_dataclass(tree)
+        if not is_walked and not _is_object_of_tensors(type(tree)):
             return tree
         visit = _Visit(tree)
         if self._by_identity:
             known = self._seen.setdefault(id(tree), visit)
             if known is not visit:
                 return known.result if known.is_over else known.copied()
+        if not is_walked:
+            visit.result = self._cast_graph(tree) if _is_graph(type(tree)) else self._cast_node(tree)
+            visit.is_over = True
+            visit.is_copied = visit.result is not tree
+            if visit.is_copied:
+                self._walked.append((visit, _parts_of(visit.result)))
+            return visit.result
         before = _parts_of(tree)
         after = {key: self(value) for key, value in before.items()}
         changed = {key: value for key, value in after.items() if not self._is_same(value, before[key])}
@@ -83,11 +112,39 @@ class TreeCast:
         self._walked.append((visit, after))
         return visit.result
 
+    def _cast_graph(self, graph: Any) -> Any:
+        """Cast the tensors in the stores of a graph of torch_geometric, which are mappings that know their graph."""
+        copied, walked, is_changed = copy.copy(graph), [], False
+        for store, twin in zip(graph.stores, copied.stores, strict=True):
+            before = dict(store.items())
+            changed = {key: new for key, old in before.items() if not self._is_same(new := self(old), old)}
+            is_changed = is_changed or bool(changed)
+            _write(twin, changed, ())
+            visit = _Visit(store)
+            visit.result, visit.is_copied = twin, True
+            walked.append((visit, dict(twin.items())))
+        if not is_changed:
+            return graph
+        self._walked += walked
+        return copied
+
+    def _cast_node(self, tree: Any) -> Any:
+        """Rebuild an object of a class that is registered in torch's pytree from casts of its parts."""
+        node = SUPPORTED_NODES[type(tree)]
+        before, context = node.flatten_fn(tree)
+        parts = [self(part) for part in before]
+        is_same = all(self._is_same(new, old) for new, old in zip(parts, before, strict=True))
+        return tree if is_same else node.unflatten_fn(parts, context)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """List the given tensors that were cast."""
+        return [original for original, *_ in self._leaves]
+
     def write_back(self, dtype: torch.dtype) -> None:
         """Copy writes to the cast trees into the given trees; new parts are cast to ``dtype``."""
-        originals = {}
+        originals: dict[int, Any] = {}
         for original, cast, version in self._leaves:
-            if version >= 0 and (cast._version == version or write_elements(original, cast)):
+            if version >= 0 and (cast._version == version or write_elements(original, cast, self._cast)):
                 originals[id(cast)] = original
         if len(originals) == len(self._leaves):
             # Where it is not known whether a tensor was written to, none of the caller's may stand for what was passed.
@@ -123,13 +180,31 @@ class _Visit:
         return self.result
 
 
+def _is_graph(kind: type) -> bool:
+    """Return whether a class is one of torch_geometric's graphs or batches of them; that package is not imported."""
+    return any(
+        base.__name__ == "BaseData" and base.__module__.startswith("torch_geometric.data") for base in kind.__mro__
+    )
+
+
+def _is_object_of_tensors(kind: type) -> bool:
+    """Return whether objects of a class that is no container are known to hold tensors, and how they are rebuilt.
+
+    A cache of transformers holds a model's own numbers, and is written to by methods: a rebuilt one would be another.
+    So it would with a deque.
+    """
+    if kind in SUPPORTED_NODES:
+        return kind is not collections.deque and not kind.__module__.startswith("transformers.")
+    return _is_graph(kind)
+
+
 def _parts_of(box: Any) -> dict[Any, Any]:
     """Return the parts of a container in a new dict, under keys that are valid for a copy of it."""
     if isinstance(box, list):
         return dict(enumerate(box))
     if isinstance(box, MutableMapping):
         return dict(box.items())
-    names = [field.name for field in dataclasses.fields(box)]
+    names = [field.name for field in dataclasses.fields(box)] if dataclasses.is_dataclass(box) else []
     return {name: getattr(box, name) for name in [*names, *getattr(box, "__dict__", ())] if hasattr(box, name)}
 
 
@@ -189,8 +264,13 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other
 
 
-def write_elements(original: torch.Tensor, cast: torch.Tensor) -> bool:
+def write_elements(original: torch.Tensor, cast: torch.Tensor, by: TensorCast = torch.Tensor.to) -> bool:
     """Write the changed elements of a cast copy into the original.
+
+    Args:
+        original: the tensor that was cast.
+        cast: its copy, which was written to.
+        by: the cast that made it.
 
     Returns:
         Whether that was possible.
@@ -200,6 +280,6 @@ def write_elements(original: torch.Tensor, cast: torch.Tensor) -> bool:
     """
     if original.is_leaf and original.requires_grad and torch.is_grad_enabled():
         return False
-    was = original.detach().to(cast.dtype)
+    was = by(original.detach(), cast.dtype)
     original.copy_(torch.where(cast == was, original, cast.to(original.dtype)))
     return True

@@ -77,10 +77,11 @@ def watch_overflow(model: nn.Module) -> "OverflowWatch":
     Example:
         >>> import torch, mpinit
         >>> model = mpinit.initialize(torch.nn.Linear(4, 4), opt_level="O3", verbosity=0)
+        >>> _ = torch.nn.init.ones_(model.weight)
         >>> with mpinit.watch_overflow(model) as watch:
-        ...     _ = model(torch.full((1, 4), 6e4) * torch.tensor([1.0, -1.0, 2.0, 1.0]))
+        ...     _ = model(torch.full((1, 4), 6e4))
         >>> watch.kind, watch.first.operation
-        ('cast', 'aten._to_copy.default')
+        ('forward', 'aten.addmm.default')
         >>> mpinit.undo(model)
     """
     if not isinstance(model, nn.Module):

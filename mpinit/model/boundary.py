@@ -15,15 +15,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ..basics.dtypes import dtype_name, is_lower_precision
-from ..basics.trees import TreeCast, cast_tree, write_elements
+from ..basics.dtypes import dtype_name, is_lower_precision, may_overflow
+from ..basics.trees import TensorCast, TreeCast, cast_tree, write_elements
 from ..distributed.replicas import reduce_in_float32, reduced_by, running_wrapper
 from ..distributed.sharding import is_distributed, replaced_since
 from ..plan import KeepInputPredicate
 from ..torch_internals.forward_casts import ForwardCasts
-from ..torch_internals.running import current_pass, is_tracing_symbolically
+from ..torch_internals.running import current_pass, is_eager, is_tracing_symbolically, reads_without_sync
 from .entry_points import ArgumentNames
 from .float32_values import Float32Values
+from .input_values import InputWarnings
 
 
 class _CurrentForward(threading.local):
@@ -46,6 +47,10 @@ class _CurrentForward(threading.local):
 current_forward: Final = _CurrentForward()
 
 
+# The forwards whose inputs are read: number 1, 10, 100 and this one.
+_LAST_READ: Final = 1000
+
+
 class ForwardGuard:
     """The checks before a model of a session is called from outside of every forward.
 
@@ -56,9 +61,11 @@ class ForwardGuard:
         changed: the ids of the parameters whose dtype the session has changed.
         has_float32_values: whether there are float32 values that users may write to.
         reduces_in_float32: whether DistributedDataParallel averages 16-bit gradients in float32.
+        inputs: the warnings of inputs that are spoilt by casts; None where inputs are not cast to 16 bits.
     """
 
     has_float32_values = True
+    inputs: InputWarnings | None = None
     reduces_in_float32 = False
 
     def __init__(self, models: Sequence[nn.Module], values: Float32Values, optimizers: Sequence[Optimizer]) -> None:
@@ -70,6 +77,7 @@ class ForwardGuard:
         self._values = values
         self._optimizers = optimizers
         self._is_first = True
+        self._forwards, self._next_read = 0, 1
 
     def before_forward(self) -> None:
         """Apply pending writes, and check the wrapper that the model is called in.
@@ -89,6 +97,15 @@ class ForwardGuard:
             self._check_wrapper()
         if self.has_float32_values:
             self._values.apply_writes()
+
+    def reads_inputs(self) -> bool:
+        """Count a forward, and return whether its inputs are to be read: reading numbers waits for their device."""
+        self._forwards += 1
+        if self._forwards != self._next_read or self.inputs is None:
+            return False
+        if self._next_read < _LAST_READ:
+            self._next_read *= 10
+        return True
 
     def _check_wrapper(self) -> None:
         wrapper = running_wrapper()
@@ -184,13 +201,14 @@ class Boundary:
                     'master_weights="model", where parameters are float32'
                 )
         leaves = (leaf for leaf in tree_leaves(inputs) if not isinstance(leaf, (torch.Tensor, nn.Module, Mapping)))
-        unknown = next((type(leaf).__name__ for leaf in leaves if hasattr(leaf, "to")), None)
+        unknown = next((type(leaf).__name__ for leaf in leaves if _may_hold_tensors(leaf)), None)
         if unknown is None:
             return None
         return (
             f"forward of {type(module).__name__} has failed, which was given an object of type {unknown}: mpinit casts "
-            "tensors in lists, tuples, dicts and dataclasses, and passes other objects as they are. Give their tensors "
-            f"as arguments, or convert them to {inner} first"
+            "tensors in lists, tuples, dicts, dataclasses and classes of torch's pytree, and passes other objects as "
+            f"they are. Register a cast, mpinit.register_input({unknown}, lambda value, dtype: ...), or give their "
+            f"tensors as arguments, or convert them to {inner} first"
         )
 
     def call_with_casts(
@@ -208,7 +226,7 @@ class Boundary:
             return self._call_with_tensor(module, function, args[0], output_dtype)
         inputs = None
         if self.cast_inputs and self.inner_dtype is not None:
-            inputs = TreeCast(self.inner_dtype)
+            inputs = TreeCast(self.inner_dtype, cast=self._cast_of_inputs())
             if names is None:
                 args = tuple([inputs(value) for value in args])
                 kwargs = {name: inputs(value) for name, value in kwargs.items()} if kwargs else kwargs
@@ -234,18 +252,24 @@ class Boundary:
         finally:
             current_forward.dtype, current_forward.module = dtype, outer
 
+    def _cast_of_inputs(self) -> TensorCast:
+        """Return the cast of one input: the user's own stay finite, and what a part passes to another is rounded."""
+        return cast_input if current_forward.dtype is None else torch.Tensor.to
+
     def _call_with_tensor(
         self, module: nn.Module, function: Callable[..., Any], given: torch.Tensor, output_dtype: torch.dtype | None
     ) -> Any:
         """Do the same for one tensor in a third of the time; norms kept in float32 are called often."""
-        passed = given.to(self.inner_dtype) if given.is_floating_point() else given
+        passed, cast = given, self._cast_of_inputs()
+        if given.is_floating_point() and self.inner_dtype is not None and given.dtype is not self.inner_dtype:
+            passed = cast(given, self.inner_dtype)
         version = passed._version if passed is not given and not passed.is_inference() else None
         keeps_identity = version is not None
         try:
             output = self.call_inside(module, function, (passed,), {})
         finally:
             if keeps_identity and passed._version != version:
-                keeps_identity = write_elements(given, passed)
+                keeps_identity = write_elements(given, passed, cast)
         if output_dtype is None:
             return output
         if output is passed and keeps_identity:
@@ -257,6 +281,39 @@ class Boundary:
     def __getstate__(self) -> dict[str, Any]:
         # A copy is no part of the session that made the original.
         return {**self.__dict__, "guard": None, "targets": {}, "is_live": False}
+
+
+# By (given dtype, dtype of the cast): the largest number of the latter; None where nothing overflows.
+_largest: Final[dict[tuple[torch.dtype, torch.dtype], float | None]] = {}
+
+
+def cast_input(given: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast an input; a finite number that would overflow becomes the largest of ``dtype``, and stays finite.
+
+    Where reading waits for the device, numbers are clamped without a look at them.
+    """
+    types = given.dtype, dtype
+    if types not in _largest:
+        _largest[types] = torch.finfo(dtype).max if may_overflow(*types) else None
+    largest = _largest[types]
+    if largest is None or given.layout is not torch.strided or given.is_nested:
+        return given.to(dtype)
+    if reads_without_sync(given.device) and is_eager():
+        if given.numel() == 0:
+            return given.to(dtype)
+        least, most = torch.aminmax(given.detach())
+        if -largest <= least.item() and most.item() <= largest:
+            return given.to(dtype)
+    values = given.float() if is_lower_precision(given.dtype) else given
+    # The second term is infinite where the number is, and otherwise too small to change the clamped one.
+    return torch.add(values.clamp(-largest, largest), values, alpha=torch.finfo(values.dtype).tiny).to(dtype)
+
+
+def _may_hold_tensors(leaf: Any) -> bool:
+    """Return whether an object that is no container may hold tensors: it can be moved, or has one as an attribute."""
+    return hasattr(leaf, "to") or any(
+        isinstance(value, torch.Tensor) for value in getattr(leaf, "__dict__", {}).values()
+    )
 
 
 def caller_dtype(inner_dtype: torch.dtype | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:

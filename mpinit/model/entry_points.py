@@ -90,6 +90,11 @@ class ArgumentNames:
         self._positional = tuple(parameter.name for parameter in parameters if parameter.kind in by_position)
         self._rest = rest[0] if rest else ""
 
+    def named(self, args: tuple[Any, ...]) -> list[tuple[str, Any]]:
+        """List the positional arguments of a call with their names."""
+        names = self._positional + (self._rest,) * (len(args) - len(self._positional))
+        return list(zip(names, args, strict=False))
+
     def cast(
         self,
         args: tuple[Any, ...],
@@ -102,6 +107,5 @@ class ArgumentNames:
         def kept_or_cast(name: str, value: Any) -> Any:
             return value if any(test(name, value) for test in keep) else cast(value)
 
-        names = self._positional + (self._rest,) * (len(args) - len(self._positional))
-        positional = [kept_or_cast(name, value) for name, value in zip(names, args, strict=False)]
+        positional = [kept_or_cast(name, value) for name, value in self.named(args)]
         return tuple(positional), {name: kept_or_cast(name, value) for name, value in kwargs.items()}

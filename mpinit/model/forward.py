@@ -109,6 +109,10 @@ class PatchedForward:
                 self._warn_of_onnx()
         elif guard is not None:
             guard.before_forward()
+            if guard.reads_inputs() and guard.inputs is not None:
+                named = [*ArgumentNames(self._inner()).named(args), *kwargs.items()]
+                method = f"{type(self.module).__name__}.{self.name}"
+                guard.inputs.check(named, boundary.keep_inputs, boundary.inner_dtype, method)
         try:
             return self._with_weights(is_inside, args, kwargs, output_dtype)
         except RuntimeError as error:

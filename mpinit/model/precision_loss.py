@@ -24,7 +24,7 @@ from ..distributed.sharding import local
 from ..torch_internals.parameter_data import TENSOR_DETACH
 
 # Of whole numbers, float32 counts without gaps up to here: what is larger is no id and no counter.
-_FLOAT32_COUNTS: Final = 2**24
+COUNTED_BY_FLOAT32: Final = 2**24
 _FEWEST_IN_TABLE: Final = 8
 _LEAST_SPAN: Final = 16.0
 
@@ -70,7 +70,7 @@ def loss_of(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
     if not bool(values.isfinite().all()) or torch.equal(values, values.to(dtype).double()):
         return None
     least, largest, steps = float(values.min()), float(values.max()), values.diff()
-    if least >= 0 and largest <= _FLOAT32_COUNTS and torch.equal(values, values.round()):
+    if least >= 0 and largest <= COUNTED_BY_FLOAT32 and torch.equal(values, values.round()):
         # 0 and one large number are a mask.
         if bool(((values == 0) | (values == largest)).all()) and values.numel() > 1:
             return None

@@ -26,7 +26,7 @@ FUNCTIONS = {
     *("state_dict", "load_state_dict"),
     *("loss_scale", "step_counts", "step_was_skipped", "scheduler_step", "clip_grad_norm_"),
     *("describe", "disable_casts", "undo", "install_as_apex", "half_function", "float_function", "promote_function"),
-    *("register_half_function", "register_float_function", "register_promote_function"),
+    *("register_half_function", "register_float_function", "register_promote_function", "register_input"),
 }
 
 # What mpinit/inspect offers: of mpinit alone, not of amp.

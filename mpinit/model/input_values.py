@@ -1,0 +1,105 @@
+"""Warnings of inputs whose numbers a cast to 16 bits spoils.
+
+A model adapts to inputs that are rounded, but not to those that lose their whole part (timesteps, positions and
+coordinates: bfloat16 has 998.39 as 1,000), that are clamped to the type's largest number, or that become 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from ..basics.dtypes import cast_within_range, dtype_name, is_lower_precision
+from ..basics.logs import warn_user
+from ..basics.trees import TreeCast
+from ..plan import KeepInputPredicate
+from ..torch_internals.running import is_eager, reads_without_sync
+from .precision_loss import COUNTED_BY_FLOAT32
+
+# Numbers of a tensor that are read.
+_MOST_READ: Final = 1 << 20
+# Additive masks are filled with this or less.
+_MASKED: Final = -1e4
+# An error of this size changes whole numbers, or is more than half of the distance between two.
+_WHOLE: Final = 0.75
+
+
+@dataclass(slots=True)
+class InputWarnings:
+    """Warnings of inputs that a cast spoils, once for each argument.
+
+    Attributes:
+        warned: the names of the arguments that were warned of.
+        has_waited: whether inputs were read on a device where reading waits, which is done for one forward.
+    """
+
+    warned: set[str] = field(default_factory=set)
+    has_waited: bool = False
+
+    def check(
+        self,
+        named: Sequence[tuple[str, Any]],
+        keep: Sequence[KeepInputPredicate],
+        dtype: torch.dtype,
+        method: str,
+    ) -> None:
+        """Warn of spoilt arguments of one call that are about to be cast to ``dtype``.
+
+        Args:
+            named: the names of the arguments, and they.
+            keep: predicates of which one that is true keeps an argument.
+            method: the class and the name of what is called, for the message.
+        """
+        if not is_lower_precision(dtype) or not is_eager():
+            return
+        has_waited, self.has_waited = self.has_waited, True
+        for name, value in named:
+            if name in self.warned or any(test(name, value) for test in keep):
+                continue
+            cast = TreeCast(dtype)
+            cast(value)
+            tensors = [given for given in cast.tensors() if not has_waited or reads_without_sync(given.device)]
+            losses = (loss_of_input(given, dtype) for given in tensors)
+            reason = next(filter(None, losses), None)
+            if reason is None:
+                continue
+            self.warned.add(name)
+            alone = isinstance(value, torch.Tensor)
+            entry = f"keep_inputs=[{name!r}]" if alone else "keep_inputs, as an argument of its own,"
+            warn_user(
+                f"the input {name!r} of {method} {'' if alone else 'holds a tensor that '}loses in its cast to "
+                f"{dtype_name(dtype)} what cannot come back: it {reason}. Give {entry} beside what you keep already, "
+                "which passes it in float32, and cast what forward computes of it to the type of the other inputs"
+            )
+
+
+def loss_of_input(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """Describe what a cast spoils in an input; None if it only rounds. The first numbers of large tensors are read."""
+    if not tensor.is_floating_point() or tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    if torch.finfo(tensor.dtype).bits < 32:
+        return None
+    values = tensor.detach().flatten()[:_MOST_READ]
+    values = values[values.isfinite()].cpu()
+    if values.numel() == 0:
+        return None
+    least = values.min()
+    if least <= _MASKED:
+        values = values[values > least]
+    if values.numel() == 0:
+        return None
+    limits, name = torch.finfo(dtype), dtype_name(dtype)
+    size = values.abs()
+    largest = float(size.max())
+    if largest > limits.max:
+        return f"has numbers up to {largest:.6g}, and {name} none beyond {limits.max:.6g}"
+    rounded = cast_within_range(values, dtype)
+    present, vanished = size > 0, (rounded == 0) & (size > 0)
+    if 2 * int(vanished.sum()) > int(present.sum()):
+        return f"has numbers of about {float(size[vanished].max()):.3g}, which become 0 in {name}"
+    error = float((rounded.to(values.dtype) - values).abs().max())
+    if error < _WHOLE or largest > COUNTED_BY_FLOAT32:
+        return None
+    exact = int(2 / limits.eps)
+    return f"has numbers up to {largest:.6g}, and {name} has every whole one only up to {exact:,}"
