@@ -29,10 +29,11 @@ class StepHooks:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Any = optimizer
-        self._before, self._after = (
-            [hook for hook in (*getattr(module, g).values(), *getattr(optimizer, o).values()) if hook not in _own_hooks]
-            for g, o in zip(_GLOBAL, _OWN, strict=True)
-        )
+        before, after = _OWN
+        # In torch's order: the hooks of all optimizers are the outer ones.
+        own: list[Any] = [*getattr(optimizer, before).values()]
+        self._before = [h for h in (*module._global_optimizer_pre_hooks.values(), *own) if h not in _own_hooks]
+        self._after: list[Any] = [*getattr(optimizer, after).values(), *module._global_optimizer_post_hooks.values()]
         self._hidden: list[tuple[Any, str, Any]] = []
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
