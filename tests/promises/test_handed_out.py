@@ -569,6 +569,10 @@ def clipped_by_hand(training: Training, way: str) -> dict[str, Tensor]:
         holders[name].grad = gradient
     if way.endswith("values"):
         torch.nn.utils.clip_grad_value_(holders.values(), 0.125)
+    elif way == "mpinit":
+        # In float32, whatever the gradients' dtype.
+        norm = torch.nn.utils.get_total_norm([each.grad.float() for each in holders.values() if each.grad is not None])
+        torch.nn.utils.clip_grads_with_norm_(holders.values(), 0.125, norm)
     else:
         torch.nn.utils.clip_grad_norm_(holders.values(), 0.125)
     return {name: holder.grad for name, holder in holders.items() if holder.grad is not None}
