@@ -72,8 +72,8 @@ class ScaledLoss:
                 begun.append(gradients)
                 gradients.scale(self, self._scaler, done, is_own=False)
             scaled = self._scaler.scale(self._loss)
-            if are_new and scaled.requires_grad and not self._scaler.is_identity:
-                self._watch(scaled)
+            if scaled.requires_grad and not self._scaler.is_identity and not torch.compiler.is_compiling():
+                self._watch(scaled, are_new)
             return scaled
         except BaseException:
             self._unscale(begun, set())
@@ -85,6 +85,8 @@ class ScaledLoss:
         done: Done = set()
         if exc_type is None and self._was_used == []:
             self._check_used()
+        written = [each.checks for each in self._optimizers if each.checks.were_written()]
+        scale = self._scaler.scale_now() if written else torch.empty(())
         try:
             for optimizer in self._optimizers:
                 optimizer.checks.after_backward()
@@ -94,6 +96,8 @@ class ScaledLoss:
                 optimizer.members.values.bind_gradients()
         if exc is None:
             self._finish(found)
+            for checks in written:
+                checks.warn_of_writes(scale, "Move it behind the with-block")
         else:
             _explain(exc, self._loss)
 
@@ -101,9 +105,15 @@ class ScaledLoss:
         """Refuse what is meant for the loss, where the ``with`` was forgotten."""
         raise AttributeError(_without_with(name), name=name, obj=self)
 
-    def _watch(self, scaled: torch.Tensor) -> None:
-        """Record whether a backward pass goes through ``scaled``, where all gradients come from this block."""
-        if not torch.compiler.is_compiling():
+    def _watch(self, scaled: torch.Tensor, are_new: bool) -> None:
+        """Record whether a backward pass goes through ``scaled``, and which gradients it leaves.
+
+        Args:
+            are_new: whether all gradients come from this block.
+        """
+        for optimizer in self._optimizers:
+            optimizer.checks.watch(scaled)
+        if are_new:
             was_used: list[bool] = []
             self._was_used = was_used
             scaled.register_hook(lambda _: was_used.append(True))  # type: ignore[no-untyped-call]
@@ -283,6 +293,8 @@ class Losses:
         if scaled.requires_grad and not scaler.is_identity:
             for managed in self.managed.patched():
                 managed.checks.expect_scaled(scaler)
+                if not torch.compiler.is_compiling():
+                    managed.checks.watch(scaled)
         return scaled
 
     def unscale(self, optimizer: Optimizer, loss_id: int) -> bool:

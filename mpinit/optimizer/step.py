@@ -1,5 +1,6 @@
 """A step: the checks of gradients before it, and the optimizer's own step on float32 masters."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from ..torch_internals.bulk import grads_of
 from ..torch_internals.compiling_with_gradients import follow_dynamo
 from ..torch_internals.fused_sgd import unfused
 from ..torch_internals.native_autocast import CastsOff, is_on
-from ..torch_internals.running import reads_without_sync
+from ..torch_internals.running import call_after_backward, is_capturing, reads_without_sync
 from .gradient_state import SCALE, UNSCALE, Phase, check_of_grad_scaler, unread
 from .gradients import Done, Gradients, largest
 from .members import Members
@@ -23,6 +24,12 @@ from .ranks import Ranks
 from .scope import Scope
 
 STEP: Final = "optimizer.step()"
+# Gradients of which a write is looked for: clipping writes to all of them.
+_WATCHED: Final = 16
+_WRITTEN: Final = (
+    "gradients were written to while they were multiplied by the loss scale, {:g}: clip_grad_norm_, a limit or an "
+    "addition compares or adds numbers that are not scaled. {}. Averages over ranks and masks are right here"
+)
 
 
 class GradientChecks:
@@ -40,6 +47,8 @@ class GradientChecks:
         self._ranks = ranks
         self._due: dict[LossScaler, None] = {}
         self._warned: set[str] = set()
+        # Some weights after the last scaled backward pass, with their gradients and these gradients' versions.
+        self._left: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = []
 
     # -- around backward passes -----------------------------------------------------------------------------------
 
@@ -48,6 +57,36 @@ class GradientChecks:
         self._members.sync_groups()
         self._members.values.apply_gradients()
         follow_dynamo()
+
+    def watch(self, scaled: torch.Tensor) -> None:
+        """Record some gradients' versions at the end of the backward pass of a scaled loss, for :meth:`were_written`.
+
+        A hook on the loss queues that: it costs the same whatever the number of parameters.
+        """
+        self._left = []
+        if "written" not in self._warned:
+            scaled.register_hook(lambda _: call_after_backward(self._record_left))  # type: ignore[no-untyped-call]
+
+    def _record_left(self) -> None:
+        weights = self._members.weights
+        some = weights[:: -(-len(weights) // _WATCHED) or 1]
+        self._left = [(each, weakref.ref(each.grad), each.grad._version) for each in some if each.grad is not None]
+
+    def were_written(self) -> bool:
+        """Return whether gradients were written to while they were scaled, after the backward pass."""
+        left, self._left = self._left, []
+        for weight, known, version in left:
+            gradient = weight.grad
+            if gradient is not None and gradient is known() and gradient._version != version:
+                return True
+        return False
+
+    def warn_of_writes(self, scale: torch.Tensor, instead: str) -> None:
+        """Warn once that :meth:`were_written`, and of where to move the write to."""
+        if "written" not in self._warned and not is_capturing():
+            self._warned.add("written")
+            if scale.item() != 1.0:
+                warn_user(_WRITTEN.format(scale.item(), instead))
 
     def after_backward(self) -> None:
         """Include parameters that came into the groups during a backward pass, whose gradients are still scaled."""
