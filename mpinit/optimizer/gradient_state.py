@@ -64,6 +64,7 @@ class GradientState(NamedTuple):
             clipping, so that the next check cannot see it.
         checked: the gradients that ``found_inf`` belongs to, or one that a step used; other tensors are new gradients.
             Empty where no overflow was found without a device sync.
+        versions: of these gradients after the check: a write to one, as by clipping, moves its version.
     """
 
     phase: Phase = Phase.EMPTY
@@ -73,6 +74,7 @@ class GradientState(NamedTuple):
     block: weakref.ref[object] | None = None
     hidden: torch.Tensor | None = None
     checked: Marks = ()
+    versions: tuple[int, ...] = ()
 
     @property
     def is_scaled(self) -> bool:
@@ -119,10 +121,13 @@ def block_closed(
     scaler: LossScaler,
     found_inf: torch.Tensor | None = None,
     checked: Marks = (),
+    versions: tuple[int, ...] = (),
     has_gradients: bool = True,
 ) -> GradientState:
     """End a block: its gradients are unscaled and checked."""
-    return GradientState(Phase.UNSCALED, scaler, found_inf, False, None, None, checked) if has_gradients else EMPTY
+    if not has_gradients:
+        return EMPTY
+    return GradientState(Phase.UNSCALED, scaler, found_inf, False, None, None, checked, versions)
 
 
 def scaled_by_grad_scaler(
@@ -145,6 +150,7 @@ def unscaled_by_grad_scaler(
     scaler: LossScaler,
     found_inf: torch.Tensor | None = None,
     checked: Marks = (),
+    versions: tuple[int, ...] = (),
     has_gradients: bool = True,
 ) -> GradientState:
     """End :func:`scaled_by_grad_scaler`: gradients are unscaled and checked.
@@ -153,7 +159,9 @@ def unscaled_by_grad_scaler(
         RuntimeError: as there.
     """
     check_of_grad_scaler(state, scaler, UNSCALE)
-    return GradientState(Phase.UNSCALED, scaler, found_inf, False, None, None, checked) if has_gradients else EMPTY
+    if not has_gradients:
+        return EMPTY
+    return GradientState(Phase.UNSCALED, scaler, found_inf, False, None, None, checked, versions)
 
 
 def check_of_grad_scaler(state: GradientState, scaler: LossScaler, what: str, owner: str = "an optimizer") -> None:
@@ -189,7 +197,7 @@ def read(state: GradientState, what: str, instead: str, has_gradients: bool = Tr
 
 
 def checked(state: GradientState, found_inf: torch.Tensor | None) -> GradientState:
-    """Replace what a check found by what another found in the gradients that are there now."""
+    """Replace what a check found by what another found in the gradients that a step is about to use."""
     _check_of_step(state)
     return state._replace(found_inf=found_inf, agreed=False)
 
@@ -197,7 +205,7 @@ def checked(state: GradientState, found_inf: torch.Tensor | None) -> GradientSta
 def unread(state: GradientState) -> GradientState:
     """Drop what a check found where reading it would need a device sync that nobody asked for."""
     _check_of_step(state)
-    return state._replace(found_inf=None, checked=())
+    return state._replace(found_inf=None, checked=(), versions=())
 
 
 def agreed(state: GradientState, found_inf: torch.Tensor | None) -> GradientState:

@@ -13,7 +13,7 @@ from torch import nn
 from ..distributed.sharding import is_sharded, local
 from ..masters.masters import Masters
 from ..scaling.scaler import LossScaler
-from ..torch_internals.bulk import are_plain, grads_of, have_grads
+from ..torch_internals.bulk import are_alike, are_plain, are_same, grads_of, have_grads, versions_of
 from ..torch_internals.one_pass import native
 from ..torch_internals.running import is_eager, reads_without_sync
 from . import gradient_state as states
@@ -109,8 +109,8 @@ class Gradients:
                 # An overflow that was visible at the start of the block is checked again, unless cleared in it.
                 before = before * hidden
             known = any_of([before, found_inf])
-            marks = _marks(known, self.weights) if has_gradients else ()
-            self.state = unscaled(state, scaler, known, marks, has_gradients)
+            marks, versions = _marks(known, self.weights) if has_gradients else ((), ())
+            self.state = unscaled(state, scaler, known, marks, versions, has_gradients)
         if state.found_inf is None or found_inf is None:
             return found_inf
         # An overflow from before is in the sums, and not an overflow of this loss.
@@ -164,23 +164,41 @@ class Gradients:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Check gradients that no backward pass has checked, as those of a plain ``backward()``."""
-        if self.state.found_inf is not None:
+        """Check the gradients that a step is about to use, whatever a check after their backward pass has found.
+
+        They may be of a plain ``backward()``, or were written to since: by clipping, a hook or a penalty. On a CPU the
+        numbers are read; on a device, those of gradients whose version has moved, and the host does not wait.
+        """
+        before = self.state.found_inf
+        is_read = before is not None and reads_without_sync(before.device)
+        if is_read and before is not None and before.item() > 0:
             return
-        present = [gradient.coalesce() if gradient.is_sparse else gradient for gradient in self.present()]
+        present = self.present()
         if not present:
             return
         device = present[0].device
         is_read = reads_without_sync(device)
-        if is_read and are_plain(present, device) and are_finite(present):
+        if is_read:
+            if are_finite(present):
+                return
+        elif before is not None and self._are_as_checked():
             return
         found_inf = _check_plain(present, device)
         if not is_read or found_inf.item() > 0:
-            self.state = states.checked(self.state, found_inf)
+            self.state = states.checked(self.state, any_of([before, found_inf]))
+
+    def _are_as_checked(self) -> bool:
+        """Return whether the gradients are those of the last check, and none of their versions has moved."""
+        state, present = self.state, self.present()
+        if len(state.versions) != len(present):
+            return False
+        known = [mark() for mark in state.checked]
+        return are_same(known, present) and tuple(versions_of(present)) == state.versions
 
     def share(self, found_inf: torch.Tensor) -> None:
         """Let an overflow in the gradients of other optimizers count for these, too."""
-        self.state = states.checked(self.state, found_inf)._replace(checked=_marks(found_inf, self.weights))
+        marks, versions = _marks(found_inf, self.weights)
+        self.state = states.checked(self.state, found_inf)._replace(checked=marks, versions=versions)
 
     @torch.no_grad()
     def overflowed(self) -> bool:
@@ -300,11 +318,15 @@ def _remaining_overflow(
     return torch.minimum(found_inf, remains.float()), is_finite
 
 
-def _marks(found_inf: torch.Tensor | None, weights: Sequence[nn.Parameter]) -> Marks:
-    """Return marks of the gradients that may have overflowed; none where none has, known without a device sync."""
+def _marks(found_inf: torch.Tensor | None, weights: Sequence[nn.Parameter]) -> tuple[Marks, tuple[int, ...]]:
+    """Return marks of the gradients that may have overflowed, and their versions.
+
+    There are none where no gradient has overflowed, known without a device sync.
+    """
     if found_inf is None or (reads_without_sync(found_inf.device) and found_inf.item() == 0):
-        return ()
-    return tuple(weakref.ref(gradient) for gradient in grads_of(weights) if gradient is not None)
+        return (), ()
+    present = [gradient for gradient in grads_of(weights) if gradient is not None]
+    return tuple(map(weakref.ref, present)), tuple(versions_of(present))
 
 
 def _are_new(marks: Marks, weights: Sequence[nn.Parameter]) -> bool:
@@ -402,6 +424,8 @@ def are_finite(gradients: list[torch.Tensor]) -> bool:
         found = code.are_finite(gradients)
         if found is not None:
             return bool(found)
+    if not are_alike(gradients):
+        return False
     small = [gradient for gradient in gradients if gradient.numel() <= _SMALL]
     sums = [gradient.sum() for gradient in gradients if gradient.numel() > _SMALL]
     if small:

@@ -164,6 +164,8 @@ class ManagedOptimizer:
         # Hooks are the user's code: they run once around a step of several parts, with the weights in the groups.
         hooks = StepHooks(self.optimizer)
         args, kwargs = hooks.before(args, kwargs)
+        if decision is Decision.RUN and self.checks.hooks_spoiled():
+            return self._skip()
         with hooks:
             self.members.sync_groups()
             result = self._run(decision, *args, **kwargs)

@@ -82,11 +82,16 @@ class OverflowReport:
         return "\n".join([*lines, self.advice])
 
 
-def _advice(loss: float | None, module: str | None, are_all_bad: bool) -> str:
+def _advice(loss: float | None, module: str | None, are_all_bad: bool, came_later: bool) -> str:
     if loss is not None and not math.isfinite(loss):
         return (
             f"The loss itself was {loss:g}, so it began in the forward pass, in the data or in the loss: "
             "`with mpinit.watch_overflow(model) as watch` around one batch names the module"
+        )
+    if came_later:
+        return (
+            "The gradients were finite after the backward pass: inf or nan was written to them between it and the "
+            "step, by clipping, a penalty, a hook or by hand"
         )
     if are_all_bad:
         begin = "The" if loss is None else f"The loss was finite ({loss:g}), and the"
@@ -114,14 +119,23 @@ class OverflowLog:
         self.last: OverflowReport | None = None
         self._members = members
 
-    def write(self, scaler: LossScaler | None, scale: float | None, loss: torch.Tensor | None) -> OverflowReport:
+    def write(
+        self, scaler: LossScaler | None, scale: float | None, loss: torch.Tensor | None, came_later: bool = False
+    ) -> OverflowReport:
         """Record the gradients as they are now, which is a device sync."""
-        self.last = self.read(scaler, scale, loss)
+        self.last = self.read(scaler, scale, loss, came_later)
         return self.last
 
     @torch.no_grad()
-    def read(self, scaler: LossScaler | None, scale: float | None, loss: torch.Tensor | None) -> OverflowReport:
-        """Return a report of the gradients as they are now, which is a device sync."""
+    def read(
+        self, scaler: LossScaler | None, scale: float | None, loss: torch.Tensor | None, came_later: bool = False
+    ) -> OverflowReport:
+        """Return a report of the gradients as they are now, which is a device sync.
+
+        Args:
+            scaler, scale, loss: of their backward pass.
+            came_later: whether inf and nan were written to them after it.
+        """
         order = {} if loss is None else order_of_leaves(loss)
         found, modules = [], set()
         for index, weight in enumerate(self._members.parameters()):
@@ -140,7 +154,8 @@ class OverflowLog:
         module = _module_of(found[0][2].name) if found and not are_all_bad else None
         worst = sorted([bad for *_, bad in found], key=lambda bad: -bad.share)
         loss_id = None if scaler is None else scaler.loss_id
-        return OverflowReport(loss_id, scale, value, tuple(worst), module, _advice(value, module, are_all_bad))
+        advice = _advice(value, module, are_all_bad, came_later and bool(found))
+        return OverflowReport(loss_id, scale, value, tuple(worst), module, advice)
 
 
 def _module_of(parameter: str) -> str:

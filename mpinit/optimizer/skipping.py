@@ -12,6 +12,7 @@ from ..masters.full import FullMasters
 from ..plan import ScalingRule
 from ..scaling.scaler import LossScaler
 from ..torch_internals.running import is_capturing, reads_without_sync
+from .gradient_state import Phase
 from .gradients import Gradients
 from .members import Members
 from .overflow_log import OverflowLog, OverflowReport
@@ -87,6 +88,8 @@ class Skips:
         self._rule = rule
         self._last_loss: torch.Tensor | None = None
         self._since_clamp_check = 0
+        # Whether the overflow of the step that comes next is in the log.
+        self._is_logged = False
 
     @functools.cached_property
     def log(self) -> OverflowLog:
@@ -96,6 +99,7 @@ class Skips:
     def record_overflow(self, loss: torch.Tensor, scaler: LossScaler) -> str | None:
         """Log which gradients overflowed in a backward pass, and describe the worst; before the scale is updated."""
         worst = self.log.write(scaler, scaler.loss_scale(), loss).gradients
+        self._is_logged = True
         return f"{worst[0].name}, {worst[0].share:.0%} of it inf or nan" if worst else None
 
     def remember(self, loss: torch.Tensor) -> None:
@@ -106,6 +110,7 @@ class Skips:
         """Count a step that was done."""
         self.counter.count(skipped=False)
         self._last_loss = None
+        self._is_logged = False
         self._since_clamp_check += 1
         if self._since_clamp_check == _CLAMP_CHECK_INTERVAL:
             self._clamp_weights()
@@ -126,9 +131,10 @@ class Skips:
             RuntimeError: too many steps in a row were skipped.
         """
         found_inf = self._gradients.state.found_inf
-        # With a dynamic scale, and without a device sync, record_overflow() has logged it.
-        if found_inf is not None and not (self._rule.dynamic and reads_without_sync(found_inf.device)):
-            self._log_now()
+        if found_inf is not None and not self._is_logged:
+            # Where reading is no device sync, record_overflow() has logged what scale_loss found.
+            self._log_now(reads_without_sync(found_inf.device) and self._gradients.state.phase is Phase.UNSCALED)
+        self._is_logged = False
         self.counter.count(skipped=True)
         self._clamp_weights()
         self._raise_after_too_many()
@@ -156,9 +162,9 @@ class Skips:
         # A dynamic scale skips steps in healthy trainings, too: no exception under "-W error".
         (log.warning if self._rule.dynamic else warn_user)(f"{count} steps in a row were skipped because {why}")
 
-    def _log_now(self) -> OverflowReport:
+    def _log_now(self, came_later: bool = False) -> OverflowReport:
         loss, self._last_loss = self._last_loss, None
-        return self.log.write(self._gradients.state.scaler, self._gradients.last_scale(), loss)
+        return self.log.write(self._gradients.state.scaler, self._gradients.last_scale(), loss, came_later)
 
     def _raise_after_too_many(self) -> None:
         limit = self._rule.max_consecutive_skips

@@ -101,12 +101,15 @@ class GradientChecks:
             Whether there are any.
         """
         check_of_grad_scaler(self._gradients.state, scaler, UNSCALE, type(self._members.optimizer).__name__)
+        were_written = self.were_written()
         self._members.sync_groups()
         self._members.values.apply_gradients()
         present = bool(self._gradients.present())
         found_inf = self._gradients.unscale(scaler, done, is_block=False)
         if found_inf is not None:
             scaler.record_found_inf(found_inf)
+        if were_written:
+            self.warn_of_writes(scaler.scale_now(), "Move it behind scaler.unscale_(optimizer)")
         return present
 
     def expect_scaled(self, scaler: LossScaler) -> None:
@@ -166,20 +169,36 @@ class GradientChecks:
         self._ranks.agree(self._gradients, due)
 
     def _check_again(self) -> None:
-        """Check gradients that no backward pass has checked: new ones after an overflow, and with a static scale."""
+        """Check the gradients that a step is about to use: new ones, and what was written since their check."""
         if self._gradients.state.checked:
             self._gradients.update_state()
+        self._check_stepped()
+
+    def _check_stepped(self) -> None:
         rule = self._rule
         # torch.amp.GradScaler passes its own found_inf to a fused step.
         is_checked = getattr(self._members.optimizer, "found_inf", None) is not None
-        if self.skips and not rule.dynamic and not is_checked:
+        if self.skips and not is_checked:
             first = next((weight for weight in self._members.weights if weight.grad is not None), None)
             if first is None:
                 return
-            if rule.may_wait or reads_without_sync(first.device) or self._has_skipping_kernel():
+            may_wait = rule.dynamic or rule.may_wait
+            if may_wait or reads_without_sync(first.device) or self._has_skipping_kernel():
                 self._gradients.check()
             else:
                 self._gradients.apply(unread)
+
+    def hooks_spoiled(self) -> bool:
+        """Return whether step pre-hooks wrote inf or nan to gradients that were finite; False where a kernel skips.
+
+        Ranks have agreed on the step before the hooks ran, and all of them step.
+        """
+        before = self._gradients.state.found_inf
+        if not self.skips or is_distributed():
+            return False
+        self._check_stepped()
+        is_known = self._gradients.state.found_inf is before or self.skips_in_kernel()
+        return not is_known and self._gradients.overflowed()
 
     def skips_in_kernel(self) -> bool:
         """Return whether a kernel can skip the step by itself, so that the host needs no device sync."""
@@ -207,8 +226,8 @@ class GradientChecks:
         if is_scaled and "unscaled" not in self._warned:
             self._warned.add("unscaled")
             warn_user(
-                f"{what} uses gradients that did not come through mpinit.scale_loss: they were not scaled "
-                "(small ones may have become 0 in 16 bit) and not checked. Use "
+                f"{what} uses gradients that did not come through mpinit.scale_loss: they were not scaled, and "
+                "small ones may have become 0 in 16 bit. Use "
                 "`with mpinit.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`; where a "
                 "torch.amp.GradScaler scales them, give mpinit.initialize loss_scale=1.0"
             )

@@ -110,3 +110,15 @@ def are_plain(gradients: Sequence[torch.Tensor | None], device: torch.device) ->
         and set(map(type, gradients)) == _PLAIN
         and set(map(_DEVICE, gradients)) == {device.index if device.index is not None else -1}
     )
+
+
+def are_alike(gradients: Sequence[torch.Tensor]) -> bool:
+    """Return whether gradients are dense and real, of one dtype and device, and of no subclass."""
+    first = gradients[0]
+    return (
+        first.dtype.is_floating_point
+        and set(map(_DTYPE, gradients)) == {first.dtype}
+        and set(map(type, gradients)) == _PLAIN
+        and set(map(_IS_SPARSE, gradients)) == _NO
+        and len(set(map(_DEVICE, gradients))) == 1
+    )
