@@ -85,7 +85,7 @@ class ScaledLoss:
         done: Done = set()
         if exc_type is None and self._was_used == []:
             self._check_used()
-        written = [each.checks for each in self._optimizers if each.checks.were_written()]
+        written = [each.checks.writes for each in self._optimizers if each.checks.writes.were_done()]
         scale = self._scaler.scale_now() if written else torch.empty(())
         try:
             for optimizer in self._optimizers:
@@ -96,8 +96,8 @@ class ScaledLoss:
                 optimizer.members.values.bind_gradients()
         if exc is None:
             self._finish(found)
-            for checks in written:
-                checks.warn_of_writes(scale, "Move it behind the with-block")
+            for writes in written:
+                writes.warn(scale, "Move it behind the with-block")
         else:
             _explain(exc, self._loss)
 
@@ -112,7 +112,7 @@ class ScaledLoss:
             are_new: whether all gradients come from this block.
         """
         for optimizer in self._optimizers:
-            optimizer.checks.watch(scaled)
+            optimizer.checks.writes.watch(scaled)
         if are_new:
             was_used: list[bool] = []
             self._was_used = was_used
@@ -294,7 +294,7 @@ class Losses:
             for managed in self.managed.patched():
                 managed.checks.expect_scaled(scaler)
                 if not torch.compiler.is_compiling():
-                    managed.checks.watch(scaled)
+                    managed.checks.writes.watch(scaled)
         return scaled
 
     def unscale(self, optimizer: Optimizer, loss_id: int) -> bool:

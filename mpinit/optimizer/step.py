@@ -37,18 +37,18 @@ class GradientChecks:
 
     Attributes:
         skips: whether steps are skipped whose gradients contain inf or nan.
+        writes: the watch for writes to scaled gradients.
     """
 
     def __init__(self, members: Members, gradients: Gradients, rule: ScalingRule, ranks: Ranks) -> None:
         self.skips = rule.skips
+        self.writes = ScaledWrites(members)
         self._members = members
         self._gradients = gradients
         self._rule = rule
         self._ranks = ranks
         self._due: dict[LossScaler, None] = {}
         self._warned: set[str] = set()
-        # Some weights after the last scaled backward pass, with their gradients and these gradients' versions.
-        self._left: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = []
 
     # -- around backward passes -----------------------------------------------------------------------------------
 
@@ -57,36 +57,6 @@ class GradientChecks:
         self._members.sync_groups()
         self._members.values.apply_gradients()
         follow_dynamo()
-
-    def watch(self, scaled: torch.Tensor) -> None:
-        """Record some gradients' versions at the end of the backward pass of a scaled loss, for :meth:`were_written`.
-
-        A hook on the loss queues that: it costs the same whatever the number of parameters.
-        """
-        self._left = []
-        if "written" not in self._warned:
-            scaled.register_hook(lambda _: call_after_backward(self._record_left))  # type: ignore[no-untyped-call]
-
-    def _record_left(self) -> None:
-        weights = self._members.weights
-        some = weights[:: -(-len(weights) // _WATCHED) or 1]
-        self._left = [(each, weakref.ref(each.grad), each.grad._version) for each in some if each.grad is not None]
-
-    def were_written(self) -> bool:
-        """Return whether gradients were written to while they were scaled, after the backward pass."""
-        left, self._left = self._left, []
-        for weight, known, version in left:
-            gradient = weight.grad
-            if gradient is not None and gradient is known() and gradient._version != version:
-                return True
-        return False
-
-    def warn_of_writes(self, scale: torch.Tensor, instead: str) -> None:
-        """Warn once that :meth:`were_written`, and of where to move the write to."""
-        if "written" not in self._warned and not is_capturing():
-            self._warned.add("written")
-            if scale.item() != 1.0:
-                warn_user(_WRITTEN.format(scale.item(), instead))
 
     def after_backward(self) -> None:
         """Include parameters that came into the groups during a backward pass, whose gradients are still scaled."""
@@ -101,7 +71,7 @@ class GradientChecks:
             Whether there are any.
         """
         check_of_grad_scaler(self._gradients.state, scaler, UNSCALE, type(self._members.optimizer).__name__)
-        were_written = self.were_written()
+        were_written = self.writes.were_done()
         self._members.sync_groups()
         self._members.values.apply_gradients()
         present = bool(self._gradients.present())
@@ -109,7 +79,7 @@ class GradientChecks:
         if found_inf is not None:
             scaler.record_found_inf(found_inf)
         if were_written:
-            self.warn_of_writes(scaler.scale_now(), "Move it behind scaler.unscale_(optimizer)")
+            self.writes.warn(scaler.scale_now(), "Move it behind scaler.unscale_(optimizer)")
         return present
 
     def expect_scaled(self, scaler: LossScaler) -> None:
@@ -242,6 +212,48 @@ class GradientChecks:
                 "They are not those that the model computes with (was it copied, or wrapped in something that replaces "
                 "them, after the optimizer was made?), or the loss makes no use of any"
             )
+
+
+class ScaledWrites:
+    """A watch for writes to scaled gradients, as by clipping at the wrong place.
+
+    It keeps the versions of some of them as the backward pass of a scaled loss left them.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._has_warned = False
+        self._left: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = []
+
+    def watch(self, scaled: torch.Tensor) -> None:
+        """Record the versions at the end of the backward pass of a scaled loss.
+
+        A hook on the loss queues that: it costs the same whatever the number of parameters.
+        """
+        self._left = []
+        if not self._has_warned:
+            scaled.register_hook(lambda _: call_after_backward(self._record))  # type: ignore[no-untyped-call]
+
+    def _record(self) -> None:
+        weights = self._members.weights
+        some = weights[:: -(-len(weights) // _WATCHED) or 1]
+        self._left = [(each, weakref.ref(each.grad), each.grad._version) for each in some if each.grad is not None]
+
+    def were_done(self) -> bool:
+        """Return whether gradients were written to after the backward pass, until now."""
+        left, self._left = self._left, []
+        for weight, known, version in left:
+            gradient = weight.grad
+            if gradient is not None and gradient is known() and gradient._version != version:
+                return True
+        return False
+
+    def warn(self, scale: torch.Tensor, instead: str) -> None:
+        """Warn once of such a write, and of where to move it to."""
+        if not self._has_warned and not is_capturing():
+            self._has_warned = True
+            if scale.item() != 1.0:
+                warn_user(_WRITTEN.format(scale.item(), instead))
 
 
 class OwnStep:
