@@ -97,7 +97,7 @@ class ScaledLoss:
         if exc is None:
             self._finish(found)
             for writes in written:
-                writes.warn(scale, "Move it behind the with-block")
+                writes.report(scale, "Move it behind the with-block")
         else:
             _explain(exc, self._loss)
 

@@ -79,7 +79,7 @@ class GradientChecks:
         if found_inf is not None:
             scaler.record_found_inf(found_inf)
         if were_written:
-            self.writes.warn(scaler.scale_now(), "Move it behind scaler.unscale_(optimizer)")
+            self.writes.report(scaler.scale_now(), "Move it behind scaler.unscale_(optimizer)")
         return present
 
     def expect_scaled(self, scaler: LossScaler) -> None:
@@ -248,7 +248,7 @@ class ScaledWrites:
                 return True
         return False
 
-    def warn(self, scale: torch.Tensor, instead: str) -> None:
+    def report(self, scale: torch.Tensor, instead: str) -> None:
         """Warn once of such a write, and of where to move it to."""
         if not self._has_warned and not is_capturing():
             self._has_warned = True
