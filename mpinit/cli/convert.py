@@ -5,6 +5,8 @@ All three are dicts with the state dicts of a model and an optimizer. They diffe
 - the key of the loss scale: "amp" for apex, "scaler" for torch.amp, "mpinit" for mpinit;
 - its form: torch.amp has the state of a GradScaler;
 - the step counts: apex's fused optimizers have them in their groups, torch's in each parameter's state.
+
+Other libraries' files have a loss scale under keys of their own, or inside another dict: it is found by its form.
 """
 
 import argparse
@@ -12,7 +14,7 @@ import os
 import pickle
 import secrets
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +28,12 @@ from .output import show_json, show_text
 FORMATS: Final = ("mpinit", "apex", "torch")
 
 _SCALER_KEY: Final = {"mpinit": "mpinit", "apex": "amp", "torch": "scaler"}
+# Under these keys the state of scalers is removed when it is written in another form.
 _SCALER_KEYS: Final = ("mpinit", "amp", "scaler", "grad_scaler", "loss_scaler")
+_DEEPEST: Final = 6
+# The keys by which the state of a torch.amp.GradScaler is known.
+_GRAD_SCALER_FORM: Final = ("scale", "_growth_tracker")
+_Scales = dict[str, dict[str, Any]]
 _GRAD_SCALER: Final = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
 
@@ -106,9 +113,11 @@ def converted(checkpoint: Any, to: str, loss_id: int = 0) -> tuple[dict[str, Any
     if not isinstance(checkpoint, Mapping):
         raise ValueError(f"the file holds {type(checkpoint).__name__}, not a dict with a model and an optimizer in it")
     result, changes = dict(checkpoint), list[str]()
-    scales = _pop_scales(result)
+    scales = _pop_scales(result, changes)
     is_known = bool(scales)
     for name, value in result.items():
+        if isinstance(value, (list, tuple)) and value and all(map(_is_optimizer, value)):
+            result[name], is_known = [_with_steps(each, f"{name}[{i}]", changes) for i, each in enumerate(value)], True
         if not isinstance(value, Mapping):
             continue
         if "fp32_from_fp16" in value:
@@ -117,7 +126,7 @@ def converted(checkpoint: Any, to: str, loss_id: int = 0) -> tuple[dict[str, Any
                 f"[{name!r}]['fp32_from_fp16'], group by group, into the parameters of a float32 model, and save "
                 f"model.state_dict() and [{name!r}]['optimizer_state_dict']"
             )
-        if "state" in value and "param_groups" in value:
+        if _is_optimizer(value):
             result[name], is_known = _with_steps(value, name, changes), True
         elif any(isinstance(tensor, torch.Tensor) for tensor in value.values()):
             result[name], is_known = _in_float32(value, name, changes), True
@@ -131,30 +140,88 @@ def converted(checkpoint: Any, to: str, loss_id: int = 0) -> tuple[dict[str, Any
         shown = ", ".join(f"{state['loss_scale']:g}" for state in scales.values())
         changes.append(f"loss scale {shown} under {_SCALER_KEY[to]!r}")
     else:
-        changes.append("no loss scale found: give mpinit.load_state_dict none, or start with a fresh scaler")
+        changes.append(
+            "no loss scale found, under any key: give mpinit.load_state_dict none, or start with a fresh scaler"
+        )
     return result, changes
 
 
-def _pop_scales(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Remove the loss scalers' states from a checkpoint, and return them in mpinit's form."""
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, Mapping) and "state" in value and "param_groups" in value
+
+
+def _pop_scales(result: dict[str, Any], changes: list[str]) -> _Scales:
+    """Return the loss scalers' states of a checkpoint, wherever they lie, in mpinit's form.
+
+    Those under a key of apex, torch.amp or mpinit are removed; others stay for the library that reads them.
+    """
     for key in _SCALER_KEYS:
-        state = result.get(key)
-        found: dict[str, dict[str, Any]] = {}
-        if not isinstance(state, Mapping):
-            continue
-        if "scale" in state and "_growth_tracker" in state:
-            ours = {"loss_scale": float(state["scale"]), "unskipped": int(state["_growth_tracker"])}
-            found = {"loss_scaler0": ours | ({"scales": state["scales"]} if "scales" in state else {})}
-        elif all(str(name).startswith("loss_scaler") for name in state):
-            found = {str(name): dict(value) for name, value in state.items()}
-        for name, value in found.items():
-            faults = check_state(value)
-            if faults:
-                raise ValueError(f"{key!r}: {name} {'; it '.join(faults)}")
+        found = _scales_of(result.get(key), repr(key))
         if found:
             del result[key]
             return found
-    return {}
+    places = list(_found_in(result, ""))
+    distinct: _Scales = {}
+    for place, states in places:
+        for state in states.values():
+            distinct[f"loss_scaler{len(distinct)}"] = state
+        scales = ", ".join(f"{state['loss_scale']:g}" for state in states.values())
+        names = ", ".join(list(distinct)[-len(states) :])
+        changes.append(f"loss scale {scales} found at {place}" + (f", as {names}" if len(places) > 1 else ""))
+    return distinct
+
+
+def _found_in(value: Any, place: str, depth: int = _DEEPEST) -> Iterator[tuple[str, _Scales]]:
+    """Yield every place in a tree of dicts and lists where the state of scalers lies, and the states."""
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    for key, entry in items if depth else ():
+        here = f"{place}[{key!r}]"
+        found = _scales_of(entry, here)
+        if found:
+            yield here, found
+        elif isinstance(entry, (Mapping, list, tuple)):
+            yield from _found_in(entry, here, depth - 1)
+        if _is_optimizer(entry) and _is_number(entry.get("loss_scale")):
+            # fairseq's optimizers have nothing but the scale.
+            state = {"loss_scale": float(entry["loss_scale"]), "unskipped": 0}
+            yield f"{here}['loss_scale']", _checked({"loss_scaler0": state}, here)
+
+
+def _scales_of(state: Any, place: str) -> _Scales:
+    """Return the states of scalers in mpinit's form; empty where it is none, by its form."""
+    found: _Scales = {}
+    if not isinstance(state, Mapping) or not state:
+        return found
+    if all(key in state for key in _GRAD_SCALER_FORM):
+        ours = {"loss_scale": float(state["scale"]), "unskipped": int(state["_growth_tracker"])}
+        found = {"loss_scaler0": ours | ({"scales": state["scales"]} if "scales" in state else {})}
+    elif _is_number(state.get("cur_scale")):
+        # Of DeepSpeed, Megatron-LM and mmcv: good updates are counted from the last overflow.
+        good = int(state.get("cur_iter", 0)) - int(state.get("last_overflow_iter", -1)) - 1
+        window = max(int(state.get("scale_window", 0)), 1)
+        found = {"loss_scaler0": {"loss_scale": float(state["cur_scale"]), "unskipped": max(good, 0) % window}}
+    elif all(str(name).startswith("loss_scaler") and isinstance(value, Mapping) for name, value in state.items()):
+        found = {str(name): dict(value) for name, value in state.items()}
+        if any("loss_scale" not in value for value in found.values()):
+            return {}  # another dict with a scaler inside
+    return _checked(found, place)
+
+
+def _checked(found: _Scales, place: str) -> _Scales:
+    for name, value in found.items():
+        faults = check_state(value)
+        if faults:
+            raise ValueError(f"{place}: {name} {'; it '.join(faults)}")
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
+    return is_scalar or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
 def _written(scales: dict[str, dict[str, Any]], to: str, loss_id: int) -> dict[str, Any]:

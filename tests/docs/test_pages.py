@@ -265,7 +265,7 @@ BEGINNINGS = [text for row in ROWS for text in re.findall(r"`(.+?)`", row)]
 # What is raised with a text that was made elsewhere, or that names a thing alone as Python's own errors do.
 WITHOUT_A_TEXT = {
     "basics/patching.py: _raise_first: note",
-    "cli/convert.py: _pop_scales: ValueError",
+    "cli/convert.py: _checked: ValueError",
     "cli/explain.py: load: ValueError",
     "compat/apex/amp/frontend.py: load_state_dict: ValueError",
     "settings/properties.py: build: ValueError",
