@@ -61,66 +61,75 @@ _INTRODUCTION: Final = """\
 
 Made from `mpinit/functions/cast_lists.py` by `python docs/generate.py`; a test compares the two.
 
-What O1 (`patch_torch_functions=True`) does to the arguments of a function, on every device, in float16 and bfloat16.
-**native**: the device's own autocast kernels do it. **wrapped**: a thin wrapper stands at the names printed first; the
-names in parentheses end in one of them. A device that is not listed here gets every wrapper. float64, integer, bool
-and complex tensors are never cast; a call with `out=` and an in-place function are left
-alone; `softmax(x, dtype=...)` gives what was asked for, as a norm with a 16-bit `dtype=` does.
-`interpolate(mode="area")` is pooling, in no row. Functions in no row run in the type they are given, on every device,
-but for those listed at the end: some are made of functions that have a row, and the CPU has no 16-bit kernels for
-others.
+The tables list how O1 (`patch_torch_functions=True`) casts the arguments of each function. They apply to every device,
+in float16 and bfloat16.
+
+- **native**: the device's own autocast casts them.
+- **wrapped**: mpinit replaces the names listed first by wrappers. The names in parentheses call one of them. On a device
+  that is not listed, every function is wrapped.
+- float64, integer, bool and complex tensors are never cast.
+- Calls with `out=`, in-place functions, and calls with a 16-bit `dtype=`, such as `softmax(x, dtype=torch.bfloat16)`,
+  are not cast.
+- `interpolate(mode="area")` is pooling, and in no row.
+- A function in no row runs in the dtype of its arguments. The exceptions are listed at the end: functions that call
+  functions with a row, and functions without a 16-bit kernel on the CPU.
 
 ## Where casts are on
 
-- In the thread that called `initialize`, losses included, and in any thread inside the forward of a model initialised
-  at O1. With `cast_scope="model"` only the latter. Until the session ends, or is dropped without `undo`.
-- Off inside the forward of a model of another session that has no casts, but for those of your own `torch.autocast`
-  block around it. Compiled by torch.compile, in a thread where O1 is live, it is off in such a block, too.
-- Off in `backward()`, in `torch.autograd.grad` and in `optimizer.step()` (on again in a closure), in
-  `mpinit.disable_casts()`, and in `torch.autocast(..., enabled=False)`.
-- `mpinit.disable_casts()` around `model(x)` always wins. A `torch.autocast(..., enabled=False)` block wins too, except
-  around a model compiled by torch.compile in a thread or scope whose flag is off anyway: there it changes nothing that
-  a compiled graph could see, so use `disable_casts()`.
-- Wrappers follow torch's own autocast flag, of the tensor's device: inside your own `torch.autocast` block they cast
-  as well, while a session with O1 is live.
-- Weight casts are cached within the forward of an initialised model and dropped at its end. Outside of one they are
-  not cached. A weight changed in place *within* one forward, between two uses, is the one case the cache does not see.
-- The namespaces of torch are one for the process: with several live sessions the stricter `cast_policy` and the
-  wider `allow_banned` hold for all. Undoing the last one puts everything back.
+- Casts are on in the thread that called `initialize`, also for losses, and in any thread inside the forward of a model
+  that was initialised at O1. With `cast_scope="model"` they are on only inside such forwards. They are on until the
+  session ends, or is garbage-collected without `undo`.
+- Casts are off inside the forward of another session's model without casts. Casts of your own `torch.autocast` block
+  around it stay on there, unless the model is compiled and O1 is live in the thread.
+- Casts are off in `backward()`, in `torch.autograd.grad` and in `optimizer.step()`, but on in its closure. They are off
+  in `mpinit.disable_casts()` and in `torch.autocast(..., enabled=False)`.
+- `mpinit.disable_casts()` around `model(x)` always switches casts off. So does `torch.autocast(..., enabled=False)`,
+  with one exception: around a compiled model, in a thread where casts are off already, a compiled graph cannot see it.
+  Use `disable_casts()` there.
+- Wrappers cast while torch's autocast flag of the tensor's device is on. So they also cast inside your own
+  `torch.autocast` block, while a session with O1 is live.
+- Weight casts are cached within the forward of an initialised model and dropped at its end. Outside of a forward they
+  are not cached. If a forward changes a weight in place between two uses, the cache has the old value.
+- All sessions share torch's namespaces. With several live sessions the stricter `cast_policy` and the wider
+  `allow_banned` apply to all. The undo of the last session removes all wrappers.
 
 ## Functions of your own
 
-`register_half_function(module, name)`, `register_float_function`, `register_promote_function`, before or after
-`initialize`, and the decorators `half_function`, `float_function`, `promote_function`. A registration beats the rows
-below. A half function's body runs with casts on, a float function's with casts off; a builtin function of torch runs
-with casts off, so that a registration beats the device's own list too. Weights given to a half function are cast at
-each call. Code that did `from module import name` before holds the function without casts; where that can be seen, the
-registration warns. The same goes for torch's own functions that are wrapped: `from torch import exp` before
-`initialize` is out of reach, and is logged where a module of yours did it.
+Use `register_half_function(module, name)`, `register_float_function` or `register_promote_function`, before or after
+`initialize`, or the decorators `half_function`, `float_function` and `promote_function`.
+
+- A registration overrides the rows below.
+- A half function's body runs with casts on, a float function's with casts off. A builtin function of torch runs with
+  casts off, so that a registration overrides the device's own list too.
+- Weights that are passed to a half function are cast at each call.
+- Code that ran `from module import name` before the registration calls the function without casts. The registration
+  warns if it finds such a name.
+- The same applies to torch's own functions: `from torch import exp` before `initialize` has no casts. If a module of
+  yours has such a name, it is logged.
 """
 
 
 _UNLISTED: Final = """\
-## Functions in no row that do not run in the type they are given
+## Functions in no row that run in another dtype than their arguments'
 
-Found by running torch's own database of operators through O1; a test compares. The method of the same name does the
-same.
+The list was made by running torch's own database of operators at O1; a test compares it. Methods of the same name behave
+the same way.
 
-- Made of matrix products, which run in 16 bits: float32 arguments come back in 16 bits, on every device, and
-  `out=` is computed in 16 bits or refused. Put `mpinit.disable_casts()` around them where that is not wanted.
+- Functions that call matrix products, which run in 16 bits. With float32 arguments the result is 16-bit, on every device;
+  `out=` is computed in 16 bits or refused. To avoid that, call them inside `mpinit.disable_casts()`.
 {products}
-- Made of powers, logarithms and sums, which run in float32: the result is float32, though not every step inside is, on
-  every device.
+- Functions that call powers, logarithms and sums, which run in float32. The result is float32, on every device, but some
+  steps inside run in 16 bits.
 {powers}
-- **On the CPU only**, in float32, because it has no 16-bit kernel. Other devices are given the type that the arguments
-  have, and torch raises there where they have no such kernel either.
+- Functions that run in float32 **on the CPU only**, because it has no 16-bit kernel. Other devices run them in the
+  arguments' dtype, and torch raises if they have no such kernel either.
 {on_cpu}
 
-Whatever else is made of other functions, in torch (`torch.linalg.polar` of torch 2.15, say) or elsewhere, follows those
-that it calls.
+Any other function follows the functions that it calls, in torch (such as `torch.linalg.polar` of torch 2.15) or
+elsewhere.
 
-The CPU's own autocast list, which a bare `torch.autocast("cpu")` follows, names more. While a session with O1 is live
-these kernels are off that list, so that they do on the CPU what they do on CUDA.
+The CPU's own autocast list, which a plain `torch.autocast("cpu")` uses, has more functions. While a session with O1 is
+live these are removed from it, so that the CPU behaves like CUDA.
 
 {as_given}
 """
@@ -136,7 +145,7 @@ def _listing(names: Iterable[str], indent: str = "  ") -> str:
 
 
 def page() -> str:
-    """The page of the cast policy."""
+    """Return the page of the cast policy."""
     torch_rows = {row.name: row for row in TORCH_POLICY}
     stricter = [row for row in APEX_POLICY if torch_rows.get(row.name) is not row]
     parts = [

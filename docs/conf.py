@@ -45,7 +45,7 @@ TORCH = "https://docs.pytorch.org/docs/stable/"
 
 
 def _inventories() -> dict[str, tuple[str, None]]:
-    """torch's names become links, where its site can be reached; the build is the same without."""
+    """Make torch's names links, if its site can be reached; the build is the same without."""
     try:
         urllib.request.urlopen(f"{TORCH}objects.inv", timeout=5).close()
     except OSError:
@@ -64,7 +64,7 @@ toc_object_entries = False
 
 
 def _let_long_names_break(app: Any, tree: nodes.document, page: str) -> None:
-    """Tables are as narrow as their longest word: a name in one may go on in the next line after a dot or the like."""
+    """Let names in tables break after a dot and similar signs, because a table is as wide as its longest word."""
     for cell in tree.findall(nodes.entry):
         for literal in list(cell.findall(nodes.literal)):
             parts = re.split(r"(?<=\w[._(=])(?=[A-Za-z])", literal.astext())
@@ -83,6 +83,6 @@ def _show_one_signature() -> None:
 
 
 def setup(app: Any) -> None:
-    """Called by Sphinx."""
+    """Register the extensions; Sphinx calls it."""
     _show_one_signature()
     app.connect("doctree-resolved", _let_long_names_break)

@@ -52,19 +52,19 @@ class _Attention(nn.Module):
         product = self.linear(x)
         softmax = torch.softmax(product, -1)
         normed = self.norm(product)
-        self._note("inputs of the model", x)
-        self._note("matrix products, convolutions", product)
-        self._note("softmax, norms", softmax, normed)
+        self._record_bits("inputs of the model", x)
+        self._record_bits("matrix products, convolutions", product)
+        self._record_bits("softmax, norms", softmax, normed)
         for tensor in (product, softmax, normed):
-            tensor.register_hook(lambda gradient: self._note("gradients in the backward pass", gradient))
+            tensor.register_hook(lambda gradient: self._record_bits("gradients in the backward pass", gradient))
         return product, softmax * normed
 
-    def _note(self, what: str, *tensors: Tensor) -> None:
+    def _record_bits(self, what: str, *tensors: Tensor) -> None:
         self.seen.setdefault(what, set()).update(tensor.dtype for tensor in tensors)
 
 
 def levels() -> str:
-    """Which tensor has how many bits at which level, and the bytes of all that is held."""
+    """Tabulate the bits of each kind of tensor at each level, and the bytes of all tensors."""
     columns = {title: _measured(asked) for title, asked in _LEVELS.items()}
     rows = [f"| | {' | '.join(columns)} |", f"|---{'|---' * len(columns)}|"]
     for what in next(iter(columns.values())):
@@ -109,7 +109,7 @@ def _ascending(dtypes: set[torch.dtype]) -> list[torch.dtype]:
 
 
 def gradients(steps: int = 300) -> Tensor:
-    """All gradients of a small CNN after so many steps on handwritten digits, in float32, where nothing is lost."""
+    """Compute all gradients of a small CNN after some steps on handwritten digits, in float32."""
     sys.path.insert(0, str(ROOT / "examples"))
     from demo.digits_data import load_digits
     from demo.network import digits_net
@@ -133,16 +133,16 @@ def gradients(steps: int = 300) -> Tensor:
 
 
 def lost() -> str:
-    """What each 16-bit type loses of them."""
-    return f"```text\n{said_of(gradients())}\n```\n"
+    """Return the share of the gradients that each 16-bit dtype loses, as a block of text."""
+    return f"```text\n{description_of(gradients())}\n```\n"
 
 
 def _exponents(found: Tensor) -> Tensor:
     return torch.frexp(found[found != 0]).exponent - 1
 
 
-def said_of(found: Tensor) -> str:
-    """Shares of gradients that are lost, by type and scale."""
+def description_of(found: Tensor) -> str:
+    """Describe the shares of gradients that are lost, by dtype and scale."""
     exponents = _exponents(found)
     lines = [f"{found.numel():,} gradients, {int((found == 0).sum()):,} of them 0"]
     # Exponents of the smallest subnormal and the smallest normal number of a type, and of the first beyond it.
@@ -163,7 +163,7 @@ def said_of(found: Tensor) -> str:
 
 
 def draw(found: Tensor, path: Path) -> None:
-    """Gradients by their exponents, with what float16 holds shaded, at scale 1 and at the usual one."""
+    """Plot gradients by exponent, with the range of float16 shaded, at scale 1 and at the usual one."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.2), layout="constrained")
@@ -185,11 +185,11 @@ def draw(found: Tensor, path: Path) -> None:
     axes.set_title(f"{total:,} gradients, {(found == 0).double().mean():.1%} of them 0", loc="left")
     axes.legend(loc="upper right", fontsize=8, framealpha=0.9)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120, metadata={stamps.KEY: stamps.of_text(said_of(found))})
+    figure.savefig(path, dpi=120, metadata={stamps.KEY: stamps.of_text(description_of(found))})
 
 
 def _measured_by(name: str) -> Any:
-    """What ``python docs/measure.py`` has written."""
+    """Read a result of ``python docs/measure.py``."""
     return json.loads(_measured_text(name))
 
 
@@ -198,7 +198,7 @@ def _measured_text(name: str) -> str:
 
 
 def audited() -> str:
-    """What an audit foresees, beside what steps did."""
+    """Tabulate the audit's predictions beside the measured steps."""
     found = _measured_by("audit")
     by_name: dict[str, dict[float, dict[str, Any]]] = {}
     for row in found["rows"]:
@@ -214,7 +214,7 @@ def audited() -> str:
 
 
 def served() -> str:
-    """How far what is trained is from what is served, by level."""
+    """Tabulate the difference between the trained and the served model, by level."""
     rows = [
         "| | mean difference of log-probabilities | largest | sequences with a ratio beyond 1.2 | they part first in |",
         "|---|---|---|---|---|",
@@ -238,7 +238,7 @@ def _whole(share: float) -> str:
 
 
 def worth() -> str:
-    """What is left of a training with fewer bits of each weight."""
+    """Tabulate the progress of training with fewer bits of each weight."""
     found = _measured_by("masters")
     ways = list(found["rows"][0]["kept"])
     rows = [f"| rate | float32 takes off the loss | {' | '.join(ways)} |", f"|---|---|{'---|' * len(ways)}"]
@@ -260,7 +260,7 @@ def worth_in_short() -> str:
 
 
 def draw_worth(path: Path) -> None:
-    """The table as a plot."""
+    """Plot the table."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.2), layout="constrained")
@@ -290,7 +290,7 @@ MADE: Final[Mapping[str, Callable[[], str]]] = {
 
 
 def replaced(text: str) -> str:
-    """``text`` with all that stands between marks made anew."""
+    """Return ``text`` with all parts between marks generated again."""
     return _MARKED.sub(lambda mark: f"{mark[1]}\n{MADE[mark[2]]()}\n{mark[3]}", text)
 
 

@@ -32,7 +32,7 @@ from mpinit.settings.properties import Properties
 PAGES: Final = Path(__file__).parent
 PACKAGE: Final = PAGES.parent / "mpinit"
 
-# What a reader looks for together; a test shows that no public name is missing.
+# Names that a reader looks up together; a test shows that no public name is missing.
 GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "Set up and take back": ("initialize", "add_optimizers", "undo", "Properties", "register_input", "install_as_apex"),
     "Backward and step": (
@@ -102,7 +102,7 @@ SIGNATURES: Final[Mapping[str, str]] = {"Properties": "(**properties)"}
 
 
 def api() -> str:
-    """The page of public names."""
+    """Return the page of public names."""
     parts = ["# Functions and classes\n", "| name | what it does |", "|---|---|"]
     for names in GROUPS.values():
         for name in names:
@@ -128,7 +128,7 @@ def _heading(name: str) -> str:
 
 
 def _first_line(name: str) -> str:
-    """The first line of a public name's docstring; a plug's is read, not imported, for its framework may be missing."""
+    """Return the first line of a name's docstring; read an integration's file, because its framework may be missing."""
     module, _, short = name.rpartition(".")
     if module:
         tree = ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
@@ -147,7 +147,7 @@ def _cell(value: Any) -> str:
 
 
 def properties() -> str:
-    """The page of levels and properties."""
+    """Return the page of levels and properties."""
     levels = mpinit.OPT_LEVELS
     of_level = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
     rows = [f"| property | {' | '.join(levels)} |", f"|---{'|---' * len(levels)}|"]
@@ -175,7 +175,7 @@ def properties() -> str:
 
 
 def _linked(text: str) -> str:
-    """A page that is named by its file becomes a link to it, under its title."""
+    """Replace the file names of pages by links with their titles."""
     named = re.compile(r"docs/(explanation/[\w-]+\.md)")
     return named.sub(lambda page: f"[{_title(page[1])}](../{page[1]})", text)
 
@@ -185,7 +185,7 @@ def _title(page: str) -> str:
 
 
 def command_line() -> str:
-    """The page of commands."""
+    """Return the page of commands."""
     parser = cli._parser()
     actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     parts = ["# Command line\n", f"{parser.description}\n"]

@@ -38,7 +38,7 @@ def _text() -> Tensor:
 
 
 def batches(steps: int, seed: int) -> Iterator[Tensor]:
-    """Random pieces of the text, one byte longer than the model takes."""
+    """Draw random pieces of the text, one byte longer than the model's input."""
     text, chance = _text(), torch.Generator().manual_seed(seed)
     for _ in range(steps):
         starts = torch.randint(len(text) - LENGTH - 1, (BATCH,), generator=chance)
@@ -46,7 +46,7 @@ def batches(steps: int, seed: int) -> Iterator[Tensor]:
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean cross entropy of the next byte, in float32."""
+    """Compute the mean cross entropy of the next byte, in float32."""
     logits = model(batch[:, :-1]).float()
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
@@ -64,7 +64,7 @@ def _trained() -> dict[str, Tensor]:
 
 
 def checkpoint() -> Writer:
-    """The model after 400 steps in float32, rounded to bfloat16 as published checkpoints are, in float32."""
+    """Return the model after 400 steps in float32, with weights rounded to bfloat16, as in published checkpoints."""
     model = Writer(96, 3, 4)
     model.load_state_dict(_trained())
     return model.bfloat16().float()
@@ -102,7 +102,7 @@ _OPTIMIZERS: Final[Mapping[str, Callable[..., torch.optim.Optimizer]]] = {
 
 
 def audit() -> dict[str, Any]:
-    """The share of bfloat16 weights that a step leaves as they are: foreseen, and in 16 real steps after 8 others."""
+    """Measure the share of bfloat16 weights that a step does not change: predicted, and in 16 steps after 8 others."""
     rows = []
     for name, make in _OPTIMIZERS.items():
         for rate in RATES:
@@ -151,7 +151,7 @@ _WAYS: Final[Mapping[str, dict[str, Any]]] = {
 
 
 def fidelity() -> dict[str, Any]:
-    """Log-probabilities of the next byte after 100 steps: in training, and of a plain 16-bit model on a server."""
+    """Compare log-probabilities of the next byte after 100 steps, in training and of a plain 16-bit model."""
     rows = []
     for name, asked in _WAYS.items():
         model = checkpoint()
@@ -197,7 +197,7 @@ def _nets() -> dict[str, nn.Module]:
 
 
 def skipping() -> dict[str, Any]:
-    """Time of a step of AdamW at O5 with the look at gradients, over that without, in turns; medians of 50 steps."""
+    """Measure a step of AdamW at O5 with the check of gradients over one without, in turns; medians of 50 steps."""
     torch.set_num_threads(1)
     rows = []
     for name, net in _nets().items():
@@ -235,20 +235,20 @@ def skipping() -> dict[str, Any]:
 
 
 def _nearest(values: Tensor, bits: int) -> Tensor:
-    """Float32 numbers with so many of their bits, rounded to nearest."""
+    """Round float32 numbers to a number of bits, to nearest."""
     rest = 32 - bits
     whole = values.view(torch.int32)
     return ((whole + (1 << (rest - 1))) >> rest << rest).view(torch.float32)
 
 
 def _stochastic(values: Tensor, chance: torch.Generator) -> Tensor:
-    """Float32 numbers rounded to bfloat16 up or down, by chance in proportion."""
+    """Round float32 numbers to bfloat16, stochastically."""
     noise = torch.randint(1 << 16, values.shape, generator=chance, dtype=torch.int32)
     return ((values.view(torch.int32) + noise) >> 16 << 16).view(torch.float32)
 
 
 def _by_hand(model: nn.Module, rate: float, steps: int, rounded: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """bfloat16 weights; what the optimizer steps is float32, and keeps after each step what ``rounded`` leaves."""
+    """Train bfloat16 weights with float32 masters, which ``rounded`` rounds after each step."""
     model.bfloat16()
     weights = list(model.parameters())
     kept = [nn.Parameter(weight.detach().float()) for weight in weights]
@@ -288,7 +288,7 @@ def _ours(model: nn.Module, rate: float, steps: int) -> list[Tensor]:
 
 
 def masters() -> dict[str, Any]:
-    """How much of what 200 steps in float32 take off the loss is left with fewer bits, at four rates."""
+    """Measure how much of the progress of 200 float32 steps remains with fewer bits, at four learning rates."""
     steps, chance = 200, torch.Generator().manual_seed(0)
     ways: dict[str, Callable[[nn.Module, float], list[Tensor]]] = {
         "float32": lambda model, rate: _plain(model, rate, steps, torch.float32),
@@ -297,14 +297,14 @@ def masters() -> dict[str, Any]:
         "24 bits": lambda model, rate: _by_hand(model, rate, steps, lambda values: _nearest(values, 24)),
         "32 bits exact (O5, split)": lambda model, rate: _ours(model, rate, steps),
     }
-    held_out = list(batches(24, seed=5))
+    unseen = list(batches(24, seed=5))
 
     def evaluated(weights: list[Tensor]) -> float:
         model = checkpoint()
         with torch.no_grad():
             for parameter, values in zip(model.parameters(), weights, strict=True):
                 parameter.copy_(values)
-            return sum(float(loss_of(model, batch).double()) for batch in held_out) / len(held_out)
+            return sum(float(loss_of(model, batch).double()) for batch in unseen) / len(unseen)
 
     before = evaluated([p.detach() for p in checkpoint().parameters()])
     rows = []
@@ -324,7 +324,7 @@ RUNS: Final[Mapping[str, Callable[[], dict[str, Any]]]] = {
 
 
 def main() -> int:
-    """Run what is named and write what came out."""
+    """Run the named measurements and write their results."""
     for name in sys.argv[1:] or RUNS:
         MEASURED.mkdir(exist_ok=True)
         (MEASURED / f"{name}.json").write_text(json.dumps(RUNS[name](), indent=1) + "\n", encoding="utf-8")

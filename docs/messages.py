@@ -16,7 +16,7 @@ from typing import Final
 
 PACKAGE: Final = Path(__file__).parents[1] / "mpinit"
 
-# What a reader is doing when the message comes -> where in the package such messages are.
+# The user's activity when a message appears -> the modules that have such messages.
 ROOMS: Final[dict[str, tuple[str, ...]]] = {
     "Calling initialize": (
         *("__init__", "amp", "initialization", "session", "registry", "checks", "settings", "model", "basics"),
@@ -41,7 +41,7 @@ class Message:
 
 
 def collect() -> list[Message]:
-    """All of them, in the order of files and lines."""
+    """Collect all messages, in the order of files and lines."""
     found: dict[tuple[str, str], Message] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         module = path.relative_to(PACKAGE).with_suffix("").as_posix()
@@ -55,23 +55,23 @@ def _of_module(path: Path, module: str) -> Iterator[Message]:
     for scope in functions_of(parsed(path)):
         for kind, argument in raised(scope):
             for text in texts(argument, names.inside(scope)):
-                if says_something(text):
+                if has_text(text):
                     yield Message(text, kind, module)
 
 
 @cache
 def parsed(path: Path) -> ast.Module:
-    """The syntax tree of a file."""
+    """Parse a file."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def functions_of(tree: ast.Module) -> Iterator[ast.FunctionDef]:
-    """Every function and method, those inside of others as well."""
+    """Yield every function and method, also those inside others."""
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
 def raised(scope: ast.FunctionDef) -> Iterator[tuple[str, ast.expr]]:
-    """(class of the error, "warning" or "note", its first argument) of what a function raises, warns of and adds."""
+    """Yield (class of the error, "warning" or "note", its first argument) of a function's errors, warnings and notes."""
     for node in _own(scope):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             yield _name(node.exc.func), node.exc.args[0]
@@ -82,7 +82,7 @@ def raised(scope: ast.FunctionDef) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _own(scope: ast.FunctionDef) -> Iterator[ast.AST]:
-    """What is in a function, without the functions inside it."""
+    """Yield the nodes of a function, without the functions inside it."""
     waiting: list[ast.AST] = list(scope.body)
     while waiting:
         node = waiting.pop(0)
@@ -97,13 +97,13 @@ def _name(function: ast.expr) -> str:
 
 @cache
 def names_of(path: Path) -> Names:
-    """The names of a file, outside of any function."""
+    """Return the names of a file, outside of any function."""
     return Names.of(path)
 
 
 @dataclass(frozen=True)
 class Names:
-    """What names stand for: a module's functions and constants, those of modules it imports, and a function's own."""
+    """The values of names: a module's functions and constants, those of modules it imports, and a function's own."""
 
     functions: dict[str, ast.FunctionDef]
     constants: dict[str, ast.expr]
@@ -131,16 +131,16 @@ class Names:
         return cls({node.name: node for node in functions_of(tree)}, constants, modules, origins)
 
     def inside(self, scope: ast.FunctionDef | None) -> Names:
-        """The same in a function, one call further."""
+        """Return the names inside a function, one call further."""
         return replace(self, scope=scope, depth=self.depth + 1)
 
     def imported(self, name: str) -> Names | None:
-        """The names of an imported module."""
+        """Return the names of an imported module."""
         path = self.modules.get(name)
         return None if path is None else replace(names_of(path), depth=self.depth)
 
     def assigned(self, name: str) -> list[ast.expr]:
-        """What a name is given in the function, or is in the module."""
+        """Return the values assigned to a name in the function, or in the module."""
         values = []
         for node in _own(self.scope) if self.scope else ():
             if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
@@ -150,14 +150,14 @@ class Names:
         return names_of(self.origins[name]).assigned(name) if name in self.origins else []
 
     def that_know(self, function: str) -> Names:
-        """These, or those of the first file that something is imported from and that has such a function or method."""
+        """Return these names, or those of the first imported file that has such a function or method."""
         others = (names_of(path) for path in dict.fromkeys(self.origins.values()))
         found = next((each for each in (self, *others) if function in each.functions), self)
         return replace(found, depth=self.depth)
 
 
 def texts(node: ast.expr, names: Names) -> list[str]:
-    """Every text an expression may be, with "..." for what only a run knows."""
+    """List every text that an expression may have, with "..." for parts that only a run knows."""
     if isinstance(node, ast.Constant):
         return [str(node.value)]
     if isinstance(node, ast.JoinedStr):
@@ -170,11 +170,11 @@ def texts(node: ast.expr, names: Names) -> list[str]:
         return [re.sub(r"\{[^{}]*\}", "...", text) for text in texts(node.func.value, names)]
     if isinstance(node, ast.IfExp):
         return texts(node.body, names) + texts(node.orelse, names)
-    return _looked_up(node, names) or ["..."]
+    return _texts_of(node, names) or ["..."]
 
 
-def _looked_up(node: ast.expr, names: Names) -> list[str]:
-    """The texts of a name, or of a call of one of the package's functions."""
+def _texts_of(node: ast.expr, names: Names) -> list[str]:
+    """List the texts of a name, or of a call of one of the package's functions."""
     function = node.func if isinstance(node, ast.Call) else node
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
         names = names.imported(function.value.id) or names
@@ -188,13 +188,13 @@ def _looked_up(node: ast.expr, names: Names) -> list[str]:
         inner = knows.inside(knows.functions[name])
         returned = [each.value for each in _own(knows.functions[name]) if isinstance(each, ast.Return) and each.value]
         found = [text for value in returned for text in texts(value, inner)]
-        # Of another file what returns whole sentences, and no numbers and names.
+        # Only functions of another file that return whole sentences, not numbers and names.
         return found if knows.functions is names.functions else list(filter(_is_sentence, found))
     return [text for value in names.assigned(name) for text in texts(value, names.inside(names.scope))]
 
 
 def _joined(parts: Sequence[list[str]]) -> list[str]:
-    """The texts of parts that stand one after another; at most a few, or the parts that vary are "..."."""
+    """List the joined texts of several parts; if there are too many, parts that vary are "..."."""
     total = 1
     for part in parts:
         total *= len(part)
@@ -209,7 +209,7 @@ def _is_sentence(text: str) -> bool:
     return len(text) >= 80
 
 
-def says_something(text: str) -> bool:
+def has_text(text: str) -> bool:
     return len(re.sub(r"\W|\.\.\.", "", text)) >= 8
 
 

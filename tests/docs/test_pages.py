@@ -288,7 +288,7 @@ def sites() -> set[str]:
         names = messages.names_of(path)
         for scope in messages.functions_of(messages.parsed(path)):
             for kind, argument in messages.raised(scope):
-                if not any(map(messages.says_something, messages.texts(argument, names.inside(scope)))):
+                if not any(map(messages.has_text, messages.texts(argument, names.inside(scope)))):
                     found.add(f"{path.relative_to(messages.PACKAGE).as_posix()}: {scope.name}: {kind}")
     return found
 
@@ -366,12 +366,14 @@ def test_the_page_shows_what_exponents_say(figures: dict[str, Any], tmp_path: Pa
     assert shown is not None
     found = figures["gradients"](steps=2)
     # Numbers differ from one processor's kernels to another's, and with so few steps; what they are of does not.
-    assert re.sub(r"[\d.,]+(e\+\d+)?", "N", figures["said_of"](found)) == re.sub(r"[\d.,]+(e\+\d+)?", "N", shown[1])
+    assert re.sub(r"[\d.,]+(e\+\d+)?", "N", figures["description_of"](found)) == re.sub(
+        r"[\d.,]+(e\+\d+)?", "N", shown[1]
+    )
     assert f"{found.numel():,} gradients" in shown[1]
     stamps, committed, picture = figures["stamps"], DOCS / "_static" / "gradients.png", tmp_path / "gradients.png"
     assert stamps.read(committed) == stamps.of_text(shown[1]), "the picture is of another run: make bench-tables"
     figures["draw"](found, picture)
-    assert stamps.read(picture) == stamps.of_text(figures["said_of"](found))
+    assert stamps.read(picture) == stamps.of_text(figures["description_of"](found))
 
 
 def test_the_picture_of_masters_is_as_new_as_its_data(figures: dict[str, Any]) -> None:

@@ -26,6 +26,17 @@ def test_words_of_the_package(name: str) -> None:
     assert not found, "\n".join(found)
 
 
+def test_words_of_the_pages() -> None:
+    """Check all pages and their generators; the list of messages quotes texts as they are in the package."""
+    pages = [path for path in sorted((ROOT / "docs").rglob("*")) if path.suffix in (".md", ".py")]
+    pages = [path for path in pages if path.name != "all-messages.md"]
+    found = [
+        f"{kind}: {finding}"
+        for kind, finding in findings_below([*pages, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ALLOWED)
+    ]
+    assert not found, "\n".join(found)
+
+
 PLANTED = '''"""Whether this module is one."""
 
 

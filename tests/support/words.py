@@ -78,7 +78,10 @@ def names_defined_in(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 # --- prose ------------------------------------------------------------------------------------------------------------
 
-_END: Final = re.compile(r"(?<=[.!?])[\"')\]*_]*\s+(?=[\"'(\[*_`A-Z0-9])")
+# Names of libraries begin a sentence in lower case.
+_END: Final = re.compile(r"(?<=[.!?])[\"')\]*_]*\s+(?=[\"'(\[*_`A-Z0-9]|(?:torch|mpinit|apex|bfloat16|float\d+)\b)")
+# A list of names in backticks, which is counted as one.
+_NAMES: Final = re.compile(r"code(?:,\s+code)+")
 _ABBREVIATIONS: Final = re.compile(r"\b(e\.g|i\.e|cf|vs|No|etc|approx)\.", re.IGNORECASE)
 _ITEM: Final = re.compile(r"^\s*(?:[-*+]|\d+[.)])\s+")
 # An argument in a docstring's section, an attribute: "name: text", "name (type): text".
@@ -102,7 +105,7 @@ def sentences(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
 def words_in(sentence: str) -> int:
     """Count words: code in backticks and a link's address are one word, signs alone are none."""
     plain = re.sub(r"\]\([^)]*\)", "]", sentence)
-    plain = re.sub(r"``[^`]*``|`[^`]*`", "code", plain)
+    plain = _NAMES.sub("code", re.sub(r"``[^`]*``|`[^`]*`", "code", plain))
     return sum(1 for word in plain.split() if re.search(r"\w", word))
 
 
