@@ -120,7 +120,6 @@ class Session:
         self.forward_guard.has_float32_values = selected.holds_16_bit or plan.makes_masters
         if plan.cast_model and is_lower_precision(plan.model_dtype):
             self.forward_guard.inputs = InputWarnings()
-        self.forward_guard.reduces_in_float32 = self.properties.reduce_dtype is torch.float32
         self.forwards = forward.patch_forwards(index, selected, plan, self, self.forward_guard, self._undos)
         if selected.kept and encoder_fast_path.is_bypassed(selected.kept, index.names):
             encoder_fast_path.keep_off(lambda: True, self._undos)
@@ -134,13 +133,13 @@ class Session:
         push(partial(casting.rebuild_flat_weights_of, self.models))
         if selected.gathered:
             push(gather_in(index.names, selected.gathered))
-        if plan.masters is not MasterWeightsMode.NONE:
-            self._make_masters(index, targets)
+        widened = self._make_masters(index, targets) if plan.masters is not MasterWeightsMode.NONE else []
         # Late, because without masters no undo restores the bits that a cast drops.
         if selected.changes or len(self.masters) > 0:
             self._cast(index, targets)
+        self.ranks.reduces_in_float32 = self.properties.reduce_dtype is torch.float32
         casts = self.values.casts if selected.changes else None
-        self.ranks.watch(selected.changes, casts, self._settings_to_compare(), self._undos)
+        self.ranks.watch([*selected.changes, *widened], casts, self._settings_to_compare(), self._undos)
         for optimizer in self.optimizers:
             self.managed.add(optimizer, selected.holds_16_bit, self._undos)
         if plan.makes_masters:
@@ -158,8 +157,12 @@ class Session:
             OPTIMIZERS: _format(classes),
         }
 
-    def _make_masters(self, index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype]) -> None:
-        """Make masters of the weights that are trained, before anything is cast."""
+    def _make_masters(self, index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype]) -> list[nn.Parameter]:
+        """Make masters of the weights that are trained, before anything is cast.
+
+        Returns:
+            The 16-bit weights that are float32 now, because they are their own masters.
+        """
         trained = trained_by(self.optimizers)
         if self.managed.awaits:
             known = set(map(id, trained))
@@ -169,8 +172,11 @@ class Session:
         if self.plan.makes_masters:
             for weight in trained:
                 self.masters.add(weight, targets.get(weight, weight.dtype))
-        elif self.plan.masters is MasterWeightsMode.IN_MODEL:
-            self._widen([weight for weight in trained if is_lower_precision(weight.dtype)])
+        in_model = self.plan.masters is MasterWeightsMode.IN_MODEL
+        widened = [weight for weight in trained if is_lower_precision(weight.dtype)] if in_model else []
+        if widened:
+            self._widen(widened)
+        return widened
 
     def _widen(self, weights: Sequence[nn.Parameter]) -> None:
         """Convert weights that are their own masters to float32; :meth:`undo` keeps that, a failed set-up does not."""

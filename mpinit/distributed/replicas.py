@@ -1,8 +1,10 @@
-"""DistributedDataParallel: reading its state, float32 reduction, and broadcasts of masters, which it does not see.
+"""DistributedDataParallel: its events and state, float32 reduction, and broadcasts of masters, which it does not see.
 
 Nothing is imported for it: torch itself has loaded the class.
 """
 
+import enum
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -10,15 +12,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from .sharding import is_distributed
+from ..basics.patching import SharedPatches
+from ..basics.weak_set import WeakIdSet
 
 # Bytes sent in one call.
 _CHUNK: Final = 1 << 26
-
-
-def running_wrapper() -> Any:
-    """Return the DistributedDataParallel whose forward is running; None outside of one."""
-    return nn.parallel.DistributedDataParallel._active_ddp_module if is_distributed() else None
 
 
 def is_joining(wrapper: Any) -> bool:
@@ -27,15 +25,28 @@ def is_joining(wrapper: Any) -> bool:
 
 
 def reduced_by(wrapper: Any) -> list[nn.Parameter]:
-    """List the parameters whose gradients a DistributedDataParallel reduces."""
+    """List the parameters whose gradients a DistributedDataParallel reduces in buckets."""
     # A wrapper whose __init__ or deletion was interrupted has no module.
     module = vars(wrapper).get("_modules", {}).get("module")
     return list(getattr(wrapper, "_module_parameters", None) or (() if module is None else module.parameters()))
 
 
+def delayed_by(wrapper: Any) -> list[nn.Parameter]:
+    """List the parameters whose gradients a DistributedDataParallel reduces later, in a buffer of their own."""
+    return list(getattr(wrapper, "_delay_all_reduce_params", ()))
+
+
+def synced_by(wrapper: Any) -> list[torch.Tensor]:
+    """List the parameters and buffers that a DistributedDataParallel broadcasts at the end of ``join()``."""
+    ignored, module = wrapper.parameters_to_ignore, wrapper.module
+    named = [*module.named_parameters(), *(module.named_buffers() if wrapper.broadcast_buffers else ())]
+    return [tensor for name, tensor in named if name not in ignored]
+
+
 def hooks_of(wrapper: Any) -> list[str]:
     """List the names of a DistributedDataParallel's communication hooks."""
-    return [getattr(hook, "__name__", "") for hook, _ in wrapper._comm_hooks]
+    # A wrapper that delays the reduction of all parameters has no buckets, and no list of hooks.
+    return [getattr(hook, "__name__", "") for hook, _ in getattr(wrapper, "_comm_hooks", ())]
 
 
 def reduce_in_float32(wrapper: Any) -> None:
@@ -50,16 +61,66 @@ def reduce_in_float32(wrapper: Any) -> None:
             f"reduce_dtype=torch.float32 contradicts {others[0]}, by which DistributedDataParallel sends gradients: "
             "register no hook, or drop reduce_dtype"
         )
-    if not wrapper._comm_hooks:
-        group = wrapper.process_group
-        wrapper.register_comm_hook(None if group is torch.distributed.group.WORLD else group, _average_in_float32)
+    if not hasattr(wrapper, "_comm_hooks") or wrapper._comm_hooks:
+        return
+    if wrapper._use_python_reducer:
+        raise RuntimeError(
+            "reduce_dtype=torch.float32 works in DistributedDataParallel's buckets, which torch._dynamo.config."
+            'optimize_ddp="python_reducer" has none of: choose "ddp_optimizer", or drop reduce_dtype'
+        )
+    average = _Float32Average(wrapper)
+    wrapper.register_comm_hook(average, _average_in_float32)
+    wrapper._match_all_reduce_for_bwd_pass = _ZeroGradients(wrapper, average)
 
 
-def _average_in_float32(group: Any, bucket: Any) -> Any:
-    buffer, group = bucket.buffer(), group or torch.distributed.group.WORLD
-    mean = buffer.float().div_(group.size())
-    work: Any = torch.distributed.all_reduce(mean, group=group, async_op=True)
-    return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+class _Float32Average:
+    """The state of one wrapper's communication hook.
+
+    Attributes:
+        adds_zeros: whether this rank, which has no batch left in ``join()``, adds zeros to the others' gradients.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        # Weak, because the wrapper's reducer holds this, which the garbage collector does not see.
+        self._wrapper: Any = weakref.ref(wrapper)
+        self.adds_zeros = False
+
+    def __call__(self, gradients: torch.Tensor) -> Any:
+        """Begin to average float32 gradients over the ranks; return a future of the mean."""
+        wrapper, distributed = self._wrapper(), torch.distributed
+        if is_joining(wrapper) and not wrapper._divide_by_initial_world_size:
+            # Each rank that has a batch counts itself in one more number.
+            one = gradients.new_full((1,), 0.0 if self.adds_zeros else 1.0)
+            counted = torch.cat([gradients.flatten(), one])
+            work: Any = distributed.all_reduce(counted, group=wrapper.process_group, async_op=True)
+            return work.get_future().then(lambda done: done.value()[0][:-1] / done.value()[0][-1])
+        mean = gradients.div_(wrapper.process_group.size())
+        work = distributed.all_reduce(mean, group=wrapper.process_group, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch registers no hook in the reducer of a copied wrapper.
+        return {"_wrapper": None, "adds_zeros": False}
+
+
+class _ZeroGradients:
+    """A wrapper's ``_match_all_reduce_for_bwd_pass``, which a rank without a batch calls in ``join()``."""
+
+    def __init__(self, wrapper: Any, average: _Float32Average) -> None:
+        self._wrapper, self._average = wrapper, average
+
+    def __call__(self) -> None:
+        """Let the hook reduce zeros."""
+        self._average.adds_zeros = True
+        try:
+            type(self._wrapper)._match_all_reduce_for_bwd_pass(self._wrapper)
+        finally:
+            self._average.adds_zeros = False
+
+
+def _average_in_float32(average: Any, bucket: Any) -> Any:
+    buffer = bucket.buffer()
+    return average(buffer.float()).then(lambda done: buffer.copy_(done.value().view_as(buffer)))
 
 
 # torch accepts its own types as annotations or none, and not their names.
@@ -99,34 +160,72 @@ def _chunks(values: Sequence[Callable[[], torch.Tensor]]) -> Iterator[tuple[int,
         yield first, chunk
 
 
-class FinalSync:
-    """A DistributedDataParallel's ``_sync_final_model``, with which ``join()`` ends, and a method called after it."""
+class Event(enum.Enum):
+    """An event in the life of a DistributedDataParallel.
 
-    def __init__(self, wrapper: Any, afterwards: Callable[[Any, int], None]) -> None:
-        self._wrapper = wrapper
-        self._afterwards: Any = weakref.WeakMethod(afterwards)
+    Its ``module`` is registered before ``MADE``; torch's registration hooks see that.
+    """
 
-    def __call__(self, is_last_joiner: bool) -> None:
-        """Let torch broadcast the 16-bit weights, then call the method."""
-        type(self._wrapper)._sync_final_model(self._wrapper, is_last_joiner)
-        afterwards = None if self._afterwards is None else self._afterwards()
-        if afterwards is not None:
-            afterwards(self._wrapper, self._wrapper._authoritative_rank)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy of the wrapper is no part of any session.
-        return {"_wrapper": self._wrapper, "_afterwards": None}
+    MADE = "its __init__ has ended"
+    CALLED = "its forward begins"
+    JOINING = "join() begins"
+    JOINED = "join() has ended, and has made the ranks' weights one"
 
 
-def after_join(wrapper: Any, afterwards: Callable[[Any, int], None]) -> None:
-    """Call a method whenever a DistributedDataParallel's ``join()`` has made all ranks' weights one."""
-    wrapper._sync_final_model = FinalSync(wrapper, afterwards)
+# Made with init_sync=False.
+_unsynced: Final[WeakIdSet[Any]] = WeakIdSet()
 
 
-def remove_after_join(wrapper: Any) -> None:
-    """Reverse :func:`after_join`."""
-    if isinstance(vars(wrapper).get("_sync_final_model"), FinalSync):
-        del wrapper._sync_final_model
+def syncs_when_made(wrapper: Any) -> bool:
+    """Return whether a DistributedDataParallel exchanges anything in its ``__init__``; True if made before a patch."""
+    return wrapper not in _unsynced
+
+
+def _report(event: Event, wrapper: Any) -> None:
+    for user in WRAPPERS.users:
+        user(event, wrapper)
+
+
+def _make(inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> None:
+    try:
+        given = inspect.signature(inner).bind(wrapper, *args, **kwargs).arguments
+    except TypeError:
+        given = {}  # which torch refuses
+    if not given.get("init_sync", True):
+        _unsynced.add(wrapper)
+    inner(wrapper, *args, **kwargs)
+    _report(Event.MADE, wrapper)
+
+
+def _call(inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    _report(Event.CALLED, wrapper)
+    return inner(wrapper, *args, **kwargs)
+
+
+def _join(inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    _report(Event.JOINING, wrapper)
+    return _JoinHook(wrapper, inner(wrapper, *args, **kwargs))
+
+
+class _JoinHook:
+    """A DistributedDataParallel's ``JoinHook``, with an event at its end."""
+
+    def __init__(self, wrapper: Any, inner: Any) -> None:
+        self._wrapper, self.main_hook, self._post_hook = wrapper, inner.main_hook, inner.post_hook
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Let torch broadcast the 16-bit weights, then report that."""
+        self._post_hook(is_last_joiner)
+        _report(Event.JOINED, self._wrapper)
+
+
+# A user is called with an Event and the wrapper. The class is patched, because a wrapper may be older than all
+# sessions. No hook of torch's reports the end of __init__, before which there is no reducer to register a hook in, and
+# after which its arguments are unknown. A forward hook of all modules would slow each of them. One of the model would
+# miss wrappers of its parts, and be traced by torch.compile, which never traces DistributedDataParallel's own forward.
+WRAPPERS: Final = SharedPatches(
+    nn.parallel.DistributedDataParallel, {"__init__": _make, "_pre_forward": _call, "join_hook": _join}
+)
 
 
 def refuse_training(wrapper: Any) -> None:

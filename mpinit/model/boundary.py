@@ -5,7 +5,6 @@ that dtype while the forward runs. Without one, a call comes from the user.
 """
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -17,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from ..basics.dtypes import dtype_name, is_lower_precision, may_overflow
 from ..basics.trees import TensorCast, TreeCast, cast_tree, write_elements
-from ..distributed.replicas import reduce_in_float32, reduced_by, running_wrapper
 from ..distributed.sharding import is_distributed, replaced_since
 from ..plan import KeepInputPredicate
 from ..torch_internals.forward_casts import ForwardCasts
@@ -56,34 +54,26 @@ class ForwardGuard:
 
     Attributes:
         models, masters: those of the session.
-        joined: the DistributedDataParallel wrappers under which the ranks have agreed.
-        older: the wrappers that are older than the session, under which no rank has stepped yet.
-        changed: the ids of the parameters whose dtype the session has changed.
         has_float32_values: whether there are float32 values that users may write to.
-        reduces_in_float32: whether DistributedDataParallel averages 16-bit gradients in float32.
         inputs: the warnings of inputs that are spoilt by casts; None where inputs are not cast to 16 bits.
     """
 
     has_float32_values = True
     inputs: InputWarnings | None = None
-    reduces_in_float32 = False
 
     def __init__(self, models: Sequence[nn.Module], values: Float32Values, optimizers: Sequence[Optimizer]) -> None:
         self.models = models
         self.masters = values.masters
-        self.joined: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.older: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.changed: set[int] = set()
         self._values = values
         self._optimizers = optimizers
         self._is_first = True
         self._forwards, self._next_read = 0, 1
 
     def before_forward(self) -> None:
-        """Apply pending writes, and check the wrapper that the model is called in.
+        """Apply pending writes, and check the parameters in the first forward.
 
         Raises:
-            RuntimeError: the wrapper was made before ``mpinit.initialize``; or see :meth:`check_present`.
+            RuntimeError: see :meth:`check_present`.
         """
         if self._is_first:
             self.check_present()
@@ -94,7 +84,6 @@ class ForwardGuard:
             if first is not None and first.weight.grad_dtype is not None:
                 for master in self.masters:
                     self.masters.set_gradient_dtype(master)
-            self._check_wrapper()
         if self.has_float32_values:
             self._values.apply_writes()
 
@@ -106,22 +95,6 @@ class ForwardGuard:
         if self._next_read < _LAST_READ:
             self._next_read *= 10
         return True
-
-    def _check_wrapper(self) -> None:
-        wrapper = running_wrapper()
-        if self.reduces_in_float32 and wrapper is not None and wrapper in self.joined:
-            reduce_in_float32(wrapper)
-        if wrapper is None or wrapper in self.joined or wrapper in self.older:
-            return
-        if self.changed and any(id(parameter) in self.changed for parameter in reduced_by(wrapper)):
-            name = type(wrapper).__name__
-            raise RuntimeError(
-                f"this {name} was made before mpinit.initialize, and has recorded the parameters' dtypes: it would not "
-                "reduce the gradients of 16-bit weights, and every rank would train by itself. Call mpinit.initialize "
-                f"first and wrap the model in {name} afterwards"
-            )
-        if self.has_some_of(wrapper):
-            self.older.add(wrapper)
 
     def check_present(self) -> None:
         """Check that the models still have the parameters that they had in ``initialize``.
@@ -139,10 +112,6 @@ class ForwardGuard:
     def parameters(self) -> dict[nn.Parameter, None]:
         """Return the models' parameters, each once."""
         return dict.fromkeys(parameter for model in self.models for parameter in model.parameters())
-
-    def has_some_of(self, wrapper: Any) -> bool:
-        """Return whether a DistributedDataParallel reduces gradients of the models."""
-        return not self.parameters().keys().isdisjoint(reduced_by(wrapper))
 
 
 class Boundary:

@@ -1,5 +1,6 @@
 """The agreement of several processes: on settings, float32 values, whether a step is done, and loss scales."""
 
+import enum
 import functools
 import time
 import weakref
@@ -10,16 +11,20 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from ..basics.patching import UndoStack
+from ..basics.patching import Undo, UndoStack, for_each
 from ..distributed.agreement import Group, agree, check_same, device_for, groups_of, meshes_of, ranks_agree
 from ..distributed.replicas import (
-    after_join,
+    WRAPPERS,
+    Event,
     broadcast,
+    delayed_by,
     hooks_of,
     is_joining,
+    reduce_in_float32,
     reduced_by,
     refuse_training,
-    remove_after_join,
+    synced_by,
+    syncs_when_made,
 )
 from ..distributed.sharding import fsdp1_refusal, has_other_processes, is_distributed, is_sharded
 from ..model.boundary import ForwardGuard
@@ -56,17 +61,27 @@ _NOT_LOADED: Final = (
 )
 
 
+class Standing(enum.Enum):
+    """The standing of a DistributedDataParallel in a session."""
+
+    AGREED = "its ranks have agreed"
+    PENDING = "its ranks agree at the first step"
+    OF_OTHERS = "it reduces no gradients of the session's models"
+
+
 class Ranks:
     """The agreement of a session with those of other processes.
 
     They agree once, when DistributedDataParallel is made around a model (or at the end of ``initialize``, where
-    parameters are sharded or a ``process_group`` was given): on the settings, on one set of float32 values
-    beyond what the wrapper itself broadcasts, the 16-bit ones, and on loss scales; and again after ``join()``. In every
-    step they agree on overflow, where gradients may differ by rank.
+    parameters are sharded or a ``process_group`` was given): on the settings, on the float32 values of exactly those
+    16-bit tensors that the wrapper itself broadcasts, and on loss scales; and again after ``join()``. Under a wrapper
+    that broadcasts nothing, or is older than the session, they agree at the first step. In every step they agree on
+    overflow, where gradients may differ by rank.
 
     Attributes:
         guard: what is checked before a forward of the models.
         is_first_step: whether no step was checked yet.
+        reduces_in_float32: whether DistributedDataParallel averages 16-bit gradients in float32.
     """
 
     def __init__(
@@ -84,6 +99,12 @@ class Ranks:
         self._groups: tuple[tuple[int, ...], list[Group]] | None = None
         self._casts: TensorCasts | None = None
         self._settings: Mapping[str, str] = {}
+        self.reduces_in_float32 = False
+        # Ids of the parameters whose dtype the session has changed.
+        self._changed: set[int] = set()
+        # The wrapper whose __init__ runs, and the versions of its tensors before that broadcasts some of them.
+        self._making: tuple[Any, dict[int, int]] | None = None
+        self._wrappers: weakref.WeakKeyDictionary[Any, Standing] = weakref.WeakKeyDictionary()
         self._passes = [0] * len(scalers)
         # When scales were made one, by the sender's clock, steps since then, and how often they had been loaded.
         self._since, self._steps, self._loads = 0.0, 0, 0
@@ -92,8 +113,8 @@ class Ranks:
     def watch(
         self, changed: Iterable[torch.Tensor], casts: TensorCasts | None, settings: Mapping[str, str], undos: UndoStack
     ) -> None:
-        """Compare the settings of all ranks, and from here on follow wrappers that are made around the models."""
-        self.guard.changed, self._casts, self._settings = set(map(id, changed)), casts, settings
+        """Compare the settings of all ranks, and from here on follow DistributedDataParallel around the models."""
+        self._changed, self._casts, self._settings = set(map(id, changed)), casts, settings
         known = weakref.ref(self)
 
         def on_registration(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
@@ -101,10 +122,16 @@ class Ranks:
             if ranks is not None and submodule is not None and name in _INSIDE and is_distributed():
                 ranks._on_wrapping(module, name, submodule)
 
-        handles: list[Any] = []
-        weakref.finalize(self, _remove, handles).atexit = False
-        undos.push(functools.partial(_remove, handles))
-        handles.append(register_module_module_registration_hook(on_registration))
+        def on_event(event: Event, wrapper: Any) -> None:
+            ranks = known()
+            if ranks is not None:
+                ranks._on_event(event, wrapper)
+
+        removals: list[Undo] = []
+        weakref.finalize(self, _call_all, removals).atexit = False
+        undos.push(functools.partial(_call_all, removals))
+        removals.append(register_module_module_registration_hook(on_registration).remove)
+        removals.append(WRAPPERS.add(on_event))
         if is_distributed():
             check_same(settings, {}, groups_of(meshes_of(self.guard.parameters())))
             alike = {name: value for name, value in settings.items() if name not in _OF_A_STAGE}
@@ -115,41 +142,116 @@ class Ranks:
             own = {id(part) for model in self.guard.models for part in model.modules()}
             if any(id(part) in own for part in module.modules()):
                 raise RuntimeError(fsdp1_refusal("a model of mpinit.initialize"))
-        elif isinstance(wrapper, nn.parallel.DistributedDataParallel) and self.guard.has_some_of(wrapper):
+        elif isinstance(wrapper, nn.parallel.DistributedDataParallel) and self._has_some_of(wrapper):
             self.guard.check_present()
-            self._unite(wrapper, module)
+            if syncs_when_made(wrapper):
+                self._check_same_under(wrapper)
+            self._making = weakref.ref(wrapper), {id(tensor): _version_of(tensor) for tensor in _tensors_of(module)}
 
-    def _unite(self, wrapper: Any, module: nn.Module) -> None:
-        self._check_same_under(wrapper)
-        self.guard.joined.add(wrapper)
+    def _has_some_of(self, wrapper: Any) -> bool:
+        """Return whether a DistributedDataParallel reduces gradients of the models."""
+        return not self.guard.parameters().keys().isdisjoint([*reduced_by(wrapper), *delayed_by(wrapper)])
+
+    def _on_event(self, event: Event, wrapper: Any) -> None:
+        if event is Event.MADE:
+            making, self._making = self._making, None
+            if making is not None and making[0]() is wrapper:
+                self._on_made(wrapper, making[1])
+        elif event is Event.JOINED:
+            if self._wrappers.get(wrapper) is Standing.AGREED:
+                self._send(wrapper, synced_by(wrapper), wrapper._authoritative_rank)
+                self._send_scales(wrapper, wrapper._authoritative_rank)
+        elif self._is_known(wrapper) and self.reduces_in_float32:
+            reduce_in_float32(wrapper)
+
+    def _on_made(self, wrapper: Any, versions: Mapping[int, int]) -> None:
+        # A broadcast writes on every rank, also on the one that sends.
+        now = [(tensor, _version_of(tensor)) for tensor in _tensors_of(wrapper.module)]
+        sent = [tensor for tensor, version in now if versions.get(id(tensor), version) != version]
+        self._send(wrapper, sent, 0)
+        if not syncs_when_made(wrapper):
+            self._wrappers[wrapper] = Standing.PENDING
+            return
+        self._send_scales(wrapper, 0)
+        self._wrappers[wrapper] = Standing.AGREED
         self._groups = None
-        after_join(wrapper, self._send_under)
-        self._send_under(wrapper, 0)
-        if self._casts is not None:
-            inside = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-            self._send_rounded([t for t in self._casts.with_more_bits() if id(t) in inside], wrapper.process_group)
+
+    def _with(self, *standings: Standing) -> list[Any]:
+        """List wrappers in the order in which they were found, which is the same on all ranks."""
+        return [wrapper for wrapper, standing in self._wrappers.items() if standing in standings]
+
+    def _is_known(self, wrapper: Any) -> bool:
+        """Return whether a DistributedDataParallel is one around the models, and remember one that is older.
+
+        Raises:
+            RuntimeError: it was made before ``mpinit.initialize``, for parameters of another dtype.
+        """
+        standing = self._wrappers.get(wrapper)
+        if standing is not None:
+            return standing is not Standing.OF_OTHERS
+        if self._changed and any(id(p) in self._changed for p in (*reduced_by(wrapper), *delayed_by(wrapper))):
+            name = type(wrapper).__name__
+            raise RuntimeError(
+                f"this {name} was made before mpinit.initialize, and has recorded the parameters' dtypes: it would not "
+                "reduce the gradients of 16-bit weights, and every rank would train by itself. Call mpinit.initialize "
+                f"first and wrap the model in {name} afterwards"
+            )
+        known = self._has_some_of(wrapper)
+        self._wrappers[wrapper] = Standing.PENDING if known else Standing.OF_OTHERS
+        return known
+
+    def _unite(self, wrapper: Any) -> None:
+        """Agree under a wrapper at the first step."""
+        self._check_same_under(wrapper)
+        if syncs_when_made(wrapper):
+            self._send(wrapper, synced_by(wrapper), 0)
+        self._send_scales(wrapper, 0)
+        self._wrappers[wrapper] = Standing.AGREED
+        self._groups = None
 
     def _check_same_under(self, wrapper: Any) -> None:
         names = {id(parameter): name for model in self.guard.models for name, parameter in model.named_parameters()}
         parameters = {
             names.get(id(p), f"parameter {index}"): f"{tuple(p.shape)} {p.dtype}"
             + (" with a float32 master" if self._masters.of(p) is not None else "")
-            for index, p in enumerate(reduced_by(wrapper))
+            for index, p in enumerate([*reduced_by(wrapper), *delayed_by(wrapper)])
         }
         check_same(self._settings, parameters, [wrapper.process_group])
 
     @torch.no_grad()
-    def _send_rounded(self, tensors: Sequence[torch.Tensor], group: Group) -> None:
-        """Send rank 0's float32 values of frozen weights and of buffers that are 16-bit in the model."""
-        assert self._casts is not None
-        values = [functools.partial(self._values_of, tensor) for tensor in tensors]
-        for index, sent in broadcast(values, 0, group):
-            tensors[index].copy_(sent)
-            self._casts.load(tensors[index], sent)
+    def _send(self, wrapper: Any, tensors: Sequence[torch.Tensor], src: int) -> None:
+        """Send one rank's float32 values of 16-bit tensors to all others: masters, frozen weights, and buffers."""
+        group, masters = wrapper.process_group, self._masters
+        found = [master for master in map(masters.of, tensors) if master is not None]
+        for index, sent in broadcast([functools.partial(masters.values, master) for master in found], src, group):
+            masters.load(found[index], sent)
+        if self._casts is not None:
+            ids = set(map(id, tensors))
+            rounded = [tensor for tensor in self._casts.with_more_bits() if id(tensor) in ids]
+            values = [functools.partial(self._values_of, tensor) for tensor in rounded]
+            for index, sent in broadcast(values, src, group):
+                rounded[index].copy_(sent)
+                self._casts.load(rounded[index], sent)
 
     def _values_of(self, tensor: torch.Tensor) -> torch.Tensor:
         values = None if self._casts is None else self._casts.original_values(tensor)
         return (tensor if values is None else values).detach().float()
+
+    @torch.no_grad()
+    def _send_scales(self, wrapper: Any, src: int) -> None:
+        """Send one rank's loss scales to all others.
+
+        Ranks average scaled gradients; one that was resumed by itself, or joined early, has another scale.
+        """
+        group = wrapper.process_group
+        for scaler in self._scalers:
+            if scaler.rule.dynamic:
+                counters = torch.cat([scaler.counters(), scaler.counters().new_tensor([time.time()])])
+                there = counters.to(device_for(group, counters.device))
+                torch.distributed.broadcast(there, group=group, group_src=src)
+                scaler.load_counters(there[:-1])
+                self._since = float(there[-1])
+        self._steps, self._loads = 0, sum(scaler.loaded_count for scaler in self._scalers)
 
     def before_step(self) -> None:
         """Unite the ranks under wrappers that are older than the session; all ranks are about to step.
@@ -164,10 +266,9 @@ class Ranks:
             self.guard.check_present()
             self.is_first_step = False
         for wrapper in sorted(
-            (each for each in self.guard.older if not is_joining(each)), key=lambda w: len(reduced_by(w))
+            (each for each in self._with(Standing.PENDING) if not is_joining(each)), key=lambda w: len(reduced_by(w))
         ):
-            self._unite(wrapper, wrapper.module)
-            self.guard.older.discard(wrapper)
+            self._unite(wrapper)
         self._steps += 1
         if has_other_processes() and not self._groups_to_agree_over() and self._scalers[0].rule.dynamic:
             self._check_same_scales()
@@ -181,12 +282,12 @@ class Ranks:
             )
 
     def _check_same_scales(self) -> None:
-        if not (self.guard.joined or self.guard.older):
+        if not self._with(Standing.AGREED, Standing.PENDING):
             raise RuntimeError(_NOT_TIED.format(torch.distributed.get_world_size() - 1))
         loads = sum(scaler.loaded_count for scaler in self._scalers)
         if loads != self._loads:
             said = f"mpinit {self._since} {self._steps}: {[scaler.state_dict() for scaler in self._scalers]}"
-            for wrapper in (each for each in self.guard.joined if not is_joining(each)):
+            for wrapper in (each for each in self._with(Standing.AGREED) if not is_joining(each)):
                 if not ranks_agree(said, wrapper.process_group):
                     raise RuntimeError(_NOT_LOADED)
             self._loads = loads
@@ -197,28 +298,10 @@ class Ranks:
                 members.sync_groups()  # of an optimizer to which nothing was done yet
         return [weight for members in self._members for weight in members.weights]
 
-    @torch.no_grad()
-    def _send_under(self, wrapper: Any, src: int) -> None:
-        """Send the masters and the loss scales of one rank to all others."""
-        found = {id(master): master for master in map(self._masters.of, reduced_by(wrapper)) if master is not None}
-        masters, group = list(found.values()), wrapper.process_group
-        for index, sent in broadcast([functools.partial(self._masters.values, m) for m in masters], src, group):
-            self._masters.load(masters[index], sent)
-        # Ranks average scaled gradients; one that was resumed by itself, or joined early, has another scale.
-        for scaler in self._scalers:
-            if scaler.rule.dynamic:
-                counters = torch.cat([scaler.counters(), scaler.counters().new_tensor([time.time()])])
-                there = counters.to(device_for(group, counters.device))
-                torch.distributed.broadcast(there, group=group, group_src=src)
-                scaler.load_counters(there[:-1])
-                self._since = float(there[-1])
-        self._steps, self._loads = 0, sum(scaler.loaded_count for scaler in self._scalers)
-
     def end(self, dtypes: dict[torch.Tensor, torch.dtype]) -> None:
         """Refuse to train with wrappers whose parameters have another dtype than ``dtypes``, those of before."""
         changed = {id(parameter) for parameter, dtype in dtypes.items() if parameter.dtype != dtype}
-        for wrapper in (*self.guard.joined, *self.guard.older):
-            remove_after_join(wrapper)
+        for wrapper in self._with(Standing.AGREED, Standing.PENDING):
             if any(id(parameter) in changed for parameter in reduced_by(wrapper)):
                 refuse_training(wrapper)
 
@@ -280,7 +363,7 @@ class Ranks:
 
     def _groups_to_agree_over(self) -> list[Group]:
         """List the groups over which overflow is agreed on: those of all parameters, with a gradient or without."""
-        wrappers = [wrapper for wrapper in self.guard.joined if not is_joining(wrapper)]
+        wrappers = [wrapper for wrapper in self._with(Standing.AGREED) if not is_joining(wrapper)]
         key = (*(members.generation for members in self._members), len(wrappers))
         if self._groups is None or self._groups[0] != key:
             stepped = self._stepped()
@@ -300,9 +383,16 @@ class Ranks:
         return self._groups[1]
 
 
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+def _call_all(removals: Sequence[Undo]) -> None:
+    for_each(lambda remove: remove(), removals)
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def _check_passes(parted: Sequence[bool]) -> None:
