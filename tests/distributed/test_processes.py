@@ -43,3 +43,23 @@ def test_what_goes_wrong_is_one_tests_failure(tmp_path: Path) -> None:
     assert "rank 0 ended with 3" in outcomes["test_ended"] and "in test_ended" in outcomes["test_ended"]
     assert "no test was finished in 5 s" in outcomes["test_hangs"]
     assert outcomes["test_hangs"].count("in test_hangs") == 2
+
+
+SETS = """
+import torch.distributed as dist
+from processes import ranks
+
+@ranks(2)
+def test_sets_differ():
+    orders = [None, None]
+    dist.all_gather_object(orders, list({str(number) for number in range(100)}))
+    assert sorted(orders[0]) == sorted(orders[1])
+    assert orders[0] != orders[1]
+"""
+
+
+def test_ranks_have_hash_seeds_of_their_own(tmp_path: Path) -> None:
+    """What ranks compare or exchange must not depend on the order of a set."""
+    path = tmp_path / "cases_to_hash.py"
+    path.write_text(SETS, encoding="utf-8")
+    assert launch(path, ["test_sets_differ"]) == {"test_sets_differ": "ok"}
