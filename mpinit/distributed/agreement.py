@@ -1,7 +1,7 @@
-"""Comparison of settings over ranks, and one overflow verdict for all of them."""
+"""Comparison of settings and of words over ranks, and the process groups to compare over."""
 
+import time
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 from typing import Any, Final, cast
 
 import torch
@@ -10,8 +10,9 @@ from .sharding import is_sharded
 
 Group = Any
 _NAMED: Final = 5
-# The time that a rank waits for the others, which have just reduced gradients with it.
-_TIMEOUT: Final = timedelta(seconds=8)
+# Seconds that a rank waits for the others, which have just reduced gradients with it.
+_TIMEOUT: Final = 8.0
+_POLL: Final = 0.01
 
 
 def meshes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
@@ -83,10 +84,13 @@ def ranks_agree(words: str, group: Group) -> bool:
     """
     store, distributed = group.get_group_store(), torch.distributed
     store.set(f"{words} {distributed.get_rank(group)}", "")
-    try:
-        store.wait([f"{words} {rank}" for rank in range(distributed.get_world_size(group))], _TIMEOUT)
-    except distributed.DistStoreError:
-        return False
+    awaited = [f"{words} {rank}" for rank in range(distributed.get_world_size(group))]
+    # Not by wait(): each kind of store raises another error after a timeout, and TCPStore logs warnings, too.
+    end = time.monotonic() + _TIMEOUT
+    while not store.check(awaited):
+        if time.monotonic() > end:
+            return False
+        time.sleep(_POLL)
     return True
 
 

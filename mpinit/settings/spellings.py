@@ -138,7 +138,10 @@ def _several(value: Any) -> tuple[Any, ...]:
     """Return the entries of a list, of one entry without a list, or of nothing."""
     if is_nothing(value):
         return ()
-    return tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+    if isinstance(value, (set, frozenset)):
+        # Ranks compare the entries, and a set has another order in each process.
+        return tuple(sorted(value, key=lambda entry: getattr(entry, "__qualname__", str(entry))))
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def parse_keep_fp32(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import os
 import time
 import warnings
 from typing import Any
@@ -73,6 +74,38 @@ def test_words_without_addresses_are_the_same() -> None:
     kept = [nn.LayerNorm, lambda name, module: name == "head"]
     mpinit.initialize(model, engines.sgd_of(model), "O2", keep_fp32=kept, **SCALED)
     DistributedDataParallel(model)
+
+
+@ranks(2, ("ddp",), ("group",))
+def test_settings_in_sets_are_the_same(engine: str) -> None:
+    """A set has another order on each rank."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(4)], nn.Linear(4, 4))
+    kept = {nn.LayerNorm, nn.BatchNorm1d, nn.GroupNorm, "0.0", "1.0", "2.0", "4"}
+    group = {"process_group": dist.group.WORLD} if engine == "group" else {}
+    optimizer = engines.sgd_of(model)
+    mpinit.initialize(model, optimizer, "O2", keep_fp32=kept, entry_points={"forward", "extra_repr"}, **SCALED, **group)
+    wrapped = DistributedDataParallel(model) if engine == "ddp" else model
+    wrapped(torch.ones(1, 4)).sum().backward()
+
+
+@ranks(2, long=[("both", "ok"), ("one", "refused")])
+def test_scales_are_compared_over_a_store_in_a_file(who: str, outcome: str) -> None:
+    dist.destroy_process_group()
+    rank, path = int(os.environ["PYTHONHASHSEED"]) - 1, f"{os.environ['TMPDIR']}/store {who}"
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    try:
+        model = engines.CASE.build()
+        optimizer = engines.sgd_of(model)
+        mpinit.initialize(model, optimizer, "O2", **SCALED)
+        wrapped = DistributedDataParallel(model)
+        if who == "both" or rank == 1:
+            mpinit.load_state_dict({"loss_scaler0": {"loss_scale": 64.0, "unskipped": 0}}, optimizer)
+        refuses = outcome == "refused" and rank == 1
+        with engines.refused(RuntimeError, "loss scales of this rank") if refuses else contextlib.nullcontext():
+            train(wrapped, optimizer, [engines.mine(engines.CASE.batches(1)[0])], engines.CASE.loss)
+        engines.assert_one("alive")
+    finally:
+        dist.destroy_process_group()
 
 
 def frozen() -> Any:
