@@ -58,7 +58,7 @@ def _of_session(session: Session) -> Iterator[None]:
         yield
         return
     session.managed.check_idle("mpinit.float32_weights()")
-    block = Float32Block(session.values, session.models)
+    block = Float32Block(session.values)
     members = list(session.managed.shared.members)
     try:
         block.enter()
@@ -69,10 +69,9 @@ def _of_session(session: Session) -> Iterator[None]:
             yield
     finally:
         session.masters.are_in_model = True
-        weights = block.narrow_ones()
         try:
             for each in members:
-                each.exchange(weights)
+                each.exchange(block.narrow)
                 each.narrow_states()
         finally:
             try:

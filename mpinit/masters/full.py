@@ -20,7 +20,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from ..basics.dtypes import as_float32, cast_to
 from ..basics.modules import Names
 from ..distributed.sharding import arriving_gradient_dtype, is_sharded, local, set_data, sharded_as
-from ..torch_internals.bulk import data_ptrs, strides_of, versions_of
+from ..torch_internals.bulk import are_same, data_ptrs, strides_of, versions_of
 from ..torch_internals.native_autocast import CastsOff
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH
 from ..torch_internals.running import reads_without_sync
@@ -54,6 +54,7 @@ class FullMasters(Masters):
         # By the id of a master that has followed its weight outside of a step: what it held before. Weights that are
         # put back after an evaluation then get their low bits back.
         self._earlier: dict[int, torch.Tensor] = {}
+        self._all: _Batch | None = None
 
     def _make(self, weight: nn.Parameter) -> Master:
         # Not detach(): that would share the weight's version.
@@ -62,6 +63,7 @@ class FullMasters(Masters):
     def _forget(self, master: Master) -> None:
         self._earlier.pop(id(master), None)
         self.handed_out.discard(id(master))
+        self._all = None
 
     def _cast(self, master: Master, dtype: torch.dtype) -> None:
         set_data(master.weight, cast_to(dtype, master.clamps, TENSOR_DATA.__get__(master.weight)))
@@ -129,28 +131,29 @@ class FullMasters(Masters):
         master.last_seen = now
         return True
 
+    def _whole(self) -> "_Batch":
+        """Return a batch of all masters, kept while there are no others."""
+        masters = list(self._of.values())
+        if self._all is None or not are_same(masters, self._all.masters):
+            self._all = _Batch(self, masters)
+        return self._all
+
     @torch.no_grad()
     def agreeing(self) -> set[int]:
         """Return the ids of masters whose weights are known to be their roundings; small ones are compared together."""
-        free = {device for device in {master.weight.device for master in self} if reads_without_sync(device)}
-        small: list[Master] = []
-        others: list[Master] = []
-        for master in self._of.values():
-            weight, parameter = master.weight, master.parameter
-            is_small = weight.numel() <= _SMALL and weight.device in free and not master.is_sharded
-            is_flat = weight.dtype is master.dtype and weight.is_contiguous() and parameter.is_contiguous()
-            (small if is_small and is_flat and weight.shape == parameter.shape else others).append(master)
-        found: set[int] = set()
-        for dtype in {master.dtype for master in small}:
-            members = [master for master in small if master.dtype is dtype]
-            with CastsOff():  # which cat() obeys
-                weights = torch.cat([TENSOR_DETACH(master.weight).view(-1) for master in members])
-                values = torch.cat([TENSOR_DETACH(master.parameter).view(-1) for master in members])
-            if torch.equal(values.to(dtype), weights):
-                found.update(map(id, members))
-            else:
-                others += members
-        return found | {id(master) for master in others if self._agrees(master)}
+        others = {id(master) for master in self._whole().written() if not self._agrees(master)}
+        return {id(master) for master in self._of.values()} - others
+
+    @torch.no_grad()
+    def follow_all(self, keeps_bits: bool) -> None:
+        """:meth:`follow` for every master, in bulk."""
+        for master in self._whole().written():
+            self.follow(master, keeps_bits)
+
+    @torch.no_grad()
+    def round_all(self) -> None:
+        """:meth:`round` for every master, in bulk."""
+        self._whole().round()
 
     @torch.no_grad()
     def follow(self, master: Master, keeps_bits: bool = False) -> None:
@@ -236,8 +239,8 @@ class FullMasters(Masters):
 class _Batch(MasterBatch):
     def __init__(self, owner: FullMasters, masters: Sequence[Master]) -> None:
         self.members = frozenset(map(id, masters))
+        self.masters = list(masters)
         self._owner = owner
-        self._masters = list(masters)
         self._weights: list[torch.Tensor] = [master.weight for master in masters]
         self._parameters: list[torch.Tensor] = [master.parameter for master in masters]
         self._are_sharded = any(map(is_sharded, self._weights))
@@ -252,28 +255,26 @@ class _Batch(MasterBatch):
 
     @torch.no_grad()
     def follow_writes(self) -> None:
-        written, keeps_bits = self._written(), self._owner.keeps_bits
+        written, keeps_bits = self.written(), self._owner.keeps_bits
         for master in written:
             self._owner.follow(master, keeps_bits)
         if not keeps_bits:
-            self._owner.forget_earlier(self._masters)
+            self._owner.forget_earlier(self.masters)
 
     @torch.no_grad()
     def read(self) -> None:
         self.follow_writes()
         self._owner.opened(self)
 
-    def _written(self) -> list[Master]:
+    def written(self) -> list[Master]:
         """List the masters whose weights may have been written to since these were rounded into them."""
         if self._are_sharded or self._was_moved():
-            return self._masters
+            return self.masters
         small, touched = self._small, self._owner.data_use.touched
-        if small:
-            weights, values = map(torch.cat, self._numbers)
-            if torch.equal(values.to(weights.dtype).view(torch.int64), weights.view(torch.int64)):
-                small = []
-            elif self._small_before is not None:
-                small = self._written_among_small(weights)
+        if small and self._small_are_rounded():
+            small = []
+        elif small and self._small_before is not None:
+            small = self._written_among_small(torch.cat(self._numbers[0]))
         versions = versions_of([master.weight for master in self._others])
         others = zip(self._others, versions, strict=True)
         written = [
@@ -282,6 +283,21 @@ class _Batch(MasterBatch):
             if m.last_seen is None or m.last_seen[1] is not None or m.last_seen[0] != now or id(m.weight) in touched
         ]
         return [*small, *written]
+
+    def _small_are_rounded(self) -> bool:
+        with CastsOff():  # which cat() obeys
+            weights, values = map(torch.cat, self._numbers)
+        return torch.equal(values.to(weights.dtype).view(torch.int64), weights.view(torch.int64))
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Round masters into their weights where the two differ."""
+        if self._are_sharded or self._was_moved():
+            differing = self.masters
+        else:
+            differing = self._others if self._small and self._small_are_rounded() else [*self._small, *self._others]
+        for master in differing:
+            self._owner.round(master)
 
     def _written_among_small(self, weights: torch.Tensor) -> list[Master]:
         """List small masters but those that a user has and has written to through numpy: they are what counts."""
@@ -304,14 +320,14 @@ class _Batch(MasterBatch):
         addresses, strides = data_ptrs([*self._weights, *self._parameters]), strides_of(self._weights)
         if addresses == self._addresses and strides == self._strides:
             return False
-        self._owner.follow_replaced_memory(self._masters)
+        self._owner.follow_replaced_memory(self.masters)
         self._addresses = data_ptrs([*self._weights, *self._parameters])
         self._strides = strides_of(self._weights)
-        read = [m for m in self._masters if m.weight.numel() <= _SMALL and reads_without_sync(m.weight.device)]
+        read = [m for m in self.masters if m.weight.numel() <= _SMALL and reads_without_sync(m.weight.device)]
         read = [m for m in read if m.weight.is_contiguous() and m.parameter.is_contiguous()]
         self._small = [m for m in read if m.weight.dtype is read[0].weight.dtype]
         small = set(map(id, self._small))
-        self._others = [master for master in self._masters if id(master) not in small]
+        self._others = [master for master in self.masters if id(master) not in small]
         flat_weights = [flat(TENSOR_DETACH(master.weight)) for master in self._small]
         values = [flat(TENSOR_DETACH(master.parameter)) for master in self._small]
         missing = -sum(map(torch.Tensor.numel, values)) % _WORD
@@ -319,7 +335,7 @@ class _Batch(MasterBatch):
             each.append(each[0].new_zeros(missing))
         self._numbers = flat_weights, values
         self._small_before = None
-        for master in self._masters:
+        for master in self.masters:
             master.last_seen = None
         return True
 
@@ -330,7 +346,7 @@ class _Batch(MasterBatch):
             torch._foreach_copy_([local(w) for w in self._weights], [local(p) for p in self._parameters])
         elif self._weights:
             torch._foreach_copy_(self._weights, self._parameters)
-        for master in self._masters:
+        for master in self.masters:
             if master.clamps:
                 round_into(master.weight, master.parameter, clamps=True)
         for master in self._others:
@@ -338,8 +354,8 @@ class _Batch(MasterBatch):
         self._remember_small()
 
     def stepped(self) -> None:
-        self._owner.forget_earlier(self._masters)
-        for master in self._masters:
+        self._owner.forget_earlier(self.masters)
+        for master in self.masters:
             master.last_seen = None
         self._remember_small()
 

@@ -17,7 +17,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final
+from operator import attrgetter
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from ..distributed.sharding import is_sharded, local, shard
 from ..masters.full import FullMasters
 from ..masters.law import is_rounding, meaning, round_into
 from ..masters.masters import Master, Masters
-from ..torch_internals.bulk import are_same, changed_grads, set_grads, versions_of
+from ..torch_internals.bulk import Entries, are_same, changed_grads, grads_of, set_grads, versions_of
 from ..torch_internals.parameter_data import TENSOR_DATA, have_same_bits, record_data_use
 from ..torch_internals.running import call_after_backward, current_graph_task, reads_without_sync
 from .casting import TensorCasts
@@ -63,6 +64,8 @@ class Float32Values:
     Attributes:
         masters: of the weights that are trained.
         casts: of all other tensors.
+        block_parameters: of the blocks so far.
+        places: of the models' 16-bit tensors.
     """
 
     def __init__(self, models: Sequence[nn.Module], masters: Masters) -> None:
@@ -79,6 +82,7 @@ class Float32Values:
         # What was asked for last, its masters, what was handed out, and how many masters there were.
         self._last_handed_out: tuple[list[nn.Parameter], list[Master], list[nn.Parameter], int] = [], [], [], 0
         self.block_parameters = BlockParameters()
+        self.places = Places(models)
 
     # -- reading and loading ------------------------------------------------------------------------------------------
 
@@ -265,7 +269,7 @@ class Float32Values:
             given = [w if m is None else m.parameter for w, m in zip(asked, found, strict=True)]
             self._last_handed_out = asked, masters, given, len(self.masters)
         self._handed_out.add(masters)
-        self._handed_out.bind_gradients()
+        self._handed_out.add_gradients()
         return list(given)
 
     def bind_gradients(self) -> None:
@@ -328,8 +332,8 @@ def _emptied(tensor: torch.Tensor) -> torch.Tensor:
 class BlockParameters:
     """The float32 parameters and buffers that are in the places of 16-bit ones inside of blocks.
 
-    With full masters they are the masters. Others are made for a block, emptied after it, and used again in the next
-    one while they are alive.
+    They are made for a block, emptied after it, and used again in the next one while they are alive. Weights with full
+    masters need none: the masters are in their places.
     """
 
     def __init__(self) -> None:
@@ -345,10 +349,6 @@ class BlockParameters:
 
     def widen(self, values: Float32Values, tensor: torch.Tensor) -> torch.Tensor:
         """Make the float32 parameter or buffer that is in the place of a 16-bit one inside of a block."""
-        master = values.masters.of(tensor)
-        if master is not None and isinstance(values.masters, FullMasters):
-            values.masters.follow(master, keeps_bits=True)
-            return master.parameter
         own = values.of(tensor)
         numbers = tensor.detach().float() if own is None else own.float()
         if own is not None and numbers.data_ptr() == own.data_ptr():
@@ -362,11 +362,7 @@ class BlockParameters:
         return wide
 
     def narrow(self, values: Float32Values, tensor: torch.Tensor, wide: torch.Tensor) -> None:
-        """Set a 16-bit tensor from the float32 one that was in its place; that is emptied where it is no master."""
-        master = values.masters.of(tensor)
-        if master is not None and isinstance(values.masters, FullMasters):
-            values.masters.round(master)
-            return
+        """Set a 16-bit tensor from the float32 one that was in its place, which is emptied."""
         before, now = values.of(tensor), wide.detach()
         if not torch.equal(now, tensor.float() if before is None else before.to(now)):
             tensor.copy_(now)
@@ -452,6 +448,7 @@ class HandedOutMasters:
         self._weights: list[nn.Parameter] = []
         self._parameters: list[nn.Parameter] = []
         self._are_sharded = False
+        self._has_gradients = False
         self._hooks: dict[int, RemovableHandle] = {}
         # As of the last time they were made one: versions of weights and masters, gradients of both, and versions of
         # gradients that are float32 copies (DDP leaves gradients in the weights' dtype).
@@ -462,7 +459,7 @@ class HandedOutMasters:
         self._on_gradient = _bind_once_a_pass(weakref.ref(self))
 
     def add(self, masters: Iterable[Master]) -> None:
-        """Hand out masters, those that are handed out already among them."""
+        """Hand out masters, those that are handed out already among them: from here on writes to them count."""
         asked = list(masters)
         new = [] if are_same(asked, self.masters) else [each for each in asked if id(each) not in self._index]
         for master in new:
@@ -471,13 +468,18 @@ class HandedOutMasters:
             record_data_use(master.parameter, self._table.data_use)
             self._table.data_use.keep(master.weight)
             self._table.data_use.keep(master.parameter)
-        if len(self._hooks) < len(self._index) + len(new):
-            for master in asked:
+        if new:
+            self._arrange([*self.masters, *new])
+
+    def add_gradients(self) -> None:
+        """Bind the gradients of all handed-out masters, now and after each backward pass."""
+        self._has_gradients = True
+        if len(self._hooks) < len(self.masters):
+            for master in self.masters:
                 weight: Any = master.weight
                 if id(master) not in self._hooks and weight.requires_grad:
                     self._hooks[id(master)] = weight.register_post_accumulate_grad_hook(self._on_gradient)
-        if new:
-            self._arrange([*self.masters, *new])
+        self.bind_gradients()
 
     def _arrange(self, masters: list[Master]) -> None:
         self.masters = masters
@@ -516,6 +518,8 @@ class HandedOutMasters:
         Args:
             anew: also where masters or float32 copies have other gradients than were bound last. Default False.
         """
+        if not self._has_gradients:
+            return
         theirs = changed_grads(self._weights, self._theirs)
         if theirs is None:
             if not anew or not (self._copies or changed_grads(self._parameters, self._bound)):
@@ -536,23 +540,22 @@ class HandedOutMasters:
         Raises:
             RuntimeError: a weight and its master got other gradients.
         """
+        if not self._has_gradients:
+            return
         if len(self._table.handed_out) != len(self.masters):
             self._drop_discarded()
         mine = changed_grads(self._parameters, self._bound)
-        if mine is None:
-            if not self._copies:
-                return
-            mine = self._bound
         is_changed = False
-        for index, (master, gradient, bound) in enumerate(zip(self.masters, mine, self._bound, strict=True)):
-            if gradient is bound:
+        if mine is not None or self._copies:
+            mine = self._bound if mine is None else mine
+            for index, (master, gradient, bound) in enumerate(zip(self.masters, mine, self._bound, strict=True)):
                 version = self._copies.get(index)
-                if gradient is None or version is None or gradient._version == version:
-                    continue
-            is_changed = True
-            self._apply_gradient(master, gradient, self._theirs[index])
-        if is_changed:
-            self.bind_gradients(anew=True)
+                is_written = version is not None and gradient is not None and gradient._version != version
+                if gradient is not bound or is_written:
+                    is_changed = True
+                    self._apply_gradient(master, gradient, self._theirs[index])
+        # Also those that weights got since: else masters would keep gradients alive that zero_grad() has dropped.
+        self.bind_gradients(anew=is_changed)
 
     def _apply_gradient(self, master: Master, mine: torch.Tensor | None, before: torch.Tensor | None) -> None:
         theirs = master.weight.grad
@@ -667,124 +670,203 @@ def _bind_once_a_pass(known: "weakref.ref[HandedOutMasters]") -> Callable[[torch
 # -- a block --------------------------------------------------------------------------------------------------------
 
 
+class Places:
+    """Where the 16-bit parameters and buffers of some models are: as of the last look, while the modules are as then.
+
+    Attributes:
+        found: the dict of a module's parameters or buffers, a name, and the tensor there.
+        tensors: the tensors, each once, by their ids.
+        rnns: modules that keep a list of their weights, too.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self._seen: list[Entries] = []
+        self.found: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.rnns: list[nn.RNNBase] = []
+
+    def find(self) -> None:
+        """Walk over the modules, unless none of them has changed."""
+        if self._seen and all(map(Entries.are_as_seen, self._seen)):
+            return
+        modules = list({module: None for model in self._models for module in modules_of(model)})
+        self.found = []
+        owners = set()
+        for module in modules:
+            own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            found = [(each, name, tensor) for each in own for name, tensor in each.items() if is_16_bit(tensor)]
+            if found:
+                owners.add(module)
+                self.found += found
+        self.tensors = {id(tensor): tensor for _, _, tensor in self.found}
+        self.rnns = [module for module in modules if isinstance(module, nn.RNNBase) and module in owners]
+        self._seen = [Entries(modules, name) for name in ("_modules", "_parameters", "_buffers")]
+
+
 class Float32Block:
     """Float32 parameters and buffers in the places of a session's 16-bit ones, for a while.
 
     Attributes:
         wide: by the id of each 16-bit tensor, the float32 one in its place.
+        narrow: by the id of each float32 tensor, the 16-bit one.
     """
 
-    def __init__(self, values: Float32Values, models: Sequence[nn.Module]) -> None:
+    def __init__(self, values: Float32Values) -> None:
         self._values = values
-        self._models = models
+        self._masters = values.masters if isinstance(values.masters, FullMasters) else None
         self.wide: dict[int, torch.Tensor] = {}
-        self._carried: list[_Carried] = []
-        self._places: list[tuple[nn.Module, dict[str, Any], str, torch.Tensor]] = []
+        self.narrow: dict[int, torch.Tensor] = {}
+        # Made for this block: the 16-bit tensors, and the float32 ones.
+        self._made: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._carried: _Carried | None = None
+        self._filled: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 
     @torch.no_grad()
     def enter(self) -> None:
         """Put float32 tensors into all modules."""
-        self._values.apply_writes()
-        modules = list({module: None for model in self._models for module in modules_of(model)})
-        for master in self._values.masters:
-            self._widen(master.weight)
-        for module in modules:
-            own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            found = [(each, name, tensor) for each in own for name, tensor in each.items() if is_16_bit(tensor)]
-            for tensors, name, tensor in found:
-                self._widen(tensor)
-                self._places.append((module, tensors, name, tensor))
-                tensors[name] = self.wide[id(tensor)]
-            if found and isinstance(module, nn.RNNBase):
-                module._init_flat_weights()
-
-    def narrow_ones(self) -> dict[int, torch.Tensor]:
-        """Map the id of each float32 tensor to the 16-bit one whose place it is in."""
-        return {id(carried.wide): carried.tensor for carried in self._carried}
-
-    def _widen(self, tensor: torch.Tensor) -> None:
-        if id(tensor) not in self.wide and is_16_bit(tensor):
-            wide = self._values.block_parameters.widen(self._values, tensor)
-            self._carried.append(_Carried(tensor, wide))
-            self.wide[id(tensor)] = wide
+        values, places, wide = self._values, self._values.places, self.wide
+        values.apply_writes()
+        places.find()
+        weights = [master.weight for master in values.masters]
+        if self._masters is not None:
+            self._masters.follow_all(keeps_bits=True)
+            parameters = [master.parameter for master in values.masters]
+            wide.update(zip(map(id, weights), parameters, strict=True))
+        tensors = dict(zip(map(id, weights), weights, strict=True)) | places.tensors
+        for key, tensor in tensors.items():
+            if key not in wide and is_16_bit(tensor):
+                self._made.append((tensor, values.block_parameters.widen(values, tensor)))
+                wide[key] = self._made[-1][1]
+        self.narrow = {id(wide[key]): tensor for key, tensor in tensors.items() if key in wide}
+        self._carried = _Carried([tensors[key] for key in wide], list(wide.values()))
+        self._filled = places.found
+        for each, name, tensor in places.found:
+            each[name] = wide[id(tensor)]
+        for rnn in places.rnns:
+            rnn._init_flat_weights()
 
     @torch.no_grad()
     def exit(self) -> None:
         """Put the 16-bit tensors back, with all that was done to the float32 ones. May be called again."""
-        replaced: dict[int, torch.Tensor] = {}
-        rnns: dict[nn.Module, None] = {}
-        while self._places:
-            module, tensors, name, tensor = self._places[-1]
-            present, wide = tensors.get(name), self.wide[id(tensor)]
-            if present is wide:
-                tensors[name] = tensor
-            elif isinstance(present, torch.Tensor) and present.shape == tensor.shape and present.is_floating_point():
-                # One that was put there inside counts by its numbers; another shape or dtype stays what it is.
-                replaced[id(tensor)] = present
-                tensors[name] = tensor
-            if isinstance(module, nn.RNNBase):
-                rnns[module] = None
-            self._places.pop()
-        while self._carried:
-            carried = self._carried[-1]
-            present = replaced.get(id(carried.tensor))
-            if present is not None:
-                carried.wide.copy_(present)
-            carried.bring_back(present)
-            self._values.block_parameters.narrow(self._values, carried.tensor, carried.wide)
-            self._carried.pop()
-        for rnn in rnns:
-            rnn._init_flat_weights()  # type: ignore[operator]
+        replaced = self._take_out()
+        for tensor, present in replaced:
+            self.wide[id(tensor)].copy_(present)
+        self._filled = []
+        if self._carried is not None:
+            self._carried.bring_back(replaced)
+            self._carried = None
+        if self._masters is not None:
+            self._masters.round_all()
+        while self._made:
+            self._values.block_parameters.narrow(self._values, *self._made[-1])
+            self._made.pop()
+        for rnn in self._values.places.rnns:
+            rnn._init_flat_weights()
+
+    def _take_out(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Put the 16-bit tensors into their places again.
+
+        Returns:
+            The tensors in whose places the user has put others inside, which count by their numbers; another shape or
+            dtype stays what it is.
+        """
+        replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for each, name, tensor in self._filled:
+            present = each.get(name)
+            if present is self.wide.get(id(tensor)):
+                each[name] = tensor
+            elif present is not tensor and _fits(present, tensor):
+                replaced[id(tensor)] = tensor, cast(torch.Tensor, present)
+                each[name] = tensor
+        return list(replaced.values())
+
+
+def _fits(present: Any, tensor: torch.Tensor) -> bool:
+    return isinstance(present, torch.Tensor) and present.shape == tensor.shape and present.is_floating_point()
+
+
+_REQUIRES_GRAD: Final = attrgetter("requires_grad")
+# What torch keeps a parameter's hooks in.
+_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_HOOKS_OF: Final = tuple(map(attrgetter, _HOOKS))
 
 
 class _Carried:
-    """Attributes beside numbers that are carried between a 16-bit tensor and the float32 one of a block."""
+    """Attributes beside numbers that are carried between 16-bit parameters and the float32 ones of a block: in bulk.
 
-    def __init__(self, tensor: torch.Tensor, wide: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.wide = wide
-        self._is_parameter = isinstance(tensor, nn.Parameter)
-        self._gradient: torch.Tensor | None = None
-        self._version = -1
-        if not self._is_parameter:
+    Hooks are one dict for both: those that are registered inside stay, and their handles remove them.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], wide: Sequence[torch.Tensor]) -> None:
+        pairs = [(t, w) for t, w in zip(tensors, wide, strict=True) if isinstance(t, nn.Parameter)]
+        self._tensors: list[Any] = [tensor for tensor, _ in pairs]
+        self._wide: list[Any] = [each for _, each in pairs]
+        self._required = list(map(_REQUIRES_GRAD, self._tensors))
+        for each, required, now in zip(self._wide, self._required, map(_REQUIRES_GRAD, self._wide), strict=True):
+            if required is not now:
+                each.requires_grad_(required)
+        self._attributes = {index: dict(own) for index, own in enumerate(map(vars, self._tensors)) if own}
+        for index, own in self._attributes.items():
+            vars(self._wide[index]).update(own)
+        self._hooks = [list(map(hooks_of, self._tensors)) for hooks_of in _HOOKS_OF]
+        self._set_hooks(self._hooks)
+        theirs = grads_of(self._tensors)
+        self._gradients = [None if gradient is None else gradient.float() for gradient in theirs]
+        copies = enumerate(zip(self._gradients, theirs, strict=True))
+        # Versions of those that are copies, to find writes to them.
+        self._copies = {i: mine._version for i, (mine, its) in copies if mine is not None and mine is not its}
+        if changed_grads(self._wide, self._gradients) is not None:
+            set_grads(self._wide, self._gradients)
+
+    def _set_hooks(self, hooks: Sequence[Sequence[Any]]) -> None:
+        for name, hooks_of, wanted in zip(_HOOKS, _HOOKS_OF, hooks, strict=True):
+            present = list(map(hooks_of, self._wide))
+            if not are_same(present, wanted):
+                for each, now, want in zip(self._wide, present, wanted, strict=True):
+                    if now is not want:
+                        setattr(each, name, want)
+
+    def bring_back(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Carry back what was done to the float32 parameters, or to those that were put in their places."""
+        sources = self._wide
+        if replaced:
+            others = {id(tensor): present for tensor, present in replaced}
+            pairs = zip(self._tensors, self._wide, strict=True)
+            sources = [others.get(id(tensor), each) for tensor, each in pairs]
+        required = list(map(_REQUIRES_GRAD, sources))
+        if required != self._required:
+            for tensor, want, before in zip(self._tensors, required, self._required, strict=True):
+                if want is not before:
+                    tensor.requires_grad_(want)
+        for index, own in enumerate(map(vars, self._wide)):
+            if own or index in self._attributes:
+                self._bring_attributes_back(index, own)
+        for name, hooks_of, before in zip(_HOOKS, _HOOKS_OF, self._hooks, strict=True):
+            hooks = list(map(hooks_of, self._wide))
+            if not are_same(hooks, before):
+                for tensor, now, was in zip(self._tensors, hooks, before, strict=True):
+                    if now is not was:
+                        setattr(tensor, name, now)
+        self._set_hooks([[None] * len(self._wide)] * len(_HOOKS))
+        self._bring_gradients_back(sources)
+        set_grads(self._wide, [None] * len(self._wide))
+
+    def _bring_attributes_back(self, index: int, own: Any) -> None:
+        before = self._attributes.get(index, {})
+        if list(own) != list(before) or not are_same(list(own.values()), list(before.values())):
+            target = vars(self._tensors[index])
+            target.clear()
+            target.update(own)
+        own.clear()
+
+    def _bring_gradients_back(self, sources: list[Any]) -> None:
+        now = changed_grads(sources, self._gradients)
+        if now is None and not self._copies:
             return
-        wide.requires_grad_(tensor.requires_grad)
-        self._attributes = dict(vars(tensor))
-        vars(wide).update(self._attributes)
-        # One dict for both: hooks that are registered inside stay, and their handles remove them.
-        for name in _HOOKS:
-            setattr(wide, name, getattr(tensor, name))
-        self._gradient = wide.grad = None if tensor.grad is None else tensor.grad.float()
-        if self._gradient is not None:
-            self._version = self._gradient._version
-
-    def bring_back(self, replacement: torch.Tensor | None) -> None:
-        """Carry back what was done to the float32 parameter, or to the one that was put in its place."""
-        if not self._is_parameter:
-            return
-        tensor, wide = self.tensor, self.wide
-        source = wide if replacement is None else replacement
-        if source.requires_grad != tensor.requires_grad:
-            tensor.requires_grad_(source.requires_grad)
-        attributes = dict(vars(wide))
-        if list(attributes) != list(self._attributes) or not are_same(
-            list(attributes.values()), list(self._attributes.values())
-        ):
-            vars(tensor).clear()
-            vars(tensor).update(attributes)
-        vars(wide).clear()
-        for name in _HOOKS:
-            hooks = getattr(wide, name)
-            if hooks is not getattr(tensor, name):
-                setattr(tensor, name, hooks)
-            setattr(wide, name, None)
-        gradient = source.grad
-        is_written = gradient is not None and gradient is self._gradient and gradient._version != self._version
-        if gradient is not self._gradient or (is_written and gradient is not tensor.grad):
-            dtype = tensor.grad_dtype or tensor.dtype
-            tensor.grad = None if gradient is None else gradient.to(dtype)
-        wide.grad = None
-
-
-# What torch keeps a parameter's hooks in.
-_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        for index, gradient in enumerate(self._gradients if now is None else now):
+            tensor, before = self._tensors[index], self._gradients[index]
+            version = self._copies.get(index)
+            is_written = version is not None and gradient is not None and gradient._version != version
+            if gradient is not before or is_written:
+                tensor.grad = None if gradient is None else gradient.to(tensor.grad_dtype or tensor.dtype)

@@ -171,9 +171,11 @@ class Members:
         """Replace parameters, by their ids, in all groups, private lists and states."""
         for holder in self.holders():
             for group in holder.param_groups:
-                group["params"][:] = [others.get(id(p), p) for p in group["params"]]
-            entries = [(others.get(id(key), key), value) for key, value in holder.state.items()]
-            if not are_same([key for key, _ in entries], list(holder.state)):
+                group["params"][:] = map(others.get, map(id, group["params"]), list(group["params"]))
+            before = list(holder.state)
+            keys = list(map(others.get, map(id, before), before))
+            if not are_same(keys, before):
+                entries = list(zip(keys, holder.state.values(), strict=True))
                 holder.state.clear()
                 holder.state.update(entries)
             if not is_known(holder):
@@ -181,6 +183,8 @@ class Members:
 
     def narrow_states(self) -> None:
         """Cast states that were loaded for float32 parameters back to the dtype of weights without masters."""
+        if len(self.masters) == len(self.weights):
+            return
         for holder in self.holders():
             for weight, state in holder.state.items():
                 if isinstance(weight, torch.Tensor) and is_lower_precision(weight.dtype) and not self.table.of(weight):

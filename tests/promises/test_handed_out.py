@@ -1472,6 +1472,32 @@ def test_replaced_parameter_is_freed_and_the_new_one_trains(kind: str, has_maste
     training.check()
 
 
+@every_kind
+def test_gradient_cleared_on_the_master_after_it_was_replaced_on_the_weight_is_cleared(kind: str) -> None:
+    training = trained(kind)
+    kept = training.masters()
+    training.zero_grad()
+    weight, master = training.weight("first.weight"), kept[training.trained.index("first.weight")]
+    weight.grad = torch.full_like(weight, 0.5, dtype=weight.grad_dtype or weight.dtype).detach()
+    training.forward()
+    assert master.grad is weight.grad
+    master.grad = None
+    training.masters()
+    assert weight.grad is None
+
+
+@every_kind
+@pytest.mark.usefixtures("_without_collector")
+def test_kept_masters_keep_no_gradients_alive_in_the_next_forward(kind: str) -> None:
+    training = trained(kind)
+    kept = training.masters()
+    training.backward()
+    gradients = [weakref.ref(master.grad) for master in kept]
+    training.zero_grad()
+    training.forward()
+    assert [each() for each in gradients] == [None] * len(kept)
+
+
 # -- sequences at random ----------------------------------------------------------------------------------------------
 
 RUNS = int(os.environ.get("HANDED_OUT_RUNS", 20_000))

@@ -412,6 +412,28 @@ def test_initialize_walks_over_a_model_at_most_three_times(
     mpinit.undo(model)
 
 
+@pytest.mark.parametrize("opt_level", ["O2", "O5"])
+def test_float32_block_makes_no_call_for_each_weight(opt_level: str) -> None:
+    """Loops with an average of the weights enter one in each iteration."""
+
+    def block() -> None:
+        with mpinit.float32_weights(model):
+            pass
+
+    calls = []
+    for count in (5, 15):
+        model = blocks(count)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mpinit.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+        for _ in range(2):  # the first block makes what the others use
+            with mpinit.scale_loss(model(torch.randn(4, 8)).square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            block()
+        calls.append(len(calls_made(block)))
+    assert calls[0] == calls[1]
+
+
 @pytest.mark.parametrize(
     "keywords",
     [
