@@ -17,6 +17,7 @@ COMMANDS: Final = {
     "convert": "turn a checkpoint of apex, torch.amp or mpinit into another's",
     "build-native": "compile what speeds up optimizer steps on this machine's CPU",
     "run": "run a script that was written for apex, unmodified",
+    "completion": "print a script by which bash, zsh or fish completes this command",
 }
 # Removed commands, and their replacements.
 _REMOVED: Final = {"doctor": "torch.utils.benchmark.Timer measures a matrix product in each type on a machine"}
@@ -113,3 +114,9 @@ def _parser(chosen: str | None = None) -> argparse.ArgumentParser:
         if chosen is None or name == chosen:
             _file_of(name).describe(subparser)
     return parser
+
+
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each command."""
+    actions = [action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    return dict(actions[0].choices)

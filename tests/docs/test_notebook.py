@@ -10,7 +10,7 @@ import mpinit
 
 sys.path.insert(0, str(ROOT / "docs"))
 
-import notebook  # noqa: E402
+import notebook
 
 NOTEBOOK = notebook.read()
 
