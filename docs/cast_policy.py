@@ -65,8 +65,8 @@ The tables list how O1 (`patch_torch_functions=True`) casts the arguments of eac
 in float16 and bfloat16.
 
 - **native**: the device's own autocast casts them.
-- **wrapped**: mpinit replaces the names listed first by wrappers. The names in parentheses call one of them. On a device
-  that is not listed, every function is wrapped.
+- **wrapped**: mpinit replaces the names listed first by wrappers. The names in parentheses call one of them. On a
+  device that is not listed, every function is wrapped.
 - float64, integer, bool and complex tensors are never cast.
 - Calls with `out=`, in-place functions, and calls with a 16-bit `dtype=`, such as `softmax(x, dtype=torch.bfloat16)`,
   are not cast.
@@ -112,14 +112,14 @@ Use `register_half_function(module, name)`, `register_float_function` or `regist
 _UNLISTED: Final = """\
 ## Functions in no row that run in another dtype than their arguments'
 
-The list was made by running torch's own database of operators at O1; a test compares it. Methods of the same name behave
-the same way.
+The list was made by running torch's own database of operators at O1; a test compares it. Methods of the same name
+behave the same way.
 
-- Functions that call matrix products, which run in 16 bits. With float32 arguments the result is 16-bit, on every device;
-  `out=` is computed in 16 bits or refused. To avoid that, call them inside `mpinit.disable_casts()`.
+- Functions that call matrix products, which run in 16 bits. With float32 arguments the result is 16-bit, on every
+  device; `out=` is computed in 16 bits or refused. To avoid that, call them inside `mpinit.disable_casts()`.
 {products}
-- Functions that call powers, logarithms and sums, which run in float32. The result is float32, on every device, but some
-  steps inside run in 16 bits.
+- Functions that call powers, logarithms and sums, which run in float32. The result is float32, on every device, but
+  some steps inside run in 16 bits.
 {powers}
 - Functions that run in float32 **on the CPU only**, because it has no 16-bit kernel. Other devices run them in the
   arguments' dtype, and torch raises if they have no such kernel either.
