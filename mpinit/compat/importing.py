@@ -64,7 +64,15 @@ class _Refusals(MetaPathFinder):
 
         ``from apex.optimizers import FusedNovoGrad`` also calls it: a name that a package lacks may be a module in it.
         """
-        refuse_missing(NAME + fullname.removeprefix(FACE) if fullname.startswith(FACE) else fullname)
+        name = NAME + fullname.removeprefix(FACE) if fullname.startswith(FACE) else fullname
+        if name in MISSING:
+            _log_once(f"{_missing(name)}. A script may show another text for this ImportError")
+        refuse_missing(name)
+        if name in _ABSENT_MODULES and getattr(sys.modules.get(NAME), "__name__", NAME) == FACE:
+            _log_once(
+                f"{name} is not part of the apex that mpinit provides, and is imported. If a script needs it, install "
+                "NVIDIA apex: mpinit then provides apex.amp alone"
+            )
 
 
 def _drop_modules(package: str) -> None:
@@ -146,7 +154,26 @@ MISSING: Final[dict[str, str]] = {
 }
 
 
+# Parts of apex without a replacement, which scripts import.
+_ABSENT_MODULES: Final = frozenset(
+    f"{NAME}.{part}" for part in ("RNN", "contrib", "fused_dense", "mlp", "pyprof", "reparameterization", "transformer")
+)
+
+_logged: set[str] = set()
+
+
+def _log_once(text: str) -> None:
+    """Log a warning once a process: scripts import apex in a ``try`` of their own, which hides the error's text."""
+    if text not in _logged:
+        _logged.add(text)
+        log.warning(text)
+
+
 def refuse_missing(name: str, kind: type[ImportError | AttributeError] = ImportError) -> None:
     """Raise the error for a name of apex that mpinit does not provide; it names the replacement."""
     if name in MISSING:
-        raise kind(f"{name} is not part of the apex that mpinit provides. In its place, {MISSING[name]}", name=name)
+        raise kind(_missing(name), name=name)
+
+
+def _missing(name: str) -> str:
+    return f"{name} is not part of the apex that mpinit provides. In its place, {MISSING[name]}"

@@ -13,7 +13,7 @@ import pytest
 from forked_runs import run_code
 
 import mpinit
-from mpinit.compat import uninstall_apex
+from mpinit.compat import importing, uninstall_apex
 from mpinit.compat.importing import MISSING
 
 
@@ -78,6 +78,24 @@ def test_what_something_takes_the_place_of_is_refused_by_name(name: str) -> None
     for statement in (f"from {package} import {attribute}", *imported):
         with pytest.raises(ImportError, match=f"In its place, {re.escape(MISSING[name])}"):
             exec(statement)
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_import_inside_a_try_of_the_scripts_own_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(importing, "_logged", set())
+    for statement in (
+        "from apex.optimizers import FusedAdam, FusedLAMB",
+        "from apex.contrib.optimizers import FusedAdam",
+    ):
+        for _ in range(2):
+            with pytest.raises(ImportError, match="Please install apex"):
+                exec(f"try:\n    {statement}\nexcept ImportError:\n    raise ImportError('Please install apex')")
+    said = [record.getMessage() for record in caplog.records if record.name == "mpinit"]
+    assert len(said) == 2
+    assert said[0].startswith("apex.optimizers.FusedLAMB is not part of") and "timm.optim.Lamb" in said[0]
+    assert said[1].startswith("apex.contrib is not part of") and "install NVIDIA apex" in said[1]
 
 
 @pytest.mark.usefixtures("installed")
