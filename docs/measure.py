@@ -1,7 +1,7 @@
 """Runs whose figures the pages show: ``python docs/measure.py audit`` writes docs/measured/audit.json.
 
-All train one small transformer on the source of Python's standard library. ``python docs/figures.py`` makes the tables
-and the plot of what is there.
+All but ``diagnoses`` train one small transformer on the source of Python's standard library. ``python
+docs/figures.py`` makes the tables and the plot of what is there.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from demo.stdlib_text import LENGTH, Writer, load_text
+from diagnoses import diagnoses
 
 import mpinit
 
@@ -320,6 +322,7 @@ RUNS: Final[Mapping[str, Callable[[], dict[str, Any]]]] = {
     "fidelity": fidelity,
     "skipping": skipping,
     "masters": masters,
+    "diagnoses": diagnoses,
 }
 
 

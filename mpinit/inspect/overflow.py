@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import registry
-from ..basics.dtypes import dtype_name, is_lower_precision
+from ..basics.dtypes import is_lower_precision
 from ..optimizer.overflow_log import OverflowReport
+from .faults import Fault, Origins, worst
 from .numbers import TensorStats, floating_tensors, is_finite, sample_of, stats_of
 from .trace import BACKWARD, FORWARD, ModelTrace, Place
 
@@ -91,75 +92,26 @@ def watch_overflow(model: nn.Module) -> "OverflowWatch":
 
 # Operations that compute nothing: their results are uninitialised memory or existing numbers.
 _NOT_COMPUTED: Final = ("empty", "new_empty", "resize", "set_", "detach", "alias", "_local_scalar_dense", "_amp_")
+_NEW_MEMORY: Final = ("empty", "new_empty")
 _CASTS: Final = ("_to_copy", "copy_", "copy", "to")
 _ENOUGH: Final = 1000
 _FLOAT16_MAX: Final = torch.finfo(torch.float16).max
 
 
-@dataclass(frozen=True)
-class Fault:
-    """The origin of inf or nan: an operation, the model's inputs or a parameter.
-
-    Attributes:
-        kind: "forward" or "backward" (an operation's result overflowed), "cast" (a cast to 16 bits overflowed),
-            "float32" (computed in float32, so precision is not the cause), "data" (the model's inputs had it),
-            "weights" (a parameter had it).
-        module: the dotted name of the module. "" is the model itself; None: outside of the model, as in the loss.
-        phase: "forward" or "backward".
-        operation: torch's name of the operation, as "aten.mm.default"; a parameter's name if ``kind`` is "weights".
-        dtype: dtype of the result.
-        inputs: statistics of the operation's inputs.
-        may_be_meant: whether it may be harmless: -inf, as in a mask, or a float32 result that may not be used.
-    """
-
-    kind: str
-    module: str | None
-    phase: str
-    operation: str
-    dtype: torch.dtype
-    inputs: tuple[TensorStats, ...]
-    may_be_meant: bool = False
-
-    @property
-    def where(self) -> str:
-        """The module's name, as text."""
-        if self.module is None:
-            return "the loss (outside of the model)"
-        return f"module {self.module!r}" if self.module else "the model's own forward"
-
-    def __str__(self) -> str:
-        what = _SENTENCES[self.kind].format(
-            where=self.where, phase=self.phase, operation=self.operation, dtype=dtype_name(self.dtype)
-        )
-        return what + (f"; from {'; '.join(map(str, self.inputs))}" if self.inputs else "")
-
-
-_SENTENCES: Final = {
-    "forward": "{where}: {operation} left the range of {dtype} in the forward pass",
-    "backward": "{where}: {operation} left the range of {dtype} in the backward pass",
-    "cast": "{where}: a cast to {dtype} left its range in the {phase} pass ({operation})",
-    "float32": "{where}: {operation} gave inf or nan in {dtype} in the {phase} pass: precision is not at fault",
-    "data": "the inputs of {where} held inf or nan",
-    "weights": "{where}: {operation} held inf or nan before anything was computed",
-}
-
-
 @final
 class OverflowWatch:
-    """A record of the operations that compute inf or nan from finite numbers, which :func:`watch_overflow` yields.
+    """A record of every operation that makes inf or nan out of finite numbers, as :func:`watch_overflow` yields it.
 
-    It can be read inside the block and after it. A mask of -inf is not reported, because the program writes it.
+    It follows inf and nan from the operation that made them to the results, the loss and the gradients, so that what
+    does no harm is not blamed. A mask of -inf is no fault: what a program writes out as infinite is meant to be. The
+    watch can be asked inside of the block and after it.
 
     Attributes:
-        peaks: module -> the largest finite magnitude among its operations' results in the forward pass. Values beyond
-            float16 count only if the operation's inputs were smaller: a mask of ``finfo(dtype).min`` is a different
-            number in each dtype.
-        result_peaks: module -> the largest finite magnitude that it returned.
-        sensitivity: 16-bit dtype -> module -> how far rounding its operations' results to this dtype changes the loss,
-            to first order: the sum of abs(gradient x rounding error).
-        largest_gradient: the largest finite magnitude in a backward pass.
-        results_are_bad: whether a result of the model, or a loss computed from it, was inf or nan.
-        gradients_are_bad: whether a result in a backward pass was inf or nan.
+        peaks: the module of a forward operation -> the largest finite magnitude of its results; beyond float16 only
+            where no argument was that large: a mask of ``finfo(dtype).min`` is another number in each dtype.
+        result_peaks: a module -> the largest finite magnitude that it returned.
+        sensitivity: 16-bit type -> module -> how far rounding its operations' results to that type moves the loss, to
+            first order: the sum of abs(gradient x rounding error).
         went_backward: whether there was a backward pass.
         batch: samples of the model's inputs at its first call; None before it.
     """
@@ -168,28 +120,31 @@ class OverflowWatch:
         self._trace = ModelTrace(model, self._operation, self._module_begins, self._module_ends)
         self._model = model
         self._faults: list[Fault] = []
+        self._origins = Origins()
         self.peaks: dict[str | None, float] = {}
         self.result_peaks: dict[str, float] = {}
         self.sensitivity: dict[torch.dtype, dict[str | None, float]] = {dtype: {} for dtype in rounded_to}
-        self.largest_gradient = 0.0
-        self.results_are_bad = False
-        self.gradients_are_bad = False
         self.went_backward = False
         self.batch: list[torch.Tensor] | None = None
-        self._infinite_inputs: list[Fault] = []
+        self._harm = _Harm()
+        self._is_16_bit = False
         self._weighed: list[tuple[str | None, torch.Tensor]] = []
-        self._is_weighing = False
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
-            is_weight = isinstance(tensor, torch.nn.Parameter)
-            for values in floating_tensors(tensor):
-                if not is_finite(values) if is_weight else bool(values.isnan().any()):
-                    module = name.rpartition(".")[0]
-                    self._faults.append(Fault("weights", module, FORWARD, name, tensor.dtype, (stats_of(values),)))
         with ExitStack() as stack:
-            # Only a module's own hooks receive keyword arguments; scripted modules cannot have hooks.
+            for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+                is_weight = isinstance(tensor, torch.nn.Parameter)
+                for values in floating_tensors(tensor):
+                    self._is_16_bit |= is_lower_precision(values.dtype)
+                    if not is_finite(values) if is_weight else bool(values.isnan().any()):
+                        module, stats = name.rpartition(".")[0], (stats_of(values),)
+                        # A forward in training may only write to a buffer, such as the running mean of BatchNorm.
+                        fault = Fault("weights", module, FORWARD, name, tensor.dtype, stats, may_be_meant=not is_weight)
+                        self._found(fault, values)
+                if tensor.requires_grad and tensor.is_leaf:
+                    stack.callback(tensor.register_hook(self._gradient_arrives).remove)  # type: ignore[no-untyped-call]
+            # Only a module's own hooks are shown its keywords; scripted modules take no hooks.
             if not isinstance(self._model, torch.jit.ScriptModule):
                 hook = self._model.register_forward_pre_hook(self._read_inputs, with_kwargs=True, prepend=True)
                 stack.callback(hook.remove)
@@ -201,12 +156,30 @@ class OverflowWatch:
         self._stack.close()
 
     @property
+    def results_are_bad(self) -> bool:
+        """Whether a loss, or without a backward pass a result of the model, was inf or nan."""
+        return self._harm.of_loss is not None or (not self.went_backward and self._harm.of_results is not None)
+
+    @property
+    def gradients_are_bad(self) -> bool:
+        """Whether the gradient of a parameter was inf or nan; of no parameters, anything in a backward pass."""
+        return self._harm.of_gradients is not None
+
+    @property
+    def is_harmed(self) -> bool:
+        """Whether inf or nan reached a result, the loss or a gradient."""
+        return self.results_are_bad or self.gradients_are_bad
+
+    @property
     def first(self) -> Fault | None:
-        """The first fault that did harm. A fault that may be meant did none if results and gradients are finite."""
-        if self.results_are_bad:
-            return next(iter((*self._faults, *self._infinite_inputs)), None)
-        surely = [fault for fault in self._faults if not fault.may_be_meant]
-        return next(iter(surely or (self._faults if self.gradients_are_bad else ())), None)
+        """The fault that did harm; without harm, the first 16-bit operation of a forward pass that gave +inf or nan."""
+        harm = self._harm
+        if not self.is_harmed:
+            faults = [f for f in self._faults if f.phase == FORWARD and not f.may_be_meant]
+            return faults[0] if faults else None
+        of_results = harm.of_loss if self.went_backward or harm.of_results is None else harm.of_results
+        numbers = of_results or harm.of_gradients or range(len(self._faults))
+        return worst(self._faults[number] for number in sorted(numbers))
 
     @property
     def first_module(self) -> str | None:
@@ -221,14 +194,23 @@ class OverflowWatch:
     def __str__(self) -> str:
         return "nothing left the range" if self.first is None else str(self.first)
 
+    def _found(self, fault: Fault, tensor: torch.Tensor, earlier: frozenset[int] = frozenset()) -> None:
+        """Record a fault, and that a tensor holds its inf or nan."""
+        if len(self._faults) < _ENOUGH:
+            self._faults.append(fault)
+            earlier |= {len(self._faults) - 1}
+        self._origins.set(tensor, earlier)
+
     def _read_inputs(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = list(floating_tensors((args, kwargs)))
-        if self.batch is None:
-            self.batch = [sample_of(tensor) for tensor in tensors]
-        for tensor in tensors:
-            if not is_finite(tensor):
-                fault = Fault("data", "", FORWARD, "inputs", tensor.dtype, (stats_of(tensor),))
-                (self._infinite_inputs if _may_be_mask(tensor) else self._faults).append(fault)
+        with self._trace.unseen():
+            tensors = list(floating_tensors((args, kwargs)))
+            if self.batch is None:
+                self.batch = [sample_of(tensor) for tensor in tensors]
+            for tensor in tensors:
+                if not is_finite(tensor) and not self._origins.of([tensor]):
+                    stats = (stats_of(tensor),)
+                    fault = Fault("data", "", FORWARD, "inputs", tensor.dtype, stats, may_be_meant=_may_be_mask(tensor))
+                    self._found(fault, tensor)
 
     def _module_begins(self, name: str, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """Check the inputs, if the module is the model itself: they are the data."""
@@ -236,38 +218,51 @@ class OverflowWatch:
             self._read_inputs(module, args, {})
 
     def _module_ends(self, name: str, output: Any) -> None:
-        """Check the results, if the module is the model itself: they show whether a fault did harm."""
+        """Record how large results are, and whether inf or nan reach what the model returns."""
         for tensor in floating_tensors(output):
             peak = _peak(tensor)
             if math.isfinite(peak):
                 self.result_peaks[name] = max(peak, self.result_peaks.get(name, 0.0))
             elif not name:
-                self.results_are_bad = True
+                self._harm.of_results = _joined(self._harm.of_results, self._origins.of([tensor]))
+
+    def _gradient_arrives(self, gradient: torch.Tensor) -> None:
+        """Record whether inf or nan reach the gradient of a parameter."""
+        with self._trace.unseen():
+            self.went_backward = self._harm.sees_gradients = True
+            for tensor in floating_tensors(gradient):
+                if not is_finite(tensor):
+                    self._harm.of_parameters = _joined(self._harm.of_parameters, self._origins.of([tensor]))
 
     def _operation(
         self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]
     ) -> Any:
-        """Run an operation and check its result; check its inputs before if it overwrites them."""
+        """Inspect the arguments where they are about to be overwritten, run the operation, inspect its result."""
         name = operation._schema.name.removeprefix("aten::")
-        if self._is_weighing or name.startswith(_NOT_COMPUTED) or getattr(operation, "is_view", False):
-            return run()
+        if name.startswith(_NOT_COMPUTED) or getattr(operation, "is_view", False):
+            result = run()
+            for tensor in floating_tensors(result) if name.startswith(_NEW_MEMORY) else ():
+                self._origins.forget(tensor)
+            return result
         self._weigh_last()
         overwrites = operation._schema.is_mutable
         before = _Inputs(args[1:] if name == "copy_" else args, kwargs) if overwrites else None
         result = run()
         place = self._trace.place()
         for tensor in floating_tensors(result):
+            self._is_16_bit |= is_lower_precision(tensor.dtype)
             peak = _peak(tensor)
-            if math.isfinite(peak):
-                if place.phase == BACKWARD:
-                    self.went_backward = True
-                    self.largest_gradient = max(self.largest_gradient, peak)
-                elif peak <= _FLOAT16_MAX or _grew(peak, args[1:] if overwrites else args, kwargs):
-                    self.peaks[place.module] = max(peak, self.peaks.get(place.module, 0.0))
-                if place.phase == FORWARD and self.sensitivity:
-                    self._weighed.append((place.module, tensor))
-            else:
-                self._record_bad(str(operation), name, tensor, before or _Inputs(args, kwargs), place)
+            if not math.isfinite(peak):
+                self._record_bad(operation, tensor, before or _Inputs(args, kwargs), place)
+                continue
+            if not overwrites:
+                self._origins.forget(tensor)
+            if place.phase == BACKWARD:
+                self.went_backward = True
+            elif peak <= _FLOAT16_MAX or _grew(peak, args[1:] if overwrites else args, kwargs):
+                self.peaks[place.module] = max(peak, self.peaks.get(place.module, 0.0))
+            if place.phase == FORWARD and self.sensitivity:
+                self._weighed.append((place.module, tensor))
         return result
 
     def _weigh_last(self) -> None:
@@ -287,30 +282,68 @@ class OverflowWatch:
     ) -> None:
         if gradient is None:  # the loss does not depend on this result
             return
-        self._is_weighing = True
-        try:
+        with self._trace.unseen():
             for dtype, error in errors.items():
+                if error.shape != gradient.shape:  # a result that was transposed in place since, as in a GRU
+                    continue
                 found = self.sensitivity[dtype]
-                found[module] = found.get(module, 0.0) + float((gradient.detach().float() * error).abs().sum())
-        finally:
-            self._is_weighing = False
+                found[module] = found.get(module, 0.0) + float((gradient.detach() * error).abs().sum())
 
-    def _record_bad(self, operation: str, name: str, tensor: torch.Tensor, inputs: "_Inputs", place: Place) -> None:
+    def _record_bad(self, operation: Any, tensor: torch.Tensor, inputs: "_Inputs", place: Place) -> None:
+        """Record a result with inf or nan: a new fault, or one of its arguments'."""
+        earlier = self._origins.of(inputs.bad)
+        overwrites, name = operation._schema.is_mutable, operation._schema.name.removeprefix("aten::")
+        # Of an inf nan may be made, as inf times 0: what made the inf is to blame. But -inf is meant for a softmax,
+        # and nan in a row of nothing else is its own.
+        is_made_here = inputs.any_inf and bool(tensor.isnan().any()) and (not earlier or "softmax" in name)
+        came_in = inputs.any_nan or (inputs.any_inf and not is_made_here)
+        if came_in or inputs.infinite_number:
+            self._origins.set(tensor, earlier, overwrites)
+        else:
+            kind: str = place.phase
+            if not is_lower_precision(tensor.dtype):
+                kind = "float32"
+            elif name in _CASTS and inputs.bits > torch.finfo(tensor.dtype).bits:
+                kind = "cast"
+            meant = place.phase == FORWARD and (kind == "float32" or _may_be_mask(tensor))
+            fault = Fault(
+                *(kind, place.module, place.phase, str(operation), tensor.dtype, inputs.stats(), meant),
+                numbers=inputs.numbers,
+                node=place.node,
+                follows_16_bit=self._is_16_bit,
+            )
+            self._found(fault, tensor, earlier)
+        here = self._origins.of([tensor])
         if place.phase == BACKWARD:
-            self.went_backward = self.gradients_are_bad = True
+            self.went_backward = True
+            self._harm.of_backward = _joined(self._harm.of_backward, here)
         elif place.module is None and tensor.numel() == 1:
-            self.results_are_bad = True
-        # An operation may turn an inf among its inputs into nan.
-        was_in_inputs = inputs.any_nan or (inputs.any_inf and not bool(tensor.isnan().any()))
-        if was_in_inputs or inputs.infinite_number or len(self._faults) == _ENOUGH:
-            return
-        kind: str = place.phase
-        if not is_lower_precision(tensor.dtype):
-            kind = "float32"
-        elif name in _CASTS and inputs.bits > torch.finfo(tensor.dtype).bits:
-            kind = "cast"
-        meant = place.phase == FORWARD and (kind == "float32" or _may_be_mask(tensor))
-        self._faults.append(Fault(kind, place.module, place.phase, operation, tensor.dtype, inputs.stats(), meant))
+            self._harm.of_loss = _joined(self._harm.of_loss, here)
+
+
+@dataclass
+class _Harm:
+    """Where inf and nan arrived: the faults that they come from; None where nothing arrived.
+
+    Attributes:
+        sees_gradients: whether the gradient of a parameter was seen.
+    """
+
+    of_results: frozenset[int] | None = None
+    of_loss: frozenset[int] | None = None
+    of_backward: frozenset[int] | None = None
+    of_parameters: frozenset[int] | None = None
+    sees_gradients: bool = False
+
+    @property
+    def of_gradients(self) -> frozenset[int] | None:
+        """Of parameters; where none has a gradient, of anything in the backward pass."""
+        return self.of_parameters if self.sees_gradients else self.of_backward
+
+
+def _joined(one: frozenset[int] | None, other: frozenset[int]) -> frozenset[int]:
+    # The first that arrived is explained first: later ones may have faults of their own.
+    return one or other
 
 
 def _may_be_mask(tensor: torch.Tensor) -> bool:
@@ -327,15 +360,27 @@ def _grew(peak: float, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
 
 
 class _Inputs:
+    """The floating arguments of an operation.
+
+    Attributes:
+        bad: those with inf or nan.
+        bits: of the widest.
+        any_nan, any_inf: whether one holds nan, and whether one holds inf.
+        numbers: the finite constants among the arguments.
+        infinite_number: whether there is an infinite one.
+    """
+
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         tensors = list(floating_tensors((args, dict(kwargs))))
         self._stats = [(tensor, None if is_finite(tensor) else stats_of(tensor)) for tensor in tensors]
         self.bits = max((torch.finfo(tensor.dtype).bits for tensor in tensors), default=0)
-        bad = [tensor for tensor, stats in self._stats if stats is not None]
-        self.any_nan = any(bool(tensor.isnan().any()) for tensor in bad)
-        self.any_inf = any(bool(tensor.isinf().any()) for tensor in bad)
-        numbers = (*args, *kwargs.values())
-        self.infinite_number = any(isinstance(n, float) and not math.isfinite(n) for n in numbers)
+        self.bad = [tensor for tensor, stats in self._stats if stats is not None]
+        self.any_nan = any(bool(tensor.isnan().any()) for tensor in self.bad)
+        self.any_inf = any(bool(tensor.isinf().any()) for tensor in self.bad)
+        constants = [n for n in (*args, *kwargs.values()) if isinstance(n, (int, float)) and not isinstance(n, bool)]
+        self.numbers = tuple(float(n) for n in constants if math.isfinite(n))
+        self.infinite_number = len(self.numbers) < len(constants)
 
     def stats(self) -> tuple[TensorStats, ...]:
+        """Return the statistics of all."""
         return tuple(stats or stats_of(tensor) for tensor, stats in self._stats)

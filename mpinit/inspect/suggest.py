@@ -1,132 +1,35 @@
-"""The doctor: runs a step in float32 and in 16 bit, finds where they part, and what makes them agree."""
+"""The doctor: trains copies in float32 and in 16 bit for a few steps, and finds what makes them agree."""
 
+import fnmatch
 import math
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from .. import registry
-from ..basics.dtypes import is_lower_precision
-from ..basics.patching import Undo
 from ..settings.properties import OPT_LEVELS
 from ..settings.resolve import resolve
-from ..torch_internals.native_autocast import CastsOff
-from .copies import at_level, copy_of_optimizer, float32_copy, kept_from_running, same_random_numbers
+from .copies import same_random_numbers
 from .overflow import OverflowWatch
+from .suggestion import Finding, Run, Suggestion
+from .trials import Trial, Trials, UserStep
 
-UserStep = Callable[[Any, Any], Any]
-_ADVICE: Final = "let step(model, optimizer) use its arguments"
-# Scales that a dynamic one would come down, or up, to.
-_LARGEST_SCALE, _SMALLEST_SCALE = 2.0**16, 2.0**-10
-# Room between the largest gradient and the type's largest number.
-_HEADROOM: Final = 4.0
 # No activation of a network that trains is this large.
 _DIVERGED: Final = 1e15
-# A gradient below this share of the whole gradient's norm is compared as if it had that.
-_NEGLIGIBLE: Final = 0.01
 # A parameter underflows where this share of the elements that should have a gradient has none.
 _GONE: Final = 0.5
+# Training that takes off less than this share of the loss shows nothing; then gradients are compared.
+_LITTLE: Final = 0.02
+# Rounding noise in a gradient averages out over steps; of a gradient off by more than this, half is noise.
+_MOST_NOISE: Final = 0.5
 _FLOAT32: Final = "float32"
-_MOST_RUNS: Final = 3
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What is wrong, and where.
-
-    Attributes:
-        kind: "forward", "backward" (an operation left the range of the 16-bit type in that pass), "cast" (a cast in the
-            program did), "forced" (an operation that the program runs in 16 bit did, at every level), "buffer" (a
-            buffer that the 16-bit type cannot hold), "underflow" (gradients that become 0), "precision" (too few
-            digits), "float32" (inf or nan made in float32, where precision is not at fault), "data", "weights".
-        where: dotted name of the module, of the buffer or parameter where the kind is about one; "" is the model
-            itself, None what is outside of it.
-        detail: the operation and the numbers it was given, in words.
-    """
-
-    kind: str
-    where: str | None
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.detail}"
-
-
-@final
-@dataclass(frozen=True)
-class Run:
-    """One run of the step, beside the same run in float32.
-
-    Attributes:
-        level: what the copy was initialised at; "float32" is the reference.
-        keep_fp32: what it kept in float32.
-        loss: what came out.
-        loss_error: of the loss, relative to the reference.
-        gradient_error: the largest of a parameter's gradient, relative to the reference.
-        underflowing: parameters most of whose gradient is 0 here and not in the reference, in modules of which that is
-            true of every parameter (a bias in front of a norm has no gradient but rounding errors).
-        agrees: whether loss and gradients are within the tolerance, no gradient is lost, and nothing left the range.
-    """
-
-    level: str
-    keep_fp32: tuple[str, ...]
-    loss: float
-    loss_error: float
-    gradient_error: float
-    underflowing: tuple[str, ...]
-    agrees: bool
-
-
-@final
-@dataclass(frozen=True)
-class Suggestion:
-    """What :func:`suggest` found.
-
-    Attributes:
-        level: the level to use; None where no level that was tried agrees with float32.
-        keep_fp32: the modules with which it does, beside what the model was initialised with.
-        keywords: everything to give to ``initialize`` beside the level.
-        reason: why, in words.
-        findings: what is wrong, the first cause in front; empty for a healthy model.
-        runs: every run of the step, in order.
-        precision_is_at_fault: False where float32 itself gives inf or nan, so that no level helps.
-    """
-
-    level: str | None
-    keep_fp32: list[str]
-    keywords: Mapping[str, Any]
-    reason: str
-    findings: tuple[Finding, ...]
-    runs: tuple[Run, ...]
-    precision_is_at_fault: bool = True
-
-    @property
-    def finding(self) -> Finding | None:
-        """The first finding, or None."""
-        return self.findings[0] if self.findings else None
-
-    def to_keywords(self) -> str:
-        """The arguments to paste into ``mpinit.initialize``."""
-        words = ", ".join(f"{name}={value!r}" for name, value in self.keywords.items())
-        return f"opt_level={self.level!r}" + (f", {words}" if words else "")
-
-    def __str__(self) -> str:
-        lines = [self.reason]
-        lines += [f"  {finding}" for finding in self.findings]
-        if self.level is not None:
-            lines.append(f"  mpinit.initialize(model, optimizer, {self.to_keywords()})")
-        lines.append(f"  {'run':<4}{'level':<9}{'loss':>11}{'error':>10}{'gradients':>11}  keep_fp32")
-        for index, run in enumerate(self.runs, 1):
-            lines.append(
-                f"  {index:<4}{run.level:<9}{run.loss:>11.5g}{run.loss_error:>10.2g}{run.gradient_error:>11.2g}  "
-                f"{', '.join(run.keep_fp32) or '-'}{'' if run.agrees else '   (does not agree)'}"
-            )
-        return "\n".join(lines)
+_LAST_LEVEL: Final = "O5"
+# Runs at one level that keep modules in float32.
+_MOST_CURES: Final = 3
 
 
 def suggest(
@@ -140,21 +43,20 @@ def suggest(
 ) -> Suggestion:
     """Find out what a model needs to train in 16 bit as it does in float32.
 
-    The step is run on copies: once in float32, then at a level, every operation and gradient looked at. The run in
-    float32 ranks the modules before anything is tried: those whose numbers leave the level's range, and then by how
-    far rounding moves the loss (the sum of abs(gradient x rounding error) over all results of their operations). Where
-    the two runs part, a third and last keeps the modules in float32 that the ranking names, or is one at the next
-    level. Model, optimizer, gradients and random numbers are left as they are, also after an exception; every run
-    begins with the same random numbers.
+    Copies are trained for 8 steps: in float32, then at each level, with its own loss scale coming down from the top. A
+    level agrees where steps are done, the loss falls as it does in float32, and no gradient is lost. Where it does not,
+    the first operation that left the range is searched, and runs in float32 with rounded inputs, and at the level with
+    modules or inputs kept in float32, find the cure. Modules of one kind, such as ``blocks.*.attn``, are kept
+    together. O5 is always tried before float32 is advised. Model, optimizer, gradients and random numbers are left as
+    they are, also after an exception; every run begins with the same random numbers.
 
     Args:
         model, optimizer: initialised or not; copied for every run, so there must be memory for two.
         step: ``step(model, optimizer)`` computes the loss of one batch, the same batch each time, with what it is
             given, and returns it. It may go on as a training loop does (``scale_loss``, ``backward``,
-            ``optimizer.step``); where it has not called ``backward``, that is done here.
-        levels: tried in this order, in at most three runs; the first that works is suggested.
-        tolerance: largest relative error of the loss and of every parameter's gradient (of a small gradient: relative
-            to a hundredth of the norm of all). Default 0.2.
+            ``optimizer.step``); what it has not called is called here.
+        levels: tried in this order; the first that works is suggested.
+        tolerance: largest relative error of the first loss, and of what training takes off the loss. Default 0.2.
         **keywords: of ``initialize``, for every level. Default those the model was initialised with, at its own level.
 
     Returns:
@@ -182,178 +84,104 @@ def suggest(
     for level in levels:
         resolve(level, keywords)
     with same_random_numbers() as again:
-        return _Doctor(model, optimizer, step, again, tolerance, keywords).examine(levels)
+        trials = Trials(model, optimizer, step, again)
+        return _Doctor(trials, tolerance, keywords).examine(levels)
 
 
-@dataclass
-class _Trial:
-    """What a run of a copy gave: unscaled gradients, by parameters' dotted names, are in float32."""
+@dataclass(frozen=True)
+class _Cure:
+    """What is changed of a level."""
 
-    model: nn.Module
-    watch: OverflowWatch
-    damaged_buffers: Sequence[str]
-    loss: float = math.nan
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    keep_fp32: tuple[str, ...] = ()
+    keep_inputs: tuple[str, ...] = ()
+    loss_scale: str | None = None
 
-    def take_gradients(self) -> None:
-        """Copy the gradients that a step is about to use, and may clear."""
-        for name, parameter in self.model.named_parameters():
-            gradient = parameter.grad
-            if gradient is not None:
-                whole = gradient.to_dense() if gradient.is_sparse else gradient
-                self.gradients[name] = whole.detach().to(torch.float32, copy=True)
+    def added_to(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """Return keywords with the cure in them."""
+        words = dict(keywords)
+        for name, more in (("keep_fp32", self.keep_fp32), ("keep_inputs", self.keep_inputs)):
+            if more:
+                words[name] = [*_listed(words.get(name)), *more]
+        return words if self.loss_scale is None else {**words, "loss_scale": self.loss_scale}
 
-
-def _damaged(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of buffers that a 16-bit type cannot hold: one of its numbers is off by more than a hundredth."""
-    cast = {name: buffer for name, buffer in after.items() if name in before and is_lower_precision(buffer.dtype)}
-    return [
-        name
-        for name, buffer in cast.items()
-        if not torch.allclose(buffer.double(), before[name].double(), rtol=0.01, atol=0.0, equal_nan=True)
-    ]
+    def __str__(self) -> str:
+        parts = []
+        if self.keep_fp32:
+            parts.append(f"{', '.join(map(repr, self.keep_fp32))} kept in float32")
+        if self.keep_inputs:
+            noun = "input" if len(self.keep_inputs) == 1 else "inputs"
+            parts.append(f"{noun} {', '.join(map(repr, self.keep_inputs))} not cast")
+        return " and ".join(parts)
 
 
-def _compare(trial: _Trial, reference: _Trial, tolerance: float, level: str, keep: tuple[str, ...]) -> Run:
-    whole = math.sqrt(sum(float(g.double().square().sum()) for g in reference.gradients.values()))
-    loss, gradient = math.inf, 0.0
-    if math.isfinite(trial.loss):
-        # A loss near 0 is compared absolutely: the gradients tell more of it.
-        loss = abs(trial.loss - reference.loss) / max(abs(reference.loss), 0.1)
-    of_module: dict[str, list[tuple[str, bool]]] = {}
-    for name, expected in reference.gradients.items():
-        found = trial.gradients.get(name, torch.zeros_like(expected))
-        gradient = max(gradient, _error(found, expected, whole))
-        meant = expected != 0
-        if bool(meant.any()):
-            is_gone = float((found[meant] == 0).double().mean()) >= _GONE
-            of_module.setdefault(name.rpartition(".")[0], []).append((name, is_gone))
-    gone = tuple(name for rows in of_module.values() if all(is_gone for _, is_gone in rows) for name, _ in rows)
-    agrees = loss <= tolerance and gradient <= tolerance and not gone and trial.watch.first is None
-    return Run(level, keep, trial.loss, loss, gradient, gone, agrees)
-
-
-def _error(gradient: torch.Tensor, expected: torch.Tensor, whole: float) -> float:
-    if not bool(torch.isfinite(gradient).all()):
-        return math.inf
-    scale = max(float(expected.double().norm()), _NEGLIGIBLE * whole)
-    return float((gradient.double() - expected.double()).norm()) / scale if scale > 0 else 0.0
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else [value] if isinstance(value, str) or callable(value) else list(value)
 
 
 @dataclass
 class _Doctor:
-    """One examination; every run of the step is on fresh copies, and with the same random numbers."""
+    """One examination."""
 
-    model: nn.Module
-    optimizer: Optimizer
-    step: UserStep
-    again: Undo
+    trials: Trials
     tolerance: float
     keywords: Mapping[str, Any]
     runs: list[Run] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    reference: _Trial = field(init=False)
+    reference: Trial = field(init=False)
 
-    def _try(self, level: str, keywords: Mapping[str, Any], rounded_to: Iterable[torch.dtype] = ()) -> _Trial:
-        """Run the step once; ``rounded_to`` are the 16-bit types whose rounding errors are weighed."""
-        clone = float32_copy(self.model)
-        twin = copy_of_optimizer(self.optimizer, dict(zip(self.model.parameters(), clone.parameters(), strict=True)))
-        before = {name: buffer.detach().clone() for name, buffer in clone.named_buffers()}
-        with CastsOff(), at_level([clone], [twin], *resolve(level, keywords)) as session:
-            watch = OverflowWatch(clone, rounded_to)
-            trial = _Trial(clone, watch, _damaged(before, dict(clone.named_buffers())))
-            step = twin.step
+    @property
+    def seen(self) -> OverflowWatch:
+        """The record of the first step in float32."""
+        assert self.reference.watch is not None
+        return self.reference.watch
 
-            def taking(_: Any, *args: Any, **kwargs: Any) -> Any:
-                trial.take_gradients()
-                return step(*args, **kwargs)
-
-            # Bound, as schedulers want it.
-            vars(twin)["step"] = types.MethodType(taking, twin)
-            self.again()
-            with kept_from_running(self.model, "mpinit.suggest", _ADVICE), watch, torch.enable_grad():
-                loss = self.step(clone, twin)
-                if watch.batch is None:
-                    raise ValueError(
-                        "step(model, optimizer) did not run the model it was given: it has to use its arguments"
-                    )
-                if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                    raise TypeError(
-                        f"step(model, optimizer) must return the loss, a tensor of one number, not {loss!r:.80}"
-                    )
-                if not watch.went_backward and loss.requires_grad:
-                    with session.losses.scaled(loss, [twin], 0, False) as scaled_loss:
-                        scaled_loss.backward()
-            trial.loss = float(loss.detach())
-            if not trial.gradients:
-                trial.take_gradients()
-        return trial
-
-    def _run_at(self, level: str, keywords: Mapping[str, Any], keep: Sequence[str]) -> tuple[_Trial, Run]:
-        given = self._with_scale(level, keywords)
-        kept = [*(given.pop("keep_fp32", None) or ()), *keep]
-        trial = self._try(level, given | ({"keep_fp32": kept} if kept else {}))
-        inputs, expected = trial.watch.batch or [], self.reference.watch.batch or []
-        same = len(inputs) == len(expected) and all(
-            a.shape == b.shape and torch.allclose(a, b, rtol=0.02, atol=1e-3, equal_nan=True)
-            for a, b in zip(inputs, expected, strict=True)
+    def examine(self, levels: Sequence[str]) -> Suggestion:
+        types = {_lower_type(level, self._keywords_at(level)) for level in (*levels, _LAST_LEVEL)}
+        narrow = [dtype for dtype in types if dtype is not None]
+        self.reference = trial = self.trials.run("O0", {}, watched=narrow)
+        loss = trial.losses[0] if trial.losses else math.nan
+        self.runs.append(Run(_FLOAT32, (), loss, 0.0, 0.0, (), not self.seen.is_harmed and math.isfinite(loss)))
+        blameless = self._not_of_precision()
+        if blameless is not None:
+            return self._report(None, _Cure(), {}, blameless, at_fault=False)
+        reasons: list[str] = []
+        for level in levels:
+            keywords = self._keywords_at(level)
+            cure, why = self._examine_level(level, keywords)
+            reasons.append(why)
+            if cure is not None:
+                return self._report(level, cure, keywords, " ".join([*reasons, *self._hints()]))
+        if _LAST_LEVEL not in levels:
+            cure, why = self._examine_level(_LAST_LEVEL, self._keywords_at(_LAST_LEVEL))
+            reasons.append(why)
+            if cure is not None:
+                names = f"levels={tuple(levels)!r}"
+                reasons.append(f"{_LAST_LEVEL}, which is none of {names}, is the way, or a cure of what is named here.")
+                return self._report(None, _Cure(), {}, " ".join([*reasons, *self._hints()]))
+        reasons.append(
+            f"{_LAST_LEVEL} was tried, and does not agree with float32 either: train in float32 (O0), or mend what is "
+            "named here."
         )
-        if not same:
-            raise ValueError(
-                "step(model, optimizer) gave the model another batch than the time before: let it use one batch, drawn "
-                "before mpinit.suggest is called"
-            )
-        result = _compare(trial, self.reference, self.tolerance, level, tuple(keep))
-        self.runs.append(result)
-        return trial, result
-
-    def _with_scale(self, level: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """A dynamic scale is put where it would settle: overflows on the way there are no fault."""
-        if resolve(level, keywords)[1].loss_scale != "dynamic":
-            return dict(keywords)
-        largest = max(self.reference.watch.largest_gradient, 1e-30)
-        scale = 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / _HEADROOM / largest))
-        return dict(keywords) | {"loss_scale": min(max(scale, _SMALLEST_SCALE), _LARGEST_SCALE)}
+        return self._report(None, _Cure(), {}, " ".join([*reasons, *self._hints()]))
 
     def _keywords_at(self, level: str) -> dict[str, Any]:
-        session = registry.of(self.optimizer)
+        session = registry.of(self.trials.optimizer)
         if self.keywords or session is None or session.opt_level != level:
             return dict(self.keywords)
         row, given = OPT_LEVELS[level], session.properties
         names = type(row).model_fields
         return {name: getattr(given, name) for name in names if getattr(given, name) != getattr(row, name)}
 
-    def examine(self, levels: Sequence[str]) -> Suggestion:
-        types = {_lower_type(level, self._keywords_at(level)) for level in levels}
-        self.reference = trial = self._try("O0", {}, {dtype for dtype in types if dtype is not None})
-        is_good = trial.watch.first is None and math.isfinite(trial.loss)
-        self.runs.append(Run(_FLOAT32, (), trial.loss, 0.0, 0.0, (), is_good))
-        blameless = self._not_of_precision()
-        if blameless is not None:
-            return self._say(None, [], {}, blameless, at_fault=False)
-        reasons: list[str] = []
-        for level in levels:
-            if len(self.runs) == _MOST_RUNS:
-                reasons.append(f"{level} was not tried: give levels=({level!r},).")
-                continue
-            found, keywords, why = self._examine_level(level, self._keywords_at(level))
-            reasons.append(why)
-            if found is not None:
-                return self._say(level, found, keywords, " ".join(reasons))
-        reasons.append(
-            "No level that was tried agrees with float32: train in float32 (O0), or mend what is named here."
-        )
-        return self._say(None, [], {}, " ".join(reasons))
-
     def _not_of_precision(self) -> str | None:
-        """What is wrong in float32 already."""
-        watch = self.reference.watch
+        """Return what is wrong in float32 already, where loss or gradients are inf or nan in it."""
+        watch = self.seen
         fault = watch.first
         if fault is None:
-            return None if math.isfinite(self.reference.loss) else "The loss is inf or nan in float32 too."
+            return None if self.runs[0].agrees else "The loss is inf or nan in float32 too."
         is_16_bit = fault.kind in ("forward", "backward")
         kind = "forced" if is_16_bit else fault.kind
-        self.findings.append(Finding(kind, fault.operation if kind == "weights" else fault.module, str(fault)))
+        where = fault.operation if kind == "weights" else fault.module
+        self.findings.append(Finding(kind, where, fault.text, fault.hint))
         if kind in ("forced", "cast"):
             return (
                 f"{fault.where} computes in 16 bit at every level, float32 too, because the program says so, and "
@@ -368,58 +196,151 @@ class _Doctor:
             "weights": "The weights hold inf or nan: go back to an earlier checkpoint, and lower the learning rate.",
         }.get(kind, f"float32 gives inf or nan too, in {fault.where}: precision is not at fault and no level helps.")
 
-    def _examine_level(self, level: str, keywords: dict[str, Any]) -> tuple[list[str] | None, dict[str, Any], str]:
-        trial, result = self._run_at(level, keywords, [])
+    def _examine_level(self, level: str, keywords: dict[str, Any]) -> tuple[_Cure | None, str]:
+        """Return the cure with which a level agrees with float32, or None, and why."""
+        cure = _Cure()
+        trial, result = self._run_at(level, keywords, cure)
         if result.agrees:
-            return [], keywords, f"{level} agrees with float32 as it is."
+            return cure, f"{level} agrees with float32 as it is."
         lower = _lower_type(level, keywords)
+        watch = self._watched(level, keywords, trial, cure)
         sensitive = self._most_sensitive(lower, result)
-        self._note_findings(level, trial, result, sensitive)
-        keep = self._to_keep(lower, trial, sensitive)
-        may_go_on = len(self.runs) < _MOST_RUNS
+        inputs = self._inputs_at_fault(lower)
+        self._record_findings(level, trial, result, watch, sensitive, inputs)
+        first = self.findings[0].detail if self.findings else "training stays behind"
+        failed = f"{level} does not do ({first})."
         if result.underflowing and keywords.get("loss_scale", "dynamic") != "dynamic":
-            scaled = {**keywords, "loss_scale": "dynamic"}
-            if may_go_on and self._run_at(level, scaled, [])[1].agrees:
-                return [], scaled, f"{level} needs loss scaling: at {keywords['loss_scale']} gradients become 0."
-        elif keep and may_go_on and self._run_at(level, keywords, keep)[1].agrees:
-            names = ", ".join(map(repr, keep))
-            return keep, keywords, f"{level} agrees with float32 with {names} kept in float32."
-        first = self.findings[0].detail if self.findings else "gradients differ"
-        return None, keywords, f"{level} does not do ({first})."
+            cure = _Cure(loss_scale="dynamic")
+            if self._run_at(level, keywords, cure)[1].agrees:
+                return cure, f"{level} needs loss scaling: at {keywords['loss_scale']} gradients become 0."
+            return None, failed
+        if inputs:
+            cure = _Cure(keep_inputs=tuple(inputs))
+            if self._agrees_with(level, keywords, cure):
+                return cure, f"{level} agrees with float32 with {cure}."
+        kept: tuple[str, ...] = ()
+        for _ in range(_MOST_CURES):
+            new = [name for name in self._to_keep(lower, trial, watch, sensitive) if name not in kept]
+            if not new:
+                break
+            kept = (*kept, *new)
+            cure = _Cure(kept, cure.keep_inputs)
+            try:
+                trial, result = self._run_at(level, keywords, cure)
+            except (RuntimeError, TypeError):  # mixed types in the model's own code
+                break
+            if result.agrees:
+                return cure, f"{level} agrees with float32 with {cure}."
+            watch = self._watched(level, keywords, trial, cure)
+        return None, failed
 
-    def _note_findings(self, level: str, trial: _Trial, result: Run, sensitive: list[str]) -> None:
-        fault = trial.watch.first
+    def _agrees_with(self, level: str, keywords: dict[str, Any], cure: _Cure) -> bool:
+        try:
+            return self._run_at(level, keywords, cure)[1].agrees
+        except (RuntimeError, TypeError):  # an input in float32 that meets 16-bit weights
+            return False
+
+    def _run_at(self, level: str, keywords: Mapping[str, Any], cure: _Cure) -> tuple[Trial, Run]:
+        trial = self.trials.run(level, cure.added_to(keywords))
+        self._check_inputs(trial)
+        result = self._compare(trial, level, cure)
+        self.runs.append(result)
+        return trial, result
+
+    def _watched(self, level: str, keywords: Mapping[str, Any], trial: Trial, cure: _Cure) -> OverflowWatch:
+        """Watch the first step again, at the scale that training came to: overflows on the way there are no fault."""
+        words = cure.added_to(keywords)
+        if trial.scale is not None:
+            words["loss_scale"] = trial.scale
+        watch = self.trials.run(level, words, steps=1, watched=()).watch
+        assert watch is not None
+        return watch
+
+    def _check_inputs(self, trial: Trial) -> None:
+        inputs, expected = trial.inputs or [], self.reference.inputs or []
+        same = len(inputs) == len(expected) and all(
+            a.shape == b.shape and torch.allclose(a, b, rtol=0.02, atol=1e-3, equal_nan=True)
+            for a, b in zip(inputs, expected, strict=True)
+        )
+        if not same:
+            raise ValueError(
+                "step(model, optimizer) gave the model another batch than the time before: let it use one batch, drawn "
+                "before mpinit.suggest is called"
+            )
+
+    def _compare(self, trial: Trial, level: str, cure: _Cure) -> Run:
+        expected, tolerance = self.reference, self.tolerance
+        loss = trial.losses[0] if trial.losses else math.nan
+        loss_error = math.inf
+        if math.isfinite(loss):
+            # A loss near 0 is compared absolutely: training shows more of it.
+            loss_error = abs(loss - expected.losses[0]) / max(abs(expected.losses[0]), 0.1)
+        gradient_error = _gradient_error(trial.gradients, expected.gradients)
+        training_error, is_telling = _training_error(trial.losses, expected.losses)
+        gone = _gone(trial.gradients, expected.gradients)
+        keeps_up = training_error <= tolerance and gradient_error <= (_MOST_NOISE if is_telling else tolerance)
+        agrees = loss_error <= tolerance and keeps_up and not gone
+        skipped = sum(trial.skips)
+        kept = cure.keep_fp32, loss, loss_error, gradient_error, gone, agrees
+        return Run(level, *kept, cure.keep_inputs, training_error, skipped)
+
+    def _inputs_at_fault(self, lower: torch.dtype | None) -> list[str]:
+        """Return the names of the inputs that must not be rounded: of float32 runs with rounded ones, which part."""
+        names = list(dict.fromkeys(self.reference.input_names))
+        if lower is None or not names or self._float32_bears(lower, names):
+            return []
+        return [name for name in names if not self._float32_bears(lower, [name])] or names
+
+    def _float32_bears(self, lower: torch.dtype, names: Sequence[str]) -> bool:
+        trial = self.trials.run("O0", {}, rounded=(lower, names))
+        return self._compare(trial, _FLOAT32, _Cure()).agrees
+
+    def _record_findings(
+        self,
+        level: str,
+        trial: Trial,
+        result: Run,
+        watch: OverflowWatch,
+        *causes: list[str],
+    ) -> None:
+        sensitive, inputs = causes
+        fault = watch.first
+        for name in inputs:
+            self.findings.append(Finding("input", name, f"input {name!r} must not be rounded to {level}'s type"))
         for name in trial.damaged_buffers:
             self.findings.append(Finding("buffer", name, f"buffer {name!r} holds numbers that {level}'s type does not"))
         if fault is not None:
-            self.findings.append(Finding(fault.kind, fault.module, str(fault)))
+            self.findings.append(Finding(fault.kind, fault.module, fault.text, fault.hint))
         elif result.underflowing:
             name = result.underflowing[-1]
             self.findings.append(Finding("underflow", name, f"most of the gradient of {name!r} becomes 0"))
-        elif sensitive:
-            detail = f"loss or gradients differ by more than {self.tolerance:g}, and rounding in {sensitive[0]!r} most"
-            self.findings.append(Finding("precision", sensitive[0], f"{detail} of all"))
+        elif sensitive and not self.findings:
+            detail = f"training parts from float32 by more than {self.tolerance:g}, and rounding in {sensitive[0]!r}"
+            self.findings.append(Finding("precision", sensitive[0], f"{detail} moves the loss most"))
 
-    def _to_keep(self, lower: torch.dtype | None, trial: _Trial, sensitive: list[str]) -> list[str]:
-        """The modules that are at fault; empty where none can be kept in float32."""
-        seen, fault = self.reference.watch, trial.watch.first
+    def _to_keep(
+        self, lower: torch.dtype | None, trial: Trial, watch: OverflowWatch, sensitive: list[str]
+    ) -> list[str]:
+        """Return the modules that are at fault, with those of their kind; empty where none can be kept in float32."""
+        seen, fault = self.seen, watch.first
         largest = torch.finfo(lower or torch.float32).max
         wanted = [name.rpartition(".")[0] for name in trial.damaged_buffers]
         if fault is not None and fault.module is not None:
             wanted.append(fault.module)
         wanted += [name for name, peak in seen.peaks.items() if name and peak > largest]
-        found = [] if wanted else sensitive
+        found = [] if wanted else list(sensitive)
         for name in wanted:
             # What a module returns leaves it in 16 bits: where that is too large, what is around it is kept.
             while name and seen.result_peaks.get(name, 0.0) > largest:
                 name = name.rpartition(".")[0]
             found.append(name)
-        return [n for n in dict.fromkeys(found) if n and not any(n.startswith(f"{other}.") for other in found if other)]
+        tops = [n for n in dict.fromkeys(found) if n and not any(n.startswith(f"{other}.") for other in found if other)]
+        return list(dict.fromkeys(entry for name in tops for entry in _of_one_kind(self.trials.model, name)))
 
     def _most_sensitive(self, lower: torch.dtype | None, result: Run) -> list[str]:
-        """The modules whose rounding moves the loss most: as few as leave half of what is tolerated to the others."""
-        rows = {} if lower is None else self.reference.watch.sensitivity[lower]
-        error = max(result.loss_error, result.gradient_error, self.tolerance)
+        """Return the modules whose rounding moves the loss most: as few as leave others half of what is tolerated."""
+        rows = {} if lower is None else self.seen.sensitivity[lower]
+        error = max(result.loss_error, result.gradient_error, result.training_error, self.tolerance)
         left = sum(rows.values())
         tolerated = left * self.tolerance / (2 * (error if math.isfinite(error) else 1.0))
         found = []
@@ -431,13 +352,73 @@ class _Doctor:
                 found.append(name)
         return found
 
-    def _say(
-        self, level: str | None, keep: list[str], keywords: dict[str, Any], reason: str, at_fault: bool = True
+    def _hints(self) -> list[str]:
+        hint = self.findings[0].hint if self.findings else ""
+        return [f"Hint: {hint}."] if hint else []
+
+    def _report(
+        self, level: str | None, cure: _Cure, keywords: dict[str, Any], reason: str, at_fault: bool = True
     ) -> Suggestion:
-        kept = [*(keywords.get("keep_fp32") or ()), *keep]
-        words = {**keywords, "keep_fp32": kept} if kept else keywords
         found = tuple(self.findings)
-        return Suggestion(level, keep, words, reason, found, tuple(self.runs), at_fault and bool(found))
+        words = cure.added_to(keywords)
+        return Suggestion(level, list(cure.keep_fp32), words, reason, found, tuple(self.runs), at_fault and bool(found))
+
+
+def _gradient_error(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """Return the error of all gradients together, relative to their norm."""
+    difference = whole = 0.0
+    for name, gradient in expected.items():
+        mine = found.get(name)
+        if mine is not None and not bool(torch.isfinite(mine).all()):
+            return math.inf
+        whole += float(gradient.double().square().sum())
+        missing = gradient if mine is None else mine.double() - gradient.double()
+        difference += float(missing.double().square().sum())
+    return math.sqrt(difference / whole) if whole > 0 else 0.0
+
+
+def _gone(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """Return the parameters most of whose gradient is lost, in modules of which that is true of every parameter."""
+    of_module: dict[str, list[tuple[str, bool]]] = {}
+    for name, gradient in expected.items():
+        mine = found.get(name, torch.zeros_like(gradient))
+        meant = gradient != 0
+        if bool(meant.any()):
+            is_gone = float((mine[meant] == 0).double().mean()) >= _GONE
+            of_module.setdefault(name.rpartition(".")[0], []).append((name, is_gone))
+    return tuple(name for rows in of_module.values() if all(is_gone for _, is_gone in rows) for name, _ in rows)
+
+
+def _training_error(losses: Sequence[float], expected: Sequence[float]) -> tuple[float, bool]:
+    """Return how far losses stay behind, relative to what training takes off, and whether it takes off enough."""
+    if not losses or not all(map(math.isfinite, losses)) or len(losses) < len(expected):
+        return math.inf, True
+    if len(expected) < 2:
+        return 0.0, False
+    count = len(expected) - 1
+    fallen = sum(expected[0] - loss for loss in expected[1:]) / count
+    pairs = zip(losses[1 : len(expected)], expected[1:], strict=True)
+    behind = sum((mine - losses[0]) - (loss - expected[0]) for mine, loss in pairs) / count
+    least = _LITTLE * max(abs(expected[0]), 0.1)
+    return behind / max(abs(fallen), least), abs(fallen) >= least
+
+
+def _of_one_kind(model: nn.Module, name: str) -> list[str]:
+    """Return a pattern, or names, of the modules of a class that differ in a number within their names only.
+
+    ``blocks.0.attn`` is one of ``blocks.*.attn``; the parts of an ``nn.Sequential`` are known by number alone, and each
+    stays itself.
+    """
+    parts = name.split(".")
+    if parts[-1].isdigit() or not any(part.isdigit() for part in parts):
+        return [name]
+    pattern = ".".join("*" if part.isdigit() else part for part in parts)
+    kind = type(model.get_submodule(name))
+    others = {other: module for other, module in model.named_modules() if fnmatch.fnmatchcase(other, pattern)}
+    alike = [other for other, module in others.items() if type(module) is kind and len(other.split(".")) == len(parts)]
+    if len(alike) == 1:
+        return [name]
+    return [pattern] if len(alike) == len(others) else alike
 
 
 def _lower_type(level: str, keywords: Mapping[str, Any]) -> torch.dtype | None:

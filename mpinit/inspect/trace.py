@@ -2,7 +2,8 @@
 
 import threading
 from bisect import bisect_right
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Final, NamedTuple, Self
 
 import torch
@@ -47,7 +48,9 @@ class ModelTrace:
         self._names = {module: name for name, module in model.named_modules()}
         self._owners: dict[torch.Tensor, str] = {p: name.rpartition(".")[0] for name, p in model.named_parameters()}
         self._begins, self._ends = begins, ends
-        self._mode: Any = nullcontext() if operation is None else OperationsSeen(operation)
+        self._is_unseen = False
+        self._operation = operation
+        self._mode: Any = nullcontext() if operation is None else OperationsSeen(self._show)
         self._thread = threading.get_ident()
         self._stack = ExitStack()
         self._running: list[str] = []
@@ -66,17 +69,31 @@ class ModelTrace:
     def __exit__(self, *raised: Any) -> None:
         self._stack.__exit__(*raised)
 
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Hide the operations of the block: the inspector's own, in a hook of a module or of a gradient."""
+        before, self._is_unseen = self._is_unseen, True
+        try:
+            yield
+        finally:
+            self._is_unseen = before
+
+    def _show(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+        return run() if self._is_unseen else self._operation(operation, args, kwargs, run)
+
     def _begin(self, module: nn.Module, inputs: Any) -> None:
         if self._is_ours(module):
             self._running.append(self._names[module])
             self._record_number()
-            self._begins(self._names[module], module, inputs)
+            with self.unseen():
+                self._begins(self._names[module], module, inputs)
 
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._is_ours(module) and self._running:
             name = self._running.pop()
             self._record_number()
-            self._ends(name, output)
+            with self.unseen():
+                self._ends(name, output)
 
     def _is_ours(self, module: nn.Module) -> bool:
         return module in self._names and threading.get_ident() == self._thread

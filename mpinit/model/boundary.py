@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ..basics.dtypes import dtype_name, is_lower_precision, may_overflow
+from ..basics.logs import log
 from ..basics.trees import TensorCast, TreeCast, cast_tree, write_elements
 from ..distributed.sharding import is_distributed, replaced_since
 from ..plan import KeepInputPredicate
+from ..torch_internals.emulation import slowdown
 from ..torch_internals.forward_casts import ForwardCasts
 from ..torch_internals.running import current_pass, is_eager, is_tracing_symbolically, reads_without_sync
 from .entry_points import ArgumentNames
@@ -54,10 +56,12 @@ class ForwardGuard:
 
     Attributes:
         models, masters: those of the session.
+        lower_dtype: the 16-bit dtype that the models compute in, to be logged where it is emulated; None: no log line.
         has_float32_values: whether there are float32 values that users may write to.
         inputs: the warnings of inputs that are spoilt by casts; None where inputs are not cast to 16 bits.
     """
 
+    lower_dtype: torch.dtype | None = None
     has_float32_values = True
     inputs: InputWarnings | None = None
 
@@ -108,6 +112,17 @@ class ForwardGuard:
         fault = replaced_since(named, stepped)
         if fault:
             raise RuntimeError(fault)
+
+    def log_emulation(self) -> None:
+        """Log, in one line, that the processor emulates the models' 16-bit dtype, and how slow that is."""
+        dtype, first = self.lower_dtype, next(iter(self.parameters()), None)
+        ratio = None if dtype is None or first is None else slowdown(first.device, dtype)
+        if dtype is not None and ratio is not None:
+            log.warning(
+                "%s is emulated on this processor, which has no units for it: a matrix product takes %.1f times as "
+                "long as in float32. Memory is saved, and not time; verbosity=0 leaves this line out",
+                *(dtype_name(dtype), ratio),
+            )
 
     def parameters(self) -> dict[nn.Parameter, None]:
         """Return the models' parameters, each once."""

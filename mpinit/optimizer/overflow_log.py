@@ -103,11 +103,10 @@ def _advice(loss: float | None, module: str | None, are_all_bad: bool, came_late
     if module is None:
         return "The gradients have been cleared since: call mpinit.overflow_report(optimizer) before zero_grad()"
     where = f"module {module!r}" if module else "the model's own parameters"
-    entry = f"keep_fp32=[{module!r}]" if module else "keep_fp32"
     return (
         f"The backward pass met inf or nan in {where} first, so they were made there or in what its results go "
-        "into: `with mpinit.watch_overflow(model) as watch` around one batch names the operation. Keep that in "
-        f"float32 ({entry}), use bfloat16 (opt_level='O5'), or lower the learning rate; "
+        "into: `with mpinit.watch_overflow(model) as watch` around one batch names the operation. Keep its module in "
+        "float32 (keep_fp32), use bfloat16 (opt_level='O5'), or lower the learning rate; "
         "mpinit.suggest(model, optimizer, step) tries them out"
     )
 

@@ -264,6 +264,7 @@ class Ranks:
             raise RuntimeError(_INSIDE_BACKWARD)
         if self.is_first_step:
             self.guard.check_present()
+            self.guard.log_emulation()
             self.is_first_step = False
         for wrapper in sorted(
             (each for each in self._with(Standing.PENDING) if not is_joining(each)), key=lambda w: len(reduced_by(w))

@@ -387,6 +387,7 @@ FIGURES = {
     "audited": DOCS / "how-to/see-precision.md",
     "served": DOCS / "explanation/train-what-you-serve.md",
     "skipping": DOCS / "explanation/loss-scaling.md",
+    "diagnosed": DOCS / "how-to/diagnose.md",
     "worth": DOCS / "explanation/masters.md",
     "worth_in_short": README,
 }
@@ -401,3 +402,12 @@ def test_what_an_audit_foresees_was_compared_with_20_optimizers_at_4_rates() -> 
     found = json.loads((DOCS / "measured" / "audit.json").read_text(encoding="utf-8"))
     assert len({(row["optimizer"], row["rate"]) for row in found["rows"]}) == 80
     assert found["mean error"] < 0.02
+
+
+def test_diagnoses_were_tried_on_30_faulty_and_30_healthy_models_whose_truth_was_measured() -> None:
+    rows = json.loads((DOCS / "measured" / "diagnoses.json").read_text(encoding="utf-8"))["rows"]
+    healthy = [row for row in rows if not row["fault"]]
+    assert len(healthy) >= 30 and len(rows) - len(healthy) >= 30
+    assert all(row["trains at O2"] and row["trains at O5"] for row in healthy)
+    for tool in ("watch_overflow", "suggest"):
+        assert not [row["model"] for row in healthy if row[tool]["verdict"] != "right"]

@@ -1,5 +1,8 @@
 """suggest: what it refuses, levels, keywords, several culprits, and what it prints."""
 
+import fnmatch
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,14 @@ from planted_faults import Plant, normed
 from torch import nn
 
 import mpinit
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
+
+import planted_models
+from diagnoses import keeps_up, train
+
+FAULTY = {example.name: example for example in planted_models.faulty()}
+HEALTHY = {example.name: example for example in planted_models.healthy()}
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -188,3 +199,119 @@ def test_optimizers_with_schedulers_are_copied(make: Any) -> None:
         return loss
 
     assert mpinit.suggest(model, optimizer, whole).keep_fp32 == []
+
+
+# -- what it says of models whose truth is measured: docs/measure.py tries all of them --------------------------------
+
+
+def asked(example: planted_models.Example, levels: tuple[str, ...] = ("O2", "O5")) -> Any:
+    model, optimizer = example.make()
+    (batch,) = example.batches(1, 0)
+    return mpinit.suggest(model, optimizer, lambda model, optimizer: example.loss(model, batch), levels)
+
+
+def trains(example: planted_models.Example, found: Any) -> bool:
+    """Return whether a suggestion trains as float32 does, on other batches than the one that was examined."""
+    return keeps_up(train(example, found.level, dict(found.keywords)), train(example, "O0", {}))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("levels", [("O2", "O5"), ("O1",), ("O5",)])
+@pytest.mark.parametrize("name", ["transformer, RMSNorm eps 1e-5, padding_idx", "mlp, a norm of zero rows", "lstm"])
+def test_healthy_models_are_not_sent_to_float32(name: str, levels: tuple[str, ...]) -> None:
+    """Intermediate numbers of a backward formula are large in a padded row; gradients and training are not."""
+    found = asked(HEALTHY[name], levels)
+    assert (found.level, found.keep_fp32, found.findings) == (levels[0], [], ()), str(found)
+    assert trains(HEALTHY[name], found)
+
+
+CURES = {
+    "transformer, RMSNorm with eps 1e-12 and a zero row": (["blocks.*.norm1"], "blocks.0.norm1", "raise the eps"),
+    "transformer, mask of -1e9, a row masked whole": (["blocks.*.attn"], "blocks.0.attn", "one position of each row"),
+    "mlp, a hand-written norm": (["plant"], "plant", "a power"),
+    "cnn, a mean summed first": (["plant"], "plant", "divide before it is summed"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CURES)
+def test_modules_of_one_kind_are_kept_together_and_the_suggestion_trains(name: str) -> None:
+    keep, where, hint = CURES[name]
+    found = asked(FAULTY[name])
+    assert (found.level, found.keep_fp32) == ("O2", keep), str(found)
+    assert found.finding is not None and found.finding.where == where and hint in found.reason
+    assert trains(FAULTY[name], found)
+
+
+@pytest.mark.long
+def test_input_that_must_not_be_rounded_is_kept() -> None:
+    example = FAULTY["denoiser, timesteps"]
+    for level in ("O2", "O5"):
+        found = asked(example, (level,))
+        assert (found.level, found.keywords) == (level, {"keep_inputs": ["timestep"]}), str(found)
+        assert found.finding is not None and (found.finding.kind, found.finding.where) == ("input", "timestep")
+        assert trains(example, found)
+
+
+def test_o5_is_tried_before_float32_is_advised() -> None:
+    example = FAULTY["loss times 400 inside"]
+    found = asked(example, ("O2",))
+    assert found.level is None and "O5 agrees with float32 as it is" in found.reason
+    assert "train in float32" not in found.reason and [run.level for run in found.runs][-1] == "O5"
+    found = asked(example)
+    assert found.level == "O5" and found.keep_fp32 == []
+
+
+def test_float32_is_advised_where_o5_failed_too() -> None:
+    torch.manual_seed(0)
+    model = Parts(lambda self, x: (self.body(x) + 6000.0) - 6000.0, body=mlp())
+    found = mpinit.suggest(model, adam(model), step, levels=("O2",))
+    assert found.level is None and "train in float32 (O0)" in found.reason
+    assert "O5" in [run.level for run in found.runs]
+
+
+def test_scale_is_the_one_that_training_comes_to() -> None:
+    """The first backward pass overflows at 65536 and not at 1024: these skips are no fault."""
+    model = mlp()
+    found = mpinit.suggest(model, adam(model), lambda m, o: step(m, o) * 30.0)
+    assert (found.level, found.keep_fp32) == ("O2", [])
+    assert 0 < found.runs[1].skipped < 16 and abs(found.runs[1].training_error) < 0.01
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_noise_of_dropout_is_the_same_in_every_run(dropout: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.Dropout(dropout), nn.Tanh(), nn.Linear(32, 3))
+    found = mpinit.suggest(model, adam(model), lambda m, o: step(m, o) * 30.0)
+    assert found.level == "O2" and found.runs[1].loss_error < 0.01 and found.runs[1].skipped > 0
+
+
+def test_patterns_name_modules_of_one_class_and_place_only() -> None:
+    from mpinit.inspect.suggest import _of_one_kind
+
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(4), "act": nn.GELU()}) for _ in range(3))
+    model.blocks[2]["act"] = nn.ReLU()
+    model.blocks[1]["inner"] = nn.ModuleDict({"norm": nn.LayerNorm(4)})
+    model.tail = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    names = [name for name, _ in model.named_modules()]
+    # A star goes across dots, and would name a norm within a part as well.
+    assert _of_one_kind(model, "blocks.0.norm") == ["blocks.0.norm", "blocks.1.norm", "blocks.2.norm"]
+    assert _of_one_kind(model, "blocks.0.act") == ["blocks.0.act", "blocks.1.act"]
+    assert _of_one_kind(model, "tail.0") == ["tail.0"]
+    del model.blocks[1]["inner"]
+    (pattern,) = _of_one_kind(model, "blocks.1.norm")
+    assert fnmatch.filter(names, pattern) == ["blocks.0.norm", "blocks.1.norm", "blocks.1.inner.norm", "blocks.2.norm"]
+
+
+def test_harmless_infinity_of_a_backward_formula_does_not_end_the_search() -> None:
+    """A norm at 0 has a derivative of 0/0, which its formula masks: float32 is all right, and so are the levels."""
+    model = Parts(lambda self, x: self.body(x) + torch.linalg.vector_norm(x * 0, dim=-1, keepdim=True), body=mlp())
+    found = mpinit.suggest(model, adam(model), step)
+    assert (found.level, found.findings) == ("O2", ())
+
+
+def test_trials_leave_no_word_behind(caplog: pytest.LogCaptureFixture) -> None:
+    model = faulty(3000.0)
+    mpinit.suggest(model, adam(model), lambda m, o: step(m, o) * 1e6)
+    assert caplog.text == ""
