@@ -141,6 +141,8 @@ def links(page: Path) -> set[Path]:
 def test_links_lead_to_files_and_every_page_is_reached(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", TEXTS[page]):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+        outside = target.endswith(".md") and not (page.parent / target).resolve().is_relative_to(DOCS)
+        assert page == README or not outside, f"{target}: the site has no page for it"
     assert page in (README, DOCS / "index.md") or page in links(DOCS / "index.md")
 
 
