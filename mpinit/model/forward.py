@@ -4,6 +4,7 @@ Patches are objects of module-level classes that have their module, never closur
 runs its own weights.
 """
 
+import copy
 import inspect
 import types
 from collections.abc import Callable
@@ -14,13 +15,13 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from ..basics.dtypes import LOWER_PRECISION
+from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
 from ..basics.logs import warn_user
 from ..basics.modules import ModelIndex
 from ..basics.patching import UndoStack
 from ..plan import MasterWeightsMode, Plan
 from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
-from ..torch_internals.native_autocast import is_on
+from ..torch_internals.native_autocast import is_on, present_state, put_back
 from ..torch_internals.running import is_tracing_symbolically, out_of_traces
 from .boundary import Boundary, ForwardGuard, caller_dtype, current_forward
 from .entry_points import ArgumentNames, entry_points
@@ -222,8 +223,49 @@ def _refuse_replicas(module: nn.Module) -> nn.Module:
     """Refuse DataParallel, which calls this as ``_replicate_for_data_parallel``: replicas would run other weights."""
     raise RuntimeError(
         f"torch.nn.DataParallel makes copies of {type(module).__name__} in every forward, which mpinit.initialize does "
-        "not follow: use DistributedDataParallel with a process for each device, or call mpinit.undo on the model first"
+        "not follow where weights are 16-bit: use DistributedDataParallel with a process for each device, "
+        "opt_level='O1' or 'O4', or call mpinit.undo on the model first"
     )
+
+
+def _replicate(module: nn.Module) -> nn.Module:
+    """Make a replica for DataParallel, with casts around its own forward: its ``_replicate_for_data_parallel``."""
+    kind: Any = type(module)
+    replica: nn.Module = kind._replicate_for_data_parallel(module)
+    attributes = vars(replica)  # the module's, copied
+    for name, value in vars(module).items():
+        forward = patched_forward(value)
+        if forward is not None:
+            attributes[name] = _ReplicaForward(forward, replica)
+    return replica
+
+
+class _ReplicaForward:
+    """The method of a replica that a :class:`PatchedForward` is on a module.
+
+    DataParallel calls it in a thread of its own, inside a ``torch.autocast`` block. It has the autocast state that the
+    module's forward would have in the thread that makes the replica.
+    """
+
+    def __init__(self, original: PatchedForward, replica: nn.Module) -> None:
+        forward = copy.copy(original)
+        forward.module = replica
+        inner = original.inner
+        if isinstance(inner, types.MethodType) and inner.__self__ is original.module:
+            forward.inner = types.MethodType(inner.__func__, replica)
+        self._run = forward.run
+        with original.boundary.casts or NO_CASTS:
+            self._state = present_state()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if current_forward.dtype is not None:
+            return self._run(*args, **kwargs)
+        before = present_state()
+        put_back(self._state)
+        try:
+            return self._run(*args, **kwargs)
+        finally:
+            put_back(before)
 
 
 def patch_forwards(
@@ -253,6 +295,7 @@ def patch_forwards(
     kept, cast = boundary(torch.float32), boundary(plan.model_dtype)
     within = {module for name, module in index.named_modules if name}
     casts_weights = plan.masters is MasterWeightsMode.IN_MODEL
+    casts_model = plan.cast_model and is_lower_precision(plan.model_dtype)
     scripted = {module for module in within if isinstance(module, torch.jit.ScriptModule)} if casts_weights else set()
     if scripted - selection.float32_modules:
         why = 'master_weights="model" cannot put casts into a torch.jit.ScriptModule'
@@ -270,7 +313,7 @@ def patch_forwards(
         forward.owner = owner
         ours = {
             name: forward.run,
-            "_replicate_for_data_parallel": partial(_refuse_replicas, module),
+            "_replicate_for_data_parallel": partial(_refuse_replicas if casts_model else _replicate, module),
             "__prepare_scriptable__": partial(_refuse_scripting, module),
         }
         attributes = vars(module)
@@ -303,7 +346,7 @@ class _RefuseShallowCopies:
         self.module = module
 
     def __call__(self, module: nn.Module, _: Any) -> None:
-        if module is not self.module:
+        if module is not self.module and "_is_replica" not in vars(module):
             raise RuntimeError(
                 f"this {type(module).__name__} is a shallow copy (copy.copy) of an initialised model, whose forward "
                 "would run the model itself: use copy.deepcopy(model) for a float32 copy, or the model"
