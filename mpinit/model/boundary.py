@@ -71,6 +71,8 @@ class ForwardGuard:
         self._values = values
         self._optimizers = optimizers
         self._is_first = True
+        # A forward of another thread waits for the writes that this one applies.
+        self._lock = threading.RLock()
         self._forwards, self._next_read = 0, 1
 
     def before_forward(self) -> None:
@@ -89,7 +91,8 @@ class ForwardGuard:
                 for master in self.masters:
                     self.masters.set_gradient_dtype(master)
         if self.has_float32_values:
-            self._values.apply_writes()
+            with self._lock:
+                self._values.apply_writes()
 
     def reads_inputs(self) -> bool:
         """Count a forward, and return whether its inputs are to be read: reading numbers waits for their device."""

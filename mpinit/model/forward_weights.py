@@ -7,10 +7,11 @@ gradients arrive on the parameters in float32. Every outermost forward makes its
 
 import itertools
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_not
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
@@ -25,6 +26,8 @@ from ..torch_internals.running import is_eager
 
 _COMPUTING: Final = (WeightNorm, SpectralNorm)
 _FLAT_WEIGHTS: Final = ("_flat_weights", "_flat_weight_refs")
+# Seconds that a forward waits for another thread to make its casts, or to remove them.
+_LONGEST_WAIT: Final = 10.0
 
 
 class _Layout:
@@ -48,10 +51,14 @@ class _Layout:
 
 
 class _ActiveCasts:
-    """The casts in the modules that one forward has entered.
+    """The casts in the modules that one forward has entered, or several threads that evaluate.
 
     Attributes:
         entered: all of these modules.
+        evaluates: whether its forwards build no graph, so that forwards of other threads may use the same casts.
+        users: the forwards that use the casts.
+        are_in: whether the casts are in the modules.
+        has_failed: whether making them has failed.
         slots: for each cast a module's ``_parameters``, and the name there.
         parameters, casts: for each slot the parameter, and its cast.
     """
@@ -64,6 +71,9 @@ class _ActiveCasts:
         self.slots = layout.slots
         self.parameters = layout.parameters
         self.has_tied = layout.has_tied
+        self.evaluates = not torch.is_grad_enabled()
+        self.users = 1
+        self.are_in = self.has_failed = False
         self.casts: list[torch.Tensor] = []
         self._flat: dict[nn.RNNBase, dict[str, Any]] = {}
         self._data_use = DataUse()
@@ -78,6 +88,11 @@ class _ActiveCasts:
             self._flat.setdefault(module, {name: vars(module)[name] for name in _FLAT_WEIGHTS})
             module._init_flat_weights()
             self._remember()  # cudnn's layout was written
+        self.are_in = True
+
+    def are_stale(self) -> bool:
+        """Return whether a parameter was written since it was cast."""
+        return self.are_in and _versions(self.parameters) != self._versions[1]
 
     def _remember(self) -> None:
         stop_batch(self._data_use)
@@ -149,22 +164,56 @@ class ForwardWeights:
         """
         computed: dict[str, torch.Tensor] = {}
         active: _ActiveCasts | None = None
+        shared: list[_ActiveCasts] = []
         try:
-            with _lock:  # parameters that are found are not another thread's casts, or that is refused below
+            if ACTIVE_CASTS:
+                self._wait_for_ends()
+            with _lock:  # parameters that are found are not another thread's casts, or that is refused
+                shared = self._share() if ACTIVE_CASTS else shared
                 active = self._new_casts()
-                if not ACTIVE_CASTS.keys().isdisjoint(active.modules):
-                    raise RuntimeError(_IN_ANOTHER_THREAD.format(type(self.module).__name__))
                 _thread.entered.update(active.entered)
                 ACTIVE_CASTS.update(dict.fromkeys(active.modules, active))
             active.swap_in(_casts_of([active])[0] if active.has_tied else _casts(active.parameters, self.dtype))
+            if shared and not _wait(lambda: not all(each.are_in or each.has_failed for each in shared)):
+                self._refuse()
+            if any(each.has_failed for each in shared):
+                self._refuse()
             if self.module._forward_pre_hooks:
                 self._cast_computed(computed)
             yield
         finally:
             for name, values in computed.items():
                 setattr(self.module, name, values)
+            for each in shared:
+                _end(each)
             if active is not None:
                 _end(active)
+
+    def _wait_for_ends(self) -> None:
+        """Wait for forwards of other threads that have ended, and have not put the parameters back yet."""
+        modules = [module for module in self._modules() if module not in _thread.entered]
+        _wait(lambda: any(each.users == 0 for each in map(ACTIVE_CASTS.get, modules) if each is not None))
+
+    def _share(self) -> list[_ActiveCasts]:
+        """Use the casts of forwards that other threads run, and count their modules as entered.
+
+        Raises:
+            RuntimeError: such a forward, or this one, builds a graph; or weights were written since they were cast.
+        """
+        entered = _thread.entered
+        present = [ACTIVE_CASTS[m] for m in self._modules() if m in ACTIVE_CASTS and m not in entered]
+        others = list(dict.fromkeys(present))
+        evaluates = not torch.is_grad_enabled() and is_eager() and not self._has_computed()
+        for each in others:
+            if not (evaluates and each.evaluates and each.users > 0) or each.are_stale():
+                self._refuse()
+        for each in others:
+            each.users += 1
+            entered.update(each.entered)
+        return others
+
+    def _refuse(self) -> NoReturn:
+        raise RuntimeError(_IN_ANOTHER_THREAD.format(type(self.module).__name__))
 
     def _new_casts(self) -> _ActiveCasts:
         """Return the casts to make: of all modules that no forward of this thread has entered."""
@@ -198,10 +247,12 @@ class ForwardWeights:
             for parameters, name, parameter in outside:
                 parameters[name] = parameter
 
+    def _has_computed(self) -> bool:
+        return any(isinstance(name, str) for name in map(_computed_name, self.module._forward_pre_hooks.values()))
+
     def _cast_computed(self, computed: dict[str, torch.Tensor]) -> None:
         """Cast the tensors that pre-hooks (weight_norm, pruning) have computed in float32, before this block."""
-        for hook in self.module._forward_pre_hooks.values():
-            name = getattr(hook, "name", None) if isinstance(hook, _COMPUTING) else getattr(hook, "_tensor_name", None)
+        for name in map(_computed_name, self.module._forward_pre_hooks.values()):
             values = vars(self.module).get(name) if isinstance(name, str) else None
             if isinstance(values, torch.Tensor) and values.is_floating_point() and values.dtype != self.dtype:
                 computed[str(name)] = values
@@ -215,6 +266,11 @@ class ForwardWeights:
 
 def _end(active: _ActiveCasts) -> None:
     _thread.entered.difference_update(active.entered)
+    with _lock:
+        active.has_failed = not active.are_in
+        active.users -= 1
+        if active.users > 0:
+            return  # the last of the threads puts the parameters back
     try:
         active.write_back()
     finally:
@@ -238,10 +294,25 @@ def renew_casts() -> None:
             each.swap_in(casts)
 
 
+def _wait(condition: Callable[[], bool]) -> bool:
+    """Wait until a condition of another thread's forward is False; return whether it is, within a limit."""
+    last = time.monotonic() + _LONGEST_WAIT
+    while condition():
+        if time.monotonic() > last:
+            return False
+        time.sleep(1e-4)
+    return True
+
+
+def _computed_name(hook: Any) -> Any:
+    """Return the name of the tensor that a pre-hook (weight_norm, pruning) computes; None for any other hook."""
+    return getattr(hook, "name", None) if isinstance(hook, _COMPUTING) else getattr(hook, "_tensor_name", None)
+
+
 _IN_ANOTHER_THREAD: Final = (
     '{0} runs in another thread, and with master_weights="model" 16-bit casts stand in the places of its parameters '
-    "for as long as its forward runs: let one forward end before the next begins, give each thread a copy of its own "
-    "(copy.deepcopy(model)), or use master_weights=True"
+    "for as long as its forward runs: evaluate in all threads under torch.no_grad(), let one forward end before the "
+    "next begins, give each thread a copy of its own (copy.deepcopy(model)), or use master_weights=True"
 )
 
 
