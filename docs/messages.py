@@ -71,7 +71,7 @@ def functions_of(tree: ast.Module) -> Iterator[ast.FunctionDef]:
 
 
 def raised(scope: ast.FunctionDef) -> Iterator[tuple[str, ast.expr]]:
-    """Yield (class of the error, "warning" or "note", its first argument) of all that a function raises or warns."""
+    """Yield (class of the error, "warning" or "note", its first argument) for each message of a function."""
     for node in _own(scope):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             yield _name(node.exc.func), node.exc.args[0]

@@ -113,15 +113,15 @@ def scale_loss(
 
 
 def _hint_of_loss(loss: Any) -> str:
-    """Return a hint for what was probably given in the place of a loss, or ""."""
+    """Return a hint for a value that was passed in place of a loss, or ""."""
     if isinstance(loss, (float, int)) or hasattr(loss, "dtype"):
         return ": give the loss itself, without .item() or .numpy(), whose gradients are computed from it"
     return ": give the loss of this output, as output.loss" if hasattr(loss, "loss") else ""
 
 
 def _shared(optimizers: Any) -> tuple[Session | None, list[Optimizer]]:
-    given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    if any(isinstance(item, nn.Module) for item in given):
+    listed = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    if any(isinstance(item, nn.Module) for item in listed):
         raise TypeError(
             "optimizers must be a torch.optim.Optimizer, or a list or tuple of them; got a model: scale_loss needs the "
             "optimizer whose gradients this backward pass computes, as mpinit.scale_loss(loss, optimizer)"
@@ -216,14 +216,14 @@ def clip_grad_norm_(
 
 
 def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """The loss scalers' state, plain values: save it beside the model's and the optimizer's state dicts.
+    """Return the loss scalers' state as plain values. Save it beside the state dicts of the model and the optimizer.
 
     Args:
-        optimizer: of the session meant; None: the only live one.
+        optimizer: an optimizer of the session. Default None: the only live session.
 
     Returns:
-        ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``; with ``"scales": False`` where losses are
-        not scaled at all; empty where disabled.
+        ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``; with ``"scales": False`` if losses are not
+        scaled; empty if mpinit is disabled.
 
     Raises:
         RuntimeError: None was given and there is not exactly one live session; the message lists them.
@@ -242,14 +242,14 @@ def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state: Mapping[str, Any], optimizer: Optimizer | None = None) -> None:
-    """Set the loss scalers from a state of :func:`state_dict` (or of a ``torch.amp.GradScaler``), all of them or none.
+    """Load the loss scalers' state from :func:`state_dict`, or from a ``torch.amp.GradScaler``.
 
-    A static scale stays what was asked for, whatever was saved; a dynamic one goes on from the saved one, or stays
-    where it is, with a warning, where the state was saved without scaling (at O0 or O5, say).
+    A static scale does not change. A dynamic scale becomes the saved one. If the saved run did not scale losses, as at
+    O0 or O5, a dynamic scale is kept, with a warning.
 
     Args:
         state: the state.
-        optimizer: of the session meant; None: the only live one.
+        optimizer: an optimizer of the session. Default None: the only live session.
 
     Raises:
         ValueError: the state does not fit; the message lists the differences, and nothing was changed.
@@ -271,18 +271,18 @@ def load_state_dict(state: Mapping[str, Any], optimizer: Optimizer | None = None
 
 
 def loss_scale(optimizer: Optimizer, loss_id: int = 0) -> float:
-    """The number that :func:`scale_loss` multiplies this optimizer's loss by. A dynamic one is read off the device.
+    """Return the number that :func:`scale_loss` multiplies the loss by. For a dynamic scale this is a device sync.
 
     Args:
         optimizer: an initialised optimizer.
-        loss_id: which of the session's ``num_losses`` scalers is meant. Default 0.
+        loss_id: the number of the loss, below ``num_losses``. Default 0.
 
     Returns:
-        The scale; 1.0 where nothing is scaled or mpinit is disabled.
+        The scale; 1.0 if losses are not scaled or mpinit is disabled.
 
     Raises:
         RuntimeError: the optimizer is not initialised.
-        ValueError: no such ``loss_id``.
+        ValueError: there is no such ``loss_id``.
 
     Example:
         >>> import torch, mpinit
@@ -356,11 +356,11 @@ def step_counts(optimizer: Optimizer) -> tuple[int, int]:
 
 
 def scheduler_step(scheduler: Any, *args: Any) -> None:
-    """``scheduler.step(*args)``, unless the optimizer's last step was skipped.
+    """Call ``scheduler.step(*args)``, unless the optimizer's last step was skipped.
 
     Args:
-        scheduler: a learning-rate scheduler; its ``optimizer`` may be initialised or not.
-        *args: for its ``step``, such as the metric of ``ReduceLROnPlateau``.
+        scheduler: a learning-rate scheduler; its optimizer may be initialised or not.
+        *args: arguments of its ``step``, such as the metric of ``ReduceLROnPlateau``.
 
     Example:
         >>> import torch, mpinit

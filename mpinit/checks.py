@@ -30,13 +30,13 @@ _LISTED: Final = 6
 _KINDS: Final[dict[type, str]] = {nn.Module: "a torch.nn.Module", Optimizer: "a torch.optim.Optimizer"}
 
 
-def as_list(given: Any, kind: type, what: str) -> list[Any]:
+def as_list(value: Any, kind: type, what: str) -> list[Any]:
     """Return one object, or a list or tuple of them, as a list.
 
     Raises:
         TypeError: an object of another kind; the message names the likely mistake.
     """
-    items = list(given) if isinstance(given, (list, tuple)) else [given]
+    items = list(value) if isinstance(value, (list, tuple)) else [value]
     for item in items:
         if not isinstance(item, kind):
             got = f"the class {item.__name__}" if isinstance(item, type) else type(item).__name__
@@ -51,8 +51,8 @@ def _hint(item: Any, kind: type) -> str:
     if isinstance(item, (Optimizer, nn.Module)):
         return ". Models come first and optimizers second: are the two swapped?"
     if isinstance(item, (Iterator, nn.Parameter)):
-        given = "the model itself" if kind is nn.Module else "the optimizer that was made from the parameters"
-        return f", as model.parameters() holds or is: give {given}"
+        value = "the model itself" if kind is nn.Module else "the optimizer that was made from the parameters"
+        return f", as model.parameters() holds or is: give {value}"
     if isinstance(item, torch.Tensor):
         return ". The loss comes first and its optimizers second: are the two swapped?"
     if isinstance(item, Mapping):
@@ -65,9 +65,9 @@ def _hint(item: Any, kind: type) -> str:
     return ""
 
 
-def as_optimizers(given: Any) -> list[Any]:
+def as_optimizers(value: Any) -> list[Any]:
     """Return optimizers as :func:`as_list` does, without wrappers that only forward to them."""
-    items = [registry.unwrapped(item) for item in (given if isinstance(given, (list, tuple)) else [given])]
+    items = [registry.unwrapped(item) for item in (value if isinstance(value, (list, tuple)) else [value])]
     for item in items:
         inner = None if isinstance(item, Optimizer) else wrapped_in(item)
         if isinstance(inner, Optimizer):
@@ -223,12 +223,12 @@ def _check_belonging(index: ModelIndex, optimizers: Sequence[Optimizer], awaits:
     """Refuse optimizers over parameters of before the model was copied, but not over parameters of a loss."""
     own = {id(parameter) for _, parameter in index.parameters}
     shapes = {parameter.shape: name for name, parameter in reversed(index.parameters)}
-    stray = {o: given for o in optimizers if (given := [p for group in o.param_groups for p in group["params"]])}
-    for optimizer, given in list(stray.items()):
-        if not own or any(id(parameter) in own for parameter in given):
+    stray = {o: value for o in optimizers if (value := [p for group in o.param_groups for p in group["params"]])}
+    for optimizer, value in list(stray.items()):
+        if not own or any(id(parameter) in own for parameter in value):
             del stray[optimizer]
-        elif all(parameter.shape in shapes for parameter in given):
-            first = ", ".join(f"parameter {i} (shaped like {shapes[p.shape]!r})" for i, p in enumerate(given[:3]))
+        elif all(parameter.shape in shapes for parameter in value):
+            first = ", ".join(f"parameter {i} (shaped like {shapes[p.shape]!r})" for i, p in enumerate(value[:3]))
             raise ValueError(
                 f"none of the parameters of {type(optimizer).__name__} belongs to the models, though all have the "
                 f"shapes of theirs: {first}. It was made before the model was copied or moved, or from another: make "
@@ -279,8 +279,8 @@ def _wrapper(kind: type[nn.Module]) -> str | None:
 
 def _check_not_replaced(index: ModelIndex, optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers that were made before the model was sharded, or moved off the meta device by to_empty()."""
-    given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    fault = replaced_since(index.parameters, given)
+    value = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    fault = replaced_since(index.parameters, value)
     if fault:
         raise ValueError(fault)
 

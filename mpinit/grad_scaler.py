@@ -17,7 +17,7 @@ from .session import Session
 
 # The numbers by which a scale is updated, with torch's defaults.
 _USUAL: Final[dict[str, Any]] = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-# What torch's constructor calls otherwise than initialize does.
+# Arguments of torch's constructor that have another name in initialize.
 _OURS: Final = {"init_scale": "init_loss_scale"}
 
 
@@ -63,10 +63,10 @@ class GradScaler:
     def __init__(self, owners: Any = None, loss_id: int = 0, enabled: bool = True, **torchs: Never) -> None:
         if owners is None or isinstance(owners, (str, torch.device)) or torchs:
             raise TypeError(_instead(owners, torchs))
-        given = [registry.unwrapped(owner) for owner in (owners if isinstance(owners, (list, tuple)) else [owners])]
-        if not given:
+        known = [registry.unwrapped(owner) for owner in (owners if isinstance(owners, (list, tuple)) else [owners])]
+        if not known:
             raise ValueError("GradScaler needs an initialised optimizer, or a model of the session that is meant")
-        session: Session | None = registry.shared_session(given)
+        session: Session | None = registry.shared_session(known)
         self._loss_id = loss_id
         self._scaler: LossScaler | None = None if session is None else session.losses.scaler(loss_id)
         self._session = session if enabled else None
@@ -123,17 +123,17 @@ class GradScaler:
         self._stages[optimizer] = OptState.UNSCALED
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step(*args, **kwargs)`` with unscaled gradients, unless one of them is inf or nan.
+        """Call ``optimizer.step(*args, **kwargs)`` with unscaled gradients, unless a gradient is inf or nan.
 
         Args:
-            optimizer: of the session.
-            args, kwargs: for its ``step``; no closure.
+            optimizer: an optimizer of the session.
+            args, kwargs: arguments of its ``step``, without a closure.
 
         Returns:
-            What its ``step`` returns; None where it was skipped.
+            The result of its ``step``; None if it was skipped.
 
         Raises:
-            RuntimeError: called twice between updates, or with a closure.
+            RuntimeError: it was called twice between updates, or with a closure.
             AssertionError: the optimizer has no gradient.
         """
         if self._session is not None and (kwargs.get("closure") is not None or any(map(callable, args))):
@@ -175,7 +175,7 @@ class GradScaler:
             scaler.set_scale(float(new_scale))
         elif float(new_scale) != scaler.loss_scale():
             log.info("update(%s): the loss scale is static, and stays %s", float(new_scale), scaler.loss_scale())
-        session.losses.forget_unreached()
+        session.losses.drop_unreached()
         self._stages.clear()
         self._checked.clear()
 
@@ -215,9 +215,10 @@ class GradScaler:
         self._set(growth_interval=new_interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in the form of ``torch.amp.GradScaler.state_dict()``: five numbers; empty where disabled.
+        """Return the state in the form of ``torch.amp.GradScaler.state_dict()``.
 
-        Where losses are not scaled at all there is ``scales``, False, too.
+        Returns:
+            Five numbers; with ``"scales": False`` if losses are not scaled; empty if it is disabled.
         """
         _, scaler = self._live()
         if scaler is None:
@@ -226,14 +227,14 @@ class GradScaler:
         return state | ({"scales": False} if scaler.is_identity else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state of :meth:`state_dict`, or of torch's own, all of it or nothing.
+        """Load a state of :meth:`state_dict`, or of torch's own scaler; if it is not valid, change nothing.
 
-        A static scale is kept. A dynamic one becomes the saved one, within its limits. It is kept, with a warning,
-        where the state was saved without scaling.
+        A static scale does not change. A dynamic scale becomes the saved one, within its limits. If the saved run did
+        not scale losses, it is kept, with a warning.
 
         Raises:
-            RuntimeError: the state is empty, as that of a disabled scaler is.
-            ValueError: it lacks an entry, or one is not possible.
+            RuntimeError: the state is empty, as that of a disabled scaler.
+            ValueError: it lacks an entry, or an entry is not valid.
         """
         _, scaler = self._live()
         if scaler is None:
@@ -259,7 +260,7 @@ class GradScaler:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _live(self, name: str | None = None) -> tuple[Session, LossScaler] | tuple[None, None]:
-        """The session and its scaler, None where disabled; what is called must come after scale()."""
+        """Return the session and its scaler, or (None, None) if disabled; refuse to call ``name`` before scale()."""
         session, scaler = self._session, self._scaler
         if session is None or scaler is None:
             return None, None
@@ -289,17 +290,17 @@ class GradScaler:
             scaler.rule = dataclasses.replace(scaler.rule, **numbers)
 
 
-def _instead(owners: Any, given: Mapping[str, Any]) -> str:
-    """Return the error text for the arguments of torch's own GradScaler, with what to write instead."""
-    numbers = {_OURS.get(name, name): value for name, value in given.items() if name != "device"}
+def _instead(owners: Any, arguments: Mapping[str, Any]) -> str:
+    """Return the error text for the arguments of torch's own GradScaler, with the line to write in their place."""
+    numbers = {_OURS.get(name, name): value for name, value in arguments.items() if name != "device"}
     unknown = [name for name in numbers if name not in (*_OURS.values(), *_USUAL)]
     if unknown:
         return f"GradScaler has no argument {unknown[0]!r}; it has owners, loss_id and enabled"
-    what = [f"{name}={value!r}" for name, value in given.items()]
-    said = ", ".join([*([repr(owners)] if isinstance(owners, (str, torch.device)) else []), *what])
+    what = [f"{name}={value!r}" for name, value in arguments.items()]
+    call = ", ".join([*([repr(owners)] if isinstance(owners, (str, torch.device)) else []), *what])
     moved = ", ".join(["model, optimizer", *(f"{name}={value!r}" for name, value in numbers.items())])
     return (
-        f"GradScaler({said}): mpinit's takes the optimizer that was initialised, which knows its device, and the "
+        f"GradScaler({call}): mpinit's takes the optimizer that was initialised, which knows its device, and the "
         f"numbers of a scale are initialize's: mpinit.initialize({moved}), and then mpinit.GradScaler(optimizer)"
     )
 

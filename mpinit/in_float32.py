@@ -44,8 +44,8 @@ def float32_weights(owners: Any) -> Iterator[None]:
         (torch.bfloat16, torch.float32, 1.000100016593933)
         >>> mpinit.undo(model)
     """
-    given = owners if isinstance(owners, (list, tuple)) else [owners]
-    known = [owner for owner in map(registry.unwrapped, given) if owner not in registry.disabled]
+    listed = owners if isinstance(owners, (list, tuple)) else [owners]
+    known = [owner for owner in map(registry.unwrapped, listed) if owner not in registry.disabled]
     with ExitStack() as stack:
         for session in dict.fromkeys(map(registry.session_of, known)):
             stack.enter_context(_of_session(session))

@@ -197,8 +197,8 @@ def initialize(
         )
     model_list = checks.as_list(models, nn.Module, "models")
     optimizer_list = [] if optimizers is None else checks.as_optimizers(optimizers)
-    settings, given, from_config = read_settings(keywords)
-    level, props = resolve(opt_level, given, from_config)
+    settings, chosen, from_config = read_settings(keywords)
+    level, props = resolve(opt_level, chosen, from_config)
     checks.check_free(model_list, optimizer_list)
     if settings.enabled:
         plan = make_plan(props)
@@ -274,15 +274,15 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
         (torch.bfloat16, torch.float32)
         >>> mpinit.undo(model)
     """
-    given = checks.as_optimizers(optimizers)
-    checks.check_free([], given)
-    if not given:
+    listed = checks.as_optimizers(optimizers)
+    checks.check_free([], listed)
+    if not listed:
         for awaiting in registry.sessions_awaiting_optimizers():
             awaiting.managed.drop_unclaimed_masters()
         return optimizers
     sessions: dict[Session, list[Optimizer]] = {}
     off: list[Optimizer] = []
-    for optimizer in given:
+    for optimizer in listed:
         session = registry.session_for(optimizer)
         (off if session is None else sessions.setdefault(session, [])).append(optimizer)
     with UndoStack() as undos:
@@ -291,7 +291,7 @@ def add_optimizers(optimizers: Optimizers) -> Optimizers:
     for joined, members in sessions.items():
         joined.finish_adding(members)
         registry.add(joined)
-    registry.enable(given)
+    registry.enable(listed)
     registry.disable([], off)
     return optimizers
 
@@ -315,9 +315,9 @@ def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> Non
         >>> model.weight.dtype, torch.equal(model.weight, before)
         (torch.float32, True)
     """
-    given = [registry.unwrapped(owner) for owner in (owners if isinstance(owners, (list, tuple)) else [owners])]
+    listed = [registry.unwrapped(owner) for owner in (owners if isinstance(owners, (list, tuple)) else [owners])]
     found: dict[Session, None] = {}
-    for owner in given:
+    for owner in listed:
         session = registry.of(owner)
         if session is not None:
             found[session] = None
@@ -329,4 +329,4 @@ def undo(owners: nn.Module | Optimizer | Sequence[nn.Module | Optimizer]) -> Non
     try:
         for_each(Session.undo, sorted(found, key=lambda session: -session.number))
     finally:
-        registry.enable(given)
+        registry.enable(listed)

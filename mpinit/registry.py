@@ -12,7 +12,7 @@ from .basics import wrappers
 from .basics.weak_set import WeakIdSet
 from .session import Session
 
-# By identity: a module may define == over its tensors.
+# Compared by identity, because a module may define == over its tensors.
 _owners: MutableMapping[Any, weakref.ref[Session]] = WeakIdKeyDictionary()
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -45,9 +45,9 @@ def enable(owners: Iterable[Any]) -> None:
     disabled.difference_update([*owners, *with_their_insides(around), *with_their_insides(models)])
 
 
-def unwrapped(given: Any) -> Any:
+def unwrapped(owner: Any) -> Any:
     """Return the initialised (or disabled) optimizer or model inside of wrappers; see :mod:`.basics.wrappers`."""
-    return wrappers.unwrapped(given, _is_known)
+    return wrappers.unwrapped(owner, _is_known)
 
 
 def _is_known(owner: Any) -> bool:
@@ -104,7 +104,7 @@ def session_of(optimizer: Any) -> Session:
 def session_for(optimizer: Optimizer) -> Session | None:
     """Return the live session of the models whose parameters a new optimizer has; None where they are disabled."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    sessions = [session for session in live() if session.holds_one_of(parameters)]
+    sessions = [session for session in live() if session.has_one_of(parameters)]
     if len(sessions) == 1:
         return sessions[0]
     name = type(optimizer).__name__

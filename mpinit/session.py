@@ -118,13 +118,13 @@ class Session:
         plan, push, selected = self.plan, self._undos.push, self.selection
         targets = dict(selected.targets)
         self.forward_guard.lower_dtype = self.properties.lower_precision_type if self.verbosity > 0 else None
-        self.forward_guard.has_float32_values = selected.holds_16_bit or plan.makes_masters
+        self.forward_guard.has_float32_values = selected.has_16_bit or plan.makes_masters
         if plan.cast_model and is_lower_precision(plan.model_dtype):
             self.forward_guard.inputs = InputWarnings()
         self.forwards = forward.patch_forwards(index, selected, plan, self, self.forward_guard, self._undos)
         if selected.kept and encoder_fast_path.is_bypassed(selected.kept, index.names):
             encoder_fast_path.keep_off(lambda: True, self._undos)
-        if selected.holds_16_bit:
+        if selected.has_16_bit:
             float32_state = state_dict.Float32State(self.values, plan.masters is MasterWeightsMode.IN_MODEL)
             push(float32_state.remove)
             float32_state.install(self.models, index.names)
@@ -142,7 +142,7 @@ class Session:
         casts = self.values.casts if selected.changes else None
         self.ranks.watch([*selected.changes, *widened], casts, self._settings_to_compare(), self._undos)
         for optimizer in self.optimizers:
-            self.managed.add(optimizer, selected.holds_16_bit, self._undos)
+            self.managed.add(optimizer, selected.has_16_bit, self._undos)
         if plan.makes_masters:
             self.step_guard.install(self._undos)
         push(self._drop_masters)  # undone first: weights may have got masters later
@@ -247,7 +247,7 @@ class Session:
                 )
             raise
         finally:
-            # What has failed and could not be done again is kept for the next call.
+            # Undos that have raised stay on the stack for the next call.
             self.is_live = len(self._undos) > 0
 
     def when_undone(self, undo: Undo) -> None:
@@ -282,7 +282,7 @@ class Session:
                 original_dtypes: dict[Any, torch.dtype] = {p: p.dtype for p in trained if is_lower_precision(p.dtype)}
                 failed.push(_restore_states([optimizer]))
                 failed.push(undos.unwind)
-                self.managed.add(optimizer, self.selection.holds_16_bit, undos)
+                self.managed.add(optimizer, self.selection.has_16_bit, undos)
                 plain = [p for p in parameters_of([optimizer]) if p not in original_dtypes]
                 casts: dict[Any, Any] = {
                     p: (self.values.casts.original_dtype(p), p.dtype)
@@ -309,7 +309,7 @@ class Session:
 
     # -- look-ups -----------------------------------------------------------------------------------------------
 
-    def holds_one_of(self, parameters: Sequence[torch.Tensor]) -> bool:
+    def has_one_of(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Return whether any of these is a parameter of the models."""
         ids = {id(parameter) for parameter in self.managed.initialized.parameters()}
         return any(id(p) in ids or self.masters.of(p) is not None for p in parameters)

@@ -22,25 +22,26 @@ from .session import Session
 class TrainState:
     """All that a training run has to save, as a ``Stateful`` of ``torch.distributed.checkpoint``.
 
-    What it holds is what a float32 model's state would be, at every level and under DDP, FSDP2 and tensor parallelism:
-    weights in float32, with the masters' bits, and the optimizer's state, under the names of the model's parameters;
-    and the loss scales. So a checkpoint can be loaded at another level, by another number of processes, into plain
-    torch, and the other way round: keys are those of torch's own recipe, ``{"model": ..., "optim": ...}``.
+    The state has weights in float32, with the masters' values, the optimizer's state, both under the names of the
+    model's parameters, and the loss scales. It is the same at every level, and with DDP, FSDP2 and tensor parallelism.
+    So a checkpoint loads at another level, into another number of processes, and into plain torch. Plain torch's
+    checkpoints load too: the keys are torch's, ``{"model": ..., "optim": ...}``.
 
-    ``dcp.load`` reads into the tensors of the model themselves, as in plain torch. What files do not hold, or in
-    other shapes, it refuses before; a state given to :meth:`load_state_dict` is looked at as a whole before anything
-    of it is loaded.
+    ``dcp.load`` reads into the tensors of the model themselves, as in plain torch. It refuses files with missing
+    entries or other shapes before. :meth:`load_state_dict` checks the whole state before it loads anything.
 
     Args:
-        model: the model, or what DistributedDataParallel, torch.compile or the like made of it.
-        optimizer: its optimizer, or several; None: weights alone, of whatever checkpoint.
+        model: the model, also in a wrapper such as DistributedDataParallel or a compiled module.
+        optimizer: its optimizer, or several. Default None: only weights are loaded and saved.
         options: ``torch.distributed.checkpoint.state_dict.StateDictOptions``. With ``full_state_dict=True,
-            cpu_offload=True`` rank 0's :meth:`state_dict` is all of it, on the CPU, and the others' are empty; with
-            ``broadcast_from_rank0=True`` too, :meth:`load_state_dict` takes rank 0's.
-        scalers: False: leave the loss scales out. Files that torch's own ``get_state_dict`` wrote have none.
+            cpu_offload=True``, :meth:`state_dict` returns the full state on rank 0, on the CPU, and an empty one on
+            other ranks. With ``broadcast_from_rank0=True`` too, :meth:`load_state_dict` loads rank 0's state on every
+            rank. Default None.
+        scalers: whether to load and save loss scales. Files that torch's ``get_state_dict`` wrote have none: pass
+            False. Default True.
 
     Raises:
-        TypeError: ``model`` is no module, ``optimizer`` no optimizer.
+        TypeError: ``model`` is not a module, or ``optimizer`` is not an optimizer.
 
     Example:
         >>> import copy, torch, mpinit
@@ -69,13 +70,13 @@ class TrainState:
         self._model: nn.Module = checks.as_list(model, nn.Module, "the model")[0]
         if model is not self._model:
             raise TypeError("a TrainState is of one model: make one for each, under a name of its own")
-        given = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Iterable) else optimizer
-        self._optimizers: list[Optimizer] = checks.as_optimizers(given)
+        listed = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Iterable) else optimizer
+        self._optimizers: list[Optimizer] = checks.as_optimizers(listed)
         self._options = options
         self._scalers = scalers and len(self._optimizers) > 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as it is now.
+        """Return the present state.
 
         Tensors are, as in torch, the model's and optimizer's own wherever these are float32: copy what is to stay.
         An optimizer that has made no step yet is shown with the zeros it is going to start from, and stays without.
@@ -135,10 +136,10 @@ class TrainState:
                 set_optimizer_state_dict(self._model, optimizer, part, options=how)
         session = self._session()
         weights = list(self._model.parameters())
-        models = [model for each in registry.live() if each.holds_one_of(weights) for model in each.models]
-        # Of a full state torch copies its part into a shard before anything can see it in float32.
+        models = [model for each in registry.live() if each.has_one_of(weights) for model in each.models]
+        # With a full state torch copies into the 16-bit shards directly, so they have to be float32 meanwhile.
         with float32_weights(models) if options.full_state_dict else contextlib.nullcontext():
-            # A copy: the names of wrappers are put in.
+            # A copy, because torch adds the names of wrappers to the state's keys.
             set_model_state_dict(self._model, dict(state.get("model", {})), options=options)
         if scalers is not None and session is not None:
             checkpoint.load_session_state(session, scalers)
@@ -149,7 +150,7 @@ class TrainState:
         return self._options or StateDictOptions()
 
     def _session(self) -> Session | None:
-        """Whose scalers these are.
+        """Return the session of the optimizers, or None.
 
         Raises:
             ValueError: the optimizers belong to several sessions.
@@ -160,10 +161,10 @@ class TrainState:
             raise ValueError(f"the optimizers belong to {named}: make a TrainState for the optimizers of each")
         return sessions[0] if sessions else None
 
-    def _load_written_masters(self, given: Any) -> None:
+    def _load_written_masters(self, loaded: Any) -> None:
         """Round masters into their weights where ``dcp.load`` has written to the masters' own memory."""
         session = self._session()
-        weights = given.get("model") if isinstance(given, Mapping) else None
+        weights = loaded.get("model") if isinstance(loaded, Mapping) else None
         if session is None or not isinstance(weights, Mapping):
             return
         memory = {storage_of(shard(each)) for each in weights.values() if isinstance(each, torch.Tensor)} - {0}
@@ -172,7 +173,7 @@ class TrainState:
                 session.masters.load(master, master.parameter.detach())
 
     def _named(self, options: Any) -> dict[str, Any]:
-        """Weights and optimizers' state by names."""
+        """Return weights and optimizers' state, by names of parameters."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         state: dict[str, Any] = {"model": get_model_state_dict(self._model, options=options)}
@@ -188,7 +189,7 @@ class TrainState:
         return state
 
     def _named_state(self, optimizer: Optimizer, options: Any) -> Any:
-        """An optimizer's state by names; one that has none is left without, for its first step to make."""
+        """Return an optimizer's state by names of parameters; it is empty before the first step."""
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         try:
@@ -214,8 +215,8 @@ class TrainState:
             part = {key: value for key, value in optim.items() if key.startswith("param_groups.")}
         else:
             keeps = len(own["state"]) > 0
-            given = {frozenset(group["params"]): group for group in optim.get("param_groups", ())}
-            groups = [given[frozenset(group["params"])] for group in own["param_groups"]] if given else []
+            by_params = {frozenset(group["params"]): group for group in optim.get("param_groups", ())}
+            groups = [by_params[frozenset(group["params"])] for group in own["param_groups"]] if by_params else []
             part = {"state": {}, "param_groups": groups}
         if keeps:
             return optim, options
@@ -224,9 +225,9 @@ class TrainState:
             torch.distributed.broadcast_object_list(sent, src=0)
         return sent[0], _local_options(options)
 
-    def _checked(self, given: Any, options: Any) -> tuple[dict[str, Any], Any]:
+    def _checked(self, loaded: Any, options: Any) -> tuple[dict[str, Any], Any]:
         """Return the state to load, and the scalers' state or None; raise ValueError if anything does not fit."""
-        state = _as_parts(given)
+        state = _as_parts(loaded)
         own = self._named(_local_options(options))
         whole, strict = options.full_state_dict, options.strict and not options.ignore_frozen_params
         faults = [f"there is no {key!r}" for key in own if key not in state]
@@ -252,16 +253,16 @@ class TrainState:
         return state, checkpoint.checked_state(session, scalers)
 
 
-def _as_parts(given: Any) -> dict[str, Any]:
+def _as_parts(loaded: Any) -> dict[str, Any]:
     """Return a state under the names of :meth:`TrainState.state_dict`."""
-    if isinstance(given, tuple) and len(given) == 2:
-        given = dict(zip(("model", "optim"), given, strict=True))
-    if not isinstance(given, Mapping):
+    if isinstance(loaded, tuple) and len(loaded) == 2:
+        loaded = dict(zip(("model", "optim"), loaded, strict=True))
+    if not isinstance(loaded, Mapping):
         raise TypeError(
             f"a state is a mapping such as TrainState.state_dict() returns, or what torch's get_state_dict did, not "
-            f"{type(given).__name__}"
+            f"{type(loaded).__name__}"
         )
-    state = dict(given)
+    state = dict(loaded)
     for before, now in (("optimizer", "optim"), ("amp", "scalers")):
         if before in state and now not in state:
             state[now] = state.pop(before)
@@ -274,19 +275,19 @@ def _as_parts(given: Any) -> dict[str, Any]:
     return state
 
 
-def _by_names(given: Any, own: Mapping[str, Any]) -> Any:
+def _by_names(loaded: Any, own: Mapping[str, Any]) -> Any:
     """Rename the parameters of an ``optimizer.state_dict()``, which numbers them in the order of its groups."""
-    groups = given.get("param_groups") if isinstance(given, Mapping) else None
+    groups = loaded.get("param_groups") if isinstance(loaded, Mapping) else None
     if not isinstance(groups, list) or "param_groups" not in own:
-        return given
+        return loaded
     numbers, names = ([each["params"] for each in one] for one in (groups, own["param_groups"]))
     if list(map(len, numbers)) != list(map(len, names)) or not all(
         isinstance(n, int) for each in numbers for n in each
     ):
-        return given
+        return loaded
     named = dict(zip(chain(*numbers), chain(*names), strict=True))
     return {
-        "state": {named[number]: state for number, state in given["state"].items()},
+        "state": {named[number]: state for number, state in loaded["state"].items()},
         "param_groups": [group | {"params": each} for group, each in zip(groups, names, strict=True)],
     }
 
@@ -343,41 +344,41 @@ def _step_without_effect(optimizer: Optimizer) -> None:
 _NAMED: Final = 5
 
 
-def model_faults(own: Mapping[str, Any], given: Any, strict: bool, whole: bool) -> list[str]:
+def model_faults(own: Mapping[str, Any], loaded: Any, strict: bool, whole: bool) -> list[str]:
     """List the reasons why a model's state cannot be loaded."""
-    if not isinstance(given, Mapping):
-        return [f"the model's state is a {type(given).__name__}, not a mapping of names"]
+    if not isinstance(loaded, Mapping):
+        return [f"the model's state is a {type(loaded).__name__}, not a mapping of names"]
     faults = []
     if strict:
-        faults += _named("the model's state lacks", [name for name in own if name not in given])
-        faults += _named("the model has no", [name for name in given if name not in own])
+        faults += _named("the model's state lacks", [name for name in own if name not in loaded])
+        faults += _named("the model has no", [name for name in loaded if name not in own])
     for name, mine in own.items():
-        faults += _tensor_faults(repr(name), mine, given.get(name), whole)
+        faults += _tensor_faults(repr(name), mine, loaded.get(name), whole)
     return faults
 
 
-def optimizer_faults(own: Mapping[str, Any], given: Any, strict: bool, whole: bool) -> list[str]:
+def optimizer_faults(own: Mapping[str, Any], loaded: Any, strict: bool, whole: bool) -> list[str]:
     """List the reasons why the optimizers' state cannot be loaded."""
-    if not isinstance(given, Mapping):
-        return [f"the optimizer's state is a {type(given).__name__}, not a mapping"]
+    if not isinstance(loaded, Mapping):
+        return [f"the optimizer's state is a {type(loaded).__name__}, not a mapping"]
     if "state" not in own:
-        missing = [key for key in own if key not in given and (strict or key.startswith("param_groups."))]
+        missing = [key for key in own if key not in loaded and (strict or key.startswith("param_groups."))]
         faults = _named("the optimizer's state lacks", missing)
         for key, mine in own.items():
-            faults += _tensor_faults(repr(key), mine, given.get(key), whole)
+            faults += _tensor_faults(repr(key), mine, loaded.get(key), whole)
         return faults
-    if not isinstance(given.get("state"), Mapping) or not isinstance(given.get("param_groups"), list):
+    if not isinstance(loaded.get("state"), Mapping) or not isinstance(loaded.get("param_groups"), list):
         return ["the optimizer's state has no 'state' and 'param_groups'"]
-    faults = [*_group_faults(own["param_groups"], given["param_groups"])]
+    faults = [*_group_faults(own["param_groups"], loaded["param_groups"])]
     if strict:
-        faults += _named("the optimizer's state has none for", [n for n in own["state"] if n not in given["state"]])
-        faults += _unwanted(own, given)
-    return [*faults, *_entry_faults(own, given, whole)]
+        faults += _named("the optimizer's state has none for", [n for n in own["state"] if n not in loaded["state"]])
+        faults += _unwanted(own, loaded)
+    return [*faults, *_entry_faults(own, loaded, whole)]
 
 
-def _group_faults(own: list[dict[str, Any]], given: list[dict[str, Any]]) -> Iterator[str]:
+def _group_faults(own: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> Iterator[str]:
     """Find groups that no saved group matches: torch matches by names, and silently drops their learning rate."""
-    found = [set(group.get("params", ())) for group in given]
+    found = [set(group.get("params", ())) for group in loaded]
     for index, group in enumerate(own):
         names = set(group["params"])
         if names not in found:
@@ -388,17 +389,17 @@ def _group_faults(own: list[dict[str, Any]], given: list[dict[str, Any]]) -> Ite
             )
 
 
-def _unwanted(own: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+def _unwanted(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> Iterator[str]:
     for index, group in enumerate(own["param_groups"]):
-        kept = [name for name in group["params"] if given["state"].get(name)]
+        kept = [name for name in group["params"] if loaded["state"].get(name)]
         if kept and not any(name in own["state"] for name in group["params"]):
-            keys = ", ".join(map(str, given["state"][kept[0]]))
+            keys = ", ".join(map(str, loaded["state"][kept[0]]))
             yield f"the optimizer's state has {keys} for {kept[0]!r}, and here group {index} keeps nothing"
 
 
-def _entry_faults(own: Mapping[str, Any], given: Mapping[str, Any], whole: bool) -> Iterator[str]:
+def _entry_faults(own: Mapping[str, Any], loaded: Mapping[str, Any], whole: bool) -> Iterator[str]:
     for name, entries in own["state"].items():
-        theirs = given["state"].get(name, {})
+        theirs = loaded["state"].get(name, {})
         for key, mine in entries.items() if isinstance(theirs, Mapping) else ():
             # One number a parameter is what every step of an optimizer keeps; the rest may come and go.
             if theirs and isinstance(mine, torch.Tensor) and mine.dim() > 0 and key not in theirs:
@@ -406,17 +407,17 @@ def _entry_faults(own: Mapping[str, Any], given: Mapping[str, Any], whole: bool)
             yield from _tensor_faults(f"{key!r} of {name!r}", mine, theirs.get(key), whole)
 
 
-def _tensor_faults(what: str, mine: Any, given: Any, whole: bool) -> Iterator[str]:
+def _tensor_faults(what: str, mine: Any, loaded: Any, whole: bool) -> Iterator[str]:
     # A single number, such as a count of steps, is kept as one or as a tensor.
-    if not isinstance(mine, torch.Tensor) or given is None or mine.dim() == 0:
+    if not isinstance(mine, torch.Tensor) or loaded is None or mine.dim() == 0:
         return
-    if not isinstance(given, torch.Tensor):
-        yield f"{what} is a {type(given).__name__}, not a tensor"
-    elif mine.shape != given.shape:
-        yield f"{what} has the shape {tuple(given.shape)}, and here {tuple(mine.shape)}"
-    elif is_sharded(given) and not is_sharded(mine):
+    if not isinstance(loaded, torch.Tensor):
+        yield f"{what} is a {type(loaded).__name__}, not a tensor"
+    elif mine.shape != loaded.shape:
+        yield f"{what} has the shape {tuple(loaded.shape)}, and here {tuple(mine.shape)}"
+    elif is_sharded(loaded) and not is_sharded(mine):
         yield f"{what} is sharded, and here it is not: gather it with options=StateDictOptions(full_state_dict=True)"
-    elif is_sharded(mine) and not is_sharded(given) and not whole:
+    elif is_sharded(mine) and not is_sharded(loaded) and not whole:
         yield f"{what} is sharded here, and given whole: load with options=StateDictOptions(full_state_dict=True)"
 
 

@@ -13,21 +13,21 @@ REGISTERED: Final[dict[type, ObjectCast]] = {}
 
 
 def register_input(cls: type[T], cast: Callable[[T, torch.dtype], Any] | None) -> None:
-    """Register how objects of a class, and of its subclasses, are cast on their way into a model and out of it.
+    """Register a function that casts objects of a class, and of its subclasses, as inputs and outputs of models.
 
     Floating tensors in lists, tuples, dicts, dataclasses, classes that are registered in ``torch.utils._pytree``,
-    tensordicts and graphs of torch_geometric are found without it. Objects of other classes are passed as they are,
-    unless a cast is registered. It holds for all models of the process, initialised before or after.
+    tensordicts and graphs of torch_geometric are cast without it. Objects of other classes are cast only if a function
+    is registered. It applies to all models of the process, initialised before or after.
 
     Args:
-        cls: the class. A cast that was registered for it before is replaced.
-        cast: called with an object and a dtype, the model's 16-bit one for an argument of ``forward`` and the outputs'
-            one for a result; returns an object whose floating tensors have that dtype, and leaves the one passed as it
-            is. None: objects of the class are passed as they are again.
+        cls: the class. An earlier function for the class is replaced.
+        cast: a function of an object and a dtype. The dtype is the model's 16-bit dtype for an argument of ``forward``,
+            and the outputs' dtype for a result. It returns an object whose floating tensors have that dtype, and does
+            not change the original. None: remove the function of the class.
 
     Raises:
-        TypeError: ``cls`` is no class, or is ``torch.Tensor`` or ``torch.nn.Module`` or a subclass of those; or
-            ``cast`` cannot be called.
+        TypeError: ``cls`` is not a class, or is ``torch.Tensor``, ``torch.nn.Module`` or a subclass of them; or
+            ``cast`` is not callable.
 
     Example:
         >>> import torch, mpinit

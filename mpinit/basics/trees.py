@@ -22,23 +22,26 @@ _LEAVES: Final = (str, bytes, int, float, complex, torch.nn.Module, type)
 
 
 def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
-    """Cast every floating tensor in a nest of containers to ``dtype``; everything else keeps its identity.
+    """Cast every floating tensor in a nest of containers to ``dtype``.
 
-    Lists, tuples, named tuples (PackedSequence among them), dicts, UserDict, their subclasses (transformers'
-    ModelOutput and BatchEncoding among them), dataclasses, tensordicts, graphs of torch_geometric and objects of
-    classes that are registered in torch's pytree are walked; one none of whose leaves changed is returned as it is,
-    any other as a copy of its own type. Objects of classes that were registered by ``register_input`` are cast by the
-    function registered. Everything else is left alone: integer, bool and complex tensors, numbers, arrays, modules,
-    objects of other classes. Gradients flow back through the casts.
+    Containers are lists, tuples, named tuples (such as PackedSequence), dicts, UserDict, dataclasses, subclasses of
+    these (such as transformers' ModelOutput and BatchEncoding), tensordicts, graphs of torch_geometric, and classes
+    that are registered in torch's pytree. A container is copied if a tensor in it is cast; otherwise it is returned
+    itself. Objects of a class that was registered by ``register_input`` are cast by the registered function. All other
+    objects are returned unchanged. Gradients flow back through the casts.
     """
     return TreeCast(dtype)(tree)
 
 
 class TreeCast:
-    """Casts of several trees that belong together (the arguments of one call), and the reverse for results.
+    """The casts of several trees of one call, such as a model's arguments, and the reverse casts for its results.
 
-    What two of the trees share is shared afterwards, and a tree may hold itself. ``originals`` says what stands for
-    what in results: the id of what was passed -> the caller's own. ``cast`` casts one tensor.
+    Parts that trees share are shared afterwards, and a tree may contain itself.
+
+    Args:
+        dtype: the dtype of the casts.
+        originals: the id of a cast part -> the caller's own object, which replaces the part in results.
+        cast: a function that casts one tensor.
     """
 
     __slots__ = (
@@ -148,7 +151,7 @@ class TreeCast:
                 originals[id(cast)] = original
         if len(originals) == len(self._leaves):
             # Where it is not known whether a tensor was written to, none of the caller's may stand for what was passed.
-            originals |= {id(visit.result): visit.given for visit, _ in self._walked if visit.is_copied}
+            originals |= {id(visit.result): visit.original for visit, _ in self._walked if visit.is_copied}
             self._originals = originals
         for visit, before in self._walked:
             now = _parts_of(visit.result)
@@ -156,7 +159,7 @@ class TreeCast:
             dropped = [key for key in before if key not in now] if visit.is_copied else []
             if new or dropped:
                 brought_back = {key: self.back(value, dtype) for key, value in new.items()}
-                _write(visit.given, brought_back, dropped)
+                _write(visit.original, brought_back, dropped)
 
     def back(self, tree: Any, dtype: torch.dtype) -> Any:
         """Cast a result; a part that is one of the cast trees becomes the given tensor or container itself."""
@@ -166,16 +169,16 @@ class TreeCast:
 class _Visit:
     """A visited container; it is copied when a part changes, or when it contains itself."""
 
-    __slots__ = ("given", "is_copied", "is_over", "result")
+    __slots__ = ("is_copied", "is_over", "original", "result")
 
-    def __init__(self, given: Any) -> None:
-        self.given = given
-        self.result = given
+    def __init__(self, original: Any) -> None:
+        self.original = original
+        self.result = original
         self.is_copied = self.is_over = False
 
     def copied(self) -> Any:
         if not self.is_copied:
-            self.result = _copy_of(self.given)
+            self.result = _copy_of(self.original)
             self.is_copied = True
         return self.result
 

@@ -48,7 +48,7 @@ def check_same(words: Mapping[str, str], parameters: Mapping[str, str], groups: 
         distributed.all_gather_object(gathered, records, group=group)
         for each in gathered:
             records |= each
-    faults = [*_differences({rank: said for rank, (said, _) in records.items()})]
+    faults = [*_differences({rank: settings for rank, (settings, _) in records.items()})]
     faults = faults or [*_differences({rank: found for rank, (_, found) in records.items()})]
     if faults:
         more = f"; and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
@@ -58,9 +58,9 @@ def check_same(words: Mapping[str, str], parameters: Mapping[str, str], groups: 
         )
 
 
-def _differences(said: Mapping[int, Mapping[str, str]]) -> Iterable[str]:
-    for key in dict.fromkeys(key for each in said.values() for key in each):
-        first = {said[rank].get(key, "missing"): rank for rank in sorted(said, reverse=True)}
+def _differences(by_rank: Mapping[int, Mapping[str, str]]) -> Iterable[str]:
+    for key in dict.fromkeys(key for each in by_rank.values() for key in each):
+        first = {by_rank[rank].get(key, "missing"): rank for rank in sorted(by_rank, reverse=True)}
         if len(first) > 1:
             yield f"{key} is " + " and ".join(
                 f"{value} on rank {rank}" for value, rank in sorted(first.items(), key=lambda pair: pair[1])

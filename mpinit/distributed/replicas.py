@@ -188,10 +188,10 @@ def _report(event: Event, wrapper: Any) -> None:
 
 def _make(inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> None:
     try:
-        given = inspect.signature(inner).bind(wrapper, *args, **kwargs).arguments
+        arguments = inspect.signature(inner).bind(wrapper, *args, **kwargs).arguments
     except TypeError:
-        given = {}  # which torch refuses
-    if not given.get("init_sync", True):
+        arguments = {}  # which torch refuses
+    if not arguments.get("init_sync", True):
         _unsynced.add(wrapper)
     inner(wrapper, *args, **kwargs)
     _report(Event.MADE, wrapper)

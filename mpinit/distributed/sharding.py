@@ -134,18 +134,18 @@ def reshard(modules: Collection[nn.Module]) -> bool:
 def replaced_since(named: Sequence[tuple[str, nn.Parameter]], stepped: Iterable[torch.Tensor]) -> str:
     """Return the error text if parameters were replaced after an optimizer was made from them; "" if none were.
 
-    ``fully_shard`` and ``parallelize_module`` put other parameters on the modules, FSDP1 flat ones, and ``to_empty``
-    does where it cannot give those that are there memory. Parameters of a loss function, which no model has, are none.
+    ``fully_shard``, ``parallelize_module`` and FSDP1 replace a module's parameters. ``to_empty`` does if it cannot
+    allocate the present ones. Parameters of a loss function, which no model has, do not count as replaced.
     """
-    present, given = {id(parameter) for _, parameter in named}, {id(parameter): parameter for parameter in stepped}
-    gone = [parameter for key, parameter in given.items() if key not in present]
+    present, known = {id(parameter) for _, parameter in named}, {id(parameter): parameter for parameter in stepped}
+    gone = [parameter for key, parameter in known.items() if key not in present]
     empty = {parameter.shape for parameter in gone if parameter.is_meta}
     whole = {parameter.shape for parameter in gone if not is_sharded(parameter)} if is_distributed() else set()
     names = [name for name, parameter in named if not parameter.is_meta and parameter.shape in empty]
     what = "on the meta device, and to_empty() has put another parameter"
     if not names and whole:
         what = "whole, and fully_shard (or parallelize_module) has put a shard"
-        others = [(name, parameter) for name, parameter in named if id(parameter) not in given]
+        others = [(name, parameter) for name, parameter in named if id(parameter) not in known]
         names = [
             name
             for name, parameter in others

@@ -313,7 +313,7 @@ def _bytes_kept(state: Any, parameter: torch.Tensor) -> float | None:
     if not state:
         return None
     encoded = ((encoded_part(value), local(value)) for value in _kept(state))
-    total = sum(value.nbytes if codes is None else codes.nbytes_held for codes, value in encoded)
+    total = sum(value.nbytes if codes is None else codes.code_bytes for codes, value in encoded)
     return total / max(1, local(parameter).numel())
 
 

@@ -19,7 +19,7 @@ from .. import checks, registry
 from ..basics.dtypes import is_lower_precision
 from ..basics.modules import ModelIndex
 from ..basics.patching import Undo, UndoStack
-from ..model.forward import take_off_copy
+from ..model.forward import unpatch_copy
 from ..plan import make_plan
 from ..session import Request, Session
 from ..settings.properties import Properties
@@ -36,7 +36,7 @@ def plain_copy(model: nn.Module, advice: str) -> nn.Module:
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and it is a copy that runs: "
             f"{advice}"
         ) from error
-    take_off_copy(clone)
+    unpatch_copy(clone)
     return clone
 
 

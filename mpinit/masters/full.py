@@ -1,11 +1,13 @@
 """Full masters: for each 16-bit weight a float32 tensor of its own, 4 bytes per parameter.
 
-Before a step masters follow what was written to their weights, by the law of masters. torch counts most writes in a
-tensor's version. Writes that it does not count (through numpy, or ``data``) are found on a CPU by value: small weights
-are compared with their masters, which costs one call for many; of large ones the sums of 64-bit words are compared with
-what they were, which reads 2 bytes per parameter where the law reads 6. (For 16 million numbers: 0.6 ms and 7 ms, of an
-AdamW step of 49 ms.) A weight whose version has moved is always compared by the law. On other devices, where reading
-waits, the version counts, and whether ``data`` was touched.
+Before a step masters follow writes to their weights, by the law of masters. A weight is compared with its master if its
+version counter has changed. torch does not count writes through numpy or ``data``. On a CPU these are found by value:
+
+- Small weights are compared with their masters, many in one call.
+- For large weights the sums of their 64-bit words are compared with earlier sums. This reads 2 bytes per parameter, and
+  the law reads 6. (For 16 million numbers: 0.6 ms instead of 7 ms, of an AdamW step of 49 ms.)
+
+On other devices a comparison would need a device sync. There only the version counter, and uses of ``data``, count.
 """
 
 import functools
@@ -51,8 +53,8 @@ class FullMasters(Masters):
         super().__init__(names)
         self.handed_out: set[int] = set()
         self._open: list[_Batch] = []
-        # By the id of a master that has followed its weight outside of a step: what it held before. Weights that are
-        # put back after an evaluation then get their low bits back.
+        # The id of a master that has followed its weight outside of a step -> its values before. If the weights are
+        # restored after an evaluation, the masters get their lower bits back.
         self._earlier: dict[int, torch.Tensor] = {}
         self._all: _Batch | None = None
 
@@ -60,7 +62,7 @@ class FullMasters(Masters):
         # Not detach(): that would share the weight's version.
         return Master(weight, nn.Parameter(TENSOR_DATA.__get__(weight).to(torch.float32), weight.requires_grad))
 
-    def _forget(self, master: Master) -> None:
+    def _discard(self, master: Master) -> None:
         self._earlier.pop(id(master), None)
         self.handed_out.discard(id(master))
         self._all = None
@@ -177,8 +179,8 @@ class FullMasters(Masters):
         if not keeps_bits:
             self._earlier.pop(id(master), None)
 
-    def forget_earlier(self, masters: Sequence[Master]) -> None:
-        """Drop what :meth:`follow` has kept: a step moves these masters."""
+    def drop_earlier(self, masters: Sequence[Master]) -> None:
+        """Drop the values that :meth:`follow` has kept, because a step changes these masters."""
         for master in masters if self._earlier else ():
             self._earlier.pop(id(master), None)
 
@@ -259,7 +261,13 @@ class _Batch(MasterBatch):
         for master in written:
             self._owner.follow(master, keeps_bits)
         if not keeps_bits:
+<<<<<<< HEAD
             self._owner.forget_earlier(self.masters)
+||||||| parent of f200acf (core: name values instead of bookkeeping, and split long sentences)
+            self._owner.forget_earlier(self._masters)
+=======
+            self._owner.drop_earlier(self._masters)
+>>>>>>> f200acf (core: name values instead of bookkeeping, and split long sentences)
 
     @torch.no_grad()
     def read(self) -> None:
@@ -354,8 +362,16 @@ class _Batch(MasterBatch):
         self._remember_small()
 
     def stepped(self) -> None:
+<<<<<<< HEAD
         self._owner.forget_earlier(self.masters)
         for master in self.masters:
+||||||| parent of f200acf (core: name values instead of bookkeeping, and split long sentences)
+        self._owner.forget_earlier(self._masters)
+        for master in self._masters:
+=======
+        self._owner.drop_earlier(self._masters)
+        for master in self._masters:
+>>>>>>> f200acf (core: name values instead of bookkeeping, and split long sentences)
             master.last_seen = None
         self._remember_small()
 

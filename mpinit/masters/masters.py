@@ -168,7 +168,7 @@ class Masters(ABC):
             stop_recording(master.parameter)
             self.data_use.discard(master.weight)
             self.data_use.discard(master.parameter)
-            self._forget(master)
+            self._discard(master)
             del self._of[id(master.weight)]
 
     def restore(self, master: Master, dtype: torch.dtype) -> None:
@@ -250,8 +250,8 @@ class Masters(ABC):
         """Make a master; a float32 weight's own memory becomes it, as a cast gives the weight new memory."""
 
     @abstractmethod
-    def _forget(self, master: Master) -> None:
-        """Drop what is kept for a master."""
+    def _discard(self, master: Master) -> None:
+        """Drop the records of a master."""
 
     @abstractmethod
     def _cast(self, master: Master, dtype: torch.dtype) -> None:

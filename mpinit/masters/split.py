@@ -1,9 +1,9 @@
 """Split masters: a float32 master is the bfloat16 weight and a 16-bit remainder, 2 bytes per parameter, exact.
 
-Between steps a master holds no memory. The law of masters needs no rule here: a number that is written to a weight is
-the upper half of its master, and the remainder stays, so the master is that number to half a unit in the last place of
-bfloat16. A written 0 or infinity is exact. A weight is its master rounded half away from zero, where full masters round
-half to even.
+Between steps a master has no memory of its own. The law of masters needs no comparison here: a write to a weight
+replaces the upper half of its master, and the remainder does not change. So the master differs from the written number
+by at most half a unit in the last place of bfloat16. A written 0 or infinity is exact. A weight is its master rounded
+half away from zero; full masters round half to even.
 """
 
 from collections.abc import Sequence
@@ -81,14 +81,14 @@ class SplitMasters(Masters):
     def __init__(self, names: Names | None = None) -> None:
         super().__init__(names)
         self.buffers: dict[torch.device, torch.Tensor] = {}
-        # By the id of a master: its weight's version when the two were one.
+        # The id of a master -> its weight's version when the two last agreed.
         self.versions: dict[int, int] = {}
 
     def _make(self, weight: nn.Parameter) -> Master:
         _check_dense(shard(weight))
         return SplitMaster(weight)
 
-    def _forget(self, master: Master) -> None:
+    def _discard(self, master: Master) -> None:
         self.versions.pop(id(master), None)
 
     def _cast(self, master: Master, dtype: torch.dtype) -> None:
@@ -130,7 +130,7 @@ class SplitMasters(Masters):
         return isinstance(master, SplitMaster) and master.remainder is not None
 
     def set_gradient_dtype(self, master: Master) -> None:
-        """Any: autograd's own is the weight's."""
+        """Set no ``grad_dtype``: autograd's default is the weight's dtype."""
         if master.weight.grad_dtype is not None:
             gradient, master.weight.grad = master.weight.grad, None
             master.weight.grad_dtype = None
@@ -202,7 +202,7 @@ class _Bucket(MasterBatch):
         """Look up where the weights and remainders are; they may have moved since the last step."""
         shards = self._shards()
         addresses, strides = data_ptrs(shards), strides_of(shards)
-        if (addresses, strides) == (self._addresses, self._strides) and self._holds_remainders():
+        if (addresses, strides) == (self._addresses, self._strides) and self._has_remainders():
             return
         self._owner.follow_replaced_memory(self._masters)
         shards = self._shards()
@@ -219,7 +219,7 @@ class _Bucket(MasterBatch):
         self._halves = [weight.view(torch.int16) for weight in self._flat]
         self._addresses, self._strides, self._laid_out = addresses, strides, None
 
-    def _holds_remainders(self) -> bool:
+    def _has_remainders(self) -> bool:
         """Return whether the remainders are parts of this bucket's tensor: two optimizers may step one weight."""
         return are_same([master.remainder for master in self._masters], self._parts)
 
@@ -326,10 +326,10 @@ class _Bucket(MasterBatch):
 
     def _gather(self) -> None:
         """Copy masters whose memory an optimizer has replaced, by ``p.data = ...``, into the bucket."""
-        held = list(map(shard, self._parameters)) if self._are_sharded else self._parameters
-        if data_ptrs(held) == data_ptrs(self._values):
+        present = list(map(shard, self._parameters)) if self._are_sharded else self._parameters
+        if data_ptrs(present) == data_ptrs(self._values):
             return
-        for value, laid_out in zip(held, self._values, strict=True):
+        for value, laid_out in zip(present, self._values, strict=True):
             if value.data_ptr() != laid_out.data_ptr():
                 laid_out.copy_(value)
 

@@ -40,7 +40,7 @@ class _CurrentForward(threading.local):
         self.module: nn.Module | None = None
 
     def __reduce__(self) -> str:
-        # By its name in this module: cloudpickle pickles a patched forward's code with the globals that it reads.
+        # Pickle it by its name in this module: cloudpickle pickles a patched forward's code with the globals it reads.
         return "current_forward"
 
 
@@ -188,7 +188,7 @@ class Boundary:
                     'master_weights="model", where parameters are float32'
                 )
         leaves = (leaf for leaf in tree_leaves(inputs) if not isinstance(leaf, (torch.Tensor, nn.Module, Mapping)))
-        unknown = next((type(leaf).__name__ for leaf in leaves if _may_hold_tensors(leaf)), None)
+        unknown = next((type(leaf).__name__ for leaf in leaves if _may_have_tensors(leaf)), None)
         if unknown is None:
             return None
         return (
@@ -244,59 +244,59 @@ class Boundary:
         return cast_input if current_forward.dtype is None else torch.Tensor.to
 
     def _call_with_tensor(
-        self, module: nn.Module, function: Callable[..., Any], given: torch.Tensor, output_dtype: torch.dtype | None
+        self, module: nn.Module, function: Callable[..., Any], tensor: torch.Tensor, output_dtype: torch.dtype | None
     ) -> Any:
         """Do the same for one tensor in a third of the time; norms kept in float32 are called often."""
-        passed, cast = given, self._cast_of_inputs()
-        if given.is_floating_point() and self.inner_dtype is not None and given.dtype is not self.inner_dtype:
-            passed = cast(given, self.inner_dtype)
-        version = passed._version if passed is not given and not passed.is_inference() else None
+        passed, cast = tensor, self._cast_of_inputs()
+        if tensor.is_floating_point() and self.inner_dtype is not None and tensor.dtype is not self.inner_dtype:
+            passed = cast(tensor, self.inner_dtype)
+        version = passed._version if passed is not tensor and not passed.is_inference() else None
         keeps_identity = version is not None
         try:
             output = self.call_inside(module, function, (passed,), {})
         finally:
             if keeps_identity and passed._version != version:
-                keeps_identity = write_elements(given, passed, cast)
+                keeps_identity = write_elements(tensor, passed, cast)
         if output_dtype is None:
             return output
         if output is passed and keeps_identity:
-            output = given
+            output = tensor
         if type(output) is torch.Tensor:
             return output.to(output_dtype) if output.is_floating_point() else output
-        return TreeCast(output_dtype, {id(passed): given} if keeps_identity else None)(output)
+        return TreeCast(output_dtype, {id(passed): tensor} if keeps_identity else None)(output)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is no part of the session that made the original.
         return {**self.__dict__, "guard": None, "targets": {}, "is_live": False}
 
 
-# By (given dtype, dtype of the cast): the largest number of the latter; None where nothing overflows.
+# (dtype of the tensor, dtype of the cast) -> the largest number of the latter; None if no number overflows.
 _largest: Final[dict[tuple[torch.dtype, torch.dtype], float | None]] = {}
 
 
-def cast_input(given: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast_input(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Cast an input; a finite number that would overflow becomes the largest of ``dtype``, and stays finite.
 
     Where reading waits for the device, numbers are clamped without a look at them.
     """
-    types = given.dtype, dtype
+    types = tensor.dtype, dtype
     if types not in _largest:
         _largest[types] = torch.finfo(dtype).max if may_overflow(*types) else None
     largest = _largest[types]
-    if largest is None or given.layout is not torch.strided or given.is_nested:
-        return given.to(dtype)
-    if reads_without_sync(given.device) and is_eager():
-        if given.numel() == 0:
-            return given.to(dtype)
-        least, most = torch.aminmax(given.detach())
+    if largest is None or tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.to(dtype)
+    if reads_without_sync(tensor.device) and is_eager():
+        if tensor.numel() == 0:
+            return tensor.to(dtype)
+        least, most = torch.aminmax(tensor.detach())
         if -largest <= least.item() and most.item() <= largest:
-            return given.to(dtype)
-    values = given.float() if is_lower_precision(given.dtype) else given
+            return tensor.to(dtype)
+    values = tensor.float() if is_lower_precision(tensor.dtype) else tensor
     # The second term is infinite where the number is, and otherwise too small to change the clamped one.
     return torch.add(values.clamp(-largest, largest), values, alpha=torch.finfo(values.dtype).tiny).to(dtype)
 
 
-def _may_hold_tensors(leaf: Any) -> bool:
+def _may_have_tensors(leaf: Any) -> bool:
     """Return whether an object that is no container may hold tensors: it can be moved, or has one as an attribute."""
     return hasattr(leaf, "to") or any(
         isinstance(value, torch.Tensor) for value in getattr(leaf, "__dict__", {}).values()

@@ -63,7 +63,7 @@ def check_argument_names(index: ModelIndex, names: Sequence[str], patterns: Sequ
     calls += [getattr(module, name) for module, name in entry_points(index.models, names)]
     known = [ArgumentNames(call) for call in calls]
     for pattern in (pattern for pattern in patterns if isinstance(pattern, str)):
-        if any(one.takes_any or fnmatch.filter(one.all, pattern) for one in known):
+        if any(one.accepts_any or fnmatch.filter(one.all, pattern) for one in known):
             continue
         if any(fnmatch.filter(ArgumentNames(part.forward).all, pattern) for part in index.names):
             continue
@@ -85,7 +85,7 @@ class ArgumentNames:
         rest = [parameter.name for parameter in parameters if parameter.kind is parameter.VAR_POSITIONAL]
         any_keyword = [parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD]
         self.all = tuple(parameter.name for parameter in parameters if parameter.name not in any_keyword)
-        self.takes_any = bool(any_keyword) or not parameters
+        self.accepts_any = bool(any_keyword) or not parameters
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._positional = tuple(parameter.name for parameter in parameters if parameter.kind in by_position)
         self._rest = rest[0] if rest else ""

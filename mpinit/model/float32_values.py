@@ -76,10 +76,10 @@ class Float32Values:
         self._entries: list[_Entry] = []
         # Ids of masters whose weights were their roundings when the state dict at hand began.
         self._agreeing: set[int] = set()
-        # Of state dicts made inside of a block: the user's tensor, its memory, and the 16-bit tensor.
+        # Entries of state dicts made inside a block: the user's tensor, its memory, and the 16-bit tensor.
         self._block_entries: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor]] = []
         self._handed_out = HandedOutMasters(masters) if isinstance(masters, FullMasters) else None
-        # What was asked for last, its masters, what was handed out, and how many masters there were.
+        # The last call's weights, their masters, the list that was returned, and the number of masters then.
         self._last_handed_out: tuple[list[nn.Parameter], list[Master], list[nn.Parameter], int] = [], [], [], 0
         self.block_parameters = BlockParameters()
         self.places = Places(models)
@@ -204,7 +204,7 @@ class Float32Values:
         for entry in self._entries:
             if entry.values._version == entry.version:
                 continue
-            if _holds_present_numbers(self, entry):
+            if _has_present_numbers(self, entry):
                 entry.version, entry.clock = entry.values._version, self._record_clock(entry.tensor)
             else:
                 written.setdefault(id(entry.tensor), []).append(entry)
@@ -262,15 +262,23 @@ class Float32Values:
         asked = list(weights)
         if self._handed_out is None or len(self.masters) == 0:
             return asked
-        last, masters, given, count = self._last_handed_out
+        last, masters, returned, count = self._last_handed_out
         if count != len(self.masters) or not are_same(asked, last):
             found = [self.masters.of(weight) for weight in asked]
             masters = [master for master in found if master is not None]
-            given = [w if m is None else m.parameter for w, m in zip(asked, found, strict=True)]
-            self._last_handed_out = asked, masters, given, len(self.masters)
+            returned = [w if m is None else m.parameter for w, m in zip(asked, found, strict=True)]
+            self._last_handed_out = asked, masters, returned, len(self.masters)
         self._handed_out.add(masters)
+<<<<<<< HEAD
         self._handed_out.add_gradients()
         return list(given)
+||||||| parent of f200acf (core: name values instead of bookkeeping, and split long sentences)
+        self._handed_out.bind_gradients()
+        return list(given)
+=======
+        self._handed_out.bind_gradients()
+        return list(returned)
+>>>>>>> f200acf (core: name values instead of bookkeeping, and split long sentences)
 
     def bind_gradients(self) -> None:
         """Set the ``grad`` of handed-out masters to their weights'; after a backward pass."""
@@ -337,7 +345,7 @@ class BlockParameters:
     """
 
     def __init__(self) -> None:
-        # By the id of their 16-bit tensor.
+        # The id of a 16-bit tensor -> its float32 parameter.
         self._wide: dict[int, _WideParameter] = {}
 
     def __len__(self) -> int:
@@ -420,7 +428,7 @@ def _merge(values_of: Float32Values, entries: Sequence["_Entry"]) -> torch.Tenso
     return result
 
 
-def _holds_present_numbers(values_of: Float32Values, entry: "_Entry") -> bool:
+def _has_present_numbers(values_of: Float32Values, entry: "_Entry") -> bool:
     """Return whether an entry has the numbers that its tensor means now, so that nothing is lost."""
     values = values_of.of(entry.tensor)
     present = local(entry.tensor.float() if values is None else values)
@@ -864,9 +872,93 @@ class _Carried:
         now = changed_grads(sources, self._gradients)
         if now is None and not self._copies:
             return
+<<<<<<< HEAD
         for index, gradient in enumerate(self._gradients if now is None else now):
             tensor, before = self._tensors[index], self._gradients[index]
             version = self._copies.get(index)
             is_written = version is not None and gradient is not None and gradient._version != version
             if gradient is not before or is_written:
                 tensor.grad = None if gradient is None else gradient.to(tensor.grad_dtype or tensor.dtype)
+||||||| parent of f200acf (core: name values instead of bookkeeping, and split long sentences)
+        wide.requires_grad_(tensor.requires_grad)
+        self._attributes = dict(vars(tensor))
+        vars(wide).update(self._attributes)
+        # One dict for both: hooks that are registered inside stay, and their handles remove them.
+        for name in _HOOKS:
+            setattr(wide, name, getattr(tensor, name))
+        self._gradient = wide.grad = None if tensor.grad is None else tensor.grad.float()
+        if self._gradient is not None:
+            self._version = self._gradient._version
+
+    def bring_back(self, replacement: torch.Tensor | None) -> None:
+        """Carry back what was done to the float32 parameter, or to the one that was put in its place."""
+        if not self._is_parameter:
+            return
+        tensor, wide = self.tensor, self.wide
+        source = wide if replacement is None else replacement
+        if source.requires_grad != tensor.requires_grad:
+            tensor.requires_grad_(source.requires_grad)
+        attributes = dict(vars(wide))
+        if list(attributes) != list(self._attributes) or not are_same(
+            list(attributes.values()), list(self._attributes.values())
+        ):
+            vars(tensor).clear()
+            vars(tensor).update(attributes)
+        vars(wide).clear()
+        for name in _HOOKS:
+            hooks = getattr(wide, name)
+            if hooks is not getattr(tensor, name):
+                setattr(tensor, name, hooks)
+            setattr(wide, name, None)
+        gradient = source.grad
+        is_written = gradient is not None and gradient is self._gradient and gradient._version != self._version
+        if gradient is not self._gradient or (is_written and gradient is not tensor.grad):
+            dtype = tensor.grad_dtype or tensor.dtype
+            tensor.grad = None if gradient is None else gradient.to(dtype)
+        wide.grad = None
+
+
+# What torch keeps a parameter's hooks in.
+_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+=======
+        wide.requires_grad_(tensor.requires_grad)
+        self._attributes = dict(vars(tensor))
+        vars(wide).update(self._attributes)
+        # One dict for both: hooks that are registered inside stay, and their handles remove them.
+        for name in _HOOKS:
+            setattr(wide, name, getattr(tensor, name))
+        self._gradient = wide.grad = None if tensor.grad is None else tensor.grad.float()
+        if self._gradient is not None:
+            self._version = self._gradient._version
+
+    def bring_back(self, replacement: torch.Tensor | None) -> None:
+        """Carry back what was done to the float32 parameter, or to the one that was put in its place."""
+        if not self._is_parameter:
+            return
+        tensor, wide = self.tensor, self.wide
+        source = wide if replacement is None else replacement
+        if source.requires_grad != tensor.requires_grad:
+            tensor.requires_grad_(source.requires_grad)
+        attributes = dict(vars(wide))
+        if list(attributes) != list(self._attributes) or not are_same(
+            list(attributes.values()), list(self._attributes.values())
+        ):
+            vars(tensor).clear()
+            vars(tensor).update(attributes)
+        vars(wide).clear()
+        for name in _HOOKS:
+            hooks = getattr(wide, name)
+            if hooks is not getattr(tensor, name):
+                setattr(tensor, name, hooks)
+            setattr(wide, name, None)
+        gradient = source.grad
+        is_written = gradient is not None and gradient is self._gradient and gradient._version != self._version
+        if gradient is not self._gradient or (is_written and gradient is not tensor.grad):
+            dtype = tensor.grad_dtype or tensor.dtype
+            tensor.grad = None if gradient is None else gradient.to(dtype)
+        wide.grad = None
+
+
+# Attributes in which torch keeps a parameter's hooks.
+_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+>>>>>>> f200acf (core: name values instead of bookkeeping, and split long sentences)

@@ -284,7 +284,7 @@ def patch_forwards(
     casts = ForwardCasts(plan.function_dtype) if plan.properties.patch_torch_functions else NO_CASTS
     output_dtype = plan.output_dtype if plan.cast_outputs else None
 
-    # By their ids: parameters that are replaced in the models are freed.
+    # Ids, not tensors: a tensor here would keep replaced parameters alive.
     targets = {id(tensor): dtype for tensor, dtype in selection.targets.items()}
 
     def boundary(dtype: torch.dtype) -> Boundary:
@@ -368,8 +368,8 @@ def _revert(patched: list[_Patched]) -> None:
         patched.pop()
 
 
-def take_off_copy(copied: nn.Module) -> None:
-    """Remove the patches from a copy of an initialised model, which belong to no session: it then casts nothing."""
+def unpatch_copy(copied: nn.Module) -> None:
+    """Remove the patches from a copy of an initialised model: the copy belongs to no session, and casts nothing."""
     for module in copied.modules():
         attributes = vars(module)
         for name, value in list(attributes.items()):

@@ -134,7 +134,7 @@ class _Thread(threading.local):
 
 # Reentrant: a signal handler that saves a checkpoint may run while its own thread holds the lock.
 _lock: Final = threading.RLock()
-# Of forwards that run, in all threads.
+# The casts of running forwards, in all threads.
 ACTIVE_CASTS: Final[dict[nn.Module, _ActiveCasts]] = {}
 _thread: Final = _Thread()
 
@@ -227,12 +227,12 @@ class ForwardWeights:
     def _modules(self) -> list[nn.Module]:
         """List the module and those below it, without ``kept`` ones; each time, because modules may have been added."""
         found: dict[nn.Module, None] = {}
-        left: list[nn.Module | None] = [self.module]
-        while left:
-            module = left.pop()
+        pending: list[nn.Module | None] = [self.module]
+        while pending:
+            module = pending.pop()
             if module is not None and module not in found and module not in self._kept:
                 found[module] = None
-                left += module._modules.values()
+                pending += module._modules.values()
         return list(found)
 
     @contextmanager
@@ -317,7 +317,7 @@ _IN_ANOTHER_THREAD: Final = (
 
 
 def _to_be_cast(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
-    """The floating parameters of another type: whose they are, their names, and they."""
+    """List the floating parameters of another dtype: the module's table of parameters, the name, the parameter."""
     return [
         (module._parameters, name, parameter)
         for module in modules
@@ -327,7 +327,7 @@ def _to_be_cast(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[tuple[
 
 
 def _casts_of(active: Sequence[_ActiveCasts]) -> list[list[torch.Tensor]]:
-    """Casts for each; a parameter that stands in several places has one."""
+    """Make the casts of each; a parameter in several places has one cast."""
     parameters = {id(parameter): parameter for each in active for parameter in each.parameters}
     casts = dict(zip(parameters, _casts(list(parameters.values()), active[0].dtype), strict=True))
     return [[casts[id(parameter)] for parameter in each.parameters] for each in active]

@@ -1,7 +1,7 @@
-"""Warnings of inputs whose numbers a cast to 16 bits spoils.
+"""Warnings about inputs whose values a cast to 16 bits damages.
 
-A model adapts to inputs that are rounded, but not to those that lose their whole part (timesteps, positions and
-coordinates: bfloat16 has 998.39 as 1,000), that are clamped to the type's largest number, or that become 0.
+A model adapts to inputs that are rounded. It does not adapt to inputs that are clamped to the dtype's largest number,
+that become 0, or whose whole part changes. Timesteps, positions and coordinates do that: 998.39 is 1,000 in bfloat16.
 """
 
 from collections.abc import Sequence
@@ -59,8 +59,8 @@ class InputWarnings:
                 continue
             cast = TreeCast(dtype)
             cast(value)
-            tensors = [given for given in cast.tensors() if not has_waited or reads_without_sync(given.device)]
-            losses = (loss_of_input(given, dtype) for given in tensors)
+            tensors = [tensor for tensor in cast.tensors() if not has_waited or reads_without_sync(tensor.device)]
+            losses = (loss_of_input(tensor, dtype) for tensor in tensors)
             reason = next(filter(None, losses), None)
             if reason is None:
                 continue

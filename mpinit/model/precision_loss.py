@@ -1,14 +1,14 @@
-"""Warnings before a cast to 16 bits spoils tables and counters for good, and before target networks stop moving.
+"""Warnings before a cast to 16 bits damages tables and counters, and before target networks stop changing.
 
-Every number loses lower bits in a cast, and training tolerates that. In two kinds of numbers it does not, because
-computations with them make the error larger than the dtype's:
+Every number loses lower bits in a cast, and training tolerates that. Two kinds of numbers are exceptions, because
+computations with them enlarge the error:
 
-- whole numbers beyond those the type counts without gaps (2,048 in float16, 256 in bfloat16), which become their
-  neighbours: position ids, counters;
-- tables that rise or fall over more than a factor of 16: frequencies (the inverse ones of rotary embeddings), which
-  are multiplied by positions, where 0.4 % of an angle of 1,000 is half a turn, and noise schedules.
+- Whole numbers above the largest up to which the dtype has every whole number (2,048 in float16, 256 in bfloat16), such
+  as position ids and counters. They become other whole numbers.
+- Tables that rise or fall by more than a factor of 16, such as noise schedules and the inverse frequencies of rotary
+  embeddings. Frequencies are multiplied by positions: 0.4 % of an angle of 1,000 is more than half a turn.
 
-Running statistics, embeddings of positions, masks and constants that normalise are none of these.
+Running statistics, embeddings of positions, masks and normalising constants are not among them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,7 +23,7 @@ from ..basics.modules import ModelIndex, dotted
 from ..distributed.sharding import local
 from ..torch_internals.parameter_data import TENSOR_DETACH
 
-# Of whole numbers, float32 counts without gaps up to here: what is larger is no id and no counter.
+# float32 has every whole number up to here; a larger number is neither an id nor a counter.
 COUNTED_BY_FLOAT32: Final = 2**24
 _FEWEST_IN_TABLE: Final = 8
 _LEAST_SPAN: Final = 16.0
@@ -32,13 +32,13 @@ _LEAST_SPAN: Final = 16.0
 def warn_about_precision_loss(
     index: ModelIndex, targets: Mapping[torch.Tensor, torch.dtype], but_for: Collection[torch.Tensor] = ()
 ) -> None:
-    """Warn once of all tensors that their casts would spoil, with the ``keep_fp32`` entry that keeps each."""
+    """Warn once about all tensors that their casts would damage, with the ``keep_fp32`` entry for each."""
     found: list[str] = []
     entries: list[str] = []
     for module_name, module in index.named_modules:
         parameters = module._parameters
         candidates: list[tuple[str, torch.Tensor | None]] = list(module._buffers.items())
-        # Of parameters the frozen ones: those that are trained correct themselves.
+        # Only frozen parameters: training corrects the others.
         for name, parameter in parameters.items():
             if parameter is not None and not parameter.requires_grad:
                 candidates.append((name, parameter))

@@ -26,7 +26,7 @@ class Selection:
         kept: the topmost modules that stay float32, with their dotted names; everything below them does too.
         targets: every floating parameter and buffer -> the dtype it is to have, tied ones once, in the models' order.
             Empty where the plan casts no model. Without parameters that only forwards are to see in 16 bit.
-        holds_16_bit: whether any parameter or buffer will be 16-bit once ``targets`` are cast, or inside forwards.
+        has_16_bit: whether any parameter or buffer will be 16-bit once ``targets`` are cast, or inside forwards.
         float32_modules: all modules that stay float32: those in ``kept`` and those below them.
         gathered: float32 shards that FSDP gathers in 16 bit -> the type it gathers them in; no targets of a cast.
         parts: modules below the models -> the dtype their forward computes in, for those that hold tensors of that
@@ -36,7 +36,7 @@ class Selection:
     models: tuple[nn.Module, ...]
     kept: Mapping[nn.Module, str]
     targets: Mapping[torch.Tensor, torch.dtype]
-    holds_16_bit: bool
+    has_16_bit: bool
     float32_modules: frozenset[nn.Module]
     gathered: Mapping[torch.Tensor, torch.dtype]
     changes: Sequence[torch.Tensor]
@@ -71,7 +71,7 @@ def select(index: ModelIndex, plan: Plan) -> Selection:
         models=index.models,
         kept=tops,
         targets=targets,
-        holds_16_bit=plan.masters is MasterWeightsMode.IN_MODEL or not {*LOWER_PRECISION}.isdisjoint(dtypes),
+        has_16_bit=plan.masters is MasterWeightsMode.IN_MODEL or not {*LOWER_PRECISION}.isdisjoint(dtypes),
         float32_modules=frozenset(float32_modules),
         gathered=gathered,
         changes=[tensor for tensor, dtype in targets.items() if tensor.dtype != dtype],
@@ -135,12 +135,12 @@ def _parts(
 ) -> dict[nn.Module, torch.dtype]:
     if not (plan.cast_model and is_lower_precision(plan.model_dtype)):
         return {}
-    holding = _holding(index, float32_modules)
+    with_tensors = _with_tensors(index, float32_modules)
     hidden = {below for module in index.names if isinstance(module, _CALLED_ANYWHERE) for below in modules_of(module)}
     roots, parts = set(index.models), {}
     for module in index.names:
         float32 = module in float32_modules
-        is_called = module in holding and module not in hidden and _has_forward(module)
+        is_called = module in with_tensors and module not in hidden and _has_forward(module)
         if module in roots or not (is_called or module in tops):
             continue
         # A norm whose weights are float32 outside would give other bits where it is called from there.
@@ -150,16 +150,16 @@ def _parts(
     return parts
 
 
-def _holding(index: ModelIndex, float32_modules: Container[nn.Module]) -> set[nn.Module]:
-    """Find the modules that hold a floating tensor themselves, or in a module below that has the same dtype."""
-    left = [module for module, own in index.own.items() for _, tensor in own if tensor.is_floating_point()]
-    found = set(left)
-    while left:
-        module = left.pop()
+def _with_tensors(index: ModelIndex, float32_modules: Container[nn.Module]) -> set[nn.Module]:
+    """Find the modules that have a floating tensor themselves, or in a module below of the same dtype."""
+    pending = [module for module, own in index.own.items() for _, tensor in own if tensor.is_floating_point()]
+    found = set(pending)
+    while pending:
+        module = pending.pop()
         for parent in index.parents.get(module, ()):
             if parent not in found and (parent in float32_modules) is (module in float32_modules):
                 found.add(parent)
-                left.append(parent)
+                pending.append(parent)
     return found
 
 

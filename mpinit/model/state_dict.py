@@ -107,7 +107,7 @@ class Float32State:
         return made
 
     def export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """After ``state_dict()`` of one module: replace its own 16-bit entries by float32 ones."""
+        """Replace a module's own 16-bit entries by float32 ones, after its ``state_dict()``."""
         if self._destination is None or self._destination() is not state_dict:
             self._begin(state_dict)
         is_in_block = self._values is not None and self._values.masters.are_in_model
@@ -123,20 +123,20 @@ class Float32State:
                     state_dict[prefix + name] = self._entry(tensor, saved)
 
     def export_rest(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """After the outermost ``state_dict()``: the same for what modules or hooks saved in their own way."""
+        """Replace 16-bit entries that modules or hooks saved themselves, after the outermost ``state_dict()``."""
         metadata = getattr(state_dict, "_metadata", None)
         if not metadata or next(iter(metadata.values())) is not local_metadata:
             return
         self.add_hooks(module)  # ModuleList.insert and Sequential.insert run no registration hook
-        left = [
+        remaining = [
             key
             for key, value in state_dict.items()
             if isinstance(value, torch.Tensor) and value.dtype in LOWER_PRECISION and key.startswith(prefix)
         ]
-        if left:
+        if remaining:
             tensors = (tensor for part in modules_of(module) for _, tensor in own_tensors(part))
             owners = {storage_of(tensor): tensor for tensor in tensors if is_16_bit(tensor)}
-            for key in left:
+            for key in remaining:
                 saved = state_dict[key]
                 owner = owners.get(storage_of(saved))
                 if owner is not saved:

@@ -30,7 +30,7 @@ OTHER_SCALER: Final = (
     "the gradients of {} are scaled by the scale of another loss: call unscale_(optimizer) of the GradScaler whose "
     "scaled loss left them, before anything of this one"
 )
-# By the names that the page of the table has for them.
+# The name of an error on the page of the table -> its text.
 ERRORS: Final = {
     "inside a block": INSIDE_BLOCK,
     "scaled by a GradScaler": SCALED_BY_GRAD_SCALER,

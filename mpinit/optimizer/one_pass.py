@@ -23,7 +23,7 @@ from .per_parameter import stepped_as
 
 KINDS: Final = ("Adam", "AdamW", "SGD")
 _Options = tuple[tuple[bool, ...], tuple[float, ...]]
-# By kind, store and options: whether a sample had torch's bits.
+# (kind, store, options) -> whether a sample had torch's bits.
 _has_same_bits: Final[dict[Any, bool]] = {}
 
 
@@ -34,11 +34,11 @@ class NativeSteps:
         self._members = members
         self._smallest = SMALLEST if states is not None else -1
         self._kind = native_kind(members.optimizer)
-        # Whether native code did the last step; None before the first.
+        # True if native code did the last step; None before the first step.
         self._did_last: bool | None = None
         self._generation = -1
         self._group_of: dict[int, int] = {}
-        # By the id of a list of weights: it, and for each of the optimizer's groups those of its members, with masters.
+        # The id of a list of weights -> the list, and the weights and masters of each of the optimizer's groups in it.
         self._columns: dict[int, tuple[Any, dict[int, tuple[list[Any], list[Any]]]]] = {}
 
     def step(self, weights: Sequence[nn.Parameter], masters: Sequence[MasterBatch]) -> bool:

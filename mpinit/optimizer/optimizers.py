@@ -106,17 +106,19 @@ class ManagedOptimizers:
                     "parameter by itself and keeps no copies of weights"
                 )
 
-    def add(self, optimizer: Optimizer, holds_16_bit: bool, undos: UndoStack) -> None:
-        """Patch the methods of an optimizer, or count its steps by hooks where nothing else has to be done.
+    def add(self, optimizer: Optimizer, has_16_bit: bool, undos: UndoStack) -> None:
+        """Patch the methods of an optimizer, or only count its steps by hooks if that is enough.
 
         Args:
-            holds_16_bit: whether the models have 16-bit tensors.
+            optimizer: the optimizer.
+            has_16_bit: whether the models have 16-bit tensors.
+            undos: the undos of the call.
         """
-        undos.push(partial(self._forget, optimizer))
+        undos.push(partial(self._remove, optimizer))
         # Only torch's own optimizers are known to run their hooks in a step, and once.
         is_known = type(optimizer).__module__.startswith("torch.optim.")
         managed = self._managed[optimizer] = ManagedOptimizer(optimizer, self.shared)
-        if holds_16_bit or not (is_known and self.shared.plan.leaves_steps_alone):
+        if has_16_bit or not (is_known and self.shared.plan.leaves_steps_alone):
             self._patch(managed, undos)
         else:
             count_by_hooks(managed, undos)
@@ -135,7 +137,7 @@ class ManagedOptimizers:
                     self._patch(managed, patches)
                 undos.push(patches.unwind)
 
-    def _forget(self, optimizer: Optimizer) -> None:
+    def _remove(self, optimizer: Optimizer) -> None:
         self._managed.pop(optimizer, None)
         members = self.shared.members
         members[:] = [each for each in members if each.optimizer is not optimizer]

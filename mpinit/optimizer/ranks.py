@@ -61,8 +61,8 @@ _NOT_LOADED: Final = (
 )
 
 
-class Standing(enum.Enum):
-    """The standing of a DistributedDataParallel in a session."""
+class WrapperStatus(enum.Enum):
+    """The status of a DistributedDataParallel in a session."""
 
     AGREED = "its ranks have agreed"
     PENDING = "its ranks agree at the first step"
@@ -70,13 +70,16 @@ class Standing(enum.Enum):
 
 
 class Ranks:
-    """The agreement of a session with those of other processes.
+    """The agreement of a session with the sessions of other processes.
 
-    They agree once, when DistributedDataParallel is made around a model (or at the end of ``initialize``, where
-    parameters are sharded or a ``process_group`` was given): on the settings, on the float32 values of exactly those
-    16-bit tensors that the wrapper itself broadcasts, and on loss scales; and again after ``join()``. Under a wrapper
-    that broadcasts nothing, or is older than the session, they agree at the first step. In every step they agree on
-    overflow, where gradients may differ by rank.
+    Sessions agree on three things: the settings; the float32 values of the 16-bit tensors that a wrapper broadcasts;
+    and the loss scales. They agree at these times:
+
+    - when a model is wrapped in DistributedDataParallel, and again after ``join()``;
+    - at the end of ``initialize``, if parameters are sharded or there is a ``process_group``;
+    - at the first step, under a wrapper that broadcasts nothing or is older than the session.
+
+    In every step they agree on overflow, if gradients may differ by rank.
 
     Attributes:
         guard: what is checked before a forward of the models.
@@ -104,7 +107,7 @@ class Ranks:
         self._changed: set[int] = set()
         # The wrapper whose __init__ runs, and the versions of its tensors before that broadcasts some of them.
         self._making: tuple[Any, dict[int, int]] | None = None
-        self._wrappers: weakref.WeakKeyDictionary[Any, Standing] = weakref.WeakKeyDictionary()
+        self._wrappers: weakref.WeakKeyDictionary[Any, WrapperStatus] = weakref.WeakKeyDictionary()
         self._passes = [0] * len(scalers)
         # When scales were made one, by the sender's clock, steps since then, and how often they had been loaded.
         self._since, self._steps, self._loads = 0.0, 0, 0
@@ -158,7 +161,7 @@ class Ranks:
             if making is not None and making[0]() is wrapper:
                 self._on_made(wrapper, making[1])
         elif event is Event.JOINED:
-            if self._wrappers.get(wrapper) is Standing.AGREED:
+            if self._wrappers.get(wrapper) is WrapperStatus.AGREED:
                 self._send(wrapper, synced_by(wrapper), wrapper._authoritative_rank)
                 self._send_scales(wrapper, wrapper._authoritative_rank)
         elif self._is_known(wrapper) and self.reduces_in_float32:
@@ -170,15 +173,15 @@ class Ranks:
         sent = [tensor for tensor, version in now if versions.get(id(tensor), version) != version]
         self._send(wrapper, sent, 0)
         if not syncs_when_made(wrapper):
-            self._wrappers[wrapper] = Standing.PENDING
+            self._wrappers[wrapper] = WrapperStatus.PENDING
             return
         self._send_scales(wrapper, 0)
-        self._wrappers[wrapper] = Standing.AGREED
+        self._wrappers[wrapper] = WrapperStatus.AGREED
         self._groups = None
 
-    def _with(self, *standings: Standing) -> list[Any]:
+    def _with(self, *statuses: WrapperStatus) -> list[Any]:
         """List wrappers in the order in which they were found, which is the same on all ranks."""
-        return [wrapper for wrapper, standing in self._wrappers.items() if standing in standings]
+        return [wrapper for wrapper, status in self._wrappers.items() if status in statuses]
 
     def _is_known(self, wrapper: Any) -> bool:
         """Return whether a DistributedDataParallel is one around the models, and remember one that is older.
@@ -186,9 +189,9 @@ class Ranks:
         Raises:
             RuntimeError: it was made before ``mpinit.initialize``, for parameters of another dtype.
         """
-        standing = self._wrappers.get(wrapper)
-        if standing is not None:
-            return standing is not Standing.OF_OTHERS
+        status = self._wrappers.get(wrapper)
+        if status is not None:
+            return status is not WrapperStatus.OF_OTHERS
         if self._changed and any(id(p) in self._changed for p in (*reduced_by(wrapper), *delayed_by(wrapper))):
             name = type(wrapper).__name__
             raise RuntimeError(
@@ -197,7 +200,7 @@ class Ranks:
                 f"first and wrap the model in {name} afterwards"
             )
         known = self._has_some_of(wrapper)
-        self._wrappers[wrapper] = Standing.PENDING if known else Standing.OF_OTHERS
+        self._wrappers[wrapper] = WrapperStatus.PENDING if known else WrapperStatus.OF_OTHERS
         return known
 
     def _unite(self, wrapper: Any) -> None:
@@ -206,7 +209,7 @@ class Ranks:
         if syncs_when_made(wrapper):
             self._send(wrapper, synced_by(wrapper), 0)
         self._send_scales(wrapper, 0)
-        self._wrappers[wrapper] = Standing.AGREED
+        self._wrappers[wrapper] = WrapperStatus.AGREED
         self._groups = None
 
     def _check_same_under(self, wrapper: Any) -> None:
@@ -254,11 +257,11 @@ class Ranks:
         self._steps, self._loads = 0, sum(scaler.loaded_count for scaler in self._scalers)
 
     def before_step(self) -> None:
-        """Unite the ranks under wrappers that are older than the session; all ranks are about to step.
+        """Let ranks agree under wrappers that have not agreed yet. All ranks call it before a step.
 
         Raises:
-            RuntimeError: with a dynamic scale, it is unknown which other processes train the same model; or scales were
-                loaded on this rank, and not on all; or a backward pass is not over; or parameters were replaced.
+            RuntimeError: a backward pass is running, or parameters were replaced. With a dynamic scale also: it is
+                unknown which other processes train the same model, or scales were loaded on some ranks only.
         """
         if current_pass() != -1 and has_other_processes():
             raise RuntimeError(_INSIDE_BACKWARD)
@@ -267,7 +270,8 @@ class Ranks:
             self.guard.log_emulation()
             self.is_first_step = False
         for wrapper in sorted(
-            (each for each in self._with(Standing.PENDING) if not is_joining(each)), key=lambda w: len(reduced_by(w))
+            (each for each in self._with(WrapperStatus.PENDING) if not is_joining(each)),
+            key=lambda w: len(reduced_by(w)),
         ):
             self._unite(wrapper)
         self._steps += 1
@@ -283,13 +287,13 @@ class Ranks:
             )
 
     def _check_same_scales(self) -> None:
-        if not self._with(Standing.AGREED, Standing.PENDING):
+        if not self._with(WrapperStatus.AGREED, WrapperStatus.PENDING):
             raise RuntimeError(_NOT_TIED.format(torch.distributed.get_world_size() - 1))
         loads = sum(scaler.loaded_count for scaler in self._scalers)
         if loads != self._loads:
-            said = f"mpinit {self._since} {self._steps}: {[scaler.state_dict() for scaler in self._scalers]}"
-            for wrapper in (each for each in self._with(Standing.AGREED) if not is_joining(each)):
-                if not ranks_agree(said, wrapper.process_group):
+            text = f"mpinit {self._since} {self._steps}: {[scaler.state_dict() for scaler in self._scalers]}"
+            for wrapper in (each for each in self._with(WrapperStatus.AGREED) if not is_joining(each)):
+                if not ranks_agree(text, wrapper.process_group):
                     raise RuntimeError(_NOT_LOADED)
             self._loads = loads
 
@@ -302,7 +306,7 @@ class Ranks:
     def end(self, dtypes: dict[torch.Tensor, torch.dtype]) -> None:
         """Refuse to train with wrappers whose parameters have another dtype than ``dtypes``, those of before."""
         changed = {id(parameter) for parameter, dtype in dtypes.items() if parameter.dtype != dtype}
-        for wrapper in self._with(Standing.AGREED, Standing.PENDING):
+        for wrapper in self._with(WrapperStatus.AGREED, WrapperStatus.PENDING):
             if any(id(parameter) in changed for parameter in reduced_by(wrapper)):
                 refuse_training(wrapper)
 
@@ -364,7 +368,7 @@ class Ranks:
 
     def _groups_to_agree_over(self) -> list[Group]:
         """List the groups over which overflow is agreed on: those of all parameters, with a gradient or without."""
-        wrappers = [wrapper for wrapper in self._with(Standing.AGREED) if not is_joining(wrapper)]
+        wrappers = [wrapper for wrapper in self._with(WrapperStatus.AGREED) if not is_joining(wrapper)]
         key = (*(members.generation for members in self._members), len(wrappers))
         if self._groups is None or self._groups[0] != key:
             stepped = self._stepped()

@@ -305,7 +305,7 @@ class Losses:
         done = {id(g) for gradients in others if not gradients.state.is_scaled for g in gradients.present()}
         return own.checks.unscale(self.scaler(loss_id), done)
 
-    def forget_unreached(self) -> None:
+    def drop_unreached(self) -> None:
         """Forget that gradients were to be scaled by a GradScaler, where its losses have reached none."""
         for managed in self.managed.patched():
             gradients = managed.gradients

@@ -65,15 +65,15 @@ class Part:
         """Clear, replace or write the weights' gradients as the optimizer's code has done with the masters'."""
         if self.set_to is None:
             return
-        left = grads_of(self.inner)
-        if not are_same(left, self.set_to):
-            for weight, mine, given in zip(self.weights, left, self.set_to, strict=True):
-                if mine is not given:
+        present = grads_of(self.inner)
+        if not are_same(present, self.set_to):
+            for weight, mine, before in zip(self.weights, present, self.set_to, strict=True):
+                if mine is not before:
                     weight.grad = None if mine is None else mine.to(weight.grad_dtype or weight.dtype)
-        for weight, mine, given, version in zip(self.weights, left, self.set_to, self.versions, strict=False):
-            was_written = version is not None and given is not None and mine is given and given._version != version
+        for weight, mine, before, version in zip(self.weights, present, self.set_to, self.versions, strict=False):
+            was_written = version is not None and before is not None and mine is before and before._version != version
             if was_written and weight.grad is not None:
-                weight.grad.copy_(given)
+                weight.grad.copy_(before)
         self.set_to, self.versions = None, ()
         set_grads(self.inner, repeat(None))
 
@@ -132,12 +132,12 @@ class Parts:
         room: dict[torch.device, tuple[list[torch.Tensor], int]] = {}
         for weight in weights:
             size = 8 * shard(weight).numel()
-            group, left = room.get(weight.device, (None, 0))
-            if group is None or left < size:
-                group, left = [], bucket_bytes_at_most(weight.device, self._bucket_bytes)
+            group, remaining = room.get(weight.device, (None, 0))
+            if group is None or remaining < size:
+                group, remaining = [], bucket_bytes_at_most(weight.device, self._bucket_bytes)
                 groups.append(group)
             group.append(weight)
-            room[weight.device] = group, left - size
+            room[weight.device] = group, remaining - size
         return groups
 
 
@@ -153,7 +153,7 @@ class Scope:
         self._members = members
         self._states = states
         self._native_steps = NativeSteps(members, states) if native_kind(members.optimizer) else None
-        # Whether the masters of a part are read before its step, not all masters before the first step.
+        # True: the masters of a part are read before its step. False: all masters are read before the first step.
         self._reads_parts = members.table.steps_in_parts
         self._parts = Parts(members, states is not None, bucket_bytes)
         self._exchange = _StateExchange(members)
@@ -265,20 +265,20 @@ class Scope:
 
     @contextmanager
     def in_parts(self) -> Iterator[Iterator[None]]:
-        """:meth:`open` for a step: iterate over the inside, one step of the optimizer's an iteration.
+        """Open the scope for a step that is divided into parts: each iteration is one step of the optimizer.
 
-        Each iteration sees the gradients of its own part alone. An optimizer that does not update each parameter by
-        itself is not stepped in parts.
+        An iteration has only the gradients of its own part. An optimizer that does not update each parameter by itself
+        is stepped in one part.
         """
         self._check_not_in_model()
         self._members.sync_groups()
         parts = self._parts.now()
-        left = [
+        remaining = [
             part
             for part in parts
             if part.masters is None or not self._step_weights_natively(part.weights, [part.masters])
         ]
-        if not any(have_grads(part.weights) for part in left) and len(left) < len(parts):
+        if not any(have_grads(part.weights) for part in remaining) and len(remaining) < len(parts):
             yield iter(())
             return
         whole = [part for part in parts if part.masters is not None and not self._reads_parts]
@@ -293,7 +293,7 @@ class Scope:
                 part.read(with_gradients=False)
             self._members.swap_in_masters()
             self._exchange.enter()
-        steps = self._steps(left)
+        steps = self._steps(remaining)
         try:
             yield steps
         finally:
@@ -306,8 +306,8 @@ class Scope:
     def _end(self) -> None:
         self.is_open = False
 
-    def _steps(self, left: Sequence[Part]) -> Generator[None]:
-        present = [part for part in left if have_grads(part.weights)]
+    def _steps(self, remaining: Sequence[Part]) -> Generator[None]:
+        present = [part for part in remaining if have_grads(part.weights)]
         plain = [part for part in self._parts.last if part.masters is None]
         if not present:
             yield
@@ -364,7 +364,7 @@ class _StateExchange:
         self._members = members
         self._holders: list[Optimizer] = []
         self._generation = -1
-        # By the id of the outer dict: it, its keys and values when they were last compared, and the inner dict.
+        # The id of the outer dict -> the dict, its keys and values at the last comparison, and the inner dict.
         self._known: dict[int, tuple[Any, list[Any], list[Any], Any]] = {}
         self._inside: list[tuple[Any, Any]] = []
 

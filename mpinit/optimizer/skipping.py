@@ -88,7 +88,7 @@ class Skips:
         self._rule = rule
         self._last_loss: torch.Tensor | None = None
         self._since_clamp_check = 0
-        # Whether the overflow of the step that comes next is in the log.
+        # True if the overflow of the next step has been logged.
         self._is_logged = False
 
     @functools.cached_property

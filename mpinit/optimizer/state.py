@@ -39,11 +39,16 @@ def _collect(optimizer: Optimizer, found: dict[Optimizer, None]) -> None:
 
 
 def cast_state(state: Any, shape: torch.Size | None, old: torch.dtype, new: torch.dtype) -> Any:
-    """Cast what follows a parameter's dtype in its state: floating tensors of its dtype and shape, and no others.
+    """Cast the tensors of a parameter's state that have its dtype and shape; return the state.
 
-    Counters, tables of codes, factored statistics and what is in another type on purpose stay as they are. Without a
-    shape, any but numbers: an optimizer that steps the cast parameter itself computes in its type; but one that keeps
-    8-bit codes has tables and scales for them, which its kernels read as they are.
+    Counters, tables of codes, factored statistics and tensors of another dtype are not cast.
+
+    Args:
+        state: the state of one parameter; nothing is cast if it is not a dict.
+        shape: the parameter's shape. None: any tensor that is not 0-dimensional, because an optimizer without masters
+            computes in the parameter's dtype. A state with 8-bit codes is never cast: its kernels need the dtypes of
+            its tables and scales.
+        old, new: the parameter's dtype before and after.
     """
     if not isinstance(state, dict) or not old.is_floating_point:
         return state
@@ -79,7 +84,7 @@ def _cast_newer_states(optimizer: Optimizer, casts: Casts, known: set[torch.Tens
 
 def _restorer(state: dict[str, Any], before: dict[str, Any], old: torch.dtype, new: torch.dtype) -> Callable[[], None]:
     def restore() -> None:
-        # What no step has changed since goes back bit for bit; the rest follows the parameter's dtype.
+        # Values that no step has changed get their original bits; others are cast to the parameter's dtype.
         present = dict(state)
         cast_state(state, None, old, new)
         for key, value in before.items():
@@ -90,8 +95,8 @@ def _restorer(state: dict[str, Any], before: dict[str, Any], old: torch.dtype, n
 
 
 def _as_it_was(original: Any, present: Any, widened: Any) -> Any:
-    """``widened``, with the original's bits where ``present`` still is what the original was cast to."""
-    if present is widened:  # not of the dtype that was cast to: it is as the user has it
+    """Return ``widened``, with the original's elements where ``present`` is unchanged since the original was cast."""
+    if present is widened:  # the user has replaced it by a tensor of another dtype
         return widened
     if not isinstance(original, torch.Tensor) or original.shape != present.shape or original.is_meta:
         return widened

@@ -223,26 +223,26 @@ class ScaledWrites:
     def __init__(self, members: Members) -> None:
         self._members = members
         self._has_warned = False
-        self._left: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = []
+        self._recorded: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = []
 
     def watch(self, scaled: torch.Tensor) -> None:
         """Record the versions at the end of the backward pass of a scaled loss.
 
         A hook on the loss queues that: it costs the same whatever the number of parameters.
         """
-        self._left = []
+        self._recorded = []
         if not self._has_warned:
             scaled.register_hook(lambda _: call_after_backward(self._record))  # type: ignore[no-untyped-call]
 
     def _record(self) -> None:
         weights = self._members.weights
         some = weights[:: -(-len(weights) // _WATCHED) or 1]
-        self._left = [(each, weakref.ref(each.grad), each.grad._version) for each in some if each.grad is not None]
+        self._recorded = [(each, weakref.ref(each.grad), each.grad._version) for each in some if each.grad is not None]
 
     def were_done(self) -> bool:
         """Return whether gradients were written to after the backward pass, until now."""
-        left, self._left = self._left, []
-        for weight, known, version in left:
+        recorded, self._recorded = self._recorded, []
+        for weight, known, version in recorded:
             gradient = weight.grad
             if gradient is not None and gradient is known() and gradient._version != version:
                 return True

@@ -143,7 +143,7 @@ def test_an_encoded_tensor_reads_as_its_numbers(codec: Codec) -> None:
     assert torch.equal(state.decoded(), state + 0) and torch.equal(state[2], state.decoded()[2])
     torch.testing.assert_close(state.decoded(), values, rtol=1 / 8, atol=1e-4)
     assert "EncodedState" in repr(state) and type(state.clone()) is torch.Tensor
-    assert state.nbytes_held < values.nbytes * 0.6
+    assert state.code_bytes < values.nbytes * 0.6
     state.mul_(2)
     torch.testing.assert_close(state.decoded(), 2 * values, rtol=1 / 8, atol=8e-3)
     assert type(torch.empty_like(values).copy_(state)) is torch.Tensor

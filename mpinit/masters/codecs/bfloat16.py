@@ -1,8 +1,8 @@
-"""State in bfloat16, rounded stochastically: 2 bytes a number.
+"""State in bfloat16, rounded stochastically: 2 bytes per number.
 
-An average that moves by less than half a unit in the last place a step, as Adam's second moment does, never moves when
-it is rounded to nearest: 0.999 of a bfloat16 number is that number. Rounded up as often as the part cut off is large,
-it moves by the right amount on average.
+Adam's second moment changes by less than half a unit in the last place per step. Rounded to nearest it would never
+change: 0.999 times a bfloat16 number is that number. With stochastic rounding, where the probability of rounding up is
+the size of the part that is cut off, it changes by the right amount on average.
 """
 
 from typing import Any, Final, final

@@ -63,7 +63,7 @@ def _native_for(codec: Codec, values: torch.Tensor) -> Any | None:
     return code if code is not None and encodes_to_same_bits(codec, code) else None
 
 
-# By a codec's name: whether a sample had its bits.
+# A codec's name -> whether native code encoded a sample to the same bits.
 _has_same_bits: Final[dict[str, bool]] = {}
 
 
@@ -85,13 +85,13 @@ def encodes_to_same_bits(codec: Codec, code: Any) -> bool:
     return _has_same_bits[name]
 
 
-# Whole numbers, evenly spread over the lower 20 bits, made of the numbers themselves, their places and a sum over their
-# neighbours: no generator of random numbers is touched, the same numbers give the same noise again after a resume, and
-# as soon as one number has changed the noise of its neighbours is another, so that none gets stuck.
+# Noise: whole numbers, evenly distributed over the lower 20 bits, computed from the numbers themselves, their places
+# and a sum over their neighbours. So no random generator is used, and a resumed run has the same noise. If one number
+# has changed, its neighbours have other noise, so that no number stays the same for ever.
 
-# Rows that share noise: all numbers of one alone may happen to stay what they are, and then would for ever.
+# Number of rows that share noise. If all numbers of a single row stayed the same once, they would stay for ever.
 _NEIGHBOURS: Final = 32
-# Odd numbers without pattern.
+# Odd numbers without a pattern in their bits.
 _ROW: Final = 0x85EBCA6B - 2**32
 _STIR: Final = 0x27D4EB2F
 
@@ -99,7 +99,7 @@ _STIR: Final = 0x27D4EB2F
 def noise_arguments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Make the arguments of :func:`noise` for a tensor (rows, BLOCK): rows' numbers and groups, and places in a row.
 
-    A group is 32 rows, of which the last goes to the end.
+    A group is 32 rows; the last group also has the remaining rows.
     """
     rows = torch.arange(len(values), dtype=torch.int32, device=values.device).view(-1, 1)
     groups = (rows // _NEIGHBOURS).clamp_(max=max(len(values) // _NEIGHBOURS - 1, 0))
@@ -109,10 +109,10 @@ def noise_arguments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, t
 def noise(bits: torch.Tensor, numbers: torch.Tensor, groups: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Compute the noise of float32 numbers viewed as int32, (rows, BLOCK), in whole groups of rows.
 
-    Multiples of a number that rows have of their own: each is as even as that number is, and moving all of a row by the
-    same amount, equal numbers would end in a pattern that stays.
+    The noise of an element is its place times a number of its row. So equal numbers in a row have different noise, and
+    do not end in a fixed pattern.
     """
-    # As sums wrap around they are the same in any order.
+    # Integer sums wrap around, so they do not depend on the order.
     sums = bits.sum(1, dtype=torch.int32)
     within = (groups - groups[0]).view(-1)
     shared = torch.zeros_like(sums).index_add_(0, within, sums)[within].view(-1, 1)

@@ -31,7 +31,7 @@ class EncodedState(torch.Tensor):
         return self
 
     def __init__(self, codec: Codec, codes: Codes, like: torch.Tensor) -> None:
-        """Nothing is left to do."""
+        """Do nothing: ``__new__`` has set the attributes."""
 
     @classmethod
     def of(cls, values: torch.Tensor, codec: Codec) -> "EncodedState":
@@ -44,7 +44,7 @@ class EncodedState(torch.Tensor):
         return encoded
 
     @property
-    def nbytes_held(self) -> int:
+    def code_bytes(self) -> int:
         return sum(code.nbytes for code in self.codes)
 
     @property
@@ -92,9 +92,9 @@ class EncodedState(torch.Tensor):
         def numbers_of(state: EncodedState) -> torch.Tensor:
             return decoded.setdefault(id(state), state.decoded())
 
-        given = (args, kwargs or {})
-        plain_args, plain_kwargs = tree_map_only(EncodedState, numbers_of, given)
-        written = [state for state in _written_to(func, *given) if isinstance(state, EncodedState)]
+        arguments = (args, kwargs or {})
+        plain_args, plain_kwargs = tree_map_only(EncodedState, numbers_of, arguments)
+        written = [state for state in _written_to(func, *arguments) if isinstance(state, EncodedState)]
         if func is torch.ops.aten.detach.default:
             return EncodedState(args[0].codec, args[0].codes, args[0])
         result = func(*plain_args, **plain_kwargs)
@@ -118,7 +118,7 @@ class EncodedState(torch.Tensor):
         return _rebuilt, (self.codec, self._own_codes(), tuple(self.size()), self.stride())
 
     def _own_codes(self) -> Codes:
-        # Those there are may be a part of a bucket's.
+        # Copied, because the codes may be views of a bucket's.
         return tuple(code.clone() for code in self.codes)
 
 
@@ -155,14 +155,14 @@ class _PartOfCopy(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = (args, kwargs or {})
-        if any(isinstance(leaf, _PartOfCopy) for leaf in _written_to(func, *given)):
+        arguments = (args, kwargs or {})
+        if any(isinstance(leaf, _PartOfCopy) for leaf in _written_to(func, *arguments)):
             raise RuntimeError(
                 "a part of a copy of an encoded state of an optimizer was written to, which would change nothing: "
                 "take the whole (values = state['exp_avg'] + 0), change it, and copy it back "
                 "(state['exp_avg'].copy_(values))"
             )
-        plain_args, plain_kwargs = tree_map_only(_PartOfCopy, lambda part: part.numbers, given)
+        plain_args, plain_kwargs = tree_map_only(_PartOfCopy, lambda part: part.numbers, arguments)
         result = func(*plain_args, **plain_kwargs)
         if any(returned.alias_info is not None for returned in func._schema.returns):
             return tree_map_only(torch.Tensor, _PartOfCopy, result)
@@ -176,6 +176,6 @@ def _written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     found = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, (EncodedState, _PartOfCopy))]
+            arguments = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_flatten(arguments)[0] if isinstance(leaf, (EncodedState, _PartOfCopy))]
     return found

@@ -1,12 +1,13 @@
 """State in 8 bits: a small floating-point code for each number, and one scale for each block.
 
 A block is 128 numbers with a scale of its own, as in "8-bit Optimizers via Block-wise Quantization" (Dettmers et al.,
-2022, arXiv:2110.02861). A number over its scale plus 2 is a float32 number of which the exponent's last 4 bits and the
-first of the fraction are kept: 3 (E4M3) and the sign in a block with a negative number, 4 (E4M4) in one without, such
-as of second moments. There no number above 0 becomes 0, by whose root an update would be divided.
+2022, arXiv:2110.02861). To encode a number, divide it by its scale and add 2. The code has the last 4 bits of the
+result's exponent and the first bits of its fraction. In a block with a negative number these are 3 bits and the sign
+(E4M3). In a block without one, such as of second moments, they are 4 bits (E4M4). There no number above 0 becomes 0,
+because updates are divided by its root.
 
 Numbers are rounded stochastically, see :mod:`.bfloat16`: noise is added to the bits that are cut off. Between two codes
-float32 numbers and their bits grow alike, so that this is right on average.
+a float32 number is a linear function of its bits, so this is right on average.
 """
 
 from typing import Any, Final, final
@@ -25,7 +26,7 @@ _LEAST_BITS: Final = 0x40000000
 _CUT_OFF: Final = (19, 20)
 _LARGEST: Final = (31 * 2**12 - _LEAST, 15 * 2**13 - _LEAST)
 _TINY: Final = torch.finfo(torch.float32).tiny
-# Of a scale's 24 bits the last four are 0: made again of the largest number decoded, it is the same.
+# The last four of a scale's 24 bits are 0. So encoding the decoded numbers again computes the same scale.
 _SHORT: Final = 16
 # Noise keeps so far from both ends of what is cut off, so that errors in the last places lead to the same code.
 _MARGIN: Final = 64
@@ -81,7 +82,7 @@ def _encode(
 ) -> None:
     assert values.shape[1] == BLOCK
     bits, size = values.view(torch.int32), values.abs()
-    # Of the bits, so that a -0.0 is negative.
+    # Compare the bits, so that -0.0 is negative.
     unsigned = bits.amin(1, keepdim=True) >= 0
     exact = (size.amax(1, keepdim=True) / torch.where(unsigned, *_LARGEST)).clamp_(min=_TINY)
     short = (exact.view(torch.int32) + _SHORT // 2).bitwise_and_(-_SHORT).view(torch.float32)
