@@ -100,7 +100,7 @@ LEAVES = [
 
 
 @pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: type(leaf).__name__)
-def test_what_is_no_floating_tensor_keeps_its_identity(leaf: Any) -> None:
+def test_non_floating_values_keep_their_identity(leaf: Any) -> None:
     assert cast_tree(leaf, HALF) is leaf
     for box in ([leaf], (leaf,), {"a": leaf}, Pair(leaf, leaf), Batch(leaf), collections.OrderedDict(a=leaf)):
         assert cast_tree(box, HALF) is box

@@ -30,7 +30,7 @@ def line() -> int:
     return frame.f_back.f_lineno
 
 
-def test_frames_of_the_package_are_left() -> None:
+def test_warning_skips_frames_of_the_package() -> None:
     with pytest.warns(UserWarning, match="found") as caught:
         deep()
     here = line() - 1

@@ -23,7 +23,7 @@ FOLDER = tables.machines()[0]
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: str(page.name))
-def test_a_page_says_what_the_results_say(page: Path) -> None:
+def test_page_has_the_numbers_of_the_results(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert tables.replaced(text, FOLDER) == text, "run `make bench-tables`"
     assert "benchmarks" in text and text.count(": begin -->") >= 1
@@ -104,7 +104,7 @@ def test_encoded_states_end_within_the_spread_of_the_seeds() -> None:
                 assert len(by_state[name]) == 5 and away <= max(float32) - min(float32)
 
 
-def test_it_measures_and_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written, threads = tmp_path / "states.json", torch.get_num_threads()
     words = ["--tasks", "digits CNN", "--optimizers", "Adam", "--seeds", "2", "--steps", "2", "--json", str(written)]
     try:
@@ -214,7 +214,7 @@ def test_the_guide_repeats_what_was_measured() -> None:
 
 
 @pytest.mark.long
-def test_it_measures_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_writes_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page, result, threads = tmp_path / "engines.md", tmp_path / "engines.json", torch.get_num_threads()
     page.write_text(engines.PAGE.read_text(encoding="utf-8"), encoding="utf-8")
     tiny = {"RANKS": 1, "WIDTH": 32, "PARAMETERS": engines.LAYERS * 33 * 32, "PAGE": page, "RESULT": result}

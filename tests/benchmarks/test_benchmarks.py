@@ -67,7 +67,7 @@ def test_every_contender_trains_every_task(task: str) -> None:
     assert losses["o0"] == losses["fp32"] == losses["fp32_again"]
 
 
-def test_a_contender_without_a_part_says_so() -> None:
+def test_contender_without_a_part_is_reported() -> None:
     for task, name, why in (("launch", "tf32", "CUDA"), ("bandwidth", "amp_bf16", "network")):
         with pytest.raises(Unavailable, match=why):
             quick(task, name).prepare()
@@ -104,7 +104,7 @@ def test_growth_is_measured_at_every_point(axis: str) -> None:
 
 
 @pytest.mark.long
-def test_a_run_writes_results_that_are_gone_on_with(tmp_path: Path, interpreters: Interpreters) -> None:
+def test_run_writes_results_and_resumes_from_them(tmp_path: Path, interpreters: Interpreters) -> None:
     effort = Effort("quick", rounds=1, most_rounds=1, turns=3, limit_s=0.01)
     words = (interpreters, effort, "cpu", tmp_path, ["o1_linear"], ["o1_bf16"])
     run_with(*words)
@@ -129,7 +129,7 @@ def test_a_run_writes_results_that_are_gone_on_with(tmp_path: Path, interpreters
 
 
 @pytest.mark.long
-def test_what_goes_wrong_is_an_answer(interpreters: Interpreters) -> None:
+def test_failing_contender_is_a_result_with_its_reason(interpreters: Interpreters) -> None:
     start = {"workload": "o1_linear", "size": "quick", "device": "cpu", "patience_s": 60.0}
     unheard = interpreters.ask(0, ["fp32_again"], start={**start, "workload": "unheard of"})["fp32_again"]
     late = interpreters.ask(0, ["fp32"], start={**start, "patience_s": 1e-4})["fp32"]

@@ -66,7 +66,7 @@ INEXACT = 2_000_000
 
 
 @pytest.mark.long
-def test_the_peak_is_what_is_held_and_a_bucket() -> None:
+def test_peak_is_the_footprint_and_one_bucket() -> None:
     start = {"workload": "memory", "size": "quick", "device": "cpu", "patience_s": 60.0}
     with Interpreters(()) as interpreters:
         interpreters.ask(0, list(PEAKS), start=start)
@@ -162,7 +162,7 @@ def test_a_step_peaks_within_the_footprint_and_one_bucket(kind: str, monkeypatch
     assert COUNT * SIDE**2 * 8 * buffers > 2 * (level.peak - level.start)
 
 
-def test_initialize_takes_what_masters_take_and_a_piece_of_one() -> None:
+def test_initialize_needs_memory_of_masters_and_one_piece() -> None:
     model = nn.Linear(2048, 2048, bias=False)
     optimizer = torch.optim.Adam(model.parameters())
     initialize = functools.partial(mpinit.initialize, model, optimizer, "O5", verbosity=0, master_weights="split")
@@ -171,7 +171,7 @@ def test_initialize_takes_what_masters_take_and_a_piece_of_one() -> None:
 
 
 @pytest.mark.long
-def test_what_stays_of_a_split_step_is_a_bucket_at_most() -> None:
+def test_split_step_keeps_at_most_one_bucket() -> None:
     level = step_traced(SPLIT)
     # It was there before.
     assert level.peak - level.start <= SPLIT_CHUNK

@@ -69,7 +69,7 @@ def test_a_loop_trains_as_the_one_by_hand_does(task: str, extra: str) -> None:
 
 @pytest.mark.parametrize("way", ["o2_split", "amp_fp16", "amp_bf16", "fp32"])
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_a_loop_trains_with_every_other_way(way: str, extra: str) -> None:
+def test_loop_trains_with_every_variant(way: str, extra: str) -> None:
     with trained("launch_adamw", f"{way}+{extra}") as case:
         assert math.isfinite(case.step())
 

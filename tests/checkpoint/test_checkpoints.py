@@ -35,7 +35,7 @@ def test_a_checkpoint_goes_from_level_to_level_without_losing_a_bit(load_first: 
     loops.follow(model, optimizer)
 
 
-def test_o3_keeps_what_16_bit_can_hold() -> None:
+def test_o3_checkpoint_keeps_16_bit_values() -> None:
     model, optimizer = loops.started()
     loops.train(model, optimizer, loops.batches(3))
     checkpoint = copy.deepcopy(model.state_dict())
@@ -45,7 +45,7 @@ def test_o3_keeps_what_16_bit_can_hold() -> None:
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_a_plain_torch_checkpoint_goes_on_from_where_it_was(level: str) -> None:
+def test_plain_torch_checkpoint_resumes(level: str) -> None:
     reference, data = loops.mlp(), loops.batches(6)
     plain = loops.momentum(reference.parameters())
     loops.train_plainly(reference, plain, data[:3])
@@ -60,7 +60,7 @@ def test_a_plain_torch_checkpoint_goes_on_from_where_it_was(level: str) -> None:
     torch.testing.assert_close(loops.masters(optimizer), expected, rtol=0.02, atol=0.01)
 
 
-def test_other_scalers_states_are_taken_over() -> None:
+def test_states_of_other_scalers_load() -> None:
     ours = {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 7}}
     for state in (ours, torch.amp.GradScaler("cpu", init_scale=128.0).state_dict() | {"_growth_tracker": 7}):
         _, optimizer = loops.started()
@@ -103,7 +103,7 @@ def saved_at(level: str, scaler: bool = False) -> dict[str, Any]:
 
 @pytest.mark.parametrize("source", ["O0", "O5", "O3"])
 @pytest.mark.parametrize("scaler", [False, True])
-def test_a_dynamic_scale_does_not_begin_at_a_scale_that_was_none(source: str, scaler: bool) -> None:
+def test_dynamic_scale_ignores_the_scale_of_an_unscaled_run(source: str, scaler: bool) -> None:
     state = saved_at(source, scaler)
     model, optimizer = loops.started("O2", num_losses=1 if scaler else 2, init_loss_scale=4096.0)
     with pytest.warns(UserWarning, match="where losses were not scaled.* stays 4096") as caught:
@@ -119,7 +119,7 @@ def test_a_dynamic_scale_does_not_begin_at_a_scale_that_was_none(source: str, sc
     assert mpinit.step_counts(optimizer) == (1, 0)
 
 
-def test_what_was_not_scaled_goes_on_unscaled_and_what_was_begins_at_its_scale() -> None:
+def test_resume_keeps_unscaled_runs_unscaled_and_restores_scales() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         unscaled = loops.start(loops.mlp(), "O5", num_losses=2)

@@ -131,7 +131,7 @@ def test_state_is_made_as_in_torch_and_nothing_else_moves(level: str, name: str)
 
 
 @pytest.mark.parametrize("level", by_name.WITH_MASTERS)
-def test_an_overflow_before_counts_for_nothing(level: str) -> None:
+def test_earlier_overflow_does_not_affect_the_state(level: str) -> None:
     model, optimizer = by_name.build(level)
     backward(mse(model, batches(1)[0]) * float("inf"), optimizer)
     model.zero_grad()

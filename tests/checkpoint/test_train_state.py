@@ -40,7 +40,7 @@ def without_scalers(state: dict[str, Any]) -> dict[str, Any]:
     return {part: entries for part, entries in state.items() if part != "scalers"}
 
 
-def test_it_is_what_torch_asks_for() -> None:
+def test_train_state_is_a_stateful_of_torch() -> None:
     assert isinstance(TrainState(*build("O2")), Stateful)
 
 
@@ -64,7 +64,7 @@ def test_resuming_from_files_changes_no_bit(make: Any, level: str, steps: int, t
 
 
 @pytest.mark.parametrize("level", ["O2", "split", "int8"])
-def test_looking_at_an_optimizer_without_state_leaves_it_without(level: str) -> None:
+def test_reading_a_state_creates_no_optimizer_state(level: str) -> None:
     model, optimizer = build(level)
     plain, plain_optimizer = build(level)
     entries = TrainState(plain, plain_optimizer).state_dict()["optim"]["state"].values()
@@ -98,7 +98,7 @@ def test_a_state_goes_through_every_level_and_back() -> None:
 
 
 @pytest.mark.parametrize("level", ["O2", "split"])
-def test_outside_of_a_process_group_torch_refuses_what_a_train_state_does(level: str) -> None:
+def test_train_state_works_where_torchs_functions_refuse(level: str) -> None:
     """To make an optimizer's state torch assigns 16-bit gradients."""
     model, optimizer = build(level)
     if level == "O2":
@@ -110,7 +110,7 @@ def test_outside_of_a_process_group_torch_refuses_what_a_train_state_does(level:
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "split"])
-def test_gradients_and_given_out_masters_outlive_a_look(level: str) -> None:
+def test_reading_a_state_keeps_gradients_and_masters(level: str) -> None:
     model, optimizer = build(level)
     backward(mse(model, batches(1)[0]), optimizer)
     list(mpinit.master_params(optimizer))
@@ -122,7 +122,7 @@ def test_gradients_and_given_out_masters_outlive_a_look(level: str) -> None:
     assert {float(each["step"]) for each in optimizer.state.values()} == {1.0}
 
 
-def test_a_scale_that_was_none_is_no_start_for_one_that_moves() -> None:
+def test_train_state_ignores_the_scale_of_an_unscaled_run() -> None:
     model, optimizer = build("O0")
     train(model, optimizer, batches(1))
     state = copied(TrainState(model, optimizer))
@@ -137,7 +137,7 @@ def test_a_scale_that_was_none_is_no_start_for_one_that_moves() -> None:
     assert mpinit.state_dict(resumed) == {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 2}}
 
 
-def test_scales_counters_and_tolerance_go_on() -> None:
+def test_scales_counters_and_tolerance_resume() -> None:
     model, optimizer = build("O2", num_losses=2, hysteresis=3)
     for loss_id in (0, 1):
         for factor in (1.0, float("inf")):
@@ -152,7 +152,7 @@ def test_scales_counters_and_tolerance_go_on() -> None:
 
 
 @pytest.mark.parametrize("scalers", [{"loss_scaler0": {"loss_scale": 64.0, "unskipped": 3}}, None])
-def test_scalers_as_mpinit_state_dict_gives_them_or_none(scalers: Any) -> None:
+def test_scalers_load_from_mpinit_state_dict_or_none(scalers: Any) -> None:
     pair = build("O2")
     state = without_scalers(copied(TrainState(*pair))) | ({"scalers": scalers} if scalers else {})
     TrainState(*pair).load_state_dict(state)
@@ -191,7 +191,7 @@ def test_several_optimizers(options: dict[str, bool]) -> None:
     assert_same(run(*resumed, 2), end, dtype=None)
 
 
-def test_weights_alone_of_any_checkpoint(tmp_path: Path) -> None:
+def test_only_weights_load_without_an_optimizer(tmp_path: Path) -> None:
     model, optimizer = build("O2")
     train(model, optimizer, batches(2))
     everything = TrainState(model, optimizer)
@@ -207,7 +207,7 @@ def test_weights_alone_of_any_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "split"])
-def test_what_torch_wrote_for_a_plain_model(level: str, tmp_path: Path) -> None:
+def test_checkpoint_of_a_plain_model_loads(level: str, tmp_path: Path) -> None:
     plain = mlp()
     plain_optimizer = adam(plain.parameters())
     train_plainly(plain, plain_optimizer, batches(3))
@@ -222,7 +222,7 @@ def test_what_torch_wrote_for_a_plain_model(level: str, tmp_path: Path) -> None:
     assert_same(without_scalers(copied(TrainState(*pair))), {"model": ours, "optim": theirs}, dtype=None)
 
 
-def test_it_loads_where_a_part_of_the_names_is_wanted() -> None:
+def test_partial_state_loads_with_strict_false() -> None:
     pair = build("O2")
     state = copied(TrainState(*pair))
     del state["model"]["0.bias"], state["optim"]["state"]["0.bias"]
@@ -273,7 +273,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize(("message", "spoil"), WRONG.items())
-def test_what_does_not_fit_is_refused_and_changes_nothing(message: str, spoil: Callable[[Any], Any]) -> None:
+def test_state_that_does_not_fit_is_refused_and_changes_nothing(message: str, spoil: Callable[[Any], Any]) -> None:
     pair = build("O2")
     train(*pair, batches(1))
     here = TrainState(*pair)
@@ -286,7 +286,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(message: str, spoil: C
     train(*pair, batches(1))
 
 
-def test_state_that_the_optimizer_here_has_no_use_for_is_refused() -> None:
+def test_unexpected_optimizer_state_is_refused() -> None:
     model, optimizer = build("O2")
     train(model, optimizer, batches(1))
     state = copied(TrainState(model, optimizer))
@@ -297,7 +297,7 @@ def test_state_that_the_optimizer_here_has_no_use_for_is_refused() -> None:
         TrainState(other, plain).load_state_dict(state)
 
 
-def test_what_it_is_made_of_is_checked() -> None:
+def test_arguments_of_train_state_are_checked() -> None:
     model, optimizer = build("O5")
     with pytest.raises(TypeError, match="make one for each"):
         TrainState([model], optimizer)  # type: ignore[arg-type]

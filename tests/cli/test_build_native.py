@@ -59,7 +59,7 @@ def compiles(native: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return commands
 
 
-def test_it_is_built_once(said: Said, compiles: list[list[str]], own_folder: Path) -> None:
+def test_native_code_is_built_once(said: Said, compiles: list[list[str]], own_folder: Path) -> None:
     path = native_code.library()
     status, out, err = said()
     assert (status, err) == (0, "")
@@ -114,7 +114,7 @@ def test_a_file_that_cannot_be_loaded(said: Said) -> None:
         ("false", "the compiler 'false' has failed (exit status 1); all of its output is in "),
     ],
 )
-def test_without_a_compiler_it_says_so(
+def test_missing_compiler_is_reported(
     said: Said, monkeypatch: pytest.MonkeyPatch, own_folder: Path, compiler: str, message: str
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
@@ -123,7 +123,7 @@ def test_without_a_compiler_it_says_so(
     assert not list(own_folder.rglob("*.so"))
 
 
-def test_without_python_headers_it_says_so(said: Said, monkeypatch: pytest.MonkeyPatch, own_folder: Path) -> None:
+def test_missing_python_headers_are_reported(said: Said, monkeypatch: pytest.MonkeyPatch, own_folder: Path) -> None:
     monkeypatch.setattr(one_pass_build.shutil, "which", lambda name: "/usr/bin/c++")
     monkeypatch.setattr(one_pass_build.sysconfig, "get_paths", lambda: {"include": str(own_folder)})
     status, _, err = said()

@@ -82,7 +82,7 @@ def test_levels_applies_overrides(printed: Printed, tmp_path: Path) -> None:
     assert found["O2"]["cast_model_type"] == "float16"
 
 
-def test_levels_that_refuse_an_override_say_so_once(printed: Printed) -> None:
+def test_levels_report_a_refused_override_once(printed: Printed) -> None:
     out = printed("levels", "--set", "cast_model_type=bf16")
     assert out.count("refused at O1, O4: cast_model_type=torch.bfloat16 contradicts") == 1
 
@@ -192,7 +192,7 @@ def test_every_command_has_help(name: str, printed: Printed) -> None:
     assert len(out.split()) > 20
 
 
-def test_without_a_command_there_is_help(said: Said) -> None:
+def test_no_command_prints_the_help(said: Said) -> None:
     status, out, err = said()
     assert (status, err) == (0, "")
     assert all(name in out for name in COMMANDS)
@@ -210,7 +210,7 @@ def test_the_version_is_that_of_the_package_that_runs(said: Said, monkeypatch: p
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], [], ["lvels"], ["run", "--help"]])
-def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
+def test_commands_without_torch_do_not_import_it(arguments: list[str]) -> None:
     code = f"import sys, contextlib; sys.modules['torch'] = None; sys.argv[1:] = {arguments}\nimport mpinit.cli\n"
     done = subprocess.run([sys.executable, "-c", f"{code}sys.exit(mpinit.cli.main())"], capture_output=True, text=True)
     assert done.returncode == (2 if arguments == ["lvels"] else 0), done.stderr
@@ -231,7 +231,7 @@ def test_a_wide_table_keeps_every_word(capsys: pytest.CaptureFixture[str]) -> No
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
+def test_closed_pipe_is_no_error() -> None:
     command = f"{sys.executable} -m mpinit levels O2 | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert done.stderr == ""
@@ -261,7 +261,7 @@ def saved(model: nn.Module, optimizer: torch.optim.Optimizer, form: str) -> dict
 
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("source", FORMATS)
-def test_every_form_becomes_every_other(source: str, to: str, tmp_path: Path) -> None:
+def test_convert_between_all_formats(source: str, to: str, tmp_path: Path) -> None:
     model, optimizer = trained()
     torch.save(saved(model, optimizer, source), tmp_path / "in.pt")
     assert main(["convert", str(tmp_path / "in.pt"), str(tmp_path / "out.pt"), "--to", to]) == 0
@@ -271,7 +271,7 @@ def test_every_form_becomes_every_other(source: str, to: str, tmp_path: Path) ->
     assert_same(found, expected, dtype=None)
 
 
-def test_training_goes_on_from_what_torch_saved(tmp_path: Path) -> None:
+def test_training_resumes_from_a_converted_torch_checkpoint(tmp_path: Path) -> None:
     model, optimizer = trained()
     checkpoint = copy.deepcopy(converted(saved(model, optimizer, "torch"), "mpinit")[0])
     batches = CASE.batches(6)[3:]
@@ -322,7 +322,9 @@ def test_several_losses_become_the_one_that_is_asked_for(tmp_path: Path, capsys:
     assert (scaler.get_scale(), scaler._growth_tracker or scaler._init_growth_tracker) == (4.0, 2)
 
 
-def test_files_that_are_none_or_would_be_lost_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_refuses_missing_inputs_and_existing_outputs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = ("good.pt", "other.pt", "text.pt", "code.pt", "zip.pt", "lost.pt", "other.gif", "empty.pt")
     good, other, text, code, archive, lost, other_format, empty = (tmp_path / name for name in names)
     empty.touch()
@@ -363,12 +365,12 @@ def test_files_that_are_none_or_would_be_lost_are_refused(tmp_path: Path, capsys
         ({"amp": {"loss_scaler0": {"loss_scale": -1.0, "unskipped": 0}}}, "'amp': loss_scaler0 has loss_scale=-1.0"),
     ],
 )
-def test_what_cannot_be_converted_is_refused(checkpoint: Any, words: str) -> None:
+def test_convert_refuses_unknown_contents(checkpoint: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         converted(checkpoint, "mpinit")
 
 
-def test_only_the_file_that_is_named_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convert_writes_only_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a file beside it that was there before, nor what a link there leads to."""
     good, out, beside, far = (tmp_path / name for name in ("good.pt", "out.pt", "out.pt.part", "far.txt"))
     torch.save({"amp": {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}}}, good)

@@ -82,7 +82,7 @@ def test_scale_is_found_wherever_it_lies(file: str, to: str) -> None:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_what_was_found_loads(file: str) -> None:
+def test_converted_scale_loads(file: str) -> None:
     model = nn.Linear(4, 2)
     optimizer = AdamW(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, "O2", verbosity=0)
@@ -114,6 +114,6 @@ def test_scale_that_is_none_is_refused_with_its_place(state: dict[str, Any]) -> 
         converted({"model": MODEL, "a": {"b": state}}, "mpinit")
 
 
-def test_no_scale_is_said_so() -> None:
+def test_missing_scale_is_reported() -> None:
     states = {"model": MODEL, "optimizer": OPTIMIZER, "config": {"scale": 2, "loss_scaler": {"kind": "none"}}}
     assert any("no loss scale found, under any key" in line for line in converted(states, "mpinit")[1])

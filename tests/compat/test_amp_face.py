@@ -174,14 +174,14 @@ def test_a_model_without_an_optimizer_changes_no_scaler() -> None:
     assert mpinit.loss_scale(optimizer) == 2.0**16
 
 
-def test_scalers_that_stop_being_dynamic_are_said_to(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_names_scalers_that_become_static(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "mpinit"):
         _, (one, _) = in_two_calls("O2", loss_scale=64.0, verbosity=1)
     assert "static: overflows are not looked for" in caplog.text
     assert mpinit.loss_scale(one) == 64.0
 
 
-def test_sessions_that_share_no_scaler_are_refused_as_ever() -> None:
+def test_sessions_with_different_scalers_are_refused() -> None:
     (first, _), (one, two) = in_two_calls("O2", mpinit)
     with pytest.raises(ValueError, match="one loss cannot be scaled by"):
         face.scale_loss(mean(first), [one, two])

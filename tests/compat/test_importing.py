@@ -71,7 +71,7 @@ def test_manual_mixed_precision_is_refused_with_the_way_out(statement: str) -> N
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("name", [name for name in MISSING if "fp16_utils" not in name])
-def test_what_something_takes_the_place_of_is_refused_by_name(name: str) -> None:
+def test_replaced_names_of_apex_are_refused_by_name(name: str) -> None:
     package, _, attribute = name.rpartition(".")
     # A file of apex's is no package to import from.
     imported = [f"import {name}"] if "fused_layer_norm" not in name else []
@@ -175,7 +175,7 @@ def check_amp_alone_is_ours(real: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [(), ("apex",), ("apex.parallel", "apex.contrib")], ids=str)
-def test_of_a_real_apex_amp_alone_is_ours(real_apex: Path, before: tuple[str, ...]) -> None:
+def test_only_amp_of_a_real_apex_is_replaced(real_apex: Path, before: tuple[str, ...]) -> None:
     for name in before:
         importlib.import_module(name)
     mpinit.install_as_apex()
@@ -190,7 +190,7 @@ def test_an_amp_that_no_longer_runs_is_not_imported(real_apex: Path) -> None:
     check_amp_alone_is_ours(real_apex)
 
 
-def test_a_real_apex_that_cannot_be_imported_is_left_aside(real_apex: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_apex_is_ignored(real_apex: Path, caplog: pytest.LogCaptureFixture) -> None:
     (real_apex / "apex" / "__init__.py").write_text(
         "from . import optimizers, parallel\nfrom . import built_for_another\n"
     )
@@ -205,7 +205,7 @@ def test_a_real_apex_that_cannot_be_imported_is_left_aside(real_apex: Path, capl
         importlib.import_module("apex.contrib")
 
 
-def test_another_project_of_that_name_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_project_named_apex_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("legends = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -239,13 +239,13 @@ def parts(node: ast.Import | ast.ImportFrom) -> set[str]:
     return {part for name in names for part in name.split(".")}
 
 
-def test_there_is_an_outside() -> None:
+def test_files_outside_of_compat_are_found() -> None:
     assert len(OUTSIDE) > 15
     assert imports_of_compat(ast.parse("from .compat.running import run_script"))
 
 
 @pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_the_two_doors_import_it_and_only_when_used(path: Path) -> None:
+def test_compat_is_imported_by_two_functions_only(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     allowed = DOORS.get(str(path.relative_to(PACKAGE)), set())
     functions = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name in allowed]
@@ -255,7 +255,7 @@ def test_only_the_two_doors_import_it_and_only_when_used(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_quirk_leaks_out(path: Path) -> None:
+def test_names_of_apex_are_only_in_compat(path: Path) -> None:
     found = set(QUIRKS.findall(path.read_text(encoding="utf-8")))
     # The one other finder of modules: for parts of torch that are patched when they are imported.
     assert found <= ({"sys.meta_path"} if path.name == "patches_on_import.py" else set())
@@ -290,7 +290,7 @@ def taken(path: Path) -> set[str]:
     return found
 
 
-def test_the_faces_take_what_users_can_use_and_one_module_the_rest() -> None:
+def test_compat_uses_internals_through_one_module() -> None:
     core = PACKAGE / "compat" / "_core.py"
     everything = set().union(*(taken(path) for path in FACE if path != core))
     assert {name for name in everything if name.split(".")[0] != "basics"} == SHORT_LIST

@@ -132,7 +132,7 @@ def accepted(framework: str, flag: str, value: str) -> bool:
             return flag == "precision" and value in typing.get_args(known)
 
 
-def test_flags_of_frameworks_exist_and_their_levels_too() -> None:
+def test_flags_and_levels_on_the_page_exist() -> None:
     assert len(FLAGS) == 8
     assert all(accepted(framework, flag, value.strip('"')) for framework, flag, value, _ in FLAGS)
     types = {"fp16": "O1", "bf16": "O4", "16-mixed": "O1", "bf16-mixed": "O4", "16-true": "O2", "bf16-true": "O5"}

@@ -37,7 +37,7 @@ def test_sync_batchnorm_adds_and_rectifies() -> None:
     torch.testing.assert_close(found, torch.tensor([[0.0, 1.5]]), rtol=1e-4, atol=1e-4)
 
 
-def test_it_can_be_imported_where_torchs_own_was_replaced() -> None:
+def test_compat_imports_after_torchs_norm_was_replaced() -> None:
     """A launcher that puts a subclass with **kwargs in torch's place, and the same with torch's own arguments."""
     code = """
 import torch

@@ -118,7 +118,7 @@ def test_a_scripts_own_error_passes_through(tmp_path: Path) -> None:
     assert done.stderr.rstrip().endswith("KeyError: 'missing'")
 
 
-def test_a_missing_script_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_script_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "no_such_script.py"]) == 2
     assert "no such file: 'no_such_script.py'" in capsys.readouterr().err
 
@@ -216,7 +216,7 @@ def test_the_same_bits(level: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_undo_takes_back_what_the_face_did(level: str) -> None:
+def test_undo_removes_apexs_attributes(level: str) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -26,7 +26,7 @@ SCALED = {"init_loss_scale": 1024.0, "verbosity": 0}
 
 
 @ranks(2, ("ddp",), ("fsdp",))
-def test_a_cycle_takes_one_round_and_replicas_none(engine: str) -> None:
+def test_agreement_needs_one_collective_and_none_for_replicas(engine: str) -> None:
     model = CASE.build() if engine == "ddp" else sharded()
     optimizer = sgd_of(model)
     mpinit.initialize(model, optimizer, "O2", **SCALED)
@@ -55,7 +55,7 @@ def experts() -> Any:
 
 
 @ranks(2, ("O2",), long=[("O1",)])
-def test_an_expert_without_tokens_keeps_no_rank_waiting(level: str) -> None:
+def test_expert_without_tokens_does_not_block_ranks(level: str) -> None:
     model = experts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, level, **SCALED)
@@ -174,7 +174,7 @@ def test_stages_are_clipped_as_one_model() -> None:
 
 
 @ranks(2)
-def test_a_step_without_any_gradient_is_told_once() -> None:
+def test_step_without_gradients_warns_once() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
     mpinit.initialize([model], optimizer, "O1", verbosity=0, loss_scale=8.0)
@@ -193,7 +193,7 @@ def entry(name: str, asked: torch.dtype | None) -> Any:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_what_a_policy_asks_for_any_parameter_is_not_overruled(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp_policy_of_every_parameter_is_checked(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.dtype | None] = [torch.bfloat16, torch.bfloat16]
     group = SimpleNamespace(fsdp_params=[entry("a", asked[0]), entry("b", asked[1])])
     monkeypatch.setattr(sharding, "_groups", lambda model: [group])

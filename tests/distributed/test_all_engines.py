@@ -215,7 +215,7 @@ def test_a_rank_without_a_batch_ends_with_the_others_masters(level: str) -> None
 
 
 @ranks(4, ("O2",), long=[("split",), ("model",)])
-def test_what_one_rank_has_loaded_reaches_all(level: str) -> None:
+def test_state_loaded_on_one_rank_reaches_all(level: str) -> None:
     """Masters and scale, when the model is wrapped."""
     model = network(seed=0)
     optimizer = engines.sgd(model.parameters())

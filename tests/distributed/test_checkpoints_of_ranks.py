@@ -188,7 +188,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_
 
 
 @ranks(4, ("fsdp4 O5", "sgd"), ("fsdp4 split", "adam"), long=[("ddp4 split", "adam"), ("tp4 O2", "adam")])
-def test_rank_0_has_all_of_it(words: str, name: str) -> None:
+def test_full_state_is_on_rank_0(words: str, name: str) -> None:
     """Gathered once; loaded from rank 0; refused on all ranks where it does not fit."""
     run = Run(words, {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[name])
     pair, state = run.build(options=WHOLE)
@@ -219,7 +219,7 @@ def test_rank_0_has_all_of_it(words: str, name: str) -> None:
 
 
 @ranks(4, ("fsdp4 split",), ("tp4 O2",))
-def test_torchs_own_function_says_that_shards_get_16_bits(words: str) -> None:
+def test_torchs_set_state_dict_warns_about_16_bit_shards(words: str) -> None:
     run = Run(words)
     pair, state = run.build()
     there = {name: value * 1.37 for name, value in of(state).items() if name.startswith("model.")}
@@ -238,7 +238,7 @@ def _tensors(state: Any) -> list[torch.Tensor]:
 
 
 @ranks(4, ("fsdp4 O2",))
-def test_what_torch_wrote_is_read(words: str) -> None:
+def test_torchs_files_load(words: str) -> None:
     """Without scalers, from files and as get_state_dict returned it."""
     run, folder = Run(words), folder_of_all()
     pair, state = run.build()

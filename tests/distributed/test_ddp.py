@@ -159,7 +159,7 @@ def test_training_on_after_undo_asks_for_another_wrapper(compiled: bool) -> None
 
 
 @ranks(2)
-def test_undo_of_float32_weights_leaves_the_wrapper_be() -> None:
+def test_undo_of_float32_weights_keeps_the_wrapper() -> None:
     batches = [mine(batch) for batch in CASE.batches(2)]
     model, optimizer = build("O1", seed=0)
     wrapped = DistributedDataParallel(model)
@@ -209,7 +209,7 @@ def launch(folder: Path) -> str:
 
 
 @pytest.mark.long
-def test_it_trains_and_after_a_killed_worker_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_example_resumes_after_a_killed_worker_bit_for_bit(tmp_path: Path) -> None:
     log = launch(tmp_path)
     said = [line for line in log.splitlines() if line.startswith(("from step", "step", *RUNS))]
     starts = [line for line in said if line.startswith("from")]

@@ -109,7 +109,7 @@ def test_a_group_of_two_dtypes_is_refused_and_batchnorm_by_itself_works() -> Non
 
 
 @ranks(2)
-def test_what_is_made_before_sharding_is_refused() -> None:
+def test_optimizer_made_before_sharding_is_refused() -> None:
     model = engines.CASE.build()
     optimizer = engines.sgd_of(model)
     fully_shard(model, mesh=engines.mesh(2))

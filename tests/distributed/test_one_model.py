@@ -69,7 +69,7 @@ def test_models_that_differ_are_refused_by_name() -> None:
 
 
 @ranks(2)
-def test_words_without_addresses_are_the_same() -> None:
+def test_settings_are_compared_without_addresses() -> None:
     model = engines.CASE.build()
     kept = [nn.LayerNorm, lambda name, module: name == "head"]
     mpinit.initialize(model, engines.sgd_of(model), "O2", keep_fp32=kept, **SCALED)
@@ -146,7 +146,7 @@ def test_unequal_seeds_leave_one_frozen_weight_and_one_buffer(level: str) -> Non
 
 
 @ranks(2, ("O2",), ("split",), long=[("O0",), ("O1",), ("model",)])
-def test_one_file_is_enough_for_all_ranks(level: str) -> None:
+def test_one_checkpoint_file_serves_all_ranks(level: str) -> None:
     model = engines.CASE.build()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     mpinit.initialize(model, optimizer, verbosity=0, **LEVELS[level])
@@ -170,7 +170,7 @@ def test_one_file_is_enough_for_all_ranks(level: str) -> None:
 
 
 @ranks(2, (True,), (False,))
-def test_one_rank_may_look_at_an_optimizer_that_has_made_no_step(by_torch: bool) -> None:
+def test_one_rank_may_read_optimizer_state_before_a_step(by_torch: bool) -> None:
     model = engines.CASE.build()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     mpinit.initialize(model, optimizer, "O2", num_losses=2, **SCALED)
@@ -269,7 +269,7 @@ def test_a_scale_that_was_loaded_after_wrapping_is_loaded_by_all(who: str) -> No
 
 
 @ranks(2, ("nothing",), ("world",), ("own",))
-def test_gradients_averaged_by_hand_want_a_process_group(given: str) -> None:
+def test_gradients_averaged_by_hand_need_a_process_group(given: str) -> None:
     model = engines.CASE.build()
     optimizer = engines.sgd_of(model)
     group = {"world": {"process_group": dist.group.WORLD}, "own": engines.by_itself()}.get(given, {})

@@ -32,7 +32,7 @@ def test_right_again():
 """
 
 
-def test_what_goes_wrong_is_one_tests_failure(tmp_path: Path) -> None:
+def test_failure_in_a_process_fails_one_test(tmp_path: Path) -> None:
     path = tmp_path / "cases_to_run.py"
     path.write_text(CASES, encoding="utf-8")
     names = [line[4:].partition("(")[0] for line in CASES.splitlines() if line.startswith("def ")]

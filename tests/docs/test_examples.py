@@ -220,7 +220,7 @@ def test_public_functions_and_classes_are_documented(name: str) -> None:
     assert not bare
 
 
-def test_the_search_runs_examples_at_all() -> None:
+def test_doctest_search_finds_examples() -> None:
     found = doctest.DocTestFinder().find(importlib.import_module("mpinit.basics.dtypes"))
     assert any("parse_dtype" in test.name and test.examples for test in found)
 
@@ -229,7 +229,7 @@ PUBLIC = sorted({name for name in mpinit.__all__ if callable(getattr(mpinit, nam
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_a_public_name_says_what_goes_in_and_what_comes_out(name: str) -> None:
+def test_docstring_has_arguments_and_results(name: str) -> None:
     thing = getattr(mpinit, name)
     text = inspect.getdoc(thing) or ""
     signature = inspect.signature(thing)

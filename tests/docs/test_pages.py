@@ -82,7 +82,7 @@ def test_a_snippet_runs_and_prints_what_the_page_shows(
     assert snippet.printed is None or same_but_for_numbers(printed, snippet.printed), printed
 
 
-def test_what_is_shown_belongs_to_a_snippet() -> None:
+def test_every_output_follows_a_snippet() -> None:
     marks = sum(text.count(PRINTS) for text in TEXTS.values())
     assert marks == sum(snippet.printed is not None for snippet in ALL) >= 3
 
@@ -107,7 +107,7 @@ def test_code_fits_a_window(page: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(GENERATOR["MADE"]))
-def test_a_made_page_is_what_the_code_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_page_is_up_to_date(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")  # argparse wraps to the terminal
     made = GENERATOR["MADE"][name]()
     assert (DOCS / name).read_text(encoding="utf-8") == made, "run: python docs/generate.py"
@@ -299,7 +299,7 @@ def test_every_error_and_warning_has_a_text_on_the_page() -> None:
     assert sites() == WITHOUT_A_TEXT
 
 
-def test_every_room_with_messages_has_a_heading() -> None:
+def test_every_folder_with_messages_has_a_heading() -> None:
     rooms = {room for names in messages.ROOMS.values() for room in names}
     assert {message.module.split("/")[0] for message in collected()} <= rooms
     assert len(collected()) > 200
@@ -312,15 +312,15 @@ def pattern(text: str) -> str:
 
 
 @pytest.mark.parametrize("beginning", BEGINNINGS)
-def test_a_row_of_the_explained_ones_is_a_message_of_the_code(beginning: str) -> None:
+def test_explained_messages_exist_in_the_code(beginning: str) -> None:
     assert any(re.search(pattern(beginning), message.text.replace("`", "")) for message in collected())
 
 
-def test_the_explained_ones_are_found() -> None:
+def test_explained_messages_are_found() -> None:
     assert len(BEGINNINGS) >= 20
 
 
-def test_pages_are_made_of_the_tree_that_the_generator_lies_in(tmp_path: Path) -> None:
+def test_generator_reads_its_own_tree(tmp_path: Path) -> None:
     (tmp_path / "mpinit.py").write_text("raise AssertionError('the package of another tree')\n", "utf-8")
     made = "import runpy, sys; print(runpy.run_path(sys.argv[1], run_name='generate')['mpinit'].__file__)"
     paths = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
@@ -334,7 +334,7 @@ PATHS = sorted(set(re.findall(r"\b(?:mpinit|tests|configs)/[\w/.]*|\b[A-Z]+\.md\
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_room_and_file_exists(path: str) -> None:
+def test_every_folder_and_file_on_the_map_exists(path: str) -> None:
     target = ROOT / path.rstrip(".")
     assert target.is_dir() if path.endswith("/") else target.exists()
 
@@ -344,12 +344,12 @@ def test_every_name_exists() -> None:
     assert mpinit.plan.MasterWeightsMode and logs.warn_user and mpinit.plan.ScalingRule
 
 
-def test_every_room_of_the_house_is_on_the_map() -> None:
+def test_every_folder_is_on_the_map() -> None:
     rooms = {init.parent.name for init in PACKAGE.glob("*/__init__.py")}
     assert not {room for room in rooms if f"mpinit/{room}/" not in TEXT}
 
 
-def test_it_is_one_page_and_the_readme_leads_to_it() -> None:
+def test_contributing_is_one_page_linked_from_the_readme() -> None:
     assert len(TEXT.splitlines()) <= 75
     assert "](CONTRIBUTING.md)" in TEXTS[README]
 
@@ -362,7 +362,7 @@ def figures() -> dict[str, Any]:
     return runpy.run_path(str(DOCS / "figures.py"))
 
 
-def test_the_page_shows_what_exponents_say(figures: dict[str, Any], tmp_path: Path) -> None:
+def test_page_shows_the_counted_exponents(figures: dict[str, Any], tmp_path: Path) -> None:
     page = TEXTS[DOCS / "explanation" / "loss-scaling.md"]
     shown = re.search(r"begin -->\n\n```text\n(.*?)\n```\n\n<!-- figures", page, re.S)
     assert shown is not None
@@ -400,7 +400,7 @@ def test_tables_of_what_was_measured_are_those_of_the_files(made: str, figures: 
     assert figures[made]().strip() in TEXTS[FIGURES[made]], "run: python docs/figures.py"
 
 
-def test_what_an_audit_foresees_was_compared_with_20_optimizers_at_4_rates() -> None:
+def test_audit_predictions_cover_20_optimizers_at_4_rates() -> None:
     found = json.loads((DOCS / "measured" / "audit.json").read_text(encoding="utf-8"))
     assert len({(row["optimizer"], row["rate"]) for row in found["rows"]}) == 80
     assert found["mean error"] < 0.02

@@ -99,7 +99,7 @@ CATS: dict[str, Callable[..., torch.Tensor]] = {
 
 @LOWER
 @pytest.mark.parametrize("name", CATS)
-def test_what_puts_tensors_together_takes_both_types(name: str, lower: torch.dtype, start_casts: StartCasts) -> None:
+def test_cat_and_stack_promote_both_16_bit_types(name: str, lower: torch.dtype, start_casts: StartCasts) -> None:
     x = torch.arange(4.0).reshape(2, 2)
     want = {count: CATS[name]([x] * count) for count in (1, 2)}
     start_casts(patch_torch_functions_type=lower)
@@ -137,7 +137,7 @@ def test_a_0_dimensional_float32_argument_counts(lower: torch.dtype, start_casts
     ],
     ids=["norm", "vector_norm", "masked.norm"],
 )
-def test_norms_give_the_type_asked(
+def test_norms_return_the_requested_dtype(
     norm: Callable[..., torch.Tensor], lower: torch.dtype, start_casts: StartCasts
 ) -> None:
     start_casts(patch_torch_functions_type=lower)

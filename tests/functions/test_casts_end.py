@@ -57,7 +57,9 @@ def test_the_casts_of_another_session_stay(before: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("block", [lambda: ForwardCasts(BF16), CastsOff, disable_casts], ids=["forward", "off", "none"])
-def test_dropped_inside_a_block_they_go_off_after_it(before: dict[str, object], block: Callable[[], CastsOff]) -> None:
+def test_casts_of_a_session_dropped_in_a_block_end_after_it(
+    before: dict[str, object], block: Callable[[], CastsOff]
+) -> None:
     owner = Owner()
     apply(o1_plan(), owner=owner)
     with block():
@@ -67,7 +69,7 @@ def test_dropped_inside_a_block_they_go_off_after_it(before: dict[str, object], 
     assert product_dtype() is FP32
 
 
-def test_dropped_inside_a_block_of_torch_they_go_off_with_the_next_forward(before: dict[str, object]) -> None:
+def test_casts_of_a_session_dropped_in_autocast_end_at_the_next_forward(before: dict[str, object]) -> None:
     owner = Owner()
     apply(o1_plan(), owner=owner)
     with torch.autocast("cpu", BF16):
@@ -79,7 +81,7 @@ def test_dropped_inside_a_block_of_torch_they_go_off_with_the_next_forward(befor
 
 
 @pytest.mark.parametrize("ends", ["backward", "forward"])
-def test_ended_in_another_thread_they_go_off_with_the_next_pass(before: dict[str, object], ends: str) -> None:
+def test_casts_ended_in_another_thread_end_at_the_next_pass(before: dict[str, object], ends: str) -> None:
     owner = [Owner()]
     apply(o1_plan(), owner=owner[0])
     thread = threading.Thread(target=owner.clear)

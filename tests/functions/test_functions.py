@@ -28,7 +28,7 @@ from mpinit.torch_internals.native_autocast import is_on
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-def test_everything_is_back_after_the_last_of_several_sessions_in_any_order(order: tuple[int, ...]) -> None:
+def test_last_undo_of_several_sessions_restores_torch(order: tuple[int, ...]) -> None:
     before = namespace()
     undos = [
         apply(o1_plan()),
@@ -51,7 +51,7 @@ def test_the_dtype_in_force_is_that_of_the_latest_session_not_undone(start_casts
     assert product_dtype() is FP32
 
 
-def test_wrappers_look_like_what_they_stand_for(start_casts: StartCasts) -> None:
+def test_wrappers_have_the_names_of_their_functions(start_casts: StartCasts) -> None:
     documentation, signature = torch.exp.__doc__, inspect.signature(torch.autograd.backward)
     start_casts()
     assert torch.exp.__doc__ == documentation
@@ -69,7 +69,7 @@ def test_thread_scope_covers_the_calling_thread_only_and_model_scope_none(start_
     assert not torch.is_autocast_cache_enabled()
 
 
-def test_undone_in_another_thread_it_says_what_stays(caplog: pytest.LogCaptureFixture) -> None:
+def test_undo_in_another_thread_warns(caplog: pytest.LogCaptureFixture) -> None:
     before = namespace()
     undo = apply(o1_plan())
     with caplog.at_level(logging.WARNING, "mpinit"):
@@ -160,7 +160,7 @@ class Scriptable(torch.nn.Module):
 
 
 @NO_LONGER_SUPPORTED
-def test_torchscript_and_other_tracers_take_the_wrappers_as_they_come(start_casts: StartCasts) -> None:
+def test_torchscript_and_tracers_accept_wrappers(start_casts: StartCasts) -> None:
     x = torch.rand(2, 2)
     plain = Scriptable()(x)
     undo = start_casts(cast_scope="model")
@@ -275,7 +275,7 @@ def test_models_of_every_kind_train_and_evaluate(name: str, lower: torch.dtype, 
 
 @LOWER
 @pytest.mark.parametrize("make", [attention, MODELS["transformer_layer"][0]], ids=["attention", "transformer_layer"])
-def test_evaluation_computes_what_training_does_although_torch_has_a_fast_path(
+def test_evaluation_avoids_the_encoder_fast_path(
     make: Callable[[], nn.Module], lower: torch.dtype, initialize: Initialize
 ) -> None:
     """The fused path of evaluation would run norms in 16 bits; without casts it is taken as ever."""

@@ -135,7 +135,7 @@ def test_operators(lower: torch.dtype, start_casts: StartCasts) -> None:
 
 
 @pytest.mark.device
-def test_in_place_out_and_explicit_dtypes_are_left_alone(lower: torch.dtype, start_casts: StartCasts) -> None:
+def test_in_place_out_and_explicit_dtypes_are_not_cast(lower: torch.dtype, start_casts: StartCasts) -> None:
     start_casts(patch_torch_functions_type=lower)
     x = Make(device().type, lower)(2, 3).detach()
     out = torch.empty_like(x)

@@ -211,7 +211,7 @@ def test_evaluating_inside_the_training_forward(initialize: Initialize) -> None:
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
-def test_a_thousand_iterations_do_not_grow(initialize: Initialize) -> None:
+def test_memory_is_constant_over_1000_iterations(initialize: Initialize) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     initialize(model, optimizer)

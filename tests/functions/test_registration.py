@@ -67,7 +67,7 @@ Register = Callable[[Any, str], None]
 
 @REGISTER
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_registered_before_or_after_undone_and_back(
+def test_registration_survives_undo(
     register: Register,
     given: torch.Tensor,
     expected: torch.dtype,
@@ -206,7 +206,7 @@ class Square(torch.autograd.Function):
         return 2 * x * grad
 
 
-def test_nothing_happens_without_casts() -> None:
+def test_registered_function_is_unchanged_without_casts() -> None:
     tree = [ONES, {"x": HALVES}]
     assert leaves_in_half(tree)[0] is tree
     assert loss_in_float(HALVES, HALVES).dtype is HALF

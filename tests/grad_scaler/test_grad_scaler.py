@@ -260,7 +260,7 @@ def test_scalers_of_two_losses() -> None:
         ((), {"scale": 2.0}, "has no argument 'scale'; it has owners, loss_id and enabled"),
     ],
 )
-def test_what_torchs_own_is_made_with_is_answered(given: tuple[Any, ...], keywords: dict[str, Any], said: str) -> None:
+def test_torchs_constructor_arguments_are_answered(given: tuple[Any, ...], keywords: dict[str, Any], said: str) -> None:
     with pytest.raises(TypeError, match=said):
         mpinit.GradScaler(*given, **keywords)
 

@@ -79,7 +79,7 @@ def test_advice_names_the_parameter_that_moves_least() -> None:
     assert "100% of '1.weight'" in found.advice
 
 
-def test_states_in_fewer_bytes_count_as_what_they_are() -> None:
+def test_encoded_states_count_by_their_bytes() -> None:
     model = nn.Linear(128, 128, bias=False)
     optimizer = adamw(model)
     mpinit.initialize(model, optimizer, "O5", optimizer_state="int8", verbosity=0)
@@ -124,7 +124,7 @@ def test_the_share_is_about_that_of_real_steps(rate: float) -> None:
     assert sum(shares[8:]) / len(shares[8:]) == pytest.approx(foreseen, abs=0.15)
 
 
-def test_masters_cure_it_and_the_advice_says_so_and_what_it_does_to_the_rate() -> None:
+def test_advice_names_masters_and_warns_about_the_rate() -> None:
     model = nn.Linear(64, 64).bfloat16()
     optimizer = adamw(model, 1e-5)
     before = mpinit.audit(model, optimizer)
@@ -138,7 +138,7 @@ def test_masters_cure_it_and_the_advice_says_so_and_what_it_does_to_the_rate() -
         model.bfloat16()
 
 
-def test_where_steps_depend_on_gradients_their_size_is_used_and_without_any_nothing_is_foreseen() -> None:
+def test_sgd_share_depends_on_present_gradients() -> None:
     model = mlp().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     found = mpinit.audit(model, optimizer)
@@ -169,7 +169,7 @@ def test_it_prints_a_table_and_json() -> None:
     assert mpinit.audit(model).stuck == {}
 
 
-def test_what_cannot_be_audited_is_refused() -> None:
+def test_audit_refuses_wrong_arguments() -> None:
     with pytest.raises(TypeError, match="takes a module and an optimizer, not int"):
         mpinit.audit(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="an optimizer of torch's kind, not str"):

@@ -9,12 +9,12 @@ import mpinit
 
 
 @pytest.mark.parametrize("name", ["History", "broadcast_masters", "gradient_histogram", "stalled"])
-def test_what_there_was_says_what_takes_its_place(name: str) -> None:
+def test_removed_names_are_refused_with_the_replacement(name: str) -> None:
     with pytest.raises(AttributeError, match=f"mpinit.{name} was removed: .*(tracker|TrainState|frexp|audit)"):
         getattr(mpinit, name)
 
 
-def test_it_tells_level_dtypes_masters_scale_and_skips() -> None:
+def test_describe_shows_level_dtypes_masters_scale_and_skips() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     optimizer = start(model, make=torch.optim.Adam)
     for factor in (1.0, float("inf")):
@@ -30,7 +30,7 @@ def test_it_tells_level_dtypes_masters_scale_and_skips() -> None:
         assert part in text
 
 
-def test_what_is_not_initialised_or_disabled() -> None:
+def test_describe_of_uninitialised_or_disabled_objects() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match="was not initialised"):
         mpinit.describe(model)

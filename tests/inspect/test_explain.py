@@ -178,7 +178,7 @@ def test_text_and_json() -> None:
     assert [row["op"] for row in read["rows"]] == [row.op for row in report.rows]
 
 
-def test_what_cannot_be_explained_is_refused() -> None:
+def test_explain_refuses_wrong_arguments() -> None:
     model = nn.Linear(2, 2)
     x = torch.ones(1, 2)
     with pytest.raises(TypeError, match=r"must be a torch.nn.Module, not function"):
@@ -233,7 +233,7 @@ def operations_and_calls(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_off_nothing_of_it_runs_on_good_steps(level: str) -> None:
+def test_reports_cost_nothing_on_good_steps(level: str) -> None:
     model, optimizer = started(level)
     _, calls = operations_and_calls(model, optimizer)
     watching = ("overflow_log.py", "operations.py")
@@ -243,7 +243,7 @@ def test_off_nothing_of_it_runs_on_good_steps(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_what_was_on_and_is_off_again_leaves_no_operation_and_no_call(level: str) -> None:
+def test_reports_leave_no_operation_behind(level: str) -> None:
     model, optimizer = started(level)
     before = operations_and_calls(model, optimizer)
     with mpinit.watch_overflow(model):

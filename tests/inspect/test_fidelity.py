@@ -130,7 +130,7 @@ def test_a_weight_that_was_written_after_the_export_is_named() -> None:
     assert compared(model, served=served).first_module == "transformer.h.1.mlp.c_fc"
 
 
-def test_what_cannot_be_compared_is_refused() -> None:
+def test_fidelity_refuses_wrong_arguments() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="takes a module and its inputs, not int"):
         mpinit.fidelity(3)  # type: ignore[arg-type]

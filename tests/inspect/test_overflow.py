@@ -88,7 +88,7 @@ def test_too_many_skips_name_the_module_the_scale_and_the_way_out() -> None:
     assert "keep_fp32=['first']" not in str(caught.value), "the culprit is 'steep', which has no parameter"
 
 
-def test_a_bad_loss_is_said_to_be_one() -> None:
+def test_bad_loss_is_reported() -> None:
     model, optimizer = started()
     iterate(model(torch.full((2, 6), float("nan"))).sum(), optimizer)
     assert "watch_overflow" in mpinit.overflow_report(optimizer).advice
@@ -126,7 +126,7 @@ def test_a_backward_operation_is_named_by_the_module_that_made_its_node(checkpoi
         (lambda model, x: model[0].weight.data.fill_(float("inf")), "weights", "0"),
     ],
 )
-def test_what_is_bad_before_anything_is_computed(spoil: Any, kind: str, module: str) -> None:
+def test_bad_data_and_weights_are_named(spoil: Any, kind: str, module: str) -> None:
     model, x = deep(), torch.ones(2, 6)
     spoil(model, x)
     with mpinit.watch_overflow(model) as watch:

@@ -119,7 +119,7 @@ def test_bfloat16_where_the_models_own_forward_overflows() -> None:
     assert found.finding is not None and (found.finding.kind, found.finding.where) == ("forward", "")
 
 
-def test_the_words_paste() -> None:
+def test_suggested_keywords_are_valid_python() -> None:
     model = faulty(3000.0)
     found = mpinit.suggest(model, adam(model), step)
     assert found.to_keywords() == "opt_level='O2', keep_fp32=['2']"

@@ -111,7 +111,7 @@ def whole_step(model: Any, optimizer: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("step", [lambda m, o: mse(m, batches(1)[0]), whole_step], ids=["loss", "whole step"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_suggest_leaves_everything(level: str | None, step: Callable[..., Any]) -> None:
+def test_suggest_changes_nothing(level: str | None, step: Callable[..., Any]) -> None:
     model, optimizer = build(level)
     before = picture(model, optimizer)
     found = mpinit.suggest(model, optimizer, step)
@@ -124,7 +124,7 @@ def test_suggest_leaves_everything(level: str | None, step: Callable[..., Any]) 
 
 
 @pytest.mark.parametrize("level", [*LEVELS, "O4", "O5"])
-def test_audit_fidelity_and_explain_leave_everything(level: str | None) -> None:
+def test_audit_fidelity_and_explain_change_nothing(level: str | None) -> None:
     model, optimizer = build(level)
     model.body[2].eval()
     before, x = picture(model, optimizer), batches(1)[0][0]
@@ -138,7 +138,7 @@ def test_audit_fidelity_and_explain_leave_everything(level: str | None) -> None:
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_reports_leave_everything(level: str) -> None:
+def test_reports_change_nothing(level: str) -> None:
     model, optimizer = build(level)
     backward(mse(model, batches(1)[0]) * float("inf"), optimizer)
     if level in ("O1", "O2"):
@@ -149,7 +149,7 @@ def test_reports_leave_everything(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_a_run_that_is_watched_is_the_run_without(level: str) -> None:
+def test_watched_run_has_the_same_bits(level: str) -> None:
     """Training goes on to the same bits."""
     pictures = []
     for watched in (False, True):
@@ -221,7 +221,7 @@ def is_named(fault: Planted, kind: str | None, where: str | None) -> bool:
     return kind == EXPECTED.get(fault.kind, fault.kind) and where == fault.where
 
 
-def test_of_a_hundred_planted_faults_95_are_named_exactly(capsys: pytest.CaptureFixture[str]) -> None:
+def test_suggest_names_95_of_100_planted_faults(capsys: pytest.CaptureFixture[str]) -> None:
     misses, seen = [], set()
     for fault in planted(100):
         seen.add((fault.kind, fault.network))

@@ -77,7 +77,7 @@ def test_accelerate_trains_as_the_bare_loop_does(level: dict[str, Any], prepared
 
 
 @pytest.mark.parametrize("level", [*MIXED.values(), LARGE], ids=[*MIXED, "O2, overflowing"])
-def test_a_saved_state_goes_on_with_the_same_bits(level: dict[str, Any], tmp_path: Path) -> None:
+def test_saved_state_resumes_bit_for_bit(level: dict[str, Any], tmp_path: Path) -> None:
     data = batches(16)
     through = accelerated(level)
     run(through, data[:8])
@@ -92,7 +92,7 @@ def test_a_saved_state_goes_on_with_the_same_bits(level: dict[str, Any], tmp_pat
 
 
 @pytest.mark.parametrize("prepared_first", [False, True], ids=["attached first", "prepared first"])
-def test_a_skipped_step_is_told_and_the_scheduler_waits(prepared_first: bool) -> None:
+def test_skipped_step_is_reported_and_scheduler_does_not_step(prepared_first: bool) -> None:
     accelerator, model, optimizer, scheduler = parts = accelerated({"opt_level": "O2"}, prepared_first)
     run(parts, batches(1))
     assert not accelerator.optimizer_step_was_skipped
@@ -126,7 +126,7 @@ def test_an_optimizer_that_is_attached_later_takes_part() -> None:
         assert all(p.grad.abs().max() < 10 for p in mpinit.master_params(optimizer))
 
 
-def test_undo_takes_the_plug_out() -> None:
+def test_undo_detaches_the_accelerator() -> None:
     accelerator, model, optimizer, _ = parts = accelerated({"opt_level": "O2"})
     run(parts, batches(2))
     mpinit.undo(model)
@@ -149,7 +149,7 @@ def test_a_state_is_loaded_at_another_level(before: str, after: str, tmp_path: P
     assert not same_bits(saved[1].state_dict(), resumed[1].state_dict())
 
 
-def test_what_casts_by_itself_is_refused() -> None:
+def test_accelerator_with_own_casts_is_refused() -> None:
     optimizer = made({"opt_level": "O2"})[1]
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     with pytest.raises(ValueError, match=r"mixed_precision='bf16' casts once more .* mixed_precision=\"no\""):

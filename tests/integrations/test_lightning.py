@@ -219,7 +219,7 @@ def test_another_fit_goes_on_with_the_scale() -> None:
     assert not registry.live()
 
 
-def test_a_checkpoint_of_lightnings_own_scaler_is_taken(tmp_path: Path) -> None:
+def test_checkpoint_of_lightnings_scaler_loads(tmp_path: Path) -> None:
     plugin = MixedPrecision("O2", verbosity=0)
     plugin.convert_module(module := Module())
     plugin.load_state_dict(torch.amp.GradScaler("cpu", init_scale=256.0).state_dict() | {"scale": 256.0})
@@ -277,7 +277,7 @@ def values_of(module: nn.Module) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch")
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("over", ["steps", "epochs"])
-def test_averages_are_those_of_what_weights_mean(over: str, level: str) -> None:
+def test_averages_are_of_float32_masters_in_lightning(over: str, level: str) -> None:
     from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 
     module, by_hand = Module(), ByHand()
@@ -371,7 +371,7 @@ def test_a_loss_of_two_sessions_is_refused_where_it_is_scaled() -> None:
         fabric.backward(first(torch.ones(4, 6)).sum() + second(torch.ones(4, 6)).sum())
 
 
-def test_several_sessions_are_no_trouble_where_nothing_is_scaled() -> None:
+def test_several_sessions_work_without_scaling() -> None:
     fabric, plain = fabric_of(opt_level="O5"), [mlp(batchnorm=True), mlp(batchnorm=True)]
     (first, one), (second, other), x = set_up(fabric), set_up(fabric), batches(1)[0][0]
     bare = [adamw(model) for model in plain]
@@ -386,7 +386,7 @@ def test_several_sessions_are_no_trouble_where_nothing_is_scaled() -> None:
     assert same_bits(second.state_dict(), plain[1].state_dict())
 
 
-def test_fabric_takes_what_the_caller_initialised() -> None:
+def test_fabric_keeps_initialised_models() -> None:
     models = [mlp(0), mlp(1)]
     optimizers = [sgd(model) for model in models]
     mpinit.initialize(models, optimizers, opt_level="O2", verbosity=0)
@@ -400,7 +400,7 @@ def test_fabric_takes_what_the_caller_initialised() -> None:
 
 
 @pytest.mark.parametrize("kind", [ExponentialLR, ReduceLROnPlateau])
-def test_a_scheduler_waits_where_a_step_was_skipped_and_stays_what_it_was(kind: Any) -> None:
+def test_scheduler_skips_after_a_skipped_step_and_keeps_its_class(kind: Any) -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
     scheduler = ExponentialLR(optimizer, 0.5) if kind is ExponentialLR else ReduceLROnPlateau(optimizer, "min", 0.5, 0)
     arguments = () if kind is ExponentialLR else (torch.inf,)

@@ -116,7 +116,7 @@ def test_trainers_of_others_learn_as_in_float32(library: str, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_preferences_are_learnt_by_adapters_with_checkpointed_activations(reentrant: bool, tmp_path: Path) -> None:
+def test_dpo_trains_adapters_with_checkpointed_activations(reentrant: bool, tmp_path: Path) -> None:
     trl, datasets = needs("trl"), needs("datasets")
     losses = []
     for level in (None, "O5"):

@@ -268,7 +268,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_beside_it_is_refused(case: str, tmp_path: Path) -> None:
+def test_conflicting_trainer_arguments_are_refused(case: str, tmp_path: Path) -> None:
     more, asked, message = REFUSED[case]
     trainer = trainer_of("gpt2", tmp_path, None, **more)
     with pytest.raises(ValueError, match=message):

@@ -39,7 +39,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("given_dtype", "dtype"), PAIRS)
-def test_what_was_not_written_comes_back_bit_for_bit(given_dtype: torch.dtype, dtype: torch.dtype) -> None:
+def test_unwritten_values_are_restored_bit_for_bit(given_dtype: torch.dtype, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     scales = torch.tensor([1e-40, 1e-8, 0.02, 1.0, 1e6], dtype=torch.float64)
     numbers = torch.randn(1000, 5, dtype=torch.float64) * scales
@@ -54,7 +54,7 @@ def test_what_was_not_written_comes_back_bit_for_bit(given_dtype: torch.dtype, d
     assert model.weight.dtype == given_dtype and same_bits(model.weight, written)
 
 
-def test_memory_held_from_before_is_not_what_comes_back() -> None:
+def test_later_writes_to_old_memory_are_not_restored() -> None:
     values = torch.randn(300)
     held = values.clone()
     model = nn.Module()
@@ -68,7 +68,7 @@ def test_memory_held_from_before_is_not_what_comes_back() -> None:
 
 @given(arrays.arrays("int32", st.integers(1, 200), elements=st.integers(-(2**31), 2**31 - 1)), st.booleans())
 @settings(max_examples=50)
-def test_any_bits_come_back(patterns: Any, is_half: bool) -> None:
+def test_split_masters_restore_any_bits(patterns: Any, is_half: bool) -> None:
     values = torch.from_numpy(patterns).view(torch.float32)
     model = cast_in(values, torch.float16 if is_half else torch.bfloat16)
     mpinit.undo(model)

@@ -81,7 +81,7 @@ def test_rounding_is_right_on_average(codec: Codec, kind: str) -> None:
 
 
 @each
-def test_an_average_that_moves_slowly_arrives(codec: Codec) -> None:
+def test_slow_average_converges(codec: Codec) -> None:
     """0.999 of a bfloat16 number rounds to that number: to nearest, Adam's second moment would stay where it is."""
     states = torch.ones(4096)
     target = torch.full((4096,), 0.25)
@@ -92,7 +92,7 @@ def test_an_average_that_moves_slowly_arrives(codec: Codec) -> None:
 
 @each
 @pytest.mark.parametrize("kind", ["signed", "squares"])
-def test_what_gets_no_gradient_fades_beside_a_large_number(codec: Codec, kind: str) -> None:
+def test_small_states_decay_beside_a_large_number(codec: Codec, kind: str) -> None:
     """Rounded a little too often upwards, small numbers would be too large by it at each step, and end far above."""
     states = torch.full((64, BLOCK), 0.01)
     if kind == "signed":
@@ -104,7 +104,7 @@ def test_what_gets_no_gradient_fades_beside_a_large_number(codec: Codec, kind: s
 
 
 @each
-def test_zero_is_zero_and_what_is_above_stays_above(codec: Codec) -> None:
+def test_zero_and_small_positive_states_are_kept_apart(codec: Codec) -> None:
     values = torch.zeros(300)
     values[::7] = torch.logspace(-20, 2, 43)
     back = decoded(codec, values)
@@ -114,7 +114,7 @@ def test_zero_is_zero_and_what_is_above_stays_above(codec: Codec) -> None:
 
 
 @each
-def test_inf_and_nan_are_seen(codec: Codec) -> None:
+def test_inf_and_nan_are_decoded(codec: Codec) -> None:
     odd = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000], dtype=torch.int32).view(torch.float32)
     assert decoded(codec, odd).isnan().all()
     assert not decoded(codec, torch.tensor([1.0, float("inf"), -2.0])).isfinite()[1]

@@ -67,7 +67,7 @@ def test_forwards_inside_are_those_of_a_float32_model(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("raises", [False, True])
-def test_what_is_written_inside_stays_also_after_an_exception(kind: str, raises: bool) -> None:
+def test_writes_inside_survive_an_exception(kind: str, raises: bool) -> None:
     model, optimizer, batch = trained(**KINDS[kind])
     target = {name: value * 1.0001 for name, value in model.state_dict().items() if value.is_floating_point()}
     try:
@@ -88,7 +88,7 @@ def test_what_is_written_inside_stays_also_after_an_exception(kind: str, raises:
 
 
 @pytest.mark.parametrize("kind", ["O5", "split"])
-def test_training_goes_on_to_the_bit_after_a_look(kind: str) -> None:
+def test_training_is_unchanged_after_reading(kind: str) -> None:
     looked, plain = trained(**KINDS[kind]), trained(**KINDS[kind])
     for _ in range(3):
         with mpinit.float32_weights(looked[0]):

@@ -45,7 +45,7 @@ def grow(model: nn.Linear, optimizer: torch.optim.Optimizer, square: bool) -> No
 
 
 @pytest.mark.filterwarnings("ignore:finite values of weight")
-def test_what_was_clamped_at_the_start_stays_clamped() -> None:
+def test_clamped_weights_stay_clamped() -> None:
     model, optimizer = growing(1e5)
     for _ in range(3):
         grow(model, optimizer, square=False)

@@ -181,7 +181,7 @@ def test_averages_swapped_in_and_out_leave_every_bit_and_held_data_is_written(dt
 
 
 @each_mode
-def test_data_zeroed_over_the_groups_is_zero(dtype: torch.dtype, masters: Any) -> None:
+def test_zeroing_data_over_groups_counts(dtype: torch.dtype, masters: Any) -> None:
     model, optimizer = begin(dtype, masters)
     for parameter in members(optimizer):
         parameter.data.zero_()
@@ -193,7 +193,7 @@ def test_data_zeroed_over_the_groups_is_zero(dtype: torch.dtype, masters: Any) -
 
 @pytest.mark.parametrize("shape", [(70, 60), (513, 509)])
 @pytest.mark.parametrize("mode", [True, "split"])
-def test_a_write_without_a_trace_to_one_number_of_a_large_weight_counts(shape: tuple[int, int], mode: Any) -> None:
+def test_uncounted_write_to_a_large_weight_counts(shape: tuple[int, int], mode: Any) -> None:
     model = nn.Linear(shape[1], shape[0], bias=False)
     optimizer = plain_sgd(model.parameters())
     mpinit.initialize(model, optimizer, **keywords("O2", torch.bfloat16) | {"master_weights": mode})

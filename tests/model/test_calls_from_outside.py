@@ -144,7 +144,7 @@ def test_threads_do_not_see_one_anothers_forwards() -> None:
     assert quietly(Parts(spawn, part=nn.Linear(2, 2)))(torch.ones(1, 2)) == (F32, F16)
 
 
-def test_an_exception_in_forward_leaves_no_trace() -> None:
+def test_exception_in_forward_restores_state() -> None:
     def fail(self: Any, x: Tensor) -> Tensor:
         raise KeyError
 
@@ -181,7 +181,7 @@ def test_compiled_calls_in_one_graph(backend: str) -> None:
     assert model(x).dtype is F32
 
 
-def test_a_graph_break_inside_does_not_make_a_part_believe_it_is_outside() -> None:
+def test_graph_break_inside_forward_keeps_the_boundary() -> None:
     seen: list[torch.dtype] = []
 
     def run(self: Any, x: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def test_a_graph_break_inside_does_not_make_a_part_believe_it_is_outside() -> No
     assert model.one(torch.ones(1, 2)).dtype is F32
 
 
-def test_symbolic_tracing_records_no_casts_between_parts_and_the_trace_computes_what_the_model_does() -> None:
+def test_symbolic_trace_equals_the_model_without_casts_between_parts() -> None:
     model = quietly(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2)))
     traced = torch.fx.symbolic_trace(model)
     assert "to" not in {node.target for node in traced.graph.nodes}
@@ -283,7 +283,7 @@ def test_casts_are_on_in_entry_points_at_o1_in_the_scope_of_a_model() -> None:
         ("backbone", "no method of Classifier"),
     ],
 )
-def test_what_names_no_method_is_refused_before_anything_changes(name: str, near: str) -> None:
+def test_unknown_entry_point_is_refused_before_changes(name: str, near: str) -> None:
     model = Classifier()
     with pytest.raises(ValueError) as caught:
         quietly(model, entry_points=["embed", name])
@@ -292,7 +292,7 @@ def test_what_names_no_method_is_refused_before_anything_changes(name: str, near
 
 
 @pytest.mark.parametrize("entry", [3, "a b", "", [len], ".", "a..b"])
-def test_what_is_no_name_is_refused(entry: Any) -> None:
+def test_entry_point_that_is_no_name_is_refused(entry: Any) -> None:
     if entry == "":
         assert mpinit.Properties(entry_points=entry).entry_points == ()
         return

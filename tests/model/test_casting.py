@@ -141,7 +141,7 @@ def test_finite_values_stay_finite_and_one_warning_names_them(level: str, value:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_is_loaded_keeps_its_bits_and_stays_finite(level: str) -> None:
+def test_loaded_values_keep_their_bits_and_stay_finite(level: str) -> None:
     model = Masked(torch.rand(3))
     model.frozen = nn.Parameter(torch.randn(70), requires_grad=False)
     quietly(model, level)
@@ -268,7 +268,7 @@ def test_converting_an_initialised_model_is_refused_and_changes_nothing(given: d
     convert(model)
 
 
-def test_half_would_take_what_stays_float32_along() -> None:
+def test_half_of_an_initialised_model_is_refused() -> None:
     model, _ = start("O2")
     with pytest.raises(RuntimeError, match="Net belongs to a model"):
         model.half()

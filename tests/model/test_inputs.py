@@ -56,7 +56,7 @@ def test_arguments_named_are_passed_as_they_are(keep: Any, call: Callable[..., A
     assert got.targets is boxes
 
 
-def test_without_it_targets_are_rounded() -> None:
+def test_targets_are_rounded_without_keep_inputs() -> None:
     assert quietly(Detector())(X, BOXES).targets.item() == 1204.0
 
 
@@ -90,7 +90,7 @@ def test_loss_inside_of_forward_is_that_of_the_targets_given() -> None:
 
 
 @pytest.mark.parametrize(("keep", "say"), [("target", "'input'"), (3, "argument"), (Tensor, "predicate"), ([None], "")])
-def test_what_is_no_argument_is_refused_before_anything_changes(keep: Any, say: str) -> None:
+def test_unknown_argument_is_refused_before_changes(keep: Any, say: str) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=rf"keep_inputs.*{say}"):
         quietly(model, keep_inputs=keep)
@@ -197,7 +197,7 @@ def test_lists_are_written_back_whatever_is_done_to_them() -> None:
     assert empty[0].dtype is F32, "a list that nothing was to be cast in is written to as well"
 
 
-def test_what_was_written_before_an_exception_is_there() -> None:
+def test_writes_before_an_exception_reach_the_caller() -> None:
     def forward(linear: nn.Module, box: dict[str, Any]) -> None:
         box["y"] = linear(box["x"])
         raise KeyError

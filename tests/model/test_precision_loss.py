@@ -49,20 +49,20 @@ WHOLE: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize(("make", "dtypes", "words"), SPOILT.values(), ids=SPOILT)
-def test_what_a_cast_spoils_is_found(make: Callable[[], Tensor], dtypes: tuple[torch.dtype, ...], words: str) -> None:
+def test_damaging_casts_are_found(make: Callable[[], Tensor], dtypes: tuple[torch.dtype, ...], words: str) -> None:
     for dtype in BOTH:
         found = loss_of(make(), dtype)
         assert (found is not None and words in found) is (dtype in dtypes), (dtype, found)
 
 
 @pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
-def test_what_only_loses_lower_bits_is_no_alarm(make: Callable[[], Tensor]) -> None:
+def test_rounded_values_do_not_warn(make: Callable[[], Tensor]) -> None:
     assert [loss_of(make(), dtype) for dtype in BOTH] == [None, None]
 
 
 @pytest.mark.parametrize("level", ["O3", "O5"])
 @pytest.mark.parametrize("case", CASES)
-def test_no_alarm_on_models_that_have_been_trained(case: str, level: str) -> None:
+def test_trained_models_do_not_warn(case: str, level: str) -> None:
     model = CASES[case].build()
     model(CASES[case].batches(1)[0][0])
     quietly(model, level)  # a warning is an error

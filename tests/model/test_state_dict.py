@@ -63,7 +63,7 @@ def test_the_metadata_and_class_stay_and_keep_vars_gives_the_parameters_themselv
 
 
 @pytest.mark.parametrize("kind", MASTERS)
-def test_it_holds_the_masters_bits(kind: str) -> None:
+def test_state_dict_has_the_masters_bits(kind: str) -> None:
     _, model, optimizer = trained(kind)
     state = model.state_dict()
     for name, weight in model.named_parameters():
@@ -122,7 +122,7 @@ PARTIAL: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("kind", PARTIAL)
-def test_what_is_written_to_a_state_dict_is_loaded(kind: str, trains: bool) -> None:
+def test_writes_to_a_state_dict_are_applied(kind: str, trains: bool) -> None:
     """The loop that loads what fits: ``own = model.state_dict(); own[name].copy_(value)``."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].requires_grad_(False)
@@ -309,7 +309,7 @@ def test_swapping_tensors_while_loading_is_refused_before_anything_changes(kind:
     assert equal_tensors(dict(model.state_dict()), state)
 
 
-def test_sessions_that_are_dropped_take_their_hook_for_new_modules_along() -> None:
+def test_dropped_session_removes_its_module_hook() -> None:
     hooks = torch.nn.modules.module._global_module_registration_hooks
     before = len(hooks)
     model = nn.Linear(3, 3)

@@ -223,7 +223,7 @@ def test_modules_that_join_later_are_cast_as_well() -> None:
 
 
 @pytest.mark.parametrize("change", ["parameter", "data", "type", "module", "deeper", "gone", "tied"])
-def test_what_changes_between_two_forwards_is_found(change: str) -> None:
+def test_changes_between_two_forwards_are_found(change: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     start(model)
     for _ in range(2):
@@ -314,7 +314,7 @@ def test_what_comes_in_16_bit_is_trained_in_float32() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_refusals_and_words() -> None:
+def test_refusals_of_masters_in_the_model() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     for level in ("O0", "O1"):
         with pytest.raises(ValueError, match=r"master_weights=.model. contradicts"):
@@ -346,7 +346,7 @@ def weights() -> list[nn.Parameter]:
     return [nn.Parameter(each, requires_grad=index != 4) for index, each in enumerate(dense)]
 
 
-def test_they_have_the_numbers_and_the_layout_of_to(casts: Any) -> None:
+def test_casts_equal_tensor_to(casts: Any) -> None:
     given = weights()
     for cast, weight in zip(casts(given, BF16), given, strict=True):
         expected = weight.to(BF16)

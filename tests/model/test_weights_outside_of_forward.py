@@ -35,7 +35,7 @@ MAY_FAIL = [(nn.RNNBase, "_init_flat_weights"), (forward_weights, "casts_with_fl
 
 
 @pytest.mark.parametrize(("owner", "name"), MAY_FAIL)
-def test_a_failing_cast_puts_everything_back(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_cast_restores_parameters(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4), Parts(lambda self, pair: pair[0]), nn.Linear(4, 4))
     start(model)
     real, calls = getattr(owner, name), []

@@ -103,7 +103,7 @@ def test_undo_does_not_bring_back_what_was_taken_away_or_replaced() -> None:
     assert model.forward is own
 
 
-def test_a_wrapper_that_copies_attributes_holds_no_session() -> None:
+def test_wrapper_that_copies_attributes_keeps_no_session_alive() -> None:
     model = quietly(Net())
     model.forward = wrapped = with_wraps(model.forward)  # type: ignore[method-assign]
     session = weakref.ref(registry.of(model))  # type: ignore[arg-type]

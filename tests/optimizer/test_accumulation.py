@@ -95,7 +95,7 @@ def test_a_retained_graph_gives_its_gradient_again(level: str) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_check_put_off_moves_the_scale_at_whichever_step_comes_first(first: int) -> None:
+def test_delayed_check_updates_the_scale_at_the_first_step(first: int) -> None:
     models, batch = [loops.mlp(), loops.mlp(1)], loops.batches(1)[0]
     optimizers = [loops.momentum(model.parameters()) for model in models]
     mpinit.initialize(models, optimizers, opt_level="O2", init_loss_scale=4.0, verbosity=0)
@@ -108,7 +108,7 @@ def test_a_check_put_off_moves_the_scale_at_whichever_step_comes_first(first: in
     assert mpinit.loss_scale(optimizers[0]) == 2.0
 
 
-def test_a_loss_for_no_optimizer_is_scaled_and_leaves_everything_alone() -> None:
+def test_loss_without_optimizer_is_scaled_and_changes_nothing() -> None:
     model, optimizer = loops.started("O2", make=loops.plain_sgd)
     before = loops.masters(optimizer)
     inputs = loops.batches(1)[0][0].requires_grad_()
@@ -122,7 +122,7 @@ def test_a_loss_for_no_optimizer_is_scaled_and_leaves_everything_alone() -> None
     assert mpinit.loss_scale(optimizer) == 1024.0
 
 
-def test_a_loss_for_no_optimizer_without_a_session_stays_as_it_is() -> None:
+def test_loss_without_optimizer_and_session_is_unchanged() -> None:
     loss = torch.ones((), requires_grad=True)
     with mpinit.scale_loss(loss, []) as scaled:
         assert scaled is loss

@@ -91,7 +91,7 @@ def test_clipping_after_an_overflow_leaves_the_step_skipped(level: str, way: str
         assert mpinit.step_counts(optimizer) == (1, 1)
 
 
-def test_error_if_nonfinite_is_handed_on() -> None:
+def test_clip_passes_error_if_nonfinite() -> None:
     model, optimizer = started()
     backward(poison(mse(model, batches(1)[0]), next(model.parameters())), optimizer)
     with pytest.raises(RuntimeError, match="non-finite"):

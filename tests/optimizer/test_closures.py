@@ -89,7 +89,7 @@ def test_an_overflow_inside_an_evaluation_lowers_the_scale_and_repeats_it(level:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_giving_up_is_bounded_and_leaves_the_parameters_as_before(level: str, name: str) -> None:
+def test_closure_retries_are_bounded_and_restore_parameters(level: str, name: str) -> None:
     model, optimizer = started(level, make=OPTIMIZERS[name], max_consecutive_skips=8)
     optimizer.step(Closure(model, optimizer))
     before, weights = masters(optimizer), [p.detach().clone() for p in model.parameters()]
@@ -182,7 +182,7 @@ class Sharpness(SGD):
         self.step()
 
 
-def test_a_step_in_two_halves_is_right() -> None:
+def test_sam_step_in_two_calls_equals_by_hand() -> None:
     model = mlp()
     optimizer = Sharpness(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, "O5", verbosity=0)
@@ -246,7 +246,7 @@ def climbing_by_hand(data: list[Any]) -> tuple[nn.Module, Optimizer]:
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("overflows_in", ["first", "second"])
-def test_a_step_in_two_halves_skips_both_on_overflow(overflows_in: str, whole: bool) -> None:
+def test_sam_step_skips_both_calls_on_overflow(overflows_in: str, whole: bool) -> None:
     (model, optimizer), data = started(make=SharpnessOf), batches(6)
     bad = {"first": 0, "second": 1}[overflows_in]
     for number, batch in enumerate(data):
@@ -283,7 +283,7 @@ def test_a_step_in_two_halves_skips_both_on_overflow(overflows_in: str, whole: b
     same(*momenta)
 
 
-def test_halves_step_what_a_plain_backward_left_where_nothing_is_scaled() -> None:
+def test_sam_step_uses_plain_gradients_without_scaling() -> None:
     model, optimizer = started("O5", make=SharpnessOf)
     before = masters(optimizer)
     mse(model, BATCH).backward()

@@ -322,7 +322,7 @@ def test_a_grad_scaler_inside_a_block_is_refused() -> None:
         scaler.unscale_(optimizer)
 
 
-def test_an_abandoned_block_is_left() -> None:
+def test_abandoned_block_is_closed() -> None:
     model, optimizer = started()
     mpinit.scale_loss(mse(model, BATCH), optimizer).__enter__().backward()
     reference, by_itself = started()

@@ -125,7 +125,7 @@ KINDS: dict[str, Make] = {
 @pytest.mark.parametrize("state", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bits_are_those_of_torch(
+def test_native_step_equals_torch_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch, native: Any, kind: str, form: str, state: str
 ) -> None:
     make = partial(KINDS[kind], **FORMS[form])
@@ -143,7 +143,9 @@ STORES = {"O2": True, "O5": True, "O4": False}
 @pytest.mark.parametrize("level", STORES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ["AdamW", "SGD, momentum"])
-def test_full_masters_and_none(monkeypatch: pytest.MonkeyPatch, native: Any, kind: str, form: str, level: str) -> None:
+def test_native_step_with_and_without_full_masters(
+    monkeypatch: pytest.MonkeyPatch, native: Any, kind: str, form: str, level: str
+) -> None:
     trainings = two(partial(KINDS[kind], **FORMS[form]), level=level, masters=STORES[level])
     assert assert_stepped_alike(monkeypatch, native, trainings, 12, odd=10) == 11
 
@@ -221,7 +223,7 @@ def test_weights_that_begin_anywhere_and_lie_in_any_order(monkeypatch: pytest.Mo
 
 @pytest.mark.long
 @pytest.mark.parametrize("state", ["float32", "bfloat16", "int8"])
-def test_a_run_goes_on_by_either(monkeypatch: pytest.MonkeyPatch, native: Any, state: str) -> None:
+def test_run_continues_with_or_without_native_code(monkeypatch: pytest.MonkeyPatch, native: Any, state: str) -> None:
     first, whole = two(state=state)
     for seed in range(5):
         first.step(seed)
@@ -257,7 +259,7 @@ def refusals() -> dict[str, tuple[Make, Callable[[Training], Any]]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", refusals())
-def test_what_it_does_not_know_is_left_to_torch(monkeypatch: pytest.MonkeyPatch, native: Any, case: str) -> None:
+def test_unsupported_options_use_torch(monkeypatch: pytest.MonkeyPatch, native: Any, case: str) -> None:
     make, change = refusals()[case]
     trainings = two(make)
     for training in trainings:
@@ -324,7 +326,7 @@ def test_state_in_another_mapping_is_left_to_torch(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("level", ["O4", "O5"])
-def test_a_step_that_was_replaced_is_done(monkeypatch: pytest.MonkeyPatch, native: Any, level: str) -> None:
+def test_replaced_step_method_runs(monkeypatch: pytest.MonkeyPatch, native: Any, level: str) -> None:
     use(monkeypatch, native)
     own = SGD.step
 
@@ -353,7 +355,7 @@ def test_describe_says_whether_it_is_used(monkeypatch: pytest.MonkeyPatch, nativ
     assert "  native code: built, used" in mpinit.describe(training.model).splitlines()
 
 
-def test_describe_says_nothing_of_it_where_it_does_nothing(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
+def test_describe_omits_native_code_when_unused(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
     use(monkeypatch, native)
     for other, state, is_said in ((torch.optim.RMSprop, "float32", False), (torch.optim.RMSprop, "int8", True)):
         training = Training(other, state)
@@ -402,9 +404,7 @@ def test_a_training_starts_no_process_and_builds_nothing(
     assert "  native code: not built, `mpinit build-native` builds it" in mpinit.describe(training.model).splitlines()
 
 
-def test_it_is_loaded_once_and_used_where_it_was_built(
-    monkeypatch: pytest.MonkeyPatch, native: Any, unloaded: Path
-) -> None:
+def test_native_code_is_loaded_once(monkeypatch: pytest.MonkeyPatch, native: Any, unloaded: Path) -> None:
     put_at(unloaded, native)
     loads: list[Path] = []
     load = native_code.load
@@ -422,7 +422,9 @@ def test_it_is_loaded_once_and_used_where_it_was_built(
     assert_same(training, other)
 
 
-def test_a_variable_switches_it_off(monkeypatch: pytest.MonkeyPatch, native: Any, unloaded: Path) -> None:
+def test_environment_variable_disables_native_code(
+    monkeypatch: pytest.MonkeyPatch, native: Any, unloaded: Path
+) -> None:
     put_at(unloaded, native)
     monkeypatch.setenv("MPINIT_NATIVE", "0")
     assert native_code.native() is None

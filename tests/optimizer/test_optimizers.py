@@ -276,7 +276,7 @@ class Coded(torch.optim.Optimizer):
                 p.add_(momentum.to(p.dtype), alpha=-group["lr"])
 
 
-def test_codes_and_their_tables_are_left_alone_in_mid_training() -> None:
+def test_8_bit_codes_and_tables_are_not_cast() -> None:
     model = nn.Linear(4, 2)
     optimizer = Coded(model.parameters(), lr=0.1)
     x = torch.randn(3, 4)

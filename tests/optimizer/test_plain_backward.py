@@ -92,7 +92,7 @@ def test_backward_of_the_loss_itself_inside_the_block_is_refused(level: str, fir
     assert not any(map(torch.equal, masters(optimizer), before))
 
 
-def test_what_uses_the_scaled_loss_in_other_ways_is_none_of_that() -> None:
+def test_other_uses_of_the_scaled_loss_are_allowed() -> None:
     model, optimizer = started()
     with mpinit.scale_loss(mse(model, DATA[0]), optimizer) as scaled_loss:
         (scaled_loss * 0.5).backward()

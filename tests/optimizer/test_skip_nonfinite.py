@@ -48,7 +48,7 @@ def everything(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
 @pytest.mark.parametrize("scales", [True, False])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_bad_batch_leaves_no_trace(way: str, fused: bool, scales: bool, bad: str) -> None:
+def test_bad_batch_changes_nothing(way: str, fused: bool, scales: bool, bad: str) -> None:
     if "loss_scale" in WAYS[way] and not scales:
         pytest.skip("a plain backward pass with a static scale is warned of")
     data, ends = batches(5), []
@@ -73,7 +73,7 @@ def test_a_bad_batch_leaves_no_trace(way: str, fused: bool, scales: bool, bad: s
 
 
 @pytest.mark.parametrize("way", ["O2, static", "O4", "O5", "split", "model"])
-def test_bits_are_those_without_where_all_is_finite(way: str) -> None:
+def test_skip_nonfinite_changes_no_finite_step(way: str) -> None:
     ends = []
     for skips in (True, False):
         model, optimizer = pair(WAYS[way], skip_nonfinite=skips)
@@ -85,7 +85,7 @@ def test_bits_are_those_without_where_all_is_finite(way: str) -> None:
 
 
 @pytest.mark.parametrize("asked", [{"opt_level": "O0"}, {"opt_level": "O5", "skip_nonfinite": False}])
-def test_off_at_o0_and_where_it_is_not_wanted(asked: dict[str, Any]) -> None:
+def test_skip_nonfinite_is_off_at_o0_and_by_keyword(asked: dict[str, Any]) -> None:
     model, optimizer = pair(asked)
     one(model, optimizer, batches(1)[0], False, "nan in all")
     assert mpinit.step_counts(optimizer) == (1, 0)

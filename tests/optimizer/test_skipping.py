@@ -58,7 +58,7 @@ def test_a_skipped_step_does_nothing_at_all(level: str, name: str) -> None:
     torch.testing.assert_close(masters(optimizer), masters(fresh), rtol=1e-3, atol=1e-4)
 
 
-def test_one_log_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_skip_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     if device().type != "cpu":
         pytest.skip("a backward pass waits for no device; the step says so")
     model, optimizer = started()
@@ -108,7 +108,7 @@ def test_scheduler_step_advances_only_after_real_steps(name: str) -> None:
     assert all(ours == theirs for ours, theirs in rates) and len(set(rates)) > 1
 
 
-def test_scheduler_step_hands_arguments_on() -> None:
+def test_scheduler_step_passes_arguments() -> None:
     model, optimizer = started()
     scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
     for loss, bad in ((1.0, False), (2.0, True), (2.0, False)):
@@ -196,7 +196,7 @@ def test_a_step_inside_of_scale_loss_is_an_error(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", SCALING)
-def test_forgetting_scale_loss_is_one_warning(level: str) -> None:
+def test_missing_scale_loss_warns_once(level: str) -> None:
     model, optimizer = started(level)
     mse(model, BATCH).backward()
     with pytest.warns(UserWarning, match="scale_loss") as caught:

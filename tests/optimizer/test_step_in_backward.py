@@ -118,7 +118,7 @@ def test_bytes_a_parameter_with_adam_in_and_after_backward(kind: str, bytes_each
     assert held[0] <= bytes_each and held[1] <= bytes_each + 0.6  # in the pass also one weight's gradient
 
 
-def test_a_scaled_loss_is_refused_and_so_is_the_keyword_that_there_was() -> None:
+def test_step_in_backward_refuses_scaled_loss_and_removed_keyword() -> None:
     model = nn.Linear(4, 2)
     optimizers: Any = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
     every = list(optimizers.values())

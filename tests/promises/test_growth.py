@@ -61,7 +61,7 @@ def calls_of_a_life(way: dict[str, Any], modules: int, optimizers: int) -> dict[
 
 @pytest.mark.parametrize("of", ["modules", "modules and optimizers"])
 @pytest.mark.parametrize("way", ["O1", "O2", "split", "model", "int8"])
-def test_every_part_of_a_life_is_linear(way: str, of: str) -> None:
+def test_cost_of_each_call_is_linear(way: str, of: str) -> None:
     calls_of_a_life(LEVELS[way], 2, 1)
     small, large = (calls_of_a_life(LEVELS[way], size, 1 if of == "modules" else size) for size in (SMALL, LARGE))
     grown = {part: large[part] / small[part] for part in small}

@@ -488,7 +488,7 @@ def test_weights_exchanged_for_an_evaluation_keep_every_bit(kind: str, looks: li
 
 @every_kind
 @pytest.mark.parametrize("look", [*LOOKS, "master_params", "float32_weights", "deepcopy of both"])
-def test_training_with_looks_has_the_bits_of_training_without(kind: str, look: str) -> None:
+def test_reading_between_steps_changes_no_bit(kind: str, look: str) -> None:
     training = Training(kind, adamw)
     for _ in range(3):
         READS[look](training)
@@ -788,7 +788,7 @@ def visible_state(owner: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("level", ["O0", "O1"])
-def test_query_leaves_an_optimizer_and_a_model_as_they_are(level: str) -> None:
+def test_query_changes_neither_optimizer_nor_model(level: str) -> None:
     model = Net()
     optimizer = adamw(p for p in model.parameters() if p.requires_grad)
     mpinit.initialize(model, optimizer, opt_level=level, verbosity=0)

@@ -247,7 +247,7 @@ def find_cycle(edges: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def test_there_is_no_circle() -> None:
+def test_imports_have_no_cycle() -> None:
     assert find_cycle(EDGES) == []
     assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"], "where there is one, it is found"
 

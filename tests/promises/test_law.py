@@ -125,7 +125,7 @@ ONCE: dict[str, tuple[Setup, list[tuple[str, int]]]] = {
 
 
 @pytest.mark.parametrize("name", ONCE)
-def test_runs_that_once_broke_it(name: str) -> None:
+def test_recorded_runs_keep_the_law(name: str) -> None:
     play(*ONCE[name])
 
 

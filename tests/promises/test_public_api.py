@@ -281,7 +281,7 @@ NET = net()
         ([NET, None], None, "got NoneType$"),
     ],
 )
-def test_what_was_probably_meant_is_said(models: Any, optimizers: Any, said: str) -> None:
+def test_likely_mistakes_are_named(models: Any, optimizers: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         mpinit.initialize(models, optimizers)
 

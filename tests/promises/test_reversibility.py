@@ -99,7 +99,7 @@ def test_schedulers_built_before_and_after(when: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["O2", "O5 split"])
-def test_dtypes_that_came_in_go_out(kind: str) -> None:
+def test_undo_restores_original_dtypes(kind: str) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -117,7 +117,7 @@ def test_dtypes_that_came_in_go_out(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["O2", "O3", "O5", "O5 split"])
-def test_all_of_it_inside_of_an_autocast_block(kind: str) -> None:
+def test_training_inside_an_autocast_block(kind: str) -> None:
     level, *split = kind.split()
     model = nn.Sequential(nn.Linear(70, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     model.register_buffer("table", torch.linspace(0, 1, 300))
@@ -180,7 +180,7 @@ def picture() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("kind", ["O0", "O2", "O3", "split", "model", "int8"])
-def test_torch_is_what_it_was(kind: str) -> None:
+def test_undo_restores_torch(kind: str) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.TransformerEncoderLayer(8, 2), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3, 4)).sum().backward()

@@ -33,7 +33,7 @@ OFTEN = (
 
 
 @pytest.mark.parametrize("often", [True, pytest.param(False, marks=pytest.mark.long)], ids=["often", "rest"])
-def test_what_holds_on_any_device_holds_on_it(often: bool) -> None:
+def test_device_tests_pass_on_the_simulated_device(often: bool) -> None:
     if device().type != "cpu":
         pytest.skip("runs there already")
     if why := simulated_device.missing():
@@ -114,7 +114,7 @@ class Training:
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ["single", "fused"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bits_are_those_of_the_cpu(kind: str, way: str, sim: torch.device) -> None:
+def test_simulated_device_has_the_cpus_bits(kind: str, way: str, sim: torch.device) -> None:
     """Skipped steps too; in memory that is nan before it is written and after it is freed."""
     ends = []
     for where in ("cpu", "sim"):
@@ -155,7 +155,7 @@ def test_a_good_step_copies_nothing_and_reads_one_number_at_most(kind: str, way:
 @pytest.mark.gpu
 @pytest.mark.parametrize("clip", ["mpinit", "torch", "values"])
 @pytest.mark.parametrize("kind", ["O2", "O5", "split", "model"])
-def test_clipping_and_accumulation_wait_for_nothing(kind: str, clip: str, sim: torch.device) -> None:
+def test_clipping_and_accumulation_need_no_sync(kind: str, clip: str, sim: torch.device) -> None:
     training = Training(kind, "fused").run(2)
     two = images(2)
     with no_waiting():
@@ -187,7 +187,7 @@ def test_compiled_models_train_alike(kind: str, sim: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "static"])
 @pytest.mark.parametrize(("first", "then"), [("sim", "cpu"), ("cpu", "sim"), ("sim", "sim:1")])
-def test_a_run_goes_on_on_another_device(kind: str, first: str, then: str, sim: torch.device) -> None:
+def test_run_continues_on_another_device(kind: str, first: str, then: str, sim: torch.device) -> None:
     before = Training(kind, where=first).run(3)
     resumed = Training(kind, where=then).load(before.saved()).run(2, skip=3)
     same(resumed.numbers(), before.run(2, skip=3).numbers())
@@ -195,7 +195,7 @@ def test_a_run_goes_on_on_another_device(kind: str, first: str, then: str, sim: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("write", [False, True], ids=["weight", "master too"])
-def test_a_write_through_data_counts_while_masters_are_given_out(write: bool, sim: torch.device) -> None:
+def test_write_through_data_counts_with_exposed_masters(write: bool, sim: torch.device) -> None:
     """torch counts neither; without a look at the numbers neither may be lost, also once the data was read before."""
     training = Training("O5").run(1)
     weight = training.model[-1].weight
@@ -211,7 +211,7 @@ def test_a_write_through_data_counts_while_masters_are_given_out(write: bool, si
 
 
 @pytest.mark.gpu
-def test_the_device_is_what_it_says(sim: torch.device) -> None:
+def test_simulated_device_reports_itself(sim: torch.device) -> None:
     x = torch.ones(3, device=sim)
     with pytest.raises(RuntimeError, match="same device"):
         x + torch.ones(3)

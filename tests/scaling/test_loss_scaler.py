@@ -74,7 +74,7 @@ def test_the_inverse_is_the_reciprocal_rounded_once() -> None:
         assert scaler.inverse_scale() == torch.tensor(1.0 / scale, dtype=torch.float64).float()
 
 
-def test_several_notes_make_one_update() -> None:
+def test_several_checks_make_one_update() -> None:
     scaler = LossScaler(RULE)
     for found_inf in (0.0, 1.0, 0.0):
         scaler.record_found_inf(torch.tensor(found_inf))
@@ -93,7 +93,7 @@ def test_a_loss_is_scaled_in_float32_or_better(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("hysteresis", [1, 3])
-def test_a_saved_scaler_goes_on_as_if_nothing_had_happened(hysteresis: int) -> None:
+def test_saved_scaler_resumes(hysteresis: int) -> None:
     rule, outcomes = replace(RULE, hysteresis=hysteresis), "..x..xx....x..."
     whole = scales(rule, outcomes)
     for cut in range(1, len(outcomes)):
@@ -183,7 +183,9 @@ def test_a_bad_state_of_a_grad_scaler_is_refused_by_the_same_words(key: str, val
 
 
 @pytest.mark.parametrize(("level", "more", "own"), [("O5", {}, 1), ("O2", {"loss_scale": 128.0}, 128), ("O3", {}, 1)])
-def test_a_static_scale_stays(level: str, more: dict[str, Any], own: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_static_scale_never_changes(
+    level: str, more: dict[str, Any], own: float, caplog: pytest.LogCaptureFixture
+) -> None:
     model = mlp()
     optimizer = momentum(model.parameters())
     mpinit.initialize(model, optimizer, level, verbosity=0, **more)
@@ -196,7 +198,7 @@ def test_a_static_scale_stays(level: str, more: dict[str, Any], own: float, capl
         scaled.backward()
 
 
-def test_a_saved_scale_beyond_the_limits_comes_within_them() -> None:
+def test_saved_scale_is_clamped_to_the_limits() -> None:
     scaler = LossScaler(replace(RULE, max_scale=2.0**10, init_scale=8.0))
     scaler.load_state_dict({"loss_scale": 2.0**16, "unskipped": 2})
     assert scaler.state_dict() == {"loss_scale": 2.0**10, "unskipped": 0}
@@ -235,7 +237,7 @@ def test_a_session_made_where_the_default_device_is_meta_trains(level: str) -> N
         assert torch.equal(on_meta, on_cpu)
 
 
-def test_a_loss_on_the_meta_device_costs_nothing_but_itself() -> None:
+def test_loss_on_the_meta_device_keeps_the_state() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mpinit.initialize(model, optimizer, "O2", init_loss_scale=1024.0, verbosity=0)

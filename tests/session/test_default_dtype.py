@@ -31,6 +31,8 @@ def trained(default: torch.dtype, level: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("level", sorted(LEVELS.keys() - {"O3"}))
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
-def test_numbers_do_not_depend_on_it(monkeypatch: pytest.MonkeyPatch, default: torch.dtype, level: str) -> None:
+def test_numbers_do_not_depend_on_the_default_dtype(
+    monkeypatch: pytest.MonkeyPatch, default: torch.dtype, level: str
+) -> None:
     monkeypatch.setattr(one_pass, "_module", None)
     assert all(map(torch.equal, trained(default, level), trained(torch.float32, level)))

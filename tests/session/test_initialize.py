@@ -36,7 +36,7 @@ LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
         ("O2", {"loss_scale": "dynamic", "master_weights": "True", "keep_batchnorm_fp32": "True"}),
     ],
 )
-def test_what_is_merely_redundant_is_accepted(level: str, keywords: dict[str, Any]) -> None:
+def test_redundant_keywords_are_accepted(level: str, keywords: dict[str, Any]) -> None:
     model, plain = quietly(nn.Linear(2, 2), level, **keywords), quietly(nn.Linear(2, 2), level)
     assert model.weight.dtype is plain.weight.dtype
     assert model(torch.ones(1, 2)).dtype is plain(torch.ones(1, 2)).dtype
@@ -44,7 +44,7 @@ def test_what_is_merely_redundant_is_accepted(level: str, keywords: dict[str, An
 
 @pytest.mark.parametrize("came_in", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_16_bit_weights_are_taken_and_mentioned(
+def test_16_bit_weights_are_accepted_with_a_log_line(
     level: str, came_in: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = CASES["cnn"].build().to(came_in)
@@ -90,7 +90,7 @@ def test_a_configuration_beats_the_level(kind: str, tmp_path: Path, caplog: pyte
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_one_line_says_what_was_set_up(level: str, caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
+def test_initialize_logs_one_line(level: str, caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
     model = nn.Linear(2, 2)
     with caplog.at_level(logging.INFO, "mpinit"):
         mpinit.initialize(model, sgd(model), level)
@@ -103,7 +103,7 @@ def test_one_line_says_what_was_set_up(level: str, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_verbosity_0_says_nothing(level: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_verbosity_0_logs_nothing(level: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "mpinit"):
         quietly(nn.Linear(2, 2).half() if level == "O2" else nn.Linear(2, 2), level)
     assert not caplog.records
@@ -140,7 +140,7 @@ def test_disabled_is_the_script_without_mpinit(network: str, level: str) -> None
     mpinit.initialize(model, optimizer, level, verbosity=0)
 
 
-def test_disabled_still_checks_what_kind_of_things_it_was_given() -> None:
+def test_disabled_initialize_still_checks_types() -> None:
     with pytest.raises(TypeError, match="Module"):
         mpinit.initialize("model", enabled=False)
 
@@ -172,7 +172,7 @@ def test_without_an_optimizer_there_must_be_one_session(function: Any) -> None:
 
 
 @pytest.mark.parametrize("function", [lambda o: mpinit.scale_loss(torch.ones(()), o), mpinit.loss_scale])
-def test_an_optimizer_of_no_session_is_told_which_there_are(function: Any) -> None:
+def test_unknown_optimizer_error_lists_the_sessions(function: Any) -> None:
     pair(opt_level="O5")
     stranger = OPTIMIZERS["adam"](nn.Linear(1, 1).parameters())
     kept = pair(opt_level="O5")
@@ -201,7 +201,7 @@ def test_models_and_optimizers_find_their_session_and_undo_ends_it() -> None:
 
 
 @pytest.mark.parametrize(("level", "more"), [*((o, {}) for o in LEVELS[:4]), ("O2", {"master_weights": "split"})])
-def test_nothing_is_kept_alive(level: str, more: dict[str, Any]) -> None:
+def test_undone_session_keeps_nothing_alive(level: str, more: dict[str, Any]) -> None:
     model, optimizer = pair(**level_arguments(level, torch.bfloat16) | more)
     run(model, optimizer)
     held = [model, optimizer, model.head, model.head.weight, registry.of(model), next(mpinit.master_params(optimizer))]

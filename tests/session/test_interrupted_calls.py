@@ -21,7 +21,7 @@ IN_16_BIT = {"in 16-bit": LEVELS["O5"], "model, in 16-bit": LEVELS["O5"] | {"mas
 
 @pytest.mark.parametrize("each", [101, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["O0", "O1", "O2 and a float32 head", "O3", "split", "model", "int8", *IN_16_BIT])
-def test_a_set_up_interrupted_at_any_line_leaves_no_trace(kind: str, each: int) -> None:
+def test_interrupted_initialize_changes_nothing(kind: str, each: int) -> None:
     asked = IN_16_BIT.get(kind) or LEVELS.get(kind) or KINDS[kind]
 
     def case() -> tuple[Snapshot, Callable[[], Any]]:

@@ -90,7 +90,7 @@ def test_a_late_optimizer_trains_as_one_from_the_start(setting: str, awaits: boo
 
 @pytest.mark.parametrize("setting", ["O2-float16", "O3", "O5-split"])
 @pytest.mark.parametrize("write", ["in place", "data", "load_state_dict", "forward", "compiled"])
-def test_what_happens_to_the_model_while_it_waits(setting: str, write: str) -> None:
+def test_model_before_add_optimizers(setting: str, write: str) -> None:
     usual, optimizer, late = both(setting)
     for model in (usual, late):
         change(model, write)
@@ -113,7 +113,7 @@ def change(model: nn.Module, how: str) -> None:
 
 
 @pytest.mark.parametrize("setting", ["O0", "O3", "O5", "O5-split"])
-def test_a_gradient_from_before_counts(setting: str) -> None:
+def test_gradient_before_add_optimizers_is_used(setting: str) -> None:
     usual, optimizer, late = both(setting)
     for model in (usual, late):
         mse(model, batches(1)[0]).backward()
@@ -173,7 +173,7 @@ def test_values_beyond_float16_are_kept() -> None:
 
 
 @pytest.mark.parametrize("setting", ["O1", "O2-float16", "O2-split", "O3"])
-def test_an_empty_list_lets_the_float32_values_go(setting: str) -> None:
+def test_empty_list_frees_float32_values(setting: str) -> None:
     model, plain = waiting(setting), mlp()
     session: Any = registry.of(model)
     kept = [weakref.ref(master.parameter) for master in session.masters]
@@ -195,7 +195,7 @@ def test_an_empty_list_lets_the_float32_values_go(setting: str) -> None:
 
 
 @with_masters
-def test_undo_gives_waiting_weights_every_bit_back(setting: str) -> None:
+def test_undo_before_add_optimizers_restores_every_bit(setting: str) -> None:
     model, plain = waiting(setting), mlp()
     mse(model, batches(1)[0]).backward()
     mpinit.undo(model)
@@ -212,7 +212,7 @@ class Interrupted(Adam):
 
 
 @pytest.mark.parametrize("setting", ["O2-split", "O3", "O4", "O5"])
-def test_one_that_fails_leaves_all_as_they_were(setting: str) -> None:
+def test_failing_add_optimizers_changes_nothing(setting: str) -> None:
     model, twin = waiting(setting), mlp()
     initialise(twin, adam(twin.parameters()), setting)
     first, second = adam(model[0].parameters()), Interrupted(model[-1].parameters(), lr=0.01)
@@ -233,7 +233,7 @@ def test_one_that_fails_leaves_all_as_they_were(setting: str) -> None:
 
 
 @pytest.mark.parametrize("overflows", [False, True])
-def test_what_an_earlier_loss_has_left_counts(overflows: bool) -> None:
+def test_gradients_of_an_earlier_loss_are_used(overflows: bool) -> None:
     model, plain = waiting("O2-float16"), mlp()
     first, reference = add_for(model[0]), momentum(plain[-1].parameters())
     loss = mse(model, batches(1)[0])
@@ -257,7 +257,7 @@ def test_describe_says_how_many_weights_wait() -> None:
 
 
 @pytest.mark.parametrize("box", [lambda *xs: xs[0], lambda *xs: list(xs), lambda *xs: tuple(xs)])
-def test_what_is_given_comes_back(box: Callable[..., Any]) -> None:
+def test_add_optimizers_returns_its_arguments(box: Callable[..., Any]) -> None:
     models = [mlp(), mlp()]
     mpinit.initialize(models, opt_level="O5", await_optimizers=True, verbosity=0)
     given = box(*(momentum(model.parameters()) for model in models))

@@ -104,7 +104,7 @@ def test_a_set_of_what_compares_element_by_element() -> None:
 
 @pytest.mark.parametrize("level", ["O2", "O5", "split"])
 @pytest.mark.parametrize("failing", [0, 1, 3])
-def test_a_master_that_cannot_be_given_up_keeps_no_other(
+def test_failing_undo_of_one_master_undoes_the_others(
     level: str, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = started(level)
@@ -142,7 +142,7 @@ def twice(message: str) -> Any:
     return fails
 
 
-def test_gradients_that_cannot_be_unscaled_stop_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_unscale_does_not_stop_undo(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = started("O2")
     values = {name: value.clone() for name, value in model.state_dict().items()}
     with monkeypatch.context() as patch:

@@ -234,7 +234,7 @@ def test_every_place_that_holds_a_weight_gets_its_master(make: Callable[[Any], O
 
 
 @pytest.mark.parametrize("make", [ByIdentity, Around])
-def test_what_is_known_of_a_parameter_goes_to_its_master_and_back(make: Callable[[Any], Optimizer]) -> None:
+def test_optimizer_state_moves_to_the_master_and_back(make: Callable[[Any], Optimizer]) -> None:
     model, data = loops.mlp(), loops.batches(7)
     optimizer = make(model.parameters())
     loops.train_plainly(model, optimizer, data[:2])
@@ -245,7 +245,7 @@ def test_what_is_known_of_a_parameter_goes_to_its_master_and_back(make: Callable
     loops.same(model.parameters(), by_hand(make, 7, warm=2))
 
 
-def test_what_an_optimizer_counts_it_counts_once_a_step_and_hooks_run_once() -> None:
+def test_counters_and_hooks_run_once_per_step() -> None:
     model = loops.mlp()
     optimizer = loops.Counting(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["step"] = 0
@@ -310,7 +310,7 @@ class Keeper(OwnList):
 
 
 @pytest.mark.parametrize("masters_kind", [True, "split"])
-def test_what_an_optimizer_keeps_of_parameters_is_of_weights_between_steps(masters_kind: Any) -> None:
+def test_optimizer_attributes_have_weights_between_steps(masters_kind: Any) -> None:
     model, optimizer = loops.started("O5", make=Keeper, master_weights=masters_kind)
     for undone in (False, True):
         loops.train_plainly(model, optimizer, loops.batches(2))

@@ -64,7 +64,7 @@ def test_a_variant_is_its_level_with_a_few_overrides(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
-def test_a_file_begins_with_what_it_is_for(path: Path) -> None:
+def test_file_begins_with_its_purpose(path: Path) -> None:
     first = path.read_text(encoding="utf-8").splitlines()[0]
     assert first.startswith(f"# {read(path)['opt_level']}")
 
@@ -98,7 +98,7 @@ def refused(config: Any, kind: type[BaseException] = ValueError, **keywords: Any
         (b"growth = 3", "has no property 'growth'"),
     ],
 )
-def test_what_a_file_holds_is_refused_by_the_files_name(tmp_path: Path, content: bytes, says: str) -> None:
+def test_wrong_value_in_a_file_names_the_file(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_bytes(content)
     for config in (path, str(path)):

@@ -36,7 +36,7 @@ def test_booleans_from_a_command_line(field: str, spelling: str, value: bool) ->
 
 @pytest.mark.parametrize("field", BOOLEAN_FIELDS)
 @pytest.mark.parametrize("value", [0, 1, "yes", "1", 0.0, [], torch.float16])
-def test_what_only_looks_like_a_boolean_is_refused(field: str, value: Any) -> None:
+def test_values_like_booleans_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ValueError) as caught:
         build({field: value})
     assert field in str(caught.value)
@@ -172,7 +172,7 @@ def test_the_16_bit_type_a_property_set_works_in(values: dict[str, Any], expecte
 
 
 @pytest.mark.parametrize("nothing", ["None", "none", ""])
-def test_nothing_is_a_value_only_where_a_property_can_be_nothing(nothing: str) -> None:
+def test_string_none_sets_only_optional_properties(nothing: str) -> None:
     nullable = [name for name in field_names() if is_override(name, nothing)]
     for name in nullable:
         build({name: nothing})
@@ -197,7 +197,7 @@ def test_every_spelling_is_understood(dtype: torch.dtype, spelling: object) -> N
 
 
 @pytest.mark.parametrize("value", [torch.float64, torch.int32, torch.bool, "double", "int8", "", "16", 16, True, None])
-def test_anything_else_is_refused_by_name(value: object) -> None:
+def test_other_dtypes_are_refused_by_name(value: object) -> None:
     with pytest.raises(ValueError) as caught:
         parse_dtype(value)
     text = str(caught.value)
@@ -206,7 +206,7 @@ def test_anything_else_is_refused_by_name(value: object) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(SPELLINGS))
-def test_the_name_reads_back(dtype: torch.dtype) -> None:
+def test_dtype_name_round_trips(dtype: torch.dtype) -> None:
     assert "." not in dtype_name(dtype)
     assert parse_dtype(dtype_name(dtype)) is dtype
 

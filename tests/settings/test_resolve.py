@@ -111,7 +111,7 @@ def test_an_unknown_keyword_finds_the_nearest_name(name: str, near: str) -> None
         resolve("O2", {"zzz": None})
 
 
-def test_a_property_that_was_removed_says_what_takes_its_place(tmp_path: Path) -> None:
+def test_removed_property_names_its_replacement(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text("compile_step = true")
     for where, arguments in (("initialize\\(\\)", ({"compile_step": True},)), (r".*mine\.toml'", ({}, path))):

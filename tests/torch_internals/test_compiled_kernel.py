@@ -43,7 +43,7 @@ def test_compiled_encoding_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) 
     assert all(map(torch.equal, *results))
 
 
-def test_it_is_compiled_when_it_pays_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_is_compiled_after_enough_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def counted(*args: torch.Tensor) -> None:
@@ -59,7 +59,7 @@ def test_it_is_compiled_when_it_pays_and_not_before(monkeypatch: pytest.MonkeyPa
     assert calls == [70, 70, 70], "tried and used at the third call, and used from then on"
 
 
-def test_inside_of_a_mode_that_sees_operations_it_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_runs_uncompiled_in_a_dispatch_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[None] = []
 
     def as_torch_compiles(*arguments: torch.Tensor) -> None:
@@ -81,7 +81,9 @@ def test_inside_of_a_mode_that_sees_operations_it_runs_as_it_is(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("fault", ["raises", "differs", "raises later"])
-def test_without_a_compiler_or_with_other_bits_it_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_kernel_runs_uncompiled_without_compiler_or_with_other_bits(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
     """Later: dynamo switched off since, or told to fail where it would compile once more, in the middle of a step."""
     calls = []
 
