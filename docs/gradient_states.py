@@ -74,9 +74,9 @@ An overflow belongs to the tensors that were checked. At a step:
   `zero_grad(set_to_none=False)` and a plain `backward()` with no step between, one step is skipped that need not be.
   DistributedDataParallel with `gradient_as_bucket_view=True` may keep the same tensors, too.
 - Gradients that are replaced (`parameter.grad = ...`) are new ones: finite, they are used.
-- Where gradients were **finite**, what was written to them since (by clipping, a penalty, a hook, or by hand) is
-  checked before the step: on a CPU by reading them; on a device those whose version has moved, without a device sync.
-  What step pre-hooks write is checked, too, except with several ranks, which have agreed by then.
+- If gradients were **finite**, later writes to them (by clipping, a penalty, a hook, or by hand) are checked before the
+  step. On a CPU all gradients are read. On a device those whose version counter has changed are checked, without a
+  device sync. Writes of step pre-hooks are checked too, except with several ranks, which have agreed by then.
 
 A block that was dropped without an exit is ended before the next event.
 """

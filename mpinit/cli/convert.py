@@ -200,7 +200,7 @@ def _scales_of(state: Any, place: str) -> _Scales:
         ours = {"loss_scale": float(state["scale"]), "unskipped": int(state["_growth_tracker"])}
         found = {"loss_scaler0": ours | ({"scales": state["scales"]} if "scales" in state else {})}
     elif _is_number(state.get("cur_scale")):
-        # Of DeepSpeed, Megatron-LM and mmcv: good updates are counted from the last overflow.
+        # DeepSpeed, Megatron-LM and mmcv count good updates from the last overflow.
         good = int(state.get("cur_iter", 0)) - int(state.get("last_overflow_iter", -1)) - 1
         window = max(int(state.get("scale_window", 0)), 1)
         found = {"loss_scaler0": {"loss_scale": float(state["cur_scale"]), "unskipped": max(good, 0) % window}}

@@ -1,4 +1,8 @@
-"""patching: reverting puts back exactly what stood there, in reverse, whatever raises on the way."""
+"""patching: reverting puts back exactly what stood there, in reverse, whatever raises on the way.
+
+Below the public face: ``UndoStack`` has to be right at every line of an interruption, which public calls cannot
+reach.
+"""
 
 import types
 

@@ -1,4 +1,7 @@
-"""trees: floating tensors are cast wherever they hide; everything else keeps its identity, type and order."""
+"""trees: floating tensors are cast wherever they hide; everything else keeps its identity, type and order.
+
+Below the public face: ``cast_tree`` is called on random containers, without a model around them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""user_warnings: a warning points at the line of the user's that led to it."""
+"""user_warnings: a warning points at the line of the user's that led to it.
+
+Below the public face: ``warn_user`` is called from frames that stand for the package's and torch's.
+"""
 
 import inspect
 import warnings

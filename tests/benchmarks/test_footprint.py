@@ -1,4 +1,7 @@
-"""Bytes of a training, at rest and at the peak, as arithmetic says."""
+"""Bytes of a training, at rest and at the peak, as arithmetic says.
+
+Below the public face: the sizes of buckets are constants of the masters.
+"""
 
 import functools
 import sys

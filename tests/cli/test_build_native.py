@@ -1,4 +1,7 @@
-"""``mpinit build-native``: builds once, tries the result on samples, says what is missing."""
+"""``mpinit build-native``: builds once, tries the result on samples, says what is missing.
+
+Below the public face: a compiler and its result are replaced by ones that fail.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""The command line: every command, and convert's files."""
+"""The command line: every command, and convert's files.
+
+Below the public face: checkpoints are converted in memory, and compared with the list of formats.
+"""
 
 import copy
 import json
@@ -18,9 +21,9 @@ from states_by_name import assert_same
 from torch import nn
 
 import mpinit
+from mpinit import OPT_LEVELS
 from mpinit.cli import COMMANDS, main, output
 from mpinit.cli.convert import FORMATS, converted
-from mpinit.settings.properties import OPT_LEVELS
 
 MODEL = ["cli_models:classifier", "--input", "8"]
 

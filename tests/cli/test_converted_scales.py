@@ -1,4 +1,7 @@
-"""``mpinit convert`` finds the state of a scaler by its form, in files of other libraries, and says where."""
+"""``mpinit convert`` finds the state of a scaler by its form, in files of other libraries, and says where.
+
+Below the public face: checkpoints are converted in memory, without files.
+"""
 
 from typing import Any
 

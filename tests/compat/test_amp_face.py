@@ -1,4 +1,7 @@
-"""Where apex's amp differs from mpinit's: one list of scalers, and one overflow for all optimizers of a loss."""
+"""Where apex's amp differs from mpinit's: one list of scalers, and one overflow for all optimizers of a loss.
+
+Below the public face: these modules are what scripts import as ``apex``.
+"""
 
 import logging
 from collections.abc import Iterator

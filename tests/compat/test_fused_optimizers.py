@@ -1,4 +1,7 @@
-"""The optimizers under apex's names, against the formulas of their papers in float64 and against torch's own."""
+"""The optimizers under apex's names, against the formulas of their papers in float64 and against torch's own.
+
+Below the public face: these classes are what scripts import as ``apex.optimizers``.
+"""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Importing apex: what answers to the name, for whom, and what stays inside."""
+"""Importing apex: what answers to the name, for whom, and what stays inside.
+
+Below the public face: every refused name of the table is imported.
+"""
 
 import ast
 import importlib

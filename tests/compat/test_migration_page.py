@@ -1,4 +1,7 @@
-"""The migration page: its Python blocks run, and its tables name things that exist."""
+"""The migration page: its Python blocks run, and its tables name things that exist.
+
+Below the public face: the page is compared with the table of refused names.
+"""
 
 import importlib
 import inspect

@@ -1,4 +1,7 @@
-"""apex.parallel and apex.normalization over torch's own."""
+"""apex.parallel and apex.normalization over torch's own.
+
+Below the public face: these modules are what scripts import as ``apex``.
+"""
 
 import pytest
 import torch

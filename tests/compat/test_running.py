@@ -1,4 +1,7 @@
-"""Scripts for apex, run unmodified: by name, as modules, under torchrun, with the same bits."""
+"""Scripts for apex, run unmodified: by name, as modules, under torchrun, with the same bits.
+
+Below the public face: results of scripts are compared with the modules that they import as ``apex``.
+"""
 
 import functools
 import os

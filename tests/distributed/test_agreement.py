@@ -1,4 +1,7 @@
-"""What ranks must agree on: words, numbers, policies."""
+"""What ranks must agree on: words, numbers, policies.
+
+Below the public face: groups of FSDP that a single process cannot make are stand-ins.
+"""
 
 import contextlib
 import math

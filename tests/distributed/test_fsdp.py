@@ -1,4 +1,7 @@
-"""FSDP2: shards are the masters, of any level, and their states."""
+"""FSDP2: shards are the masters, of any level, and their states.
+
+Below the public face: local shards and codes are read, of which the public state has only float32 values.
+"""
 
 from collections.abc import Callable
 from typing import Any

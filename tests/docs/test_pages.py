@@ -1,4 +1,7 @@
-"""The pages: links, figures, messages and the map for contributors."""
+"""The pages: links, figures, messages and the map for contributors.
+
+Below the public face: pages are compared with the tables that they are generated from.
+"""
 
 import functools
 import json

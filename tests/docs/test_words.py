@@ -1,9 +1,12 @@
 """The rules for words hold in mpinit/ and docs/: openings of docstrings, long sentences and banned verbs."""
 
+import ast
 from pathlib import Path
 
 import pytest
 from words import ROOT, banned_verb_in, findings_below, findings_in_markdown, findings_in_python
+
+import mpinit
 
 # Names of other libraries that a file has to define as they are.
 ALLOWED: frozenset[str] = frozenset()
@@ -79,3 +82,26 @@ def test_banned_verbs_are_words_not_letters() -> None:
     names = {"takeoff": "", "leaves": "", "lookup": "", "outcome": "", "take_over": "take", "came_in": "come in"}
     names |= {"comes": "", "InterruptsHeld": "hold", "threshold": "", "standard": "", "essay": "", "_given": "give"}
     assert {name: banned_verb_in(name) for name in names} == names
+
+
+def names_below_the_public_face(tree: ast.AST) -> list[str]:
+    """List what a file imports from the package's modules that are not public."""
+    public = ("mpinit", "mpinit.amp", "mpinit.integrations", "mpinit.compat")
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mpinit":
+            if node.module == "mpinit":
+                found += [each.name for each in node.names if each.name not in (*mpinit.__all__, "amp")]
+            elif node.module not in public and not (node.module or "").startswith("mpinit.integrations."):
+                found.append(str(node.module))
+    return found
+
+
+FILES = sorted((ROOT / "tests").rglob("test_*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_imports_below_the_public_face_have_a_reason(path: Path) -> None:
+    tree = ast.parse(path.read_text("utf-8"))
+    text = ast.get_docstring(tree) or ""
+    assert ("Below the public face:" in text) == bool(names_below_the_public_face(tree))

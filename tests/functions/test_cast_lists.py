@@ -1,4 +1,7 @@
-"""The lists of casts: rows that cast, rows that promote, and torch's own lists beside them."""
+"""The lists of casts: rows that cast, rows that promote, and torch's own lists beside them.
+
+Below the public face: the rows of the policy are data, which has no public name.
+"""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Casts end: with a session, its thread, its owner, and where an exception or Ctrl-C comes in between."""
+"""Casts end: with a session, its thread, its owner, and where an exception or Ctrl-C comes in between.
+
+Below the public face: casts are switched on without a model, and torch's flags are read.
+"""
 
 import copy
 import gc

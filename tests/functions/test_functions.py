@@ -1,4 +1,7 @@
-"""O1: installing the casts and putting everything back, thread by thread, in models of every kind."""
+"""O1: installing the casts and putting everything back, thread by thread, in models of every kind.
+
+Below the public face: casts are switched on without a model.
+"""
 
 import copy
 import importlib

@@ -1,4 +1,7 @@
-"""torch.compile under O1: fullgraph, the dtypes of eager mode, its values within tolerance, no recompilation."""
+"""torch.compile under O1: fullgraph, the dtypes of eager mode, its values within tolerance, no recompilation.
+
+Below the public face: every row of the policy is compiled, without a model.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,4 +1,7 @@
-"""Every row of the cast policy, called for real through every name it can be reached by."""
+"""Every row of the cast policy, called for real through every name it can be reached by.
+
+Below the public face: every row of the policy is called, without a model.
+"""
 
 from typing import Any
 

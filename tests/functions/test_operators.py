@@ -1,4 +1,7 @@
-"""torch's own database of operators run through O1: nothing raises, types are the page's, numbers those of float32."""
+"""torch's own database of operators run through O1: nothing raises, types are the page's, numbers those of float32.
+
+Below the public face: every operator is compared with the rows of the policy.
+"""
 
 import functools
 import itertools

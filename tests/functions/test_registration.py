@@ -1,4 +1,7 @@
-"""Functions of the user's own: registered by name before or after, undone and back, and marked with decorators."""
+"""Functions of the user's own: registered by name before or after, undone and back, and marked with decorators.
+
+Below the public face: the list of registered functions is emptied after each test.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ import pytest
 import torch
 from casts import BF16, FP32, HALF, StartCasts
 
-from mpinit.functions import installation
-from mpinit.functions.registration import (
+from mpinit import (
+    disable_casts,
     float_function,
     half_function,
     promote_function,
@@ -20,7 +23,7 @@ from mpinit.functions.registration import (
     register_half_function,
     register_promote_function,
 )
-from mpinit.torch_internals.native_autocast import disable_casts
+from mpinit.functions import installation
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from models import CASES, prepared
 from torch import nn
 
 import mpinit
-from mpinit.settings.properties import OPT_LEVELS
+from mpinit import OPT_LEVELS
 
 WIDTHS = (torch.float32, torch.bfloat16)
 TOGETHER = {"O0": 16, "O1": 16, "O2": 18, "O3": 8, "O4": 16, "O5": 18, "O5 split": 14}

@@ -1,4 +1,7 @@
-"""explain: which operation casts, why, and what that costs."""
+"""explain: which operation casts, why, and what that costs.
+
+Below the public face: the report is compared with a count of the dispatcher's operations.
+"""
 
 import copy
 import json
@@ -17,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpinit
-from mpinit.settings.properties import OPT_LEVELS
+from mpinit import OPT_LEVELS
 from mpinit.torch_internals.operations import OperationsSeen
 
 NETWORKS = ["cnn", "lstm", "transformer"]

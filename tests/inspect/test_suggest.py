@@ -1,4 +1,7 @@
-"""suggest: what it refuses, levels, keywords, several culprits, and what it prints."""
+"""suggest: what it refuses, levels, keywords, several culprits, and what it prints.
+
+Below the public face: the sensitivity is compared with numbers by hand, which the public report does not have.
+"""
 
 import fnmatch
 import sys

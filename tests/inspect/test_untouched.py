@@ -1,4 +1,7 @@
-"""What looks at a training leaves it as it is, and finds the faults that are planted."""
+"""What looks at a training leaves it as it is, and finds the faults that are planted.
+
+Below the public face: the registry shows that no session is left.
+"""
 
 import copy
 import itertools

@@ -1,4 +1,7 @@
-"""Lightning: the plug in a Trainer, and in Fabric."""
+"""Lightning: the plug in a Trainer, and in Fabric.
+
+Below the public face: the registry shows which session a framework has made.
+"""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""The bits beyond a 16-bit weight: rounding to it, what it was before, and the float32 that both make."""
+"""The bits beyond a 16-bit weight: rounding to it, what it was before, and the float32 that both make.
+
+Below the public face: the split is tried on every kind of float32 number.
+"""
 
 import warnings
 from typing import Any

@@ -1,4 +1,7 @@
-"""Encodings of optimizers' states: error bounds, no bias, the same codes again, and tensors that read as numbers."""
+"""Encodings of optimizers' states: error bounds, no bias, the same codes again, and tensors that read as numbers.
+
+Below the public face: the codecs are tried on chosen numbers, which a training does not reach.
+"""
 
 import copy
 import pickle

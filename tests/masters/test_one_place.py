@@ -1,4 +1,7 @@
-"""One place for every number: the groups hold the model's parameters, and an optimizer's own code its masters."""
+"""One place for every number: the groups hold the model's parameters, and an optimizer's own code its masters.
+
+Below the public face: an encoded state is recognised by its class.
+"""
 
 import copy
 import gc

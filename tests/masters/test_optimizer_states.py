@@ -1,4 +1,7 @@
-"""optimizer_state: states in fewer bytes between steps, float32 inside of them."""
+"""optimizer_state: states in fewer bytes between steps, float32 inside of them.
+
+Below the public face: encoded states are recognised by their class and compared by their codes.
+"""
 
 import copy
 import pickle

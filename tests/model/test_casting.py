@@ -1,4 +1,7 @@
-"""Casting a model: parameters and buffers of any type, and models that mix types."""
+"""Casting a model: parameters and buffers of any type, and models that mix types.
+
+Below the public face: casts of buffers are undone without a session.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Copies of a model and its optimizer: their own weights, the masters' bits, no session."""
+"""Copies of a model and its optimizer: their own weights, the masters' bits, no session.
+
+Below the public face: the registry shows that a copy has no session.
+"""
 
 from __future__ import annotations
 

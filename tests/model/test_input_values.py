@@ -1,4 +1,7 @@
-"""Inputs whose numbers 16 bits spoil: finite ones stay finite, others are warned of with the entry that keeps them."""
+"""Inputs whose numbers 16 bits spoil: finite ones stay finite, others are warned of with the entry that keeps them.
+
+Below the public face: the criterion is tried on many tensors, without a model.
+"""
 
 import math
 import warnings

@@ -1,4 +1,7 @@
-"""What a cast spoils for good is named at set-up, with the entry that keeps it; what only loses lower bits is not."""
+"""What a cast spoils for good is named at set-up, with the entry that keeps it; what only loses lower bits is not.
+
+Below the public face: the criterion is tried on many tensors, without a model.
+"""
 
 import copy
 from collections.abc import Callable

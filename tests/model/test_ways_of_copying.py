@@ -1,4 +1,7 @@
-"""Every way of copying an initialised model, at every level: the section of docs/reference/limits.md."""
+"""Every way of copying an initialised model, at every level: the section of docs/reference/limits.md.
+
+Below the public face: the registry shows that a copy has no session.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Weights that are their own masters, inside of forwards: what code there sees, and casts made natively or by torch."""
+"""Weights that are their own masters, inside of forwards: what code there sees, and casts made natively or by torch.
+
+Below the public face: the casts of a forward are tried alone, and their kernels counted.
+"""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""``master_weights="model"`` between forwards: float32 parameters after failures, writes, copies and in threads."""
+"""``master_weights="model"`` between forwards: float32 parameters after failures, writes, copies and in threads.
+
+Below the public face: a cast is made to fail in the middle.
+"""
 
 import copy
 import threading

@@ -1,4 +1,7 @@
-"""Between backward and step: gradients are unscaled, in float32, and may be clipped."""
+"""Between backward and step: gradients are unscaled, in float32, and may be clipped.
+
+Below the public face: unscaling is called on gradients of any shape and device.
+"""
 
 import math
 from collections.abc import Callable

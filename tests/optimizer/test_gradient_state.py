@@ -1,4 +1,7 @@
-"""The state of gradients: every phase with every event, and what a step does in each."""
+"""The state of gradients: every phase with every event, and what a step does in each.
+
+Below the public face: every cell of the table of states is tried, which no single loop reaches.
+"""
 
 import runpy
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Native code: built by a command, never by a training, and used where a sample has the bits of torch's operations."""
+"""Native code: built by a command, never by a training, and used where a sample has the bits of torch's operations.
+
+Below the public face: native code is replaced by code with other bits.
+"""
 
 import copy
 import functools

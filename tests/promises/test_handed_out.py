@@ -8,6 +8,8 @@ them over the four stores with
     pytest -n 2 -m nightly tests/promises/test_handed_out.py
 
 ``HANDED_OUT_RUNS`` sets another number.
+
+Below the public face: the registry shows which session has a weight.
 """
 
 import contextlib

@@ -1,4 +1,7 @@
-"""The code's shape: constructors, layers of imports, files that are entered."""
+"""The code's shape: constructors, layers of imports, files that are entered.
+
+Below the public face: the package's own structure is tested.
+"""
 
 import ast
 import dataclasses

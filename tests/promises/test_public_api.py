@@ -1,4 +1,7 @@
-"""The public names: their types, their signatures, their messages."""
+"""The public names: their types, their signatures, their messages.
+
+Below the public face: public signatures are compared with the tables of settings.
+"""
 
 import inspect
 import pydoc

@@ -1,4 +1,7 @@
-"""The loss scaler alone: its rule, its limits, its state."""
+"""The loss scaler alone: its rule, its limits, its state.
+
+Below the public face: the scaler is updated with chosen results of checks, without a backward pass.
+"""
 
 import math
 from dataclasses import replace

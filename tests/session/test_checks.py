@@ -1,4 +1,7 @@
-"""What initialize refuses: models that others have wrapped, sessions that would share weights; and in which order."""
+"""What initialize refuses: models that others have wrapped, sessions that would share weights; and in which order.
+
+Below the public face: the registry shows what is disabled.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -1,4 +1,7 @@
-"""torch's default type, which scripts that load a large model set, changes no number of a training."""
+"""torch's default type, which scripts that load a large model set, changes no number of a training.
+
+Below the public face: native code is switched off, so that torch's operations are tried too.
+"""
 
 import pytest
 import torch

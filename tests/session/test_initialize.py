@@ -1,4 +1,7 @@
-"""initialize: what it is given, what it returns, and the session behind it."""
+"""initialize: what it is given, what it returns, and the session behind it.
+
+Below the public face: the registry and torch's namespaces show what a session leaves.
+"""
 
 import copy
 import gc

@@ -1,4 +1,7 @@
-"""What is interrupted, wherever that is: a set-up leaves everything as it was, a block does not stay open."""
+"""What is interrupted, wherever that is: a set-up leaves everything as it was, a block does not stay open.
+
+Below the public face: the registry shows that an interrupted call leaves no session.
+"""
 
 import contextlib
 import gc

@@ -1,4 +1,7 @@
-"""Optimizers that come after initialize: bit for bit what initialize(model, optimizer) would have made."""
+"""Optimizers that come after initialize: bit for bit what initialize(model, optimizer) would have made.
+
+Below the public face: the registry shows which session an optimizer has joined.
+"""
 
 import copy
 import gc

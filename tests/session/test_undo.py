@@ -1,4 +1,7 @@
-"""Undo: it goes on where a part of it fails, compares nothing by value, and keeps nothing alive."""
+"""Undo: it goes on where a part of it fails, compares nothing by value, and keeps nothing alive.
+
+Below the public face: parts of an undo are made to fail.
+"""
 
 from __future__ import annotations
 

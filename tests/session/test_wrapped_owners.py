@@ -1,4 +1,7 @@
-"""Optimizers and models in wrappers: which session is theirs, and whose masters are stepped."""
+"""Optimizers and models in wrappers: which session is theirs, and whose masters are stepped.
+
+Below the public face: the registry shows which session a wrapper stands for.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""Configuration files: what they hold, and what is said of those that are wrong."""
+"""Configuration files: what they hold, and what is said of those that are wrong.
+
+Below the public face: a configuration is resolved without a model.
+"""
 
 import tomllib
 from pathlib import Path
@@ -8,7 +11,7 @@ import pytest
 import torch
 
 import mpinit
-from mpinit.settings.properties import OPT_LEVELS
+from mpinit import OPT_LEVELS
 from mpinit.settings.resolve import resolve
 from mpinit.settings.spellings import DEFAULT_LEVEL
 

@@ -1,4 +1,7 @@
-"""Properties: each in any spelling, of dtypes too; what is refused, and what is read back."""
+"""Properties: each in any spelling, of dtypes too; what is refused, and what is read back.
+
+Below the public face: every spelling is parsed without a model.
+"""
 
 import json
 from typing import Any

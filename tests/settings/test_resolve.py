@@ -1,4 +1,7 @@
-"""From a level and keywords to properties, and to the plan."""
+"""From a level and keywords to properties, and to the plan.
+
+Below the public face: settings are resolved to a plan without a model.
+"""
 
 import dataclasses
 import itertools

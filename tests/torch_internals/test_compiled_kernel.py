@@ -1,4 +1,7 @@
-"""Kernels that are compiled for a GPU where that pays: the same bits, and without a compiler the function as it is."""
+"""Kernels that are compiled for a GPU where that pays: the same bits, and without a compiler the function as it is.
+
+Below the public face: the kernel is compiled and compared alone.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""ForwardCasts and disable_casts: thread by thread, nested, recomputed; and how long weight casts live."""
+"""ForwardCasts and disable_casts: thread by thread, nested, recomputed; and how long weight casts live.
+
+Below the public face: casts are entered without a model.
+"""
 
 from collections.abc import Callable
 from typing import Any
