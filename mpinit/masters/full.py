@@ -148,13 +148,13 @@ class FullMasters(Masters):
 
     @torch.no_grad()
     def follow_all(self, keeps_bits: bool) -> None:
-        """:meth:`follow` for every master, in bulk."""
+        """Call :meth:`follow` for every master, in bulk."""
         for master in self._whole().written():
             self.follow(master, keeps_bits)
 
     @torch.no_grad()
     def round_all(self) -> None:
-        """:meth:`round` for every master, in bulk."""
+        """Call :meth:`round` for every master, in bulk."""
         self._whole().round()
 
     @torch.no_grad()
@@ -261,13 +261,7 @@ class _Batch(MasterBatch):
         for master in written:
             self._owner.follow(master, keeps_bits)
         if not keeps_bits:
-<<<<<<< HEAD
-            self._owner.forget_earlier(self.masters)
-||||||| parent of f200acf (core: name values instead of bookkeeping, and split long sentences)
-            self._owner.forget_earlier(self._masters)
-=======
-            self._owner.drop_earlier(self._masters)
->>>>>>> f200acf (core: name values instead of bookkeeping, and split long sentences)
+            self._owner.drop_earlier(self.masters)
 
     @torch.no_grad()
     def read(self) -> None:
@@ -362,16 +356,8 @@ class _Batch(MasterBatch):
         self._remember_small()
 
     def stepped(self) -> None:
-<<<<<<< HEAD
-        self._owner.forget_earlier(self.masters)
+        self._owner.drop_earlier(self.masters)
         for master in self.masters:
-||||||| parent of f200acf (core: name values instead of bookkeeping, and split long sentences)
-        self._owner.forget_earlier(self._masters)
-        for master in self._masters:
-=======
-        self._owner.drop_earlier(self._masters)
-        for master in self._masters:
->>>>>>> f200acf (core: name values instead of bookkeeping, and split long sentences)
             master.last_seen = None
         self._remember_small()
 

@@ -269,16 +269,8 @@ class Float32Values:
             returned = [w if m is None else m.parameter for w, m in zip(asked, found, strict=True)]
             self._last_handed_out = asked, masters, returned, len(self.masters)
         self._handed_out.add(masters)
-<<<<<<< HEAD
         self._handed_out.add_gradients()
-        return list(given)
-||||||| parent of f200acf (core: name values instead of bookkeeping, and split long sentences)
-        self._handed_out.bind_gradients()
-        return list(given)
-=======
-        self._handed_out.bind_gradients()
         return list(returned)
->>>>>>> f200acf (core: name values instead of bookkeeping, and split long sentences)
 
     def bind_gradients(self) -> None:
         """Set the ``grad`` of handed-out masters to their weights'; after a backward pass."""
@@ -757,7 +749,7 @@ class Float32Block:
     @torch.no_grad()
     def exit(self) -> None:
         """Put the 16-bit tensors back, with all that was done to the float32 ones. May be called again."""
-        replaced = self._take_out()
+        replaced = self._remove()
         for tensor, present in replaced:
             self.wide[id(tensor)].copy_(present)
         self._filled = []
@@ -772,7 +764,7 @@ class Float32Block:
         for rnn in self._values.places.rnns:
             rnn._init_flat_weights()
 
-    def _take_out(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _remove(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Put the 16-bit tensors into their places again.
 
         Returns:
@@ -795,7 +787,7 @@ def _fits(present: Any, tensor: torch.Tensor) -> bool:
 
 
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
-# What torch keeps a parameter's hooks in.
+# Attributes in which torch keeps a parameter's hooks.
 _HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _HOOKS_OF: Final = tuple(map(attrgetter, _HOOKS))
 
@@ -872,93 +864,9 @@ class _Carried:
         now = changed_grads(sources, self._gradients)
         if now is None and not self._copies:
             return
-<<<<<<< HEAD
         for index, gradient in enumerate(self._gradients if now is None else now):
             tensor, before = self._tensors[index], self._gradients[index]
             version = self._copies.get(index)
             is_written = version is not None and gradient is not None and gradient._version != version
             if gradient is not before or is_written:
                 tensor.grad = None if gradient is None else gradient.to(tensor.grad_dtype or tensor.dtype)
-||||||| parent of f200acf (core: name values instead of bookkeeping, and split long sentences)
-        wide.requires_grad_(tensor.requires_grad)
-        self._attributes = dict(vars(tensor))
-        vars(wide).update(self._attributes)
-        # One dict for both: hooks that are registered inside stay, and their handles remove them.
-        for name in _HOOKS:
-            setattr(wide, name, getattr(tensor, name))
-        self._gradient = wide.grad = None if tensor.grad is None else tensor.grad.float()
-        if self._gradient is not None:
-            self._version = self._gradient._version
-
-    def bring_back(self, replacement: torch.Tensor | None) -> None:
-        """Carry back what was done to the float32 parameter, or to the one that was put in its place."""
-        if not self._is_parameter:
-            return
-        tensor, wide = self.tensor, self.wide
-        source = wide if replacement is None else replacement
-        if source.requires_grad != tensor.requires_grad:
-            tensor.requires_grad_(source.requires_grad)
-        attributes = dict(vars(wide))
-        if list(attributes) != list(self._attributes) or not are_same(
-            list(attributes.values()), list(self._attributes.values())
-        ):
-            vars(tensor).clear()
-            vars(tensor).update(attributes)
-        vars(wide).clear()
-        for name in _HOOKS:
-            hooks = getattr(wide, name)
-            if hooks is not getattr(tensor, name):
-                setattr(tensor, name, hooks)
-            setattr(wide, name, None)
-        gradient = source.grad
-        is_written = gradient is not None and gradient is self._gradient and gradient._version != self._version
-        if gradient is not self._gradient or (is_written and gradient is not tensor.grad):
-            dtype = tensor.grad_dtype or tensor.dtype
-            tensor.grad = None if gradient is None else gradient.to(dtype)
-        wide.grad = None
-
-
-# What torch keeps a parameter's hooks in.
-_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
-=======
-        wide.requires_grad_(tensor.requires_grad)
-        self._attributes = dict(vars(tensor))
-        vars(wide).update(self._attributes)
-        # One dict for both: hooks that are registered inside stay, and their handles remove them.
-        for name in _HOOKS:
-            setattr(wide, name, getattr(tensor, name))
-        self._gradient = wide.grad = None if tensor.grad is None else tensor.grad.float()
-        if self._gradient is not None:
-            self._version = self._gradient._version
-
-    def bring_back(self, replacement: torch.Tensor | None) -> None:
-        """Carry back what was done to the float32 parameter, or to the one that was put in its place."""
-        if not self._is_parameter:
-            return
-        tensor, wide = self.tensor, self.wide
-        source = wide if replacement is None else replacement
-        if source.requires_grad != tensor.requires_grad:
-            tensor.requires_grad_(source.requires_grad)
-        attributes = dict(vars(wide))
-        if list(attributes) != list(self._attributes) or not are_same(
-            list(attributes.values()), list(self._attributes.values())
-        ):
-            vars(tensor).clear()
-            vars(tensor).update(attributes)
-        vars(wide).clear()
-        for name in _HOOKS:
-            hooks = getattr(wide, name)
-            if hooks is not getattr(tensor, name):
-                setattr(tensor, name, hooks)
-            setattr(wide, name, None)
-        gradient = source.grad
-        is_written = gradient is not None and gradient is self._gradient and gradient._version != self._version
-        if gradient is not self._gradient or (is_written and gradient is not tensor.grad):
-            dtype = tensor.grad_dtype or tensor.dtype
-            tensor.grad = None if gradient is None else gradient.to(dtype)
-        wide.grad = None
-
-
-# Attributes in which torch keeps a parameter's hooks.
-_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
->>>>>>> f200acf (core: name values instead of bookkeeping, and split long sentences)

@@ -1,4 +1,7 @@
-"""The scripts of ``mpinit completion``, run by the shells themselves."""
+"""The scripts of ``mpinit completion``, run by the shells themselves.
+
+Below the public face: the shells that have a script are listed in the package.
+"""
 
 import shutil
 import subprocess
