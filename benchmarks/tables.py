@@ -359,7 +359,7 @@ def blocks(found: All, folder: Path) -> dict[str, Callable[[], str]]:
         "in_short": lambda: in_short(found),
         "memory_in_short": lambda: memory(found, _MEMORY_IN_README),
         "compiled_in_short": lambda: compiled_in_short(found),
-        "machine": lambda: where(found),
+        "machine": lambda: f"Measured on {where(found)}.",
         "bfloat16": lambda: training(found, folder, "bfloat16"),
         "float16": lambda: training(found, folder, "float16"),
         "memory": lambda: memory(found),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.pycode import ModuleAnalyzer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -82,7 +83,21 @@ def _show_one_signature() -> None:
     del analyzer.overloads["initialize"]
 
 
+def _add_short_anchors(app: Any, tree: nodes.document) -> None:
+    """Add the anchor ``mpinit.Audit`` to ``mpinit.inspect.audit.Audit``: links of viewcode from the source use it.
+
+    viewcode has one name for each module, and the functions of these modules are documented below ``mpinit``.
+    """
+    signatures = list(tree.findall(addnodes.desc_signature))
+    known = {anchor for signature in signatures for anchor in signature["ids"]}
+    for signature in signatures:
+        short = f"mpinit.{signature.get('fullname')}"
+        if signature["ids"] and short not in known:
+            signature["ids"].append(short)
+
+
 def setup(app: Any) -> None:
     """Register the extensions; Sphinx calls it."""
+    app.connect("doctree-read", _add_short_anchors)
     _show_one_signature()
     app.connect("doctree-resolved", _let_long_names_break)

@@ -106,7 +106,11 @@ def initialize(
 
 
 def initialize(
-    models: Any, optimizers: Any = None, opt_level: str = DEFAULT_LEVEL, *others: Any, **keywords: Any
+    models: nn.Module | Sequence[nn.Module],
+    optimizers: Optimizer | Sequence[Optimizer] | None = None,
+    opt_level: Level = DEFAULT_LEVEL,
+    *others: Any,
+    **keywords: Any,
 ) -> Any:
     """Make models and their optimizers train in mixed precision, in place.
 
