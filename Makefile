@@ -2,8 +2,8 @@
 #
 #   make demo       train on handwritten digits at O0..O3; tables on screen, plot in runs/demo/
 #                   make demo ARGS=--publish  puts both into the documentation
-#   make test       the test suite but for what takes long    make test ARGS="-k trees"
-#   make test-long  the rest of it: several processes, compilers, benchmarks
+#   make test       the test suite but for what takes long, on torch and a few small packages    make test ARGS="-k trees"
+#   make test-long  the rest of it: frameworks, which it installs, several processes, compilers, benchmarks
 #   make test-newest  a part of it on the newest torch that is known to work, in .venv-newest (5 GB)
 #   make nightly    the long randomised runs that the test suite leaves out
 #   make docs       the site, into runs/site/
@@ -62,13 +62,17 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	$(PIP) "$(TORCH)" --editable ".[demo]"
 	@touch $@
 
+$(VENV)/.test: $(VENV)/.torch pyproject.toml
+	$(PIP) "$(TORCH)" --editable ".[test]"
+	@touch $@
+
 $(VENV)/.dev: $(VENV)/.torchvision pyproject.toml
 	$(PIP) "$(TORCH)" "$(TORCHVISION)" --editable ".[dev]"
-	@touch $@ $(VENV)/.demo $(VENV)/.bench
+	@touch $@ $(VENV)/.test $(VENV)/.demo $(VENV)/.bench
 
 $(VENV)-newest/.test: pyproject.toml
 	@test -x $(VENV)-newest/bin/python || $(PYTHON) -m venv $(VENV)-newest
-	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check "$(NEWEST_TORCH)" --editable ".[core-test]"
+	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check "$(NEWEST_TORCH)" --editable ".[test]"
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.torch pyproject.toml
@@ -79,7 +83,7 @@ demo: $(VENV)/.demo
 	@# Ctrl-C is no error: what was done by then is shown.
 	@$(PY) examples/digits.py $(ARGS) || test $$? -eq 130
 
-test: $(VENV)/.dev
+test: $(VENV)/.test
 	$(RUN_TESTS) $(PY) -m pytest $(DIST) -m "not long" $(ARGS)
 
 test-long: $(VENV)/.dev

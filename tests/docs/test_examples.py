@@ -10,10 +10,11 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from frameworks import let_torchvision_load
+from frameworks import framework_of, let_torchvision_load, marks_for
 from snippets import NUMBERS, words
 
 import mpinit
@@ -188,7 +189,13 @@ def public_modules() -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("name", public_modules())
+def as_case(module: str) -> Any:
+    """Return a parameter of a test; what frameworks are needed for is a long test."""
+    framework = framework_of(module)
+    return pytest.param(module, marks=() if framework is None else marks_for(framework))
+
+
+@pytest.mark.parametrize("name", [*map(as_case, public_modules())])
 def test_the_examples_in_docstrings_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     module = importlib.import_module(name)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import let_torchvision_load, names_for, needs
+from frameworks import NEEDED_BY_MARK, let_torchvision_load, marks_for, names_for, needs
 from snippets import PRINTS, Snippet, blocks, same_but_for_numbers, snippets
 
 import mpinit
@@ -42,6 +42,14 @@ ALL = [snippet for page in PAGES if page.name not in APART for snippet in snippe
 # The beginning that the others share: the README's own, and the site's.
 PRELUDES = {snippet.page == README: snippet for snippet in ALL if snippet.mark == "prelude"}
 EXAMPLES = [snippet for snippet in ALL if snippet.mark != "prelude"]
+
+
+def as_case(snippet: Snippet) -> Any:
+    """Return a parameter of a test; what frameworks are needed for is a long test."""
+    packages = [*snippet.packages(), *filter(None, [NEEDED_BY_MARK.get(snippet.mark)])]
+    return pytest.param(snippet, marks=marks_for(*packages) if packages else (), id=str(snippet))
+
+
 BY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -64,7 +72,7 @@ def test_every_block_is_found() -> None:
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("snippet", EXAMPLES, ids=str)
+@pytest.mark.parametrize("snippet", [*map(as_case, EXAMPLES)])
 def test_a_snippet_runs_and_prints_what_the_page_shows(
     snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

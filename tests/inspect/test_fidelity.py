@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import let_torchvision_load, needs, tiny_model
+from frameworks import let_torchvision_load, marks_for, needs, tiny_model
 from loops import iterate
 from models import LEVELS
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ let_torchvision_load()
 WAYS = LEVELS | {"O2": {"opt_level": "O2"}, "model": {"opt_level": "O5", "master_weights": "model"}}
 with_masters = pytest.mark.parametrize("way", ["O2", "O5", "split", "model"])
 pytestmark = [
+    *marks_for("transformers", "peft"),
     pytest.mark.filterwarnings("ignore:casts to 16 bits lose"),  # rotary frequencies
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),  # peft asks for it
 ]

@@ -22,7 +22,7 @@ CLASSIFIERS = ("ignite", "mmengine", "fastai")
 # What libraries say of each other and of torch; mpinit's own warnings are errors, as everywhere.
 THEIRS = ("DeprecationWarning", "FutureWarning", "PendingDeprecationWarning")
 IGNORED = (*(f"ignore::{kind}" for kind in THEIRS), "ignore:'pin_memory' argument is set as true:UserWarning")
-pytestmark = [pytest.mark.long, *map(pytest.mark.filterwarnings, IGNORED)]
+pytestmark = [*map(pytest.mark.filterwarnings, IGNORED)]
 
 
 def run(library: str, folder: Path) -> dict[str, Any]:

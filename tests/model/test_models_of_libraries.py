@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import let_torchvision_load, needs, tiny_model
+from frameworks import let_torchvision_load, marked_for, needs, tiny_model
 from loops import backward
 from models import equal_tensors
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ def trained(model: nn.Module, **more: Any) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
+@marked_for("transformers", "peft")
 @pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("more", [{}, {"use_dora": True}], ids=["lora", "dora"])
 @pytest.mark.parametrize("kind", [True, "model"])
@@ -56,6 +57,7 @@ def test_adapters_kept_in_float32_train_alike_when_recomputed(
     assert all(equal_tensors(plain, each) for each in recomputed)
 
 
+@marked_for("transformers")
 def test_a_compiled_model_returns_every_entry() -> None:
     let_torchvision_load()
     needs("transformers")

@@ -15,13 +15,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from frameworks import let_torchvision_load
+from frameworks import framework_of, let_torchvision_load
 from torch import nn
 
 import mpinit
@@ -39,7 +40,8 @@ NOT_IMPORTED = ("mpinit.__main__",)
 
 def classes() -> Iterator[type]:
     for info in pkgutil.walk_packages(mpinit.__path__, "mpinit."):
-        if info.name in NOT_IMPORTED:
+        framework = framework_of(info.name)
+        if info.name in NOT_IMPORTED or (framework is not None and find_spec(framework) is None):
             continue
         module = importlib.import_module(info.name)
         for _, cls in inspect.getmembers(module, inspect.isclass):

@@ -3,13 +3,14 @@
 import functools
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 
+Test = TypeVar("Test", bound=Callable[..., object])
 LEVELS: dict[str, dict[str, Any]] = {
     "O0": {"opt_level": "O0"},
     "O1": {"opt_level": "O1"},
@@ -20,6 +21,9 @@ LEVELS: dict[str, dict[str, Any]] = {
     "O5": {"opt_level": "O5"},
     "O5, split": {"opt_level": "O5", "master_weights": "split"},
 }
+
+# The names that a marked snippet uses without making them come from these.
+NEEDED_BY_MARK = {"a Trainer": "transformers", "a LightningModule": "lightning", "accelerate": "accelerate"}
 
 _libraries: list[torch.library.Library] = []
 
@@ -40,6 +44,33 @@ def needs(name: str) -> Any:
     return importlib.import_module(name)
 
 
+def marks_for(*packages: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of a test that needs more than the extra ``test``: ``make test-long`` runs it, and installs all.
+
+    Args:
+        packages: names that the test imports.
+    """
+    missing = [package for package in packages if not is_installed(package)]
+    return [pytest.mark.long, pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")]
+
+
+def marked_for(*packages: str) -> Callable[[Test], Test]:
+    """Return a decorator that puts the marks of :func:`marks_for` on one test."""
+
+    def mark(test: Test) -> Test:
+        for each in marks_for(*packages):
+            test = each(test)
+        return test
+
+    return mark
+
+
+def framework_of(module: str) -> str | None:
+    """Return the package that a module of ``mpinit.integrations`` imports; None for any other module."""
+    folder, _, name = module.rpartition(".")
+    return {"pretrained": "transformers"}.get(name, name) if folder == "mpinit.integrations" else None
+
+
 def let_torchvision_load() -> None:
     """Let ``import torchvision``, and with it peft, lightning and timm, load where its operators do not.
 
@@ -47,7 +78,7 @@ def let_torchvision_load() -> None:
     loaded there, and importing it then fails on the first operator that it writes a meta kernel for. Declaring those
     is enough: nothing here calls them.
     """
-    if _libraries or hasattr(torch.ops.torchvision, "nms"):
+    if _libraries or not is_installed("torchvision") or hasattr(torch.ops.torchvision, "nms"):
         return
     try:
         import torchvision

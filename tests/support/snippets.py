@@ -1,6 +1,8 @@
 """Python blocks in Markdown pages: found, and run as if they were written where they stand."""
 
+import ast
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,16 @@ class Snippet:
 
     def __str__(self) -> str:
         return f"{self.page.stem}: {self.heading or 'top'}, line {self.line}"
+
+    def packages(self) -> list[str]:
+        """List the packages that it imports, but those that mpinit needs."""
+        roots: dict[str, None] = {}
+        for node in ast.walk(ast.parse(self.source)):
+            if isinstance(node, ast.Import):
+                roots |= dict.fromkeys(alias.name.split(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                roots[(node.module or "").split(".")[0]] = None
+        return [name for name in roots if name not in {*sys.stdlib_module_names, "torch", "pydantic", "mpinit"}]
 
     def run(self, namespace: dict[str, Any]) -> None:
         # Padded with empty lines, so that a traceback points into the page itself.
