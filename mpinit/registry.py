@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .basics import wrappers
-from .basics.weak_set import WeakIdSet
+from .basics.weak_references import WeakIdSet
 from .session import Session
 
 # Compared by identity, because a module may define == over its tensors.

@@ -1,9 +1,11 @@
 """The session of one ``initialize``: the order of its set-up, its undo, and its parts.
 
-Patched forwards keep their session alive; the registry refers to sessions weakly.
+Patched forwards and patched optimizers keep their session alive. It refers to modules and optimizers weakly, and the
+registry to sessions: with the last of its models and optimizers a session is freed at once, and its masters with it.
 """
 
 import itertools
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +19,7 @@ from . import functions
 from .basics.dtypes import LOWER_PRECISION, is_lower_precision
 from .basics.modules import ModelIndex, Names, modules_of
 from .basics.patching import Undo, UndoStack, for_each
+from .basics.weak_references import Models, WeakList, weak_call
 from .distributed.sharding import gather_in, reshard
 from .masters.codecs.bfloat16 import BFloat16
 from .masters.codecs.minifloat import Minifloat
@@ -60,7 +63,7 @@ class Session:
     Attributes:
         opt_level, properties, plan: what was asked for, and its resolution.
         number: counts the sessions of the process.
-        models, optimizers: the objects of ``initialize``, and the optimizers of ``add_optimizers``.
+        models, optimizers: the objects of ``initialize``, and the optimizers of ``add_optimizers``; known weakly.
         verbosity: how much is logged.
         selection: the modules that stay float32 and the tensors that are cast, as of :meth:`apply`.
         values, masters: the float32 values of 16-bit tensors, and the masters among them.
@@ -75,7 +78,7 @@ class Session:
         plan, settings = request.plan, request.settings
         self.opt_level, self.plan, self.properties = request.opt_level, plan, plan.properties
         self.number = next(_numbers)
-        self.models, self.optimizers = list(models), list(optimizers)
+        self.models, self.optimizers = Models(models), WeakList(optimizers)
         self.verbosity = settings.verbosity
         self.is_live = False
         self.masters = (SplitMasters if plan.masters is MasterWeightsMode.SPLIT else FullMasters)(Names(self.models))
@@ -123,7 +126,8 @@ class Session:
             self.forward_guard.inputs = InputWarnings()
         self.forwards = forward.patch_forwards(index, selected, plan, self, self.forward_guard, self._undos)
         if selected.kept and encoder_fast_path.is_bypassed(selected.kept, index.names):
-            encoder_fast_path.keep_off(lambda: True, self._undos)
+            known = weakref.ref(self)
+            encoder_fast_path.keep_off(lambda: known() is not None, self._undos)
         if selected.has_16_bit:
             float32_state = state_dict.Float32State(self.values, plan.masters is MasterWeightsMode.IN_MODEL)
             push(float32_state.remove)
@@ -142,10 +146,10 @@ class Session:
         casts = self.values.casts if selected.changes else None
         self.ranks.watch([*selected.changes, *widened], casts, self._settings_to_compare(), self._undos)
         for optimizer in self.optimizers:
-            self.managed.add(optimizer, selected.has_16_bit, self._undos)
+            self.managed.add(optimizer, selected.has_16_bit, self._undos, owner=self)
         if plan.makes_masters:
             self.step_guard.install(self._undos)
-        push(self._drop_masters)  # undone first: weights may have got masters later
+        push(weak_call(self._drop_masters))  # undone first: weights may have got masters later
 
     def _settings_to_compare(self) -> dict[str, str]:
         """Return what was asked for, which has to be the same on all ranks."""
@@ -169,7 +173,7 @@ class Session:
             known = set(map(id, trained))
             weights = dict.fromkeys([p for _, p in index.parameters])
             trained += [p for p in weights if p.requires_grad and id(p) not in known]
-        self._undos.push(self._drop_masters)
+        self._undos.push(weak_call(self._drop_masters))
         if self.plan.makes_masters:
             for weight in trained:
                 self.masters.add(weight, targets.get(weight, weight.dtype))
@@ -183,8 +187,11 @@ class Session:
         """Convert weights that are their own masters to float32; :meth:`undo` keeps that, a failed set-up does not."""
         original_dtypes = {weight: weight.dtype for weight in weights}
 
+        known = weakref.ref(self)
+
         def narrow() -> None:
-            for weight, dtype in original_dtypes.items() if not self.is_live else ():
+            session = known()
+            for weight, dtype in original_dtypes.items() if session is None or not session.is_live else ():
                 casting.convert(weight, dtype)
 
         self._undos.push(narrow)
@@ -260,7 +267,7 @@ class Session:
 
     def patch_steps(self) -> None:
         """Patch optimizers that were left as they are, because their losses are going to be scaled."""
-        self.managed.patch_steps(self._undos)
+        self.managed.patch_steps(self._undos, owner=self)
 
     # -- optimizers that are added later ------------------------------------------------------------------------
 
@@ -282,7 +289,7 @@ class Session:
                 original_dtypes: dict[Any, torch.dtype] = {p: p.dtype for p in trained if is_lower_precision(p.dtype)}
                 failed.push(_restore_states([optimizer]))
                 failed.push(undos.unwind)
-                self.managed.add(optimizer, self.selection.has_16_bit, undos)
+                self.managed.add(optimizer, self.selection.has_16_bit, undos, owner=self)
                 plain = [p for p in parameters_of([optimizer]) if p not in original_dtypes]
                 casts: dict[Any, Any] = {
                     p: (self.values.casts.original_dtype(p), p.dtype)
@@ -291,7 +298,7 @@ class Session:
                 }
                 cast_states([optimizer], casts, undos)
                 _widen_states([optimizer], original_dtypes)
-                failed.push(partial(_remove, self.optimizers, optimizer))
+                failed.push(partial(self.optimizers.remove, optimizer))
                 self.optimizers.append(optimizer)
         self._undos.push(undos.unwind)
         failed.push(partial(self._undos.discard, undos.unwind))
@@ -328,11 +335,6 @@ def _encoded_states(plan: Plan) -> EncodedStates | None:
     """Return the encoding of optimizer states; None where they are float32."""
     name = plan.properties.optimizer_state
     return None if name == "float32" else EncodedStates(Minifloat() if name == "int8" else BFloat16())
-
-
-def _remove(optimizers: list[Optimizer], optimizer: Optimizer) -> None:
-    """Remove an optimizer from a list by identity."""
-    optimizers[:] = [each for each in optimizers if each is not optimizer]
 
 
 def _format(value: Any) -> str:

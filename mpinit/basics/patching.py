@@ -1,8 +1,12 @@
-"""Reversible patches of attributes, and a block that delays Ctrl-C."""
+"""Reversible patches of attributes, and a block that delays Ctrl-C.
+
+A patch does not keep its object alive.
+"""
 
 import functools
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Final, Self, TypeVar
@@ -36,10 +40,15 @@ def _raise_first(errors: Sequence[BaseException]) -> None:
 
 
 def _reverting(owner: Any, name: str, only: Any = _ABSENT) -> Undo:
-    before = vars(owner).get(name, _ABSENT)
+    # Weakly: an object that was freed needs no undo, and its attribute may keep alive who has this undo.
+    before, known = vars(owner).get(name, _ABSENT), _reference(owner)
+    is_ours = None if only is _ABSENT else _reference(only)
 
     def revert() -> None:
-        if only is not _ABSENT and vars(owner).get(name) is not only:
+        owner = known()
+        if owner is None:
+            return
+        if is_ours is not None and vars(owner).get(name, _ABSENT) is not is_ours():
             return
         if before is _ABSENT:
             if name in vars(owner):
@@ -48,6 +57,14 @@ def _reverting(owner: Any, name: str, only: Any = _ABSENT) -> Undo:
             setattr(owner, name, before)
 
     return revert
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """Refer to an object, weakly where its type allows it."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
 
 
 class UndoStack:

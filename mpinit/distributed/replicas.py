@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..basics.patching import SharedPatches
-from ..basics.weak_set import WeakIdSet
+from ..basics.weak_references import WeakIdSet
 
 # Bytes sent in one call.
 _CHUNK: Final = 1 << 26

@@ -1,5 +1,6 @@
 """Accelerate: ``attach`` makes an ``Accelerator`` work with initialised optimizers."""
 
+import weakref
 from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
@@ -58,9 +59,15 @@ def attach(accelerator: Any, optimizers: Any) -> None:
     session = registry.shared_session(inner)
     if session is None:
         return
-    session.when_undone(partial(_set_scaler, accelerator, accelerator.scaler))
+    session.when_undone(partial(_restore_scaler, weakref.ref(accelerator), accelerator.scaler))
     others = [] if accelerator.scaler is None else accelerator.scaler.optimizers
     _set_scaler(accelerator, LossScaling(list(dict.fromkeys([*others, *inner]))))
+
+
+def _restore_scaler(known: weakref.ref[Any], scaler: Any) -> None:
+    accelerator = known()
+    if accelerator is not None:
+        _set_scaler(accelerator, scaler)
 
 
 def _set_scaler(accelerator: Any, scaler: Any) -> None:

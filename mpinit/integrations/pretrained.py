@@ -3,13 +3,13 @@
 import copy
 import inspect
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
 
 from .. import registry
 from ..basics.dtypes import cast_within_range, dtype_name, is_lower_precision
+from ..basics.weak_references import OfModule
 
 
 def save_in(model: Any, dtype: torch.dtype | Callable[[], torch.dtype] = torch.float32) -> None:
@@ -34,25 +34,38 @@ def save_in(model: Any, dtype: torch.dtype | Callable[[], torch.dtype] = torch.f
         >>> mpinit.undo(model)
     """
 
-    def save_pretrained(self: Any, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
-        wanted = dtype() if callable(dtype) else dtype
-        state = self.state_dict() if state_dict is None else state_dict
-        cast = _cast(self, state, wanted, is_own=state_dict is None)  # empty for a deep copy, which is float32
+    session = registry.session_of(model)
+    for part in _with_configs(model):
+        session.patch(part, "save_pretrained", _SavePretrained(part, dtype))
+
+
+class _SavePretrained(OfModule):
+    """A model's ``save_pretrained``; a copy of the model has its own."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, module: Any, dtype: torch.dtype | Callable[[], torch.dtype]) -> None:
+        super().__init__(module)
+        self.dtype = dtype
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module, "dtype": self.dtype() if callable(self.dtype) else self.dtype}
+
+    def __call__(self, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
+        model: Any = self.module
+        wanted = self.dtype() if callable(self.dtype) else self.dtype
+        state = model.state_dict() if state_dict is None else state_dict
+        cast = _cast(model, state, wanted, is_own=state_dict is None)  # empty for a deep copy, which is float32
         if cast and kwargs.get("push_to_hub"):
             raise ValueError(
                 "save_pretrained(push_to_hub=True) would upload a config that names the weights' 16-bit type: call "
                 "model.push_to_hub(name) instead"
             )
-        type(self).save_pretrained(self, save_directory, *args, state_dict={**state, **cast}, **kwargs)
-        if cast and kwargs.get("is_main_process", True) and not hasattr(self, "peft_config"):
-            config = copy.deepcopy(self.config)
+        type(model).save_pretrained(model, save_directory, *args, state_dict={**state, **cast}, **kwargs)
+        if cast and kwargs.get("is_main_process", True) and not hasattr(model, "peft_config"):
+            config = copy.deepcopy(model.config)
             config.dtype = dtype_name(wanted)
             config.save_pretrained(save_directory)
-
-    session = registry.session_of(model)
-    for part in _with_configs(model):
-        # A bound method, so that a copy of the model has its own.
-        session.patch(part, "save_pretrained", MethodType(save_pretrained, part))
 
 
 def _with_configs(model: Any) -> list[Any]:

@@ -12,6 +12,7 @@ On other devices a comparison would need a device sync. There only the version c
 
 import functools
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Final, final
 
@@ -242,7 +243,7 @@ class _Batch(MasterBatch):
     def __init__(self, owner: FullMasters, masters: Sequence[Master]) -> None:
         self.members = frozenset(map(id, masters))
         self.masters = list(masters)
-        self._owner = owner
+        self._reference = weakref.ref(owner)
         self._weights: list[torch.Tensor] = [master.weight for master in masters]
         self._parameters: list[torch.Tensor] = [master.parameter for master in masters]
         self._are_sharded = any(map(is_sharded, self._weights))
@@ -254,6 +255,12 @@ class _Batch(MasterBatch):
         self._others: list[Master] = []
         self._addresses: list[int] = []
         self._strides: list[tuple[int, ...]] = []
+
+    @property
+    def _owner(self) -> FullMasters:
+        owner = self._reference()
+        assert owner is not None, "its masters were freed"
+        return owner
 
     @torch.no_grad()
     def follow_writes(self) -> None:

@@ -200,7 +200,7 @@ class Boundary:
 
     def call_with_casts(
         self,
-        module: nn.Module,
+        module: nn.Module | None,
         function: Callable[..., Any],
         names: ArgumentNames | None,
         args: tuple[Any, ...],
@@ -229,7 +229,7 @@ class Boundary:
         return cast_tree(output, output_dtype) if inputs is None else inputs.back(output, output_dtype)
 
     def call_inside(
-        self, module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module | None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call ``function`` inside the model: neither its arguments nor those of nested calls are cast."""
         dtype, outer = current_forward.dtype, current_forward.module
@@ -244,7 +244,11 @@ class Boundary:
         return cast_input if current_forward.dtype is None else torch.Tensor.to
 
     def _call_with_tensor(
-        self, module: nn.Module, function: Callable[..., Any], tensor: torch.Tensor, output_dtype: torch.dtype | None
+        self,
+        module: nn.Module | None,
+        function: Callable[..., Any],
+        tensor: torch.Tensor,
+        output_dtype: torch.dtype | None,
     ) -> Any:
         """Do the same for one tensor in a third of the time; norms kept in float32 are called often."""
         passed, cast = tensor, self._cast_of_inputs()

@@ -1,5 +1,6 @@
 """Casts of parameters and buffers, and their undo to the bit."""
 
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,11 +22,11 @@ _PIECE = 1 << 18
 
 @dataclass(eq=False)
 class _Buffer:
-    """A buffer: the user's tensor, its cast, and the modules that have it."""
+    """A buffer: the user's tensor, its cast, and the modules that have it, weakly, with its names there."""
 
     original: torch.Tensor
     cast: torch.Tensor
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    places: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
 
 
 class TensorCasts:
@@ -180,16 +181,17 @@ class TensorCasts:
     def _cast_buffer(self, original: torch.Tensor, dtype: torch.dtype, places: list[tuple[nn.Module, str]]) -> None:
         values = original.detach()
         cast = cast_to(dtype, original in self._out_of_range, values)
-        self._buffers[cast] = _Buffer(original, cast, places)
+        self._buffers[cast] = _Buffer(original, cast, [(weakref.ref(module), name) for module, name in places])
         for module, name in places:
             module._buffers[name] = cast
 
     @torch.no_grad()
     def _restore_buffer(self, entry: _Buffer) -> None:
-        for module, name in entry.places:
-            present = module._buffers.get(name)
+        for known, name in entry.places:
+            module = known()
+            present = None if module is None else module._buffers.get(name)
             # A buffer that the user has replaced since stays, in the original dtype.
-            if present is None or present is entry.original or not present.is_floating_point():
+            if module is None or present is None or present is entry.original or not present.is_floating_point():
                 continue
             if present.dtype != entry.original.dtype:
                 if present not in self._restored:

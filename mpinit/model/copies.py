@@ -5,6 +5,7 @@ A copy is averaged into, or evaluated: it has the masters' bits, and belongs to 
 """
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,6 +15,7 @@ from torch import nn
 
 from ..basics.dtypes import is_lower_precision
 from ..basics.modules import own_tensors
+from ..basics.weak_references import OfModule
 from ..distributed.sharding import is_sharded
 from .float32_values import Float32Values
 from .forward import patched_forward
@@ -45,7 +47,7 @@ class Originals:
         return self.values.of(tensor) if is_lower_precision(tensor.dtype) else None
 
 
-class _Method:
+class _Method(OfModule):
     """A method that is set on a module; in copies and files it does what the module's class does.
 
     Attributes:
@@ -53,11 +55,14 @@ class _Method:
     """
 
     def __init__(self, module: nn.Module, originals: Originals | None) -> None:
-        self.module = module
+        self._module = weakref.ref(module)
         self.originals = originals
 
     def __getstate__(self) -> dict[str, Any]:
         return {"module": self.module, "originals": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _Method.__init__(self, **state)
 
 
 class DeepCopy(_Method):

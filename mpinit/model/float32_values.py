@@ -26,11 +26,12 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils.hooks import RemovableHandle
 
 from ..basics.modules import Names, modules_of
+from ..basics.weak_references import WeakList
 from ..distributed.sharding import is_sharded, local, shard
 from ..masters.full import FullMasters
 from ..masters.law import is_rounding, meaning, round_into
 from ..masters.masters import Master, Masters
-from ..torch_internals.bulk import Entries, are_same, changed_grads, grads_of, set_grads, versions_of
+from ..torch_internals.bulk import Children, Entries, are_same, changed_grads, grads_of, set_grads, versions_of
 from ..torch_internals.parameter_data import TENSOR_DATA, have_same_bits, record_data_use
 from ..torch_internals.running import call_after_backward, current_graph_task, reads_without_sync
 from .casting import TensorCasts
@@ -681,14 +682,14 @@ class Places:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
-        self._seen: list[Entries] = []
+        self._seen: list[Entries | Children] = []
         self.found: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self.tensors: dict[int, torch.Tensor] = {}
-        self.rnns: list[nn.RNNBase] = []
+        self.rnns: WeakList[nn.RNNBase] = WeakList()
 
     def find(self) -> None:
         """Walk over the modules, unless none of them has changed."""
-        if self._seen and all(map(Entries.are_as_seen, self._seen)):
+        if self._seen and all(seen.are_as_seen() for seen in self._seen):
             return
         modules = list({module: None for model in self._models for module in modules_of(model)})
         self.found = []
@@ -700,8 +701,8 @@ class Places:
                 owners.add(module)
                 self.found += found
         self.tensors = {id(tensor): tensor for _, _, tensor in self.found}
-        self.rnns = [module for module in modules if isinstance(module, nn.RNNBase) and module in owners]
-        self._seen = [Entries(modules, name) for name in ("_modules", "_parameters", "_buffers")]
+        self.rnns = WeakList(module for module in modules if isinstance(module, nn.RNNBase) and module in owners)
+        self._seen = [Children(modules), Entries(modules, "_parameters"), Entries(modules, "_buffers")]
 
 
 class Float32Block:

@@ -7,6 +7,7 @@ runs its own weights.
 import copy
 import inspect
 import types
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
@@ -19,6 +20,7 @@ from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
 from ..basics.logs import warn_user
 from ..basics.modules import ModelIndex
 from ..basics.patching import UndoStack
+from ..basics.weak_references import OfModule
 from ..plan import MasterWeightsMode, Plan
 from ..torch_internals.forward_casts import NO_CASTS, ForwardCasts
 from ..torch_internals.native_autocast import is_on, present_state, put_back
@@ -33,7 +35,7 @@ class _Absent:
     """The default of an argument that was not passed: a class, which cloudpickle and dill pickle by its name."""
 
 
-class PatchedForward:
+class PatchedForward(OfModule):
     """A module's method with casts around it; its :attr:`run` is set as ``module.forward`` (or another name).
 
     Calls of a part (``is_part``) from any forward that computes in the same type are passed on as they are. A model
@@ -43,12 +45,10 @@ class PatchedForward:
 
     # Without a __dict__, which functools.wraps would copy into a wrapper of the user's, session and all.
     __slots__ = (
-        "__weakref__",
         "boundary",
         "inner",
         "is_direct",
         "is_part",
-        "module",
         "name",
         "names",
         "owner",
@@ -63,13 +63,13 @@ class PatchedForward:
         is_part: bool = True,
         weights: ForwardWeights | None = None,
     ) -> None:
-        self.module = module
+        self._module = weakref.ref(module)
         self.boundary = boundary
         self.name = name
         self.is_part = is_part
         # The instance's own method before this one; None: the class's.
         inner: Callable[..., Any] | None = vars(module).get(name)
-        self.inner = None if inner is None else _beneath_dead_patches(inner)
+        self.inner: Callable[..., Any] | None = None if inner is None else _beneath_dead_patches(inner)
         self.names = ArgumentNames(self._inner()) if boundary.keep_inputs else None
         self.owner: object = None
         self.weights = weights
@@ -81,7 +81,7 @@ class PatchedForward:
         """Return a bound method that runs the module with its casts, so that dynamo shares one graph per class."""
         run = types.FunctionType(_run.__code__, globals(), "run", _run.__defaults__)
         if self.inner is None:
-            method = getattr(type(self.module), self.name)
+            method = getattr(type(self._module()), self.name)
             run.__doc__ = method.__doc__
             run.__wrapped__ = method  # type: ignore[attr-defined]
         else:
@@ -150,22 +150,33 @@ class PatchedForward:
     ) -> Any:
         run, casts = self._inner(), self.boundary.casts
         if is_inside:
-            return self.boundary.call_inside(self.module, run, args, kwargs)
+            return self.boundary.call_inside(self._module(), run, args, kwargs)
         # Inside of its model a part has the casts that its model has. Without casts of its own a model runs without
         # those of other sessions.
         is_outermost = current_forward.dtype is None or not self.is_part
         if casts is not None and is_outermost and (casts.dtype is not None or is_on() or torch.compiler.is_compiling()):
             run = partial(casts.run, run)
-        return self.boundary.call_with_casts(self.module, run, self.names, args, kwargs, output_dtype)
+        return self.boundary.call_with_casts(self._module(), run, self.names, args, kwargs, output_dtype)
 
     def _inner(self) -> Callable[..., Any]:
         # Not bound by __get__, which torch.compile of torch 2.11 and 2.12 does not know for methods of torch's modules.
-        return self.inner or partial(getattr(type(self.module), self.name), self.module)
+        if self.inner is not None:
+            return self.inner
+        module = self._module()
+        if module is None:
+            module = self.module  # raises
+        method: Callable[..., Any] = getattr(type(module), self.name)
+        return partial(method, module)
 
-    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+    def __getstate__(self) -> dict[str, Any]:
         # A copy is no part of the session that owns the original.
-        state = {name: getattr(self, name) for name in self.__slots__ if name != "__weakref__"}
-        return None, {**state, "owner": None}
+        state = {name: getattr(self, name) for name in self.__slots__}
+        return {**state, "owner": None, "module": self.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._module = weakref.ref(state.pop("module"))
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def __reduce_package__(self, exporter: object) -> NoReturn:
         """Refuse torch.package, which calls this: a package's own classes are no modules of this package's."""
@@ -180,9 +191,10 @@ def _run(self: PatchedForward, first: Any = _Absent, /, *args: Any, **kwargs: An
     # The fast path: every call of a patched module runs this, with one argument nearly always.
     if current_forward.dtype is self.boundary.inner_dtype and (self.weights is None or self.weights.are_in()):
         if self.is_direct and not args and not kwargs and first is not _Absent:
-            module = self.module
-            return type(module).forward(module, first)
-        is_inside = self.is_part or current_forward.module is self.module
+            module = self._module()
+            if module is not None:
+                return type(module).forward(module, first)
+        is_inside = self.is_part or current_forward.module is self._module()
     else:
         is_inside = False
     if is_inside:
@@ -200,8 +212,9 @@ def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     return signature.replace(parameters=[first, *signature.parameters.values()])
 
 
-# A patch, the attributes that it has put on its module, and the attributes of these names before.
-_Patched = tuple[PatchedForward, dict[str, Any], dict[str, Any]]
+# A patched module, the attributes that were put on it, and the attributes of these names before. Weakly, because the
+# patch keeps the session alive that has this list.
+_Patched = tuple[weakref.ref[nn.Module], dict[str, weakref.ref[Any]], dict[str, Any]]
 
 
 def patched_forward(method: Any) -> PatchedForward | None:
@@ -210,34 +223,37 @@ def patched_forward(method: Any) -> PatchedForward | None:
     return owner if isinstance(owner, PatchedForward) else None
 
 
-def _refuse_scripting(module: nn.Module) -> nn.Module:
+def _refuse_scripting(name: str) -> nn.Module:
     """Refuse torch.jit.script, which calls this as ``__prepare_scriptable__`` first."""
     raise RuntimeError(
-        f"torch.jit.script compiles source, and would leave out the casts around {type(module).__name__}."
+        f"torch.jit.script compiles source, and would leave out the casts around {name}."
         "forward, which mpinit.initialize put there: use torch.jit.trace or torch.export.export, which record "
         "them, or call mpinit.undo on the model first"
     )
 
 
-def _refuse_replicas(module: nn.Module) -> nn.Module:
+def _refuse_replicas(name: str) -> nn.Module:
     """Refuse DataParallel, which calls this as ``_replicate_for_data_parallel``: replicas would run other weights."""
     raise RuntimeError(
-        f"torch.nn.DataParallel makes copies of {type(module).__name__} in every forward, which mpinit.initialize does "
+        f"torch.nn.DataParallel makes copies of {name} in every forward, which mpinit.initialize does "
         "not follow where weights are 16-bit: use DistributedDataParallel with a process for each device, "
         "opt_level='O1' or 'O4', or call mpinit.undo on the model first"
     )
 
 
-def _replicate(module: nn.Module) -> nn.Module:
-    """Make a replica for DataParallel, with casts around its own forward: its ``_replicate_for_data_parallel``."""
-    kind: Any = type(module)
-    replica: nn.Module = kind._replicate_for_data_parallel(module)
-    attributes = vars(replica)  # the module's, copied
-    for name, value in vars(module).items():
-        forward = patched_forward(value)
-        if forward is not None:
-            attributes[name] = _ReplicaForward(forward, replica)
-    return replica
+class _Replicate(OfModule):
+    """A module's ``_replicate_for_data_parallel``: its replicas have casts around their own forward."""
+
+    def __call__(self) -> nn.Module:
+        module = self.module
+        kind: Any = type(module)
+        replica: nn.Module = kind._replicate_for_data_parallel(module)
+        attributes = vars(replica)  # the module's, copied
+        for name, value in vars(module).items():
+            forward = patched_forward(value)
+            if forward is not None:
+                attributes[name] = _ReplicaForward(forward, replica)
+        return replica
 
 
 class _ReplicaForward:
@@ -249,7 +265,7 @@ class _ReplicaForward:
 
     def __init__(self, original: PatchedForward, replica: nn.Module) -> None:
         forward = copy.copy(original)
-        forward.module = replica
+        forward.move_to(replica)
         inner = original.inner
         if isinstance(inner, types.MethodType) and inner.__self__ is original.module:
             forward.inner = types.MethodType(inner.__func__, replica)
@@ -297,7 +313,7 @@ def patch_forwards(
     casts_weights = plan.masters is MasterWeightsMode.IN_MODEL
     casts_model = plan.cast_model and is_lower_precision(plan.model_dtype)
     scripted = {module for module in within if isinstance(module, torch.jit.ScriptModule)} if casts_weights else set()
-    if scripted - selection.float32_modules:
+    if scripted.difference(selection.float32_modules):
         why = 'master_weights="model" cannot put casts into a torch.jit.ScriptModule'
         raise ValueError(f"{why}, which is a part of the model: use master_weights=True, or name it in keep_fp32")
     undos.push(kept.retire)
@@ -313,15 +329,17 @@ def patch_forwards(
         forward.owner = owner
         ours = {
             name: forward.run,
-            "_replicate_for_data_parallel": partial(_refuse_replicas if casts_model else _replicate, module),
-            "__prepare_scriptable__": partial(_refuse_scripting, module),
+            "_replicate_for_data_parallel": (
+                partial(_refuse_replicas, type(module).__name__) if casts_model else _Replicate(module)
+            ),
+            "__prepare_scriptable__": partial(_refuse_scripting, type(module).__name__),
         }
         attributes = vars(module)
         before: dict[str, Any] = {}
         for own in ours:
             if own in attributes:
                 before[own] = attributes[own]
-        patched.append((forward, ours, before))
+        patched.append((weakref.ref(module), {own: weakref.ref(value) for own, value in ours.items()}, before))
         attributes.update(ours)
 
     for module, dtype in selection.parts.items():
@@ -336,17 +354,14 @@ def patch_forwards(
     return cast
 
 
-class _RefuseShallowCopies:
+class _RefuseShallowCopies(OfModule):
     """A forward pre-hook of a model: a copy by ``copy.copy`` has it, too, and is refused.
 
     Such a copy shares the model's parameters, and its patched forward would run the model in its place.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
     def __call__(self, module: nn.Module, _: Any) -> None:
-        if module is not self.module and "_is_replica" not in vars(module):
+        if module is not self._module() and "_is_replica" not in vars(module):
             raise RuntimeError(
                 f"this {type(module).__name__} is a shallow copy (copy.copy) of an initialised model, whose forward "
                 "would run the model itself: use copy.deepcopy(model) for a float32 copy, or the model"
@@ -356,10 +371,16 @@ class _RefuseShallowCopies:
 def _revert(patched: list[_Patched]) -> None:
     """Put back the attributes that modules had before, except where another patch has been added since."""
     while patched:
-        forward, ours, before = patched[-1]
-        forward.owner = None
-        attributes = vars(forward.module)
-        for name, own in ours.items():
+        known, ours, before = patched[-1]
+        module = known()
+        for name, reference in ours.items():
+            own = reference()
+            if own is None:
+                continue
+            forward = patched_forward(own)
+            if forward is not None:
+                forward.owner = None
+            attributes = {} if module is None else vars(module)
             if attributes.get(name) is own:
                 if name in before:
                     attributes[name] = before[name]

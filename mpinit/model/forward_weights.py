@@ -19,7 +19,8 @@ from torch.compiler import is_compiling
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ..torch_internals.bulk import Entries, versions_of
+from ..basics.weak_references import OfModule
+from ..torch_internals.bulk import Entries, are_same, versions_of
 from ..torch_internals.float32_gradients import casts_with_float32_gradients
 from ..torch_internals.parameter_data import TENSOR_DATA, TENSOR_DETACH, DataUse, record_batch, stop_batch
 from ..torch_internals.running import is_eager
@@ -31,23 +32,33 @@ _LONGEST_WAIT: Final = 10.0
 
 
 class _Layout:
-    """The modules below one, and their parameters of another dtype; used as long as neither changes."""
+    """A module and those below it, and their parameters of another dtype; used as long as none of them changes.
+
+    It refers to the modules below alone: the module itself has it, and is an argument where it is needed.
+    """
 
     def __init__(self, modules: list[nn.Module], dtype: torch.dtype) -> None:
-        self.modules = modules
+        self.below = modules[1:]
         found = _to_be_cast(modules, dtype)
-        self.owners = [module for module in modules if module._parameters]
         self.slots = [(parameters, name) for parameters, name, _ in found]
         self.parameters = [parameter for *_, parameter in found]
-        self.rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
         self.has_tied = len(set(map(id, self.parameters))) < len(found)
-        self._seen = Entries(modules, "_modules"), Entries(modules, "_parameters")
+        self._seen = Entries(self.below, "_modules"), Entries(self.below, "_parameters")
+        self._first = _entries_of(modules[:1])
         self._tensors = [p for module in modules for p in module._parameters.values() if p is not None]
         self._dtypes = [tensor.dtype for tensor in self._tensors]
 
-    def is_current(self) -> bool:
+    def is_current(self, module: nn.Module) -> bool:
         """Return whether no module or parameter was added, removed or replaced."""
+        if not are_same(_entries_of([module]), self._first):
+            return False
         return all(map(Entries.are_as_seen, self._seen)) and [each.dtype for each in self._tensors] == self._dtypes
+
+
+def _entries_of(modules: Sequence[nn.Module]) -> list[Any]:
+    """List the names and members of modules, and their parameters."""
+    tables = [table for module in modules for table in (module._modules, module._parameters)]
+    return [part for table in tables for part in (*table, *table.values())]
 
 
 class _ActiveCasts:
@@ -63,11 +74,11 @@ class _ActiveCasts:
         parameters, casts: for each slot the parameter, and its cast.
     """
 
-    def __init__(self, layout: _Layout, dtype: torch.dtype) -> None:
+    def __init__(self, modules: list[nn.Module], layout: _Layout, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.entered = layout.modules
-        self.modules = layout.owners
-        self.rnns = layout.rnns
+        self.entered = modules
+        self.modules = [module for module in modules if module._parameters]
+        self.rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
         self.slots = layout.slots
         self.parameters = layout.parameters
         self.has_tied = layout.has_tied
@@ -139,13 +150,13 @@ ACTIVE_CASTS: Final[dict[nn.Module, _ActiveCasts]] = {}
 _thread: Final = _Thread()
 
 
-class ForwardWeights:
+class ForwardWeights(OfModule):
     """The casts of a module's parameters, and of those below it without ``kept`` modules."""
 
-    __slots__ = ("_kept", "_layout", "dtype", "module")
+    __slots__ = ("_kept", "_layout", "dtype")
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, kept: Collection[nn.Module]) -> None:
-        self.module = module
+        super().__init__(module)
         self.dtype = dtype
         self._kept = kept
         self._layout: _Layout | None = None
@@ -153,7 +164,7 @@ class ForwardWeights:
     def are_in(self) -> bool:
         """Return whether a forward of this thread has replaced the module's parameters by casts."""
         # Compiled code reads the dtypes in cast_traced, and finds nothing to cast.
-        return not is_compiling() and self.module in _thread.entered
+        return not is_compiling() and self._module() in _thread.entered
 
     @contextmanager
     def cast(self) -> Iterator[None]:
@@ -217,12 +228,14 @@ class ForwardWeights:
 
     def _new_casts(self) -> _ActiveCasts:
         """Return the casts to make: of all modules that no forward of this thread has entered."""
-        entered, layout = _thread.entered, self._layout
-        if layout is None or not layout.is_current():
+        entered, layout, module = _thread.entered, self._layout, self.module
+        if layout is None or not layout.is_current(module):
             layout = self._layout = _Layout(self._modules(), self.dtype)
-        if not entered.isdisjoint(layout.modules):
-            layout = _Layout([module for module in layout.modules if module not in entered], self.dtype)
-        return _ActiveCasts(layout, self.dtype)
+        modules = [module, *layout.below]
+        if not entered.isdisjoint(modules):
+            modules = [each for each in modules if each not in entered]
+            layout = _Layout(modules, self.dtype)
+        return _ActiveCasts(modules, layout, self.dtype)
 
     def _modules(self) -> list[nn.Module]:
         """List the module and those below it, without ``kept`` ones; each time, because modules may have been added."""
@@ -258,10 +271,13 @@ class ForwardWeights:
                 computed[str(name)] = values
                 setattr(self.module, str(name), values.to(self.dtype))
 
-    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+    def __getstate__(self) -> dict[str, Any]:
         # A copy of a submodule needs only the kept modules below it.
         kept = [module for module in self.module.modules() if module in self._kept]
-        return None, {"module": self.module, "dtype": self.dtype, "_kept": kept, "_layout": None}
+        return {"module": self.module, "dtype": self.dtype, "kept": kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
 
 def _end(active: _ActiveCasts) -> None:

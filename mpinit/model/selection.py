@@ -1,7 +1,7 @@
 """The selection of tensors that are cast and of modules that stay float32; nothing is changed here."""
 
 import fnmatch
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ..basics.dtypes import LOWER_PRECISION, is_lower_precision
 from ..basics.modules import ModelIndex, dotted, modules_of
+from ..basics.weak_references import WeakList
 from ..distributed.sharding import check_groups, gathered_dtypes
 from ..plan import KeepRule, MasterWeightsMode, Plan
 
@@ -37,14 +38,15 @@ class Selection:
     kept: Mapping[nn.Module, str]
     targets: Mapping[torch.Tensor, torch.dtype]
     has_16_bit: bool
-    float32_modules: frozenset[nn.Module]
+    float32_modules: Collection[nn.Module]
     gathered: Mapping[torch.Tensor, torch.dtype]
     changes: Sequence[torch.Tensor]
     parts: Mapping[nn.Module, torch.dtype]
 
     def without_tensors(self) -> "Selection":
-        """Drop the tensors, which may be replaced in the models: the set-up is over."""
-        return replace(self, targets={}, gathered={}, changes=())
+        """Drop the tensors, which may be replaced in the models, and refer weakly to modules: the set-up is over."""
+        kept = WeakList(self.float32_modules)
+        return replace(self, models=(), kept={}, targets={}, float32_modules=kept, gathered={}, changes=(), parts={})
 
 
 def select(index: ModelIndex, plan: Plan) -> Selection:

@@ -16,7 +16,7 @@ from ..basics.logs import warn_user
 from ..basics.modules import modules_of, own_tensors
 from ..basics.patching import for_each
 from ..basics.tables import counted
-from ..basics.weak_set import WeakIdSet
+from ..basics.weak_references import OfModule, WeakIdSet
 from ..distributed.sharding import is_sharded
 from . import copies
 from .float32_values import Float32Values
@@ -70,19 +70,16 @@ class Float32State:
         # Straight into the dicts: torch's methods make a handle for each hook, which takes many times as long.
         key = self.key
         export, export_rest, after_load = (_as_hook(each) for each in (self.export, self.export_rest, self.after_load))
-        added = []
-        for module in modules:
+        added = [module for module in modules if key not in module._state_dict_hooks]
+        self._modules.update(added)  # first: interrupted here, they are found again
+        for module in added:
             hooks = cast(OrderedDict[int, Any], module._state_dict_hooks)
-            if key in hooks:
-                continue
-            self._modules.add(module)
-            added.append(module)
             # Before the user's own hooks, which then see float32 values as well.
             hooks[-key] = export
             if len(hooks) > 1:
                 hooks.move_to_end(-key, last=False)
             hooks[key] = export_rest
-            module._load_state_dict_pre_hooks[key] = _as_hook(self.before_load, module)
+            module._load_state_dict_pre_hooks[key] = _BeforeLoad(module, self)
             module._load_state_dict_post_hooks[key] = after_load
         copies.set_methods(added, self._originals)
 
@@ -200,6 +197,22 @@ class Float32State:
             "_rebuilt": [],
             "_made": {},
         }
+
+
+class _BeforeLoad(OfModule):
+    """The hook of one module before its state is loaded."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, module: nn.Module, state: Float32State) -> None:
+        self._module = weakref.ref(module)
+        self.state = state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module, "state": self.state}
+
+    def __call__(self, *arguments: Any) -> None:
+        self.state.before_load(self.module, *arguments)
 
 
 def _add_hooks_to_new_part(

@@ -3,7 +3,7 @@
 import enum
 import functools
 import inspect
-import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ from .members import Members
 from .ranks import Ranks
 from .scope import Scope
 from .skipping import Skips
-from .step import GradientChecks, OwnStep, creates_state_only
+from .step import GradientChecks, OwnStep, WeakMethod, creates_state_only, weakly_bound
 
 _LOAD: Final = "load_state_dict"
 
@@ -66,21 +66,30 @@ class ManagedOptimizer:
 
     Its parts are made when they are needed: without a patched ``step`` hardly any is.
 
+    The optimizer's methods, or its hooks, keep this alive, and this refers to the optimizer weakly.
+
     Attributes:
-        optimizer: the optimizer.
+        reference: to the optimizer.
         shared: the parts of its session.
         is_patched: whether :func:`patch` has put methods on it; else its steps are counted by hooks.
     """
 
-    optimizer: Optimizer
+    reference: weakref.ref[Optimizer]
     shared: Shared
     is_patched: bool = field(default=False, init=False)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer."""
+        optimizer = self.reference()
+        assert optimizer is not None, "an optimizer that was freed is in no list"
+        return optimizer
 
     @functools.cached_property
     def members(self) -> Members:
         """The parameters in its groups."""
         shared = self.shared
-        return Members(self.optimizer, shared.values, shared.plan.masters)
+        return Members(self.reference, shared.values, shared.plan.masters)
 
     def list_members(self) -> None:
         """Add its parameters to those of the session, which ranks compare."""
@@ -248,20 +257,23 @@ class ManagedOptimizer:
 # -- its patched methods ----------------------------------------------------------------------------------------------
 
 
-def patch(managed: ManagedOptimizer, states: EncodedStates | None, undos: UndoStack) -> None:
+def patch(managed: ManagedOptimizer, states: EncodedStates | None, undos: UndoStack, owner: object) -> None:
     """Patch an optimizer's methods, which then run on float32 masters.
 
     Args:
         states: encode the optimizer's state between steps.
+        owner: kept alive by the optimizer.
     """
-    optimizer, inner = managed.optimizer, managed.own.inner
+    optimizer, inner, known = managed.optimizer, managed.own.inner, managed.reference
     managed.list_members()
 
     def step(self: Any, closure: Closure | None = None, *args: Any, **kwargs: Any) -> Any:
-        if self is not optimizer:
+        if self is not known():
             # A copy of the optimizer has the method as an attribute.
             return type(self).step(self, closure, *args, **kwargs)
         return managed.step(closure, *args, **kwargs)
+
+    step.owner = owner  # type: ignore[attr-defined]
 
     if hasattr(inner, "_wrapped_by_lr_sched"):
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -277,9 +289,9 @@ def patch(managed: ManagedOptimizer, states: EncodedStates | None, undos: UndoSt
             if hasattr(holder, "_optimizer_state_dict_post_hooks"):
                 undos.push(holder.register_state_dict_post_hook(lambda _, state: shown(state)).remove)
     for function in methods:
-        # Bound, because LR schedulers read ``optimizer.step.__func__``. A scheduler that is built later wraps this
-        # method: removing it would remove the wrapper as well, so both stay and call the optimizer's own.
-        undos.set_attribute(optimizer, function.__name__, types.MethodType(function, optimizer), stays_wrapped=True)
+        # Like a bound method, because LR schedulers read ``optimizer.step.__func__``. A scheduler that is built later
+        # wraps this: removing it would remove the wrapper as well, so both stay and call the optimizer's own.
+        undos.set_attribute(optimizer, function.__name__, WeakMethod(function, optimizer), stays_wrapped=True)
     managed.is_patched = True
 
 
@@ -288,7 +300,9 @@ def _end(managed: ManagedOptimizer) -> None:
 
 
 def _decode_states(managed: ManagedOptimizer) -> None:
-    """Convert the optimizer's state back to float32."""
+    """Convert the optimizer's state back to float32, unless it was freed."""
+    if managed.reference() is None:
+        return
     managed.scope.close()
     for holder in managed.members.holders():
         for state in holder.state.values():
@@ -298,13 +312,13 @@ def _decode_states(managed: ManagedOptimizer) -> None:
 
 def _on_masters(managed: ManagedOptimizer, name: str) -> Callable[..., Any]:
     """Return a method that runs one of the optimizer's own on float32 masters."""
-    optimizer = managed.optimizer
-    inner = getattr(optimizer, name)
+    optimizer, known = managed.optimizer, managed.reference
+    inner = weakly_bound(getattr(optimizer, name), optimizer)
     is_half = name in (FIRST, SECOND)
 
     @functools.wraps(getattr(inner, "__func__", inner))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self is not optimizer:
+        if self is not known():
             return getattr(type(self), name)(self, *args, **kwargs)
         if not managed.is_patched or managed.scope.is_open:
             return inner(*args, **kwargs)

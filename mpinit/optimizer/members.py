@@ -1,7 +1,8 @@
 """The parameters of one optimizer, their masters, and every list in which the two are swapped."""
 
+import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -10,6 +11,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from ..basics.dtypes import is_lower_precision
+from ..basics.weak_references import WeakList
 from ..masters.masters import Master
 from ..model.casting import convert
 from ..model.float32_values import Float32Values
@@ -40,8 +42,8 @@ class Members:
         groups_without_fused: groups that must not be stepped by a fused kernel.
     """
 
-    def __init__(self, optimizer: Optimizer, values: Float32Values, kind: MasterWeightsMode) -> None:
-        self.optimizer = optimizer
+    def __init__(self, reference: weakref.ref[Optimizer], values: Float32Values, kind: MasterWeightsMode) -> None:
+        self._reference = reference
         self.values = values
         self.table = values.masters
         self.names = values.masters.names
@@ -52,7 +54,7 @@ class Members:
         self.groups_without_fused: list[dict[str, Any]] = []
         self._kind = kind
         self._lists: list[tuple[list[Any], list[Any], list[Any]]] = []
-        self._private: list[Optimizer] = []
+        self._private: Iterable[Optimizer] = ()
         self._groups: list[dict[str, Any]] = []
         self._params: list[list[Any]] = []
         self._is_alone = True
@@ -60,9 +62,17 @@ class Members:
         self._of_weight: dict[int, nn.Parameter] = {}
         self._of_inner: dict[int, nn.Parameter] = {}
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer."""
+        optimizer = self._reference()
+        assert optimizer is not None, "an optimizer that was freed is in no list"
+        return optimizer
+
     def holders(self) -> list[Optimizer]:
         """List the optimizers that keep state for the members: this one and those that it wraps."""
-        return [self.optimizer, *wrapped_by(self.optimizer)]
+        optimizer = self.optimizer
+        return [optimizer, *wrapped_by(optimizer)]
 
     def parameters(self) -> list[nn.Parameter]:
         """List the groups' members as they are now, each once; changes nothing."""
@@ -111,7 +121,7 @@ class Members:
         self._of_inner = {id(master.parameter): master.weight for master in self.masters}
         of_weight = self._of_weight
         self._lists = [(each, list(each), [of_weight.get(id(p), p) for p in each]) for each in lists]
-        self._private = holders if self.masters and not all(map(is_known, holders)) else []
+        self._private = WeakList(holders) if self.masters and not all(map(is_known, holders)) else ()
         self._frozen = [
             weight
             for weight, master in zip(weights, found, strict=True)

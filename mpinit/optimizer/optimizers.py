@@ -1,7 +1,7 @@
 """The optimizers of a session, and the refusal of steps by others."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..basics.dtypes import is_lower_precision
 from ..basics.patching import UndoStack
@@ -30,13 +31,13 @@ class Initialized:
     """The objects that one ``initialize`` was called with, and its number and level: messages name a session by them.
 
     Attributes:
-        optimizers: those of ``initialize``, and of ``add_optimizers``.
+        models, optimizers: those of ``initialize``, and the optimizers of ``add_optimizers``; known weakly.
     """
 
     number: int
     opt_level: str
-    models: list[nn.Module]
-    optimizers: list[Optimizer]
+    models: Sequence[nn.Module]
+    optimizers: Sequence[Optimizer]
 
     def describe(self) -> str:
         """Return one line that names the session: its number, level, models and optimizers."""
@@ -62,7 +63,8 @@ class ManagedOptimizers:
         self.initialized = initialized
         self.shared = shared
         self.awaits = awaits
-        self._managed: dict[Optimizer, ManagedOptimizer] = {}
+        # By identity, without those that were freed.
+        self._managed: MutableMapping[Optimizer, ManagedOptimizer] = WeakIdKeyDictionary()
         # The gradients of parameters that no optimizer has, for some generations of the optimizers' members.
         self._unowned: tuple[tuple[int, ...], Gradients | None] = (), None
 
@@ -106,41 +108,50 @@ class ManagedOptimizers:
                     "parameter by itself and keeps no copies of weights"
                 )
 
-    def add(self, optimizer: Optimizer, has_16_bit: bool, undos: UndoStack) -> None:
+    def add(self, optimizer: Optimizer, has_16_bit: bool, undos: UndoStack, owner: object) -> None:
         """Patch the methods of an optimizer, or only count its steps by hooks if that is enough.
 
         Args:
             optimizer: the optimizer.
             has_16_bit: whether the models have 16-bit tensors.
             undos: the undos of the call.
+            owner: kept alive by the optimizer.
         """
-        undos.push(partial(self._remove, optimizer))
+        reference, known = weakref.ref(optimizer), weakref.ref(self)
+        undos.push(partial(_remove, known, reference))
+        weakref.finalize(optimizer, _remove_freed, known).atexit = False
         # Only torch's own optimizers are known to run their hooks in a step, and once.
         is_known = type(optimizer).__module__.startswith("torch.optim.")
-        managed = self._managed[optimizer] = ManagedOptimizer(optimizer, self.shared)
+        managed = self._managed[optimizer] = ManagedOptimizer(reference, self.shared)
         if has_16_bit or not (is_known and self.shared.plan.leaves_steps_alone):
-            self._patch(managed, undos)
+            self._patch(managed, undos, owner)
         else:
-            count_by_hooks(managed, undos)
+            count_by_hooks(managed, optimizer, undos, owner)
 
-    def _patch(self, managed: ManagedOptimizer, undos: UndoStack) -> None:
+    def _patch(self, managed: ManagedOptimizer, undos: UndoStack, owner: object) -> None:
         managed.members.sync_groups()
-        patch(managed, self.shared.states, undos)
+        patch(managed, self.shared.states, undos, owner)
         if self._unowned[1] is not None:
             managed.gradients.adopt(self._unowned[1])
 
-    def patch_steps(self, undos: UndoStack) -> None:
+    def patch_steps(self, undos: UndoStack, owner: object) -> None:
         """Patch optimizers that were left as they are, because their losses are going to be scaled."""
         for managed in self:
             if not managed.is_patched:
                 with UndoStack() as patches:
-                    self._patch(managed, patches)
+                    self._patch(managed, patches, owner)
                 undos.push(patches.unwind)
 
-    def _remove(self, optimizer: Optimizer) -> None:
-        self._managed.pop(optimizer, None)
+    def remove(self, optimizer: Optimizer | None) -> None:
+        """Drop what is known of an optimizer, and of those that were freed."""
+        if optimizer is not None:
+            self._managed.pop(optimizer, None)
+        known = {id(managed.members) for managed in self if "members" in vars(managed)}
         members = self.shared.members
-        members[:] = [each for each in members if each.optimizer is not optimizer]
+        for each in members:
+            for master in each.masters if id(each) not in known else ():
+                master.optimizers -= 1
+        members[:] = [each for each in members if id(each) in known]
 
     # -- parameters and gradients ---------------------------------------------------------------------------------
 
@@ -191,8 +202,20 @@ class ManagedOptimizers:
             unowned.check_unscaled(what, "move it before or after the with-block")
 
 
-def count_by_hooks(managed: ManagedOptimizer, undos: UndoStack) -> None:
-    """Count the steps of an optimizer by torch's hooks, and change none of its methods."""
+def _remove(known: weakref.ref[ManagedOptimizers], reference: weakref.ref[Optimizer]) -> None:
+    optimizers = known()
+    if optimizers is not None:
+        optimizers.remove(reference())
+
+
+def _remove_freed(known: weakref.ref[ManagedOptimizers]) -> None:
+    optimizers = known()
+    if optimizers is not None:
+        optimizers.remove(None)
+
+
+def count_by_hooks(managed: ManagedOptimizer, optimizer: Optimizer, undos: UndoStack, owner: object) -> None:
+    """Count the steps of an optimizer by torch's hooks, and change none of its methods; it keeps ``owner`` alive."""
     begun: list[Any] = []
     shared = managed.shared
 
@@ -216,8 +239,10 @@ def count_by_hooks(managed: ManagedOptimizer, undos: UndoStack) -> None:
             begun.clear()
             managed.skips.counter.count(skipped=False)
 
-    undos.push(managed.optimizer.register_step_pre_hook(before).remove)
-    undos.push(managed.optimizer.register_step_post_hook(after).remove)
+    before.owner = owner  # type: ignore[attr-defined]
+
+    undos.push(optimizer.register_step_pre_hook(before).remove)
+    undos.push(optimizer.register_step_post_hook(after).remove)
 
 
 @dataclass(eq=False)

@@ -45,6 +45,8 @@ class ScaledLoss:
         self._scaler = scaler
         self._optimizers = optimizers
         self._own = [each.gradients for each in optimizers]
+        # An optimizer that nobody else has lives as long as this.
+        self._kept_alive = [each.reference() for each in optimizers]
         self._others = others
         self._delay_update = delay_update
         # Not empty once a backward pass went through the scaled loss; None: not watched.

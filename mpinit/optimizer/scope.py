@@ -1,5 +1,6 @@
 """Masters in an optimizer's groups while its own code runs, and only then."""
 
+import weakref
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -362,7 +363,7 @@ class _StateExchange:
 
     def __init__(self, members: Members) -> None:
         self._members = members
-        self._holders: list[Optimizer] = []
+        self._holders: list[weakref.ref[Optimizer]] = []
         self._generation = -1
         # The id of the outer dict -> the dict, its keys and values at the last comparison, and the inner dict.
         self._known: dict[int, tuple[Any, list[Any], list[Any], Any]] = {}
@@ -371,12 +372,15 @@ class _StateExchange:
     def enter(self) -> None:
         """Set every holder's ``state`` to the dict keyed by masters."""
         if self._generation != self._members.generation:
-            self._holders = [each for each in self._members.holders() if _SHARED in vars(each)]
+            self._holders = [weakref.ref(each) for each in self._members.holders() if _SHARED in vars(each)]
             self._generation, self._known = self._members.generation, {}
         if not self._members.masters:
             return
         inner_of: dict[int, Any] = {}
-        for holder in self._holders:
+        for reference in self._holders:
+            holder: Any = reference()
+            if holder is None:
+                continue
             outer = holder.state
             if id(outer) not in inner_of:
                 inner_of[id(outer)] = self._inner(outer)

@@ -1,6 +1,7 @@
 """An optimizer's state: moved between a weight and its master, and cast with a parameter."""
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -67,7 +68,7 @@ def cast_states(optimizers: Sequence[Optimizer], casts: Casts, undos: UndoStack)
     """Cast the state of parameters that are cast without a master."""
     for optimizer in with_wrapped(optimizers):
         known = {parameter for parameter in optimizer.state if parameter in casts}
-        undos.push(functools.partial(_cast_newer_states, optimizer, casts, known))
+        undos.push(functools.partial(_cast_newer_states, weakref.ref(optimizer), casts, known))
         for parameter in known:
             old, new = casts[parameter]
             state = optimizer.state[parameter]
@@ -75,8 +76,9 @@ def cast_states(optimizers: Sequence[Optimizer], casts: Casts, undos: UndoStack)
             cast_state(state, None, old, new)
 
 
-def _cast_newer_states(optimizer: Optimizer, casts: Casts, known: set[torch.Tensor]) -> None:
-    for parameter, state in optimizer.state.items():
+def _cast_newer_states(reference: weakref.ref[Optimizer], casts: Casts, known: set[torch.Tensor]) -> None:
+    optimizer = reference()
+    for parameter, state in optimizer.state.items() if optimizer is not None else ():
         if parameter in casts and parameter not in known:
             old, new = casts[parameter]
             cast_state(state, None, new, old)

@@ -1,5 +1,7 @@
 """A step: the checks of gradients before it, and the optimizer's own step on float32 masters."""
 
+import inspect
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
@@ -256,6 +258,51 @@ class ScaledWrites:
                 warn_user(_WRITTEN.format(scale.item(), instead))
 
 
+class WeakMethod:
+    """A method that is set on the optimizer that it is bound to, and does not keep it alive, as a bound method would.
+
+    Copies and files of optimizers have no such methods: torch leaves them out of an optimizer's state.
+    """
+
+    __slots__ = ("__func__", "__weakref__", "_owner")
+
+    def __init__(self, function: Callable[..., Any], owner: object) -> None:
+        self.__func__ = function
+        self._owner = weakref.ref(owner)
+
+    @property
+    def __self__(self) -> Any:
+        """The optimizer.
+
+        Raises:
+            ReferenceError: it was freed, and this method was kept.
+        """
+        owner = self._owner()
+        if owner is None:
+            raise ReferenceError(
+                f"the optimizer of this {self.__func__.__name__} was freed: keep it as long as its methods"
+            )
+        return owner
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(types.MethodType(self.__func__, self.__self__))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = self._owner()
+        return self.__func__(self.__self__ if owner is None else owner, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__func__, name)
+
+
+def weakly_bound(method: Any, owner: object) -> Any:
+    """Return a bound method of ``owner`` as one that does not keep it alive; any other callable unchanged."""
+    if type(method) is types.MethodType and method.__self__ is owner:
+        return WeakMethod(method.__func__, owner)
+    return method
+
+
 class OwnStep:
     """The ``step`` that an optimizer had when it was initialised.
 
@@ -265,7 +312,7 @@ class OwnStep:
     """
 
     def __init__(self, optimizer: Optimizer, members: Members, scope: Scope) -> None:
-        self.inner: Callable[..., Any] = optimizer.step
+        self.inner: Callable[..., Any] = weakly_bound(optimizer.step, optimizer)
         self.scope = scope
         self._members = members
 

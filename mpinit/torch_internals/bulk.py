@@ -1,5 +1,6 @@
 """Reads and writes of attributes of many tensors, in C loops, because every step needs them."""
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
@@ -7,6 +8,7 @@ from operator import attrgetter, is_, is_not
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from .one_pass import native
 from .parameter_data import TENSOR_DATA
@@ -33,10 +35,14 @@ def are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
 
 
 class Entries:
-    """A record of the keys and values of dicts, each an attribute of some object, at the time it is made."""
+    """A record of the keys and values of dicts, each an attribute of some object, at the time it is made.
+
+    The objects are known weakly.
+    """
 
     def __init__(self, owners: list[Any], name: str) -> None:
-        self._owners, self._name, self._attribute = owners, name, attrgetter(name)
+        self._references = list(map(weakref.ref, owners))
+        self._name, self._attribute = name, attrgetter(name)
         self._dicts = list(map(self._attribute, owners))
         self._entries = self._present()
 
@@ -45,11 +51,36 @@ class Entries:
 
     def are_as_seen(self) -> bool:
         """Return whether the objects still have the same dicts, with the same keys and values in the same order."""
+        owners = [reference() for reference in self._references]
+        if not all(map(is_not, owners, repeat(None))):
+            return False
         if (code := native()) is not None:
-            return bool(code.are_as_seen(self._owners, self._name, self._dicts, self._entries))
-        return are_same(list(map(self._attribute, self._owners)), self._dicts) and are_same(
-            self._present(), self._entries
-        )
+            return bool(code.are_as_seen(owners, self._name, self._dicts, self._entries))
+        return are_same(list(map(self._attribute, owners)), self._dicts) and are_same(self._present(), self._entries)
+
+
+class Children:
+    """A record of the children of modules at the time it is made; all modules are known weakly."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        owners = list(modules)
+        self._references = list(map(weakref.ref, owners))
+        self._names, values = _children_of(owners)
+        self._values = [None if value is None else weakref.ref(value) for value in values]
+
+    def are_as_seen(self) -> bool:
+        """Return whether the modules live, and have the same children under the same names."""
+        owners = [reference() for reference in self._references]
+        if not all(map(is_not, owners, repeat(None))):
+            return False
+        names, values = _children_of(owners)
+        expected = [None if reference is None else reference() for reference in self._values]
+        return names == self._names and are_same(values, expected)
+
+
+def _children_of(modules: Iterable[Any]) -> tuple[list[str], list[Any]]:
+    tables = [module._modules for module in modules]
+    return list(chain(*tables)), [value for table in tables for value in table.values()]
 
 
 def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:

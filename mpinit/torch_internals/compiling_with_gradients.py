@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..basics.patching import UndoStack
-from ..basics.weak_set import WeakIdSet
+from ..basics.weak_references import WeakIdSet
 from .running import current_pass
 
 _models: Final[WeakIdSet[nn.Module]] = WeakIdSet()

@@ -199,7 +199,8 @@ def test_undo_interrupted_at_any_line_completes_when_called_again(finished: bool
     def gradient(given: Tensor) -> Tensor:
         return given.half().float() if finished else given
 
-    for where in places(cast().casts.undo, "model/", "masters/", "distributed/"):
+    kept = cast()  # with its model
+    for where in places(kept.casts.undo, "model/", "masters/", "distributed/"):
         case = cast()
         interrupt(where, case.casts.undo)
         case.casts.undo()

@@ -253,10 +253,11 @@ def test_gradients_of_an_earlier_loss_are_used(overflows: bool) -> None:
 def test_describe_says_how_many_weights_wait() -> None:
     model = waiting("O5")
     assert "4 weights wait for an optimizer" in mpinit.describe(model)
-    add_for(model[0])
+    optimizer = add_for(model[0])
     assert "2 weights" in mpinit.describe(model)
     mpinit.add_optimizers([])
     assert "wait" not in mpinit.describe(model)
+    mpinit.undo(optimizer)
 
 
 @pytest.mark.parametrize("box", [lambda *xs: xs[0], lambda *xs: list(xs), lambda *xs: tuple(xs)])
@@ -293,7 +294,8 @@ def test_a_step_of_an_optimizer_that_was_never_added(setting: str) -> None:
 
 
 def test_an_optimizer_twice() -> None:
-    optimizer = momentum(waiting("O5").parameters())
+    model = waiting("O5")
+    optimizer = momentum(model.parameters())
     with pytest.raises(ValueError, match="holds the same SGD twice"):
         mpinit.add_optimizers([optimizer, optimizer])
     mpinit.add_optimizers(optimizer)

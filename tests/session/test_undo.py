@@ -18,7 +18,7 @@ from torch import nn
 
 import mpinit
 from mpinit import registry
-from mpinit.basics.weak_set import WeakIdSet
+from mpinit.basics.weak_references import WeakIdSet
 from mpinit.masters.masters import Masters
 from mpinit.optimizer.gradients import Gradients
 

@@ -96,7 +96,7 @@ def test_a_wrapper_stands_for_its_optimizer(wrap: Any, when: str, level: str) ->
 def test_an_optimizer_of_its_own_kind_is_no_wrapper() -> None:
     _, optimizer = loops.started("O5", make=decays)
     session: Any = registry.of(optimizer)
-    assert session.optimizers == [optimizer]
+    assert list(session.optimizers) == [optimizer]
 
 
 def test_a_wrapper_that_is_no_optimizer() -> None:
