@@ -229,8 +229,9 @@ def test_weights_computed_by_a_function_without_16_bit_work_where_kept_float32()
     assert model[1].weight.dtype is F16
 
 
-@pytest.mark.parametrize("lazy", [nn.LazyLinear(2), nn.LazyBatchNorm1d()], ids=["linear", "batchnorm"])
-def test_lazy_modules_are_refused_by_name_until_they_are_initialised(lazy: nn.Module) -> None:
+@pytest.mark.parametrize("made", [lambda: nn.LazyLinear(2), nn.LazyBatchNorm1d], ids=["linear", "batchnorm"])
+def test_lazy_modules_are_refused_by_name_until_they_are_initialised(made: Callable[[], nn.Module]) -> None:
+    lazy = made()
     model = nn.Sequential(OrderedDict(start=nn.Linear(3, 3), late=lazy))
     with pytest.raises(ValueError, match=r"'late\.\w+'.*lazy.*forward"):
         mpinit.initialize(model, opt_level="O2")
