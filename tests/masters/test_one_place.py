@@ -79,6 +79,7 @@ def test_gradients_replaced_over_the_model_are_clipped_over_the_groups(dtype: to
     assert (number(model) - START).norm() < 0.51
 
 
+@pytest.mark.filterwarnings("ignore:gradients were written to while they were multiplied by the loss scale")
 @each_mode
 @pytest.mark.parametrize("how", ["cleared", "zeroed", "halved", "halved after"])
 def test_gradients_edited_through_the_groups_inside_a_block_stay_so(dtype: torch.dtype, masters: Any, how: str) -> None:
