@@ -60,6 +60,7 @@ def initialize(
     max_consecutive_skips: int | str | None = 64,
     skip_nonfinite: bool | str | None = None,
     optimizer_state: Literal["float32", "bfloat16", "int8"] | torch.dtype | None = "float32",
+    grad_dtype: Dtype | None = None,
     reduce_dtype: Dtype | None = None,
     split_bucket_bytes: int | str | None = 67108864,
 ) -> Models: ...
@@ -100,6 +101,7 @@ def initialize(
     max_consecutive_skips: int | str | None = 64,
     skip_nonfinite: bool | str | None = None,
     optimizer_state: Literal["float32", "bfloat16", "int8"] | torch.dtype | None = "float32",
+    grad_dtype: Dtype | None = None,
     reduce_dtype: Dtype | None = None,
     split_bucket_bytes: int | str | None = 67108864,
 ) -> tuple[Models, Optimizers]: ...
@@ -172,6 +174,10 @@ def initialize(
         optimizer_state: format of the optimizer's state between steps: "float32" (the optimizer's own), "bfloat16" or
             "int8" (1 byte per number, and 4 per 128 numbers), rounded stochastically. Only for optimizers that update
             each parameter by itself. Default "float32". See docs/explanation/optimizer-states.md.
+        grad_dtype: dtype of gradients on 16-bit weights that have masters. torch.float32: from the first backward pass
+            on, 2 bytes per parameter more with split masters. Default None: float32 with full masters. With split
+            masters bfloat16 after one backward pass, and float32 when a second one is added before a step. In a process
+            group they have the weights' dtype, as buckets of DistributedDataParallel do.
         reduce_dtype: torch.float32: DistributedDataParallel sums 16-bit gradients over ranks in float32, a bucket at a
             time, and rounds the mean once. This sends twice the bytes and needs one float32 bucket. Default None: in
             the gradients' dtype. For FSDP2, set ``MixedPrecisionPolicy(reduce_dtype=...)``.

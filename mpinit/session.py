@@ -81,7 +81,7 @@ class Session:
         self.models, self.optimizers = Models(models), WeakList(optimizers)
         self.verbosity = settings.verbosity
         self.is_live = False
-        self.masters = (SplitMasters if plan.masters is MasterWeightsMode.SPLIT else FullMasters)(Names(self.models))
+        self.masters = _masters(plan, Names(self.models))
         self.values = Float32Values(self.models, self.masters)
         self.forward_guard = ForwardGuard(self.models, self.values, self.optimizers)
         self.step_guard = StepGuard(self.masters)
@@ -220,6 +220,8 @@ class Session:
     def _drop_masters(self) -> None:
         """Write the masters' numbers into their weights, and drop the masters; interrupted, it can be called again."""
         for_each(self._restore, list(self.masters))
+        if isinstance(self.masters, SplitMasters):
+            self.masters.buffers.clear()
 
     def _restore(self, master: Master) -> None:
         # A 16-bit weight keeps its master's bits, unless the set-up failed: then it gets its own back.
@@ -350,6 +352,12 @@ def _widen_states(optimizers: Sequence[Optimizer], dtypes: Mapping[Any, torch.dt
         for parameter, state in each.state.items():
             if parameter in dtypes:
                 cast_state(state, parameter.shape, dtypes[parameter], torch.float32)
+
+
+def _masters(plan: Plan, names: Names) -> FullMasters | SplitMasters:
+    if plan.masters is MasterWeightsMode.SPLIT:
+        return SplitMasters(names, plan.properties.grad_dtype)
+    return FullMasters(names)
 
 
 def _restore_states(optimizers: Sequence[Optimizer]) -> Undo:

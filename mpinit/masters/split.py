@@ -6,6 +6,7 @@ by at most half a unit in the last place of bfloat16. A written 0 or infinity is
 half away from zero; full masters round half to even.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Final, final
 
@@ -14,7 +15,16 @@ from torch import nn
 
 from ..basics.dtypes import as_float32, is_lower_precision
 from ..basics.modules import Names
-from ..distributed.sharding import is_sharded, redistribute_like, set_data, set_local_data, shard, sharded_as
+from ..distributed.sharding import (
+    arriving_gradient_dtype,
+    is_distributed,
+    is_sharded,
+    redistribute_like,
+    set_data,
+    set_local_data,
+    shard,
+    sharded_as,
+)
 from ..torch_internals.bulk import are_same, data_ptrs, set_memory, strides_of, versions_of
 from ..torch_internals.parameter_data import TENSOR_DETACH
 from .float_split import add_remainder_, flat, is_dense, split_off_remainder_
@@ -22,6 +32,8 @@ from .masters import Gradients, Master, MasterBatch, Masters
 
 # Float32 memory up to this size stays from step to step: for small weights laying it out takes longer than the step.
 _KEPT_BYTES: Final = 16 * 2**20
+# Weights whose gradients show whether another backward pass is about to be added to the last one.
+_SAMPLES: Final = 4
 # Elements of a float32 tensor that are taken apart at a time.
 _PIECE: Final = 1 << 20
 
@@ -74,15 +86,24 @@ class SplitMaster(Master):
 
 @final
 class SplitMasters(Masters):
-    """The masters of ``master_weights="split"``; gradients stay in bfloat16, on the weights."""
+    """The masters of ``master_weights="split"``; gradients are bfloat16, on the weights, and add up in float32.
+
+    Attributes:
+        gradient_dtype: float32 where gradients are to be float32 from the first backward pass on; None: autograd's.
+        buffers: float32 memory that is kept from step to step, by device.
+    """
 
     steps_in_parts = True
 
-    def __init__(self, names: Names | None = None) -> None:
+    def __init__(self, names: Names | None = None, gradient_dtype: torch.dtype | None = None) -> None:
         super().__init__(names)
+        self.gradient_dtype = gradient_dtype
         self.buffers: dict[torch.device, torch.Tensor] = {}
         # The id of a master -> its weight's version when the two last agreed.
         self.versions: dict[int, int] = {}
+        # Some weights, for a number of masters, and by their ids the gradients that a step used last, and the versions.
+        self._samples: tuple[int, list[torch.Tensor]] = 0, []
+        self._used: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def _make(self, weight: nn.Parameter) -> Master:
         _check_dense(shard(weight))
@@ -90,6 +111,8 @@ class SplitMasters(Masters):
 
     def _discard(self, master: Master) -> None:
         self.versions.pop(id(master), None)
+        self._used.pop(id(master.weight), None)
+        self._samples = 0, []
 
     def _cast(self, master: Master, dtype: torch.dtype) -> None:
         assert isinstance(master, SplitMaster)
@@ -122,7 +145,7 @@ class SplitMasters(Masters):
         weight.grad = None
         set_data(weight, sharded_as(narrow, weight))
         if gradient is not None and gradient.shape == weight.shape:
-            weight.grad = gradient.to(torch.bfloat16)
+            weight.grad = gradient
         master.remainder, master.strides, master.address = remainder, narrow.stride(), narrow.data_ptr()
         set_data(master.parameter, sharded_as(_placeholder(weight), weight))
 
@@ -130,11 +153,12 @@ class SplitMasters(Masters):
         return isinstance(master, SplitMaster) and master.remainder is not None
 
     def set_gradient_dtype(self, master: Master) -> None:
-        """Set no ``grad_dtype``: autograd's default is the weight's dtype."""
-        if master.weight.grad_dtype is not None:
+        """Set the ``grad_dtype`` that was asked for, where ranks exchange no gradients; else autograd's default, the weight's."""
+        dtype = None if self.gradient_dtype is None else arriving_gradient_dtype()
+        if master.weight.grad_dtype is not dtype:
             gradient, master.weight.grad = master.weight.grad, None
-            master.weight.grad_dtype = None
-            master.weight.grad = gradient
+            master.weight.grad_dtype = dtype
+            master.weight.grad = gradient if gradient is None or dtype is None else gradient.to(dtype)
 
     @torch.no_grad()
     def values(self, master: Master) -> torch.Tensor:
@@ -161,7 +185,54 @@ class SplitMasters(Masters):
         self.versions[id(master)] = weight._version
 
     def in_kept_dtype(self, gradients: Gradients) -> list[torch.Tensor | None]:
+        if self.gradient_dtype is not None:
+            return [None if g is None else as_float32(g) for g in gradients]
         return [g.coalesce() if g is not None and g.is_sparse else g for g in gradients]
+
+    # -- gradients of several backward passes ------------------------------------------------------------------------
+
+    def widen_unused_gradients(self) -> None:
+        """Widen bfloat16 gradients that no step has used yet, so that another backward pass adds to them in float32.
+
+        A sum in bfloat16 stops growing where what is added is less than half a unit in its last place. Only a few
+        gradients are asked for, because every forward of a model does. In a process group they stay as they are: the
+        buckets of DistributedDataParallel, in which they may lie, have the weights' type.
+        """
+        for weight in self._sampled():
+            gradient = weight.grad
+            is_narrow = gradient is not None and is_lower_precision(gradient.dtype)
+            if gradient is not None and is_narrow and self._is_unused(weight, gradient):
+                if not is_distributed():
+                    self.widen_gradients()
+                return
+
+    @torch.no_grad()
+    def widen_gradients(self) -> None:
+        """Widen all bfloat16 gradients, one after another: the narrow one is freed before the next."""
+        for master in self:
+            gradient = master.weight.grad
+            # One in a buffer of the user's stays there.
+            if gradient is not None and is_lower_precision(gradient.dtype) and not gradient._is_view():
+                master.weight.grad = as_float32(gradient)
+
+    def gradients_used(self) -> None:
+        """Record that a step has used the gradients, or was skipped for them."""
+        self._used = {
+            id(weight): (weakref.ref(weight.grad), weight.grad._version)
+            for weight in self._sampled()
+            if weight.grad is not None
+        }
+
+    def _sampled(self) -> list[torch.Tensor]:
+        if self._samples[0] != len(self._of):
+            weights: list[torch.Tensor] = [master.weight for master in self]
+            self._samples = len(weights), weights[:: -(-len(weights) // _SAMPLES) or 1]
+        return self._samples[1]
+
+    def _is_unused(self, weight: torch.Tensor, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient is another than a step used last, or was cleared in place and added to since."""
+        known = self._used.get(id(weight))
+        return known is None or known[0]() is not gradient or gradient._version >= known[1] + 2
 
     def batch(self, masters: Sequence[Master], device: torch.device) -> MasterBatch:
         return _Bucket(self, [master for master in masters if isinstance(master, SplitMaster)], device)

@@ -18,6 +18,7 @@ from ..basics.dtypes import dtype_name, is_lower_precision, may_overflow
 from ..basics.logs import log
 from ..basics.trees import TensorCast, TreeCast, cast_tree, write_elements
 from ..distributed.sharding import is_distributed, replaced_since
+from ..masters.split import SplitMasters
 from ..plan import KeepInputPredicate
 from ..torch_internals.emulation import slowdown
 from ..torch_internals.forward_casts import ForwardCasts
@@ -93,6 +94,8 @@ class ForwardGuard:
         if self.has_float32_values:
             with self._lock:
                 self._values.apply_writes()
+                if isinstance(self.masters, SplitMasters) and torch.is_grad_enabled() and current_pass() == -1:
+                    self.masters.widen_unused_gradients()
 
     def reads_inputs(self) -> bool:
         """Count a forward, and return whether its inputs are to be read: reading numbers waits for their device."""

@@ -10,8 +10,9 @@ from typing import Concatenate, Final, ParamSpec
 import torch
 from torch import nn
 
-from ..distributed.sharding import is_sharded, local
+from ..distributed.sharding import is_distributed, is_sharded, local
 from ..masters.masters import Masters
+from ..masters.split import SplitMasters
 from ..scaling.scaler import LossScaler
 from ..torch_internals.bulk import are_alike, are_plain, are_same, grads_of, have_grads, versions_of
 from ..torch_internals.one_pass import native
@@ -68,6 +69,8 @@ class Gradients:
         is_empty = not have_grads(self.weights)
         if is_empty:
             state = EMPTY
+        elif isinstance(self._masters, SplitMasters):
+            self._masters.widen_unused_gradients()
         if scaler.is_identity:
             self.state = state
             return is_empty
@@ -218,10 +221,16 @@ class Gradients:
     def stepped(self, in_kernel: bool = False) -> None:
         """Mark the gradients as used by a step; ``in_kernel``: by one whose kernel was to skip on an overflow."""
         self.state = states.stepped(self.state, _used(self.state, self.weights, in_kernel), in_kernel)
+        self._mark_used()
 
     def skipped(self) -> None:
         """Mark the gradients as those that a step was skipped for."""
         self.state = states.skipped(self.state, _used(self.state, self.weights, keeps_check=True))
+        self._mark_used()
+
+    def _mark_used(self) -> None:
+        if isinstance(self._masters, SplitMasters):
+            self._masters.gradients_used()
 
     def came_through_scaling(self) -> bool:
         """Return whether the gradients are those of a scaled loss, and no others since the last step."""
@@ -281,7 +290,9 @@ def _dropped_on_error(gradients: Gradients) -> Iterator[None]:
 
 
 def _multiply(weights: Sequence[nn.Parameter], gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
-    narrow = [w for w in weights if w.grad is not None and w.grad_dtype is None and w.grad.dtype != w.dtype]
+    narrow = []
+    if is_distributed():
+        narrow = [w for w in weights if w.grad is not None and w.grad_dtype is None and w.grad.dtype != w.dtype]
     unscale_(gradients, factor)
     for weight in narrow:
         # DDP reduces gradients in the weight's own dtype.

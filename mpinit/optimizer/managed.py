@@ -297,6 +297,7 @@ def patch(managed: ManagedOptimizer, states: EncodedStates | None, undos: UndoSt
 
 def _end(managed: ManagedOptimizer) -> None:
     managed.is_patched = False
+    managed.scope.release()
 
 
 def _decode_states(managed: ManagedOptimizer) -> None:

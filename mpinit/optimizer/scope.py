@@ -156,6 +156,7 @@ class Scope:
         self._native_steps = NativeSteps(members, states) if native_kind(members.optimizer) else None
         # True: the masters of a part are read before its step. False: all masters are read before the first step.
         self._reads_parts = members.table.steps_in_parts
+        self._bucket_bytes = bucket_bytes
         self._parts = Parts(members, states is not None, bucket_bytes)
         self._exchange = _StateExchange(members)
         self._decoded: Any = {}
@@ -211,6 +212,11 @@ class Scope:
             if was_open:
                 self._members.values.apply_writes()
                 self._enter()
+
+    def release(self) -> None:
+        """Close the scope, and free the memory in which masters of small weights are put together."""
+        self.close()
+        self._parts = Parts(self._members, self._states is not None, self._bucket_bytes)
 
     def close(self) -> None:
         """Close the scope where an interruption has kept it open."""

@@ -47,5 +47,6 @@ class Keywords(TypedDict, total=False):
     max_consecutive_skips: int | str | None
     skip_nonfinite: bool | str | None
     optimizer_state: Literal["float32", "bfloat16", "int8"] | torch.dtype | None
+    grad_dtype: Dtype | None
     reduce_dtype: Dtype | None
     split_bucket_bytes: int | str | None

@@ -114,6 +114,10 @@ class Properties(BaseModel):
         optimizer_state: format of the optimizer's state between steps: "float32" (the optimizer's own), "bfloat16" or
             "int8" (1 byte per number, and 4 per 128 numbers), rounded stochastically. Only for optimizers that update
             each parameter by itself. Default "float32". See docs/explanation/optimizer-states.md.
+        grad_dtype: dtype of gradients on 16-bit weights that have masters. torch.float32: from the first backward pass
+            on, 2 bytes per parameter more with split masters. Default None: float32 with full masters. With split
+            masters bfloat16 after one backward pass, and float32 when a second one is added before a step. In a process
+            group they have the weights' dtype, as buckets of DistributedDataParallel do.
         reduce_dtype: torch.float32: DistributedDataParallel sums 16-bit gradients over ranks in float32, a bucket at a
             time, and rounds the mean once. This sends twice the bytes and needs one float32 bucket. Default None: in
             the gradients' dtype. For FSDP2, set ``MixedPrecisionPolicy(reduce_dtype=...)``.
@@ -150,6 +154,7 @@ class Properties(BaseModel):
     max_consecutive_skips: Count = 64
     skip_nonfinite: OptionalBoolean = None
     optimizer_state: Annotated[OptimizerState, AlsoAccepts("torch.dtype")] = "float32"
+    grad_dtype: OptionalDtype = None
     reduce_dtype: OptionalDtype = None
     split_bucket_bytes: Bytes = 64 * 2**20
 
@@ -203,6 +208,28 @@ def _check(props: Properties) -> None:
         raise ValueError(
             f'master_weights="model" contradicts cast_model_type={cast}: float32 parameters are cast inside forwards '
             "to a 16-bit type, and none is given. Use opt_level='O2' or 'O5', or give cast_model_type=torch.bfloat16"
+        )
+    if props.grad_dtype not in (None, torch.float32):
+        raise ValueError(
+            f"grad_dtype={props.grad_dtype} is not float32: where none is given, gradients are float32 with full "
+            "masters, and bfloat16 with split ones until a second backward pass is added to the first"
+        )
+    if props.grad_dtype is not None and cast is not None and is_lower_precision(cast) and not props.master_weights:
+        raise ValueError(
+            f"grad_dtype={props.grad_dtype} contradicts master_weights={props.master_weights}: without float32 masters "
+            f"a step updates {dtype_name(cast)} weights by gradients of their own type. Give master_weights=True, or "
+            '"split" in bfloat16'
+        )
+    if (
+        props.optimizer_state != "float32"
+        and cast is not None
+        and is_lower_precision(cast)
+        and not props.master_weights
+    ):
+        raise ValueError(
+            f'optimizer_state="{props.optimizer_state}" contradicts master_weights={props.master_weights}: without '
+            f"float32 masters an optimizer's state has the weights' dtype, {dtype_name(cast)}, and only float32 state "
+            'is encoded. Give master_weights=True, or "split" in bfloat16, or leave optimizer_state out'
         )
     if props.reduce_dtype not in (None, torch.float32):
         raise ValueError(

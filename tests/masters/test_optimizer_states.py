@@ -259,6 +259,19 @@ def test_optimizer_that_reads_several_parameters_is_refused() -> None:
     assert registry.of(model) is None
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("encoding", ["int8", "bfloat16"])
+def test_states_of_weights_without_masters_are_refused(encoding: str, dtype: str) -> None:
+    """They have the weights' dtype, and nothing was done to them at O3, without a word."""
+    model = nn.Linear(128, 64)
+    before = model.weight
+    with pytest.raises(ValueError, match=rf'optimizer_state="{encoding}" contradicts master_weights=False.*{dtype}'):
+        mpinit.initialize(
+            model, torch.optim.AdamW(model.parameters()), "O3", cast_model_type=dtype, optimizer_state=encoding
+        )
+    assert model.weight is before and before.dtype is torch.float32
+
+
 @pytest.mark.parametrize("given, meant", [("bf16", "bfloat16"), (torch.int8, "int8"), ("fp32", "float32")])
 def test_spellings(given: Any, meant: str) -> None:
     assert mpinit.Properties(optimizer_state=given).optimizer_state == meant

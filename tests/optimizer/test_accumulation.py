@@ -38,22 +38,18 @@ def test_cycles_equal_a_hand_written_loop(setting: str, delay: dict[str, bool]) 
     loops.same(model.parameters(), by_hand.model.parameters())
 
 
-# Split masters pay a documented price for 2 bytes a parameter less: bfloat16 counts to 256 and no further.
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("loss_scale", ["dynamic", 1.0, 128.0])
-@pytest.mark.parametrize(
-    ("dtype", "kind", "count"),
-    [(torch.float16, True, 300.0), (torch.bfloat16, True, 300.0), (torch.bfloat16, "split", 256.0)],
-)
-def test_300_micro_batches_give_300(dtype: torch.dtype, kind: Any, count: float, loss_scale: Any, delay: bool) -> None:
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.float16, True), (torch.bfloat16, True), (torch.bfloat16, "split")])
+def test_300_micro_batches_give_300(dtype: torch.dtype, kind: Any, loss_scale: Any, delay: bool) -> None:
     model = Parts(lambda self: self.weight.sum(), weight=nn.Parameter(torch.zeros(3)))
     given = {"loss_scale": loss_scale, "init_loss_scale": 256.0, "growth_interval": 100, "master_weights": kind}
     optimizer = loops.start(model, "O2", dtype, loops.plain_sgd, **given)
     for _ in range(300):
         loops.backward(model(), optimizer, delay_unscale=delay)
-    assert [g.tolist() for g in loops.gradients(optimizer) if g is not None] == [[count] * 3]
+    assert [g.tolist() for g in loops.gradients(optimizer) if g is not None] == [[300.0] * 3]
     optimizer.step()
-    assert loops.masters(optimizer)[0].tolist() == [-count] * 3
+    assert loops.masters(optimizer)[0].tolist() == [-300.0] * 3
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
