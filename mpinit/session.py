@@ -135,6 +135,7 @@ class Session:
             hide_gradients(self.models, self._undos)
         if plan.properties.patch_torch_functions:
             push(functions.apply(plan, owner=self))
+            push(functions.wrap(self.models))
         push(partial(casting.rebuild_flat_weights_of, self.models))
         if selected.gathered:
             push(gather_in(index.names, selected.gathered))

@@ -38,6 +38,9 @@ class Registration:
 
 REGISTERED: Final[list[Registration]] = []
 
+# The function in each wrapper, also in those that are not installed any more.
+ORIGINALS: Final[weakref.WeakKeyDictionary[Any, Any]] = weakref.WeakKeyDictionary()
+
 
 # (whether the policy is apex's, whether banned functions run), for one session or for all live sessions together.
 _Needs = tuple[bool, bool]
@@ -53,6 +56,12 @@ class Installation:
         self._installed: _Needs | None = None
         self._undos = UndoStack()
         self._originals: dict[tuple[int, str], Any] = {}
+        # By the id of an original: its wrapper.
+        self._wrappers: dict[int, Any] = {}
+
+    def wrapper_of(self, function: Any) -> Any:
+        """Return the wrapper of one of torch's functions while it is installed; None where it has none."""
+        return self._wrappers.get(id(function))
 
     def original(self, owner: Any, name: str) -> Any:
         """Return the function at ``owner.name`` without mpinit's wrapper, or None."""
@@ -95,6 +104,7 @@ class Installation:
         self._installed = None
         self._undos.unwind()
         self._originals.clear()
+        self._wrappers.clear()
         if sessions:
             self._install(needs)
             self._installed = needs
@@ -124,6 +134,9 @@ class Installation:
     def _set(self, owner: Any, name: str, function: Any) -> None:
         original = getattr(owner, name)
         self._originals[id(owner), name] = original
+        if isinstance(function, types.FunctionType):
+            self._wrappers[id(original)] = function
+            ORIGINALS[function] = original
         _register_with_torchscript(function, original, self._undos)
         self._undos.set_attribute(owner, name, function)
 
