@@ -3,8 +3,8 @@
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -18,10 +18,13 @@ from ..basics.patching import for_each
 from ..basics.tables import counted
 from ..basics.weak_references import OfModule, WeakIdSet
 from ..distributed.sharding import is_sharded
+from ..torch_internals.bulk import are_same
 from . import copies
 from .float32_values import Float32Values
 from .forward_weights import ACTIVE_CASTS, parameter_of
 from .shared_memory import is_16_bit, same_view, storage_of
+
+_CONTAINERS: Final = (dict, list, tuple)
 
 
 class Float32State:
@@ -128,17 +131,43 @@ class Float32State:
         remaining = [
             key
             for key, value in state_dict.items()
-            if isinstance(value, torch.Tensor) and value.dtype in LOWER_PRECISION and key.startswith(prefix)
+            if (type(value) in _CONTAINERS or (isinstance(value, torch.Tensor) and value.dtype in LOWER_PRECISION))
+            and key.startswith(prefix)
         ]
         if remaining:
             tensors = (tensor for part in modules_of(module) for _, tensor in own_tensors(part))
             owners = {storage_of(tensor): tensor for tensor in tensors if is_16_bit(tensor)}
+            keeps_variables = _keeps_variables(module, state_dict, prefix)
             for key in remaining:
                 saved = state_dict[key]
-                owner = owners.get(storage_of(saved))
-                if owner is not saved:
-                    state_dict[key] = saved.float() if owner is None else same_view(saved, owner, self._entry)
+                if isinstance(saved, torch.Tensor) and storage_of(saved) not in owners:
+                    state_dict[key] = saved.float()
+                else:
+                    state_dict[key] = self._widened(saved, owners, keeps_variables)
         self._destination, self._made = None, {}
+
+    def _widened(self, saved: Any, owners: Mapping[int, torch.Tensor], keeps_variables: bool) -> Any:
+        """Return what a module saved in its own way, with float32 entries instead of the models' own 16-bit tensors.
+
+        Args:
+            saved: a tensor, or a dict, list or tuple of them.
+            owners: the models' 16-bit tensors by their memory.
+            keeps_variables: whether the models' own tensors are asked for.
+        """
+        if type(saved) is dict:
+            parts = {key: self._widened(value, owners, keeps_variables) for key, value in saved.items()}
+            return saved if are_same(list(parts.values()), list(saved.values())) else parts
+        if type(saved) in (list, tuple):
+            items = [self._widened(value, owners, keeps_variables) for value in saved]
+            return saved if are_same(items, saved) else type(saved)(items)
+        if not isinstance(saved, torch.Tensor) or saved.dtype not in LOWER_PRECISION:
+            return saved
+        owner = owners.get(storage_of(saved))
+        if owner is None:
+            return saved  # inside a container: the module's own business
+        if owner is saved:
+            return saved if keeps_variables else self._entry(owner, saved)
+        return same_view(saved, owner, self._entry)
 
     def before_load(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *lists: Any
@@ -222,6 +251,17 @@ def _add_hooks_to_new_part(
     state = known() if part is not None and key in module._state_dict_hooks else None
     if state is not None and part is not None:
         state.add_hooks(part)
+
+
+def _keeps_variables(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> bool:
+    """Return whether ``state_dict(keep_vars=True)`` was called, by the entries of a module that saves as torch does."""
+    for name, part in module.named_modules(prefix=prefix.rstrip(".")):
+        if type(part)._save_to_state_dict is nn.Module._save_to_state_dict:
+            for own, tensor in own_tensors(part):
+                saved = state_dict.get(f"{name}.{own}" if name else own)
+                if saved is not None:
+                    return saved is tensor
+    return False
 
 
 def _reference(state_dict: dict[str, Any]) -> weakref.ref[Any] | None:
