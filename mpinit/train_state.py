@@ -1,7 +1,8 @@
 """One object for ``torch.distributed.checkpoint``: a model, its optimizers and loss scalers, by parameter names."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Final, final
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import checkpoint, checks, registry
+from .basics.logs import warn_user
 from .basics.tables import counted
 from .distributed.sharding import is_distributed, is_sharded, shard
 from .in_float32 import float32_weights
@@ -141,6 +143,8 @@ class TrainState:
         with float32_weights(models) if options.full_state_dict else contextlib.nullcontext():
             # A copy, because torch adds the names of wrappers to the state's keys.
             set_model_state_dict(self._model, dict(state.get("model", {})), options=options)
+        for optimizer in self._optimizers if not options.ignore_frozen_params else ():
+            self._load_frozen(optimizer, state.get("optim", {}), options)
         if scalers is not None and session is not None:
             checkpoint.load_session_state(session, scalers)
 
@@ -225,6 +229,34 @@ class TrainState:
             torch.distributed.broadcast_object_list(sent, src=0)
         return sent[0], _local_options(options)
 
+    def _load_frozen(self, optimizer: Optimizer, optim: Mapping[str, Any], options: Any) -> None:
+        """Load the optimizer's state of frozen weights, which torch leaves out: trained again, they would start anew.
+
+        It stays float32, as the masters do that 16-bit weights get when they are trained again.
+        """
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if all(weight.requires_grad for weight in weights):
+            return
+        own = self._named_state(optimizer, replace(_local_options(options), flatten_optimizer_state_dict=False))
+        names = [name for group in own["param_groups"] for name in group["params"]]
+        frozen = {name: weight for name, weight in zip(names, weights, strict=True) if not weight.requires_grad}
+        sent = [_states_of(optim, list(frozen))]
+        if options.broadcast_from_rank0 and is_distributed():
+            torch.distributed.broadcast_object_list(sent, src=0)
+        left_out = []
+        for name, given in sent[0].items():
+            weight = frozen[name]
+            tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
+            if any(value.shape == weight.shape and is_sharded(value) != is_sharded(weight) for value in tensors):
+                left_out.append(name)
+            else:
+                optimizer.state[weight] = {key: _copied(value, weight) for key, value in given.items()}
+        if left_out:
+            warn_user(
+                f"the optimizer's state of {', '.join(map(repr, left_out[:5]))} was not loaded: these weights are "
+                "frozen and sharded, and it is not sharded. Load the state before the weights are frozen"
+            )
+
     def _checked(self, loaded: Any, options: Any) -> tuple[dict[str, Any], Any]:
         """Return the state to load, and the scalers' state or None; raise ValueError if anything does not fit."""
         state = _as_parts(loaded)
@@ -295,6 +327,25 @@ def _by_names(loaded: Any, own: Mapping[str, Any]) -> Any:
 def _local_options(options: Any) -> Any:
     """Return the same options for local shards, without gathering."""
     return replace(options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
+
+
+def _states_of(optim: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the states of some weights by their names, from a state that is flattened or not."""
+    if "param_groups" in optim:
+        states = optim.get("state", {})
+        return {name: dict(states[name]) for name in names if isinstance(states.get(name), Mapping)}
+    found: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for key, value in optim.items():
+        weight, _, entry = key.removeprefix("state.").rpartition(".")
+        if key.startswith("state.") and weight in found:
+            found[weight][entry] = value
+    return {name: state for name, state in found.items() if state}
+
+
+def _copied(value: Any, weight: torch.Tensor) -> Any:
+    if isinstance(value, torch.Tensor) and value.shape == weight.shape:
+        return value.detach().to(weight.device, copy=True)
+    return copy.deepcopy(value)
 
 
 @contextlib.contextmanager

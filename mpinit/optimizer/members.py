@@ -192,9 +192,9 @@ class Members:
                 exchange_beside_groups(holder, others)
 
     def narrow_states(self) -> None:
-        """Cast states that were loaded for float32 parameters back to the dtype of weights without masters."""
-        if len(self.masters) == len(self.weights):
-            return
+        """Cast states that were loaded for float32 parameters back to the dtype of weights that are trained in it."""
+        if self._kind is not MasterWeightsMode.NONE:
+            return  # a weight without a master is frozen, and gets one when it is trained
         for holder in self.holders():
             for weight, state in holder.state.items():
                 if isinstance(weight, torch.Tensor) and is_lower_precision(weight.dtype) and not self.table.of(weight):
