@@ -243,7 +243,7 @@ class ForwardWeights(OfModule):
         pending: list[nn.Module | None] = [self.module]
         while pending:
             module = pending.pop()
-            if module is not None and module not in found and module not in self._kept:
+            if module is not None and module not in found and module not in self._kept and not _is_float32_copy(module):
                 found[module] = None
                 pending += module._modules.values()
         return list(found)
@@ -278,6 +278,13 @@ class ForwardWeights(OfModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
+
+
+def _is_float32_copy(module: nn.Module) -> bool:
+    """Return whether a module is a copy of a part, which computes in float32, and was put back into the model."""
+    patched = getattr(vars(module).get("forward"), "__self__", None)
+    weights = getattr(patched, "weights", None)
+    return isinstance(weights, ForwardWeights) and patched.boundary.inner_dtype is not weights.dtype  # type: ignore[union-attr]
 
 
 def _end(active: _ActiveCasts) -> None:
