@@ -153,7 +153,7 @@ class SplitMasters(Masters):
         return isinstance(master, SplitMaster) and master.remainder is not None
 
     def set_gradient_dtype(self, master: Master) -> None:
-        """Set the ``grad_dtype`` that was asked for, where ranks exchange no gradients; else autograd's default, the weight's."""
+        """Set the ``grad_dtype`` that was asked for, unless ranks exchange gradients; else autograd's default."""
         dtype = None if self.gradient_dtype is None else arriving_gradient_dtype()
         if master.weight.grad_dtype is not dtype:
             gradient, master.weight.grad = master.weight.grad, None
