@@ -83,7 +83,8 @@ class Gradients:
             self.state = states.block_opened(state, scaler, block, found_inf, hidden)
         if not is_empty:
             with _dropped_on_error(self):
-                gradients = [gradient for gradient in self.present() if id(gradient) not in done]
+                present = self.present()
+                gradients = [gradient for gradient in present if id(gradient) not in done] if done else present
                 _multiply(self.weights, gradients, scaler.scale_now())
             done.update(map(id, self.present()))
         return is_empty

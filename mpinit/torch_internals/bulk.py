@@ -131,6 +131,10 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 def are_plain(gradients: Sequence[torch.Tensor | None], device: torch.device) -> bool:
     """Return whether every gradient is present, dense, float32 and on this device."""
+    if device.type == "cpu" and (code := native()) is not None:
+        known: bool | None = code.are_plain(gradients)
+        if known is not None:
+            return known
     try:
         are_dense = set(map(_IS_SPARSE, gradients)) == _NO
     except AttributeError:

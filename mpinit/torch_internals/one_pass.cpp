@@ -917,7 +917,24 @@ PyObject* grads_are(PyObject*, PyObject* args) {
   });
 }
 
+// are_plain(gradients): whether each is a torch.Tensor itself, dense, float32, and on the CPU or meta; None is not.
+PyObject* are_plain(PyObject*, PyObject* given) {
+  if (!PyList_Check(given)) Py_RETURN_NONE;
+  if (PyList_GET_SIZE(given) == 0) Py_RETURN_FALSE;
+  return guarded([&]() -> PyObject* {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given); ++i) {
+      PyObject* item = PyList_GET_ITEM(given, i);
+      if (!THPVariable_CheckExact(item) || Py_TYPE(item) == (PyTypeObject*)ParameterClass) Py_RETURN_FALSE;
+      const at::Tensor& tensor = THPVariable_Unpack(item);
+      const bool is_here = tensor.is_cpu() || tensor.is_meta();
+      if (!is_here || tensor.layout() != at::kStrided || tensor.scalar_type() != at::kFloat) Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+  });
+}
+
 PyMethodDef methods[] = {
+    {"are_plain", are_plain, METH_O, nullptr},
     {"grads_are", grads_are, METH_VARARGS, nullptr},
     {"are_as_seen", are_as_seen, METH_VARARGS, nullptr},
     {"versions", versions, METH_O, nullptr},

@@ -6,6 +6,7 @@ Below the public face: native code is replaced by code with other bits.
 import copy
 import functools
 import logging
+import operator
 import os
 import shutil
 import subprocess
@@ -25,6 +26,7 @@ import mpinit
 from mpinit.masters.codecs import codec
 from mpinit.optimizer import one_pass, skipping
 from mpinit.torch_internals import one_pass as native_code
+from mpinit.torch_internals.bulk import are_plain, changed_grads, set_grads
 
 Make = Callable[..., torch.optim.Optimizer]
 # Odd sizes: some fill no vector, one has rows of encoded state that are not full.
@@ -87,7 +89,7 @@ def two(make: Make = AdamW, state: str = "float32", weights: Any = list, **more:
     return Training(make, state, weights(), **more), Training(make, state, weights(), **more)
 
 
-FUNCTIONS = ("encode", "decode", "round", "are_finite", "versions", "are_as_seen", "casts")
+FUNCTIONS = ("encode", "decode", "round", "are_finite", "versions", "are_as_seen", "casts", "grads_are", "are_plain")
 
 
 def counting(native: Any) -> tuple[Any, list[int]]:
@@ -111,6 +113,42 @@ def assert_stepped_alike(
         natively.step(seed, seed == odd)
     assert_same(by_torch, natively)
     return sum(numbers > 1000 for numbers in calls)
+
+
+PLAIN: dict[str, list[torch.Tensor | None]] = {
+    "none": [],
+    "float32": [torch.ones(2), torch.ones(3)],
+    "a missing one": [torch.ones(2), None],
+    "bfloat16": [torch.ones(2).bfloat16()],
+    "float64": [torch.ones(2).double()],
+    "sparse": [torch.ones(2).to_sparse()],
+    "a parameter": [torch.nn.Parameter(torch.ones(2))],
+    "meta": [torch.ones(2, device="meta")],
+}
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_native_code_finds_the_same_gradients_plain(monkeypatch: pytest.MonkeyPatch, native: Any, case: str) -> None:
+    expected = are_plain(PLAIN[case], torch.device("cpu"))
+    use(monkeypatch, native)
+    assert are_plain(PLAIN[case], torch.device("cpu")) is expected
+
+
+def test_native_code_finds_the_same_gradients_changed(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
+    weights: list[Any] = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    gradients = [torch.ones(2), None, torch.zeros(2)]
+    set_grads(weights, gradients)
+    others: list[list[torch.Tensor | None]] = [
+        gradients,
+        [None] * 3,
+        gradients[:2],
+        [gradients[0], None, torch.zeros(2)],
+    ]
+    for code in (None, native):
+        use(monkeypatch, code)
+        found = [changed_grads(weights, expected) for expected in others]
+        assert found[0] is None
+        assert all(now is not None and all(map(operator.is_, now, gradients)) for now in found[1:])
 
 
 FORMS: dict[str, dict[str, Any]] = {"single": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
