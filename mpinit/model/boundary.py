@@ -124,9 +124,9 @@ class ForwardGuard:
         dtype, first = self.lower_dtype, next(iter(self.parameters()), None)
         ratio = None if dtype is None or first is None else slowdown(first.device, dtype)
         if dtype is not None and ratio is not None:
-            log.warning(
+            log.info(
                 "%s is emulated on this processor, which has no units for it: a matrix product takes %.1f times as "
-                "long as in float32. Memory is saved, and not time; verbosity=0 leaves this line out",
+                "long as in float32. Memory is saved, and not time",
                 *(dtype_name(dtype), ratio),
             )
 

@@ -1,5 +1,6 @@
 """The log line of the first step on a processor that emulates 16-bit arithmetic."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ BATCH = batches(1)[0]
 
 
 @pytest.fixture
-def product_times(monkeypatch: pytest.MonkeyPatch) -> dict[torch.dtype, float]:
+def product_times(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> dict[torch.dtype, float]:
     """Set the seconds that a product takes: no test depends on a clock."""
+    caplog.set_level(logging.INFO, "mpinit")
     times = {torch.float32: 1.0, torch.float16: 8.0, torch.bfloat16: 6.0}
     monkeypatch.setattr(emulation, "seconds_of_product", lambda device, dtype: times[dtype])
     emulation._ratio.cache_clear()
